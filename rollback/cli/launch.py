@@ -18,6 +18,7 @@ import typer
 from pydantic import ValidationError
 
 import rollback
+from rollback.checkpoints.tiers import base_of
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
 from rollback.cli.windows import cumulative, parse_samples, parse_window
 from rollback.config import Settings, explain
@@ -58,6 +59,7 @@ def launch(
     stall_after: float | None,
     node_timeout: float | None,
     spare_nodes: int | None,
+    replicas: int | None,
     no_hangup: bool,
     secret_args: list[str] | None,
     seal: Path | None,
@@ -86,7 +88,7 @@ def launch(
     )
     order = LaunchOrder(
         paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT,
-        spare_nodes or 0, preload=preload is not False, expects_guard=expects_guard,
+        spare_nodes or 0, _replicas(replicas, settings), preload=preload is not False, expects_guard=expects_guard,
     )  # fmt: skip
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -101,6 +103,18 @@ def launch(
             result = supervise(_unprotected(order), screen)
     say(closing_line(result, paths.root, redacted(["rollback", *sys.argv[1:]], names)))
     raise typer.Exit(result.exit_code)
+
+
+def _replicas(given: int | None, settings: Settings) -> int:
+    """Raises UsageError for more copies than can be made, or for copies of what is in no memory."""
+    if given is not None and given > 2:
+        raise UsageError(f"--replicas {given}: a snapshot is kept by its own host, and by one more at most (2)")
+    if given == 2 and base_of(settings.fast_tier) is None:
+        raise UsageError(
+            "--replicas 2 copies snapshots from one host's memory to another's, and --fast-tier is off",
+            hint="leave one of the two out",
+        )
+    return given or 1
 
 
 def _runner(adopt: str | None, flags: Mapping[str, str | bool]) -> list[str]:

@@ -177,6 +177,14 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         "one that is lost or fails again and again (default: 0)",
         0,
     ),
+    _run_parameter(
+        "replicas",
+        int,
+        "1|2",
+        "many nodes: with 2, each node sends its part of each snapshot to the memory of another one, so that a lost "
+        "host costs one snapshot at most and nothing is fetched; takes as much memory again, and network (default: 1)",
+        1,
+    ),
     switch("no_hangup", _PANEL, "go on when the terminal is gone, as under nohup"),
     _run_parameter("seal", Path, "KEYFILE", "sign the record and the checkpoints with this key, and restore no others"),
     _run_parameter(

@@ -167,6 +167,39 @@ class SpareNodes(Fact):
         return (", ".join(self.nodes) or "none") + unfit
 
 
+class PartBroughtBack(Fact):
+    """A node lacked its part of a snapshot, and got it from the memory of another host."""
+
+    writer: ClassVar[Writer] = "supervisor"
+    kind: Literal["part_brought_back"] = "part_brought_back"
+    node: str
+    checkpoint: str
+    step: int
+    bytes: int
+    seconds: float
+    source: str
+    """The host that had it."""
+
+    def in_words(self) -> str:
+        return f"{self.node} got its part of step {self.step} from the memory of {self.source} in {self.seconds:.1f} s"
+
+
+class NoBuddyCopy(Fact):
+    """If this node's host is lost, what was only in its memory is lost with it."""
+
+    writer: ClassVar[Writer] = "supervisor"
+    kind: Literal["no_buddy_copy"] = "no_buddy_copy"
+    node: str
+    reason: str
+
+    def in_words(self) -> str:
+        return f"snapshots of {self.node} are in no other host's memory: {self.reason}"
+
+
+ABOUT_NODES = (NodeReplaced, PartBroughtBack, NoBuddyCopy)
+"""What reports tell of an attempt's nodes, in words."""
+
+
 class Signalled(Fact):
     """The supervisor was told to stop and passed the signal on to the ranks."""
 

@@ -40,7 +40,7 @@ def _line_of_the_end(record: facts.JournalEntry) -> str | None:
             return f"attempt {record.attempt} is over: {fact.cause}"
         case facts.RestartScheduled() as fact:
             return f"another attempt follows in {fact.delay:.0f} s ({fact.budget_left} restarts left)"
-        case facts.NodeReplaced() as fact:
+        case facts.NodeReplaced() | facts.PartBroughtBack() | facts.NoBuddyCopy() as fact:
             return fact.in_words()
         case facts.Signalled() as fact:
             return f"{fact.signal}: the ranks are told to stop and save"

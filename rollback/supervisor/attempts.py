@@ -50,6 +50,8 @@ class LaunchOrder:
     """Seconds that the launch waits for missing nodes."""
     spare_nodes: int = 0
     """Nodes that wait for the place of another one."""
+    replicas: int = 1
+    """On how many hosts each snapshot is in memory, at most: 2 with a copy on another host."""
     preload: bool = True
     """Whether ranks are forked from a process that has imported torch (`rollback.agent.fork_server`)."""
     expects_guard: bool = False

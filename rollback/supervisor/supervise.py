@@ -16,8 +16,10 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from rollback.checkpoints.fast_tier import buddy_copies
+from rollback.checkpoints.tiers import base_of, fast_tier_of
 from rollback.config import ENV_NO_RUN
-from rollback.errors import ExitCode, RollbackError, RunInUse
+from rollback.errors import ExitCode, RollbackError, RunInUse, UsageError
 from rollback.ring.helper import drained
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
@@ -25,6 +27,7 @@ from rollback.rundir.elsewhere import forget_elsewhere
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts, LaunchOrder, Result
+from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
 from rollback.supervisor.complete import nothing_left
 from rollback.supervisor.draining import reach
@@ -50,6 +53,11 @@ def supervise(order: LaunchOrder, audience: Audience) -> Result:
     place = place_among_nodes(
         order.job.flags, order.node_timeout, order.spare_nodes, command_of(order.job, order.settings)
     )
+    if place is None and order.replicas > 1:
+        raise UsageError(
+            f"--replicas {order.replicas}: the copy is kept by another host, and this job has one node",
+            hint="leave it out, or say with --nnodes how many there are",
+        )
     store = reach(order.settings.ring, writing=place is None)
     others = str(order.job.flags.get("signals-to-handle", ""))
     with tempfile.TemporaryDirectory(prefix="rollback-") as made, StopSignals(others) as signals:
@@ -71,7 +79,8 @@ def supervise(order: LaunchOrder, audience: Audience) -> Result:
             if place is None:
                 assert claim is not None
                 return _lead(order, None, store, audience.say, host, signals, claim)
-            return _take_part(order, place, store, audience.say, host, signals)
+            with _buddy(order, place, audience.say) as buddy:
+                return _take_part(order, place, store, audience.say, host, signals, buddy)
 
 
 def _take_part(
@@ -81,10 +90,11 @@ def _take_part(
     say: Callable[[str], None],
     host: Host,
     signals: StopSignals,
+    buddy: Buddy | None,
 ) -> Result:
     """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
     paths, ring = order.paths, order.settings.ring
-    follower = Follower(paths, place, host, order.grace, signals, say, SharedMeeting(paths, place.most))
+    follower = Follower(paths, place, host, order.grace, signals, say, SharedMeeting(paths, place.most), buddy=buddy)
     while True:
         past = read_past(paths)
         try:
@@ -100,9 +110,9 @@ def _take_part(
                 raise
             with _staying_apart(meeting, host):
                 if leads:
-                    return _lead(order, place, store, say, host, signals, claim, meeting)
+                    return _lead(order, place, store, say, host, signals, claim, meeting, buddy)
                 try:
-                    verdict = Follower(paths, place, host, order.grace, signals, say, meeting, ring).follow()
+                    verdict = Follower(paths, place, host, order.grace, signals, say, meeting, ring, buddy).follow()
                 finally:
                     _let_go(claim, paths)
         if verdict is not None and verdict.refused:
@@ -120,11 +130,12 @@ def _lead(
     signals: StopSignals,
     claim: Claim,
     meeting: Meeting | None = None,
+    buddy: Buddy | None = None,
 ) -> Result:
     """Decide about attempts, then release the run directory. store: the ring's URL, from which a run may be fetched."""
     ledger = SupervisorJournal(order.paths, say)
     try:
-        with _all_nodes(order.paths, place, say, meeting, ledger) as nodes:
+        with _all_nodes(order.paths, place, say, meeting, ledger, buddy) as nodes:
             verdict = RunResult(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
             try:
                 if store is not None:
@@ -157,12 +168,26 @@ def _all_nodes(
     say: Callable[[str], None],
     meeting: Meeting | None,
     ledger: SupervisorJournal,
+    buddy: Buddy | None,
 ) -> Iterator[Nodes]:
     if place is None or meeting is None:
         yield Nodes()
         return
     with membership(paths, place):
-        yield Leader(paths, place, say, meeting, ledger.note)
+        yield Leader(paths, place, say, meeting, ledger.note, buddy)
+
+
+@contextmanager
+def _buddy(order: LaunchOrder, place: NodePlace, say: Callable[[str], None]) -> Iterator[Buddy | None]:
+    """What keeps another host's snapshots here and has this one's kept elsewhere, where that is wanted."""
+    base = base_of(order.settings.fast_tier)
+    if order.replicas < 2 or base is None:
+        if (tier := fast_tier_of(order.paths)) is not None:
+            buddy_copies.give_up(tier)  # of a launch that wanted copies
+        yield None
+        return
+    with closing(Buddy(order.paths, base, place.name, place.address, say)) as buddy:
+        yield buddy
 
 
 @contextmanager

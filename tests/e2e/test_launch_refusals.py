@@ -87,3 +87,17 @@ def test_a_damaged_journal_is_refused_before_anything_is_started(job: Launch) ->
     code, message = refused(job, "")
     assert code == ExitCode.IO
     assert "runs/tiny/journal/train.jsonl: line 1" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--replicas", "2", "--fast-tier", "/dev/shm"), "this job has one node"),
+        (("--nnodes", "2", "--replicas", "3"), "by one more at most"),
+        (("--nnodes", "2", "--replicas", "2", "--fast-tier", "off"), "--fast-tier is off"),
+    ],
+)
+def test_copies_that_nobody_could_keep_are_a_usage_error(job: Launch, flags: tuple[str, ...], said: str) -> None:
+    code, message = refused(job, "", *flags)
+    assert code == ExitCode.USAGE
+    assert said in message

@@ -1,5 +1,6 @@
 """Nodes that wait for the place of another one, with a bucket alone and with a shared run directory."""
 
+import contextlib
 import json
 import signal
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from rollback.facts.training import (
     Committed,
     Hung,
     NodeReplaced,
+    PartBroughtBack,
     Restored,
     SpareNodes,
     Stopped,
@@ -47,8 +49,8 @@ def test_a_node_whose_ranks_die_twice_is_replaced_by_the_spare_and_everybody_is_
         assert (replaced.node, replaced.by, replaced.rank, replaced.why) == ("node-1", "node-2", 1, "failing")
         told = "node-1 fails again and again: node-2 takes its place (node rank 1)"
         assert f"rollback: {told}" in nodes.output()
-        assert read_account(nodes.run, 2).replaced == [told]
-        assert compile_ledger(read_material(nodes.run)).attempts[1].replaced == [told]
+        assert read_account(nodes.run, 2).nodes == [told]
+        assert compile_ledger(read_material(nodes.run)).attempts[1].nodes == [told]
         assert read_status(nodes.run).spare_nodes == "node-1"
 
 
@@ -166,3 +168,49 @@ def go_through(fleet: Fleet, trouble: Callable[[Fleet], None]) -> None:
 def leader_of(fleet: Fleet) -> int:
     name = json.loads(fleet.run(0).holder.read_bytes())["host"]
     return next(node for node, host in enumerate(fleet.hosts) if host.name == name)
+
+
+@needs_hosts
+@pytest.mark.soak
+@pytest.mark.parametrize("shared", [False, True], ids=["bucket", "shared directory"])
+def test_a_lost_host_costs_one_snapshot_at_most_where_another_host_has_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """The durable ring has nothing but the start: all that is newer is in the memory of hosts."""
+    toy = Toy(samples=1800, sampler="distributed", patient=False, settings={**SETTINGS, "checkpoint_every": "1000"})
+    holds = [HELD, str(tmp_path / "go-on")]
+    with hosts_on_a_switch(4) as four:
+        if shared:
+            lose_it_with_a_copy(Fleet(four, tmp_path, toy, shared=True, spares=1, holds=holds))
+            return
+        with serving_s3(monkeypatch, "bucket", f"{four[0].address.rpartition('.')[0]}.254"):
+            lose_it_with_a_copy(Fleet(four, tmp_path, toy, "s3://bucket/run", spares=1, holds=holds))
+
+
+def lose_it_with_a_copy(fleet: Fleet) -> None:
+    fleet.launch(0, 1, 2, flags=("--replicas", "2"))
+    fleet.until(lambda: fleet.reached(20))
+    fleet.launch(3, flags=("--replicas", "2"))
+    leader = fleet.run(0).root
+    fleet.until(lambda: [fact.nodes for fact in supervisors_facts(leader, SpareNodes)][-1:] == [("node-3",)])
+    fleet.until(lambda: fleet.reached(HELD))
+    newest = facts(leader, Committed)[-1].step
+    fleet.until(lambda: copied_of(fleet, newest) == {0, 1, 2})
+    fleet.lose(1)
+    go_on(fleet, [0, -signal.SIGKILL, 0, 0])
+    (brought,) = supervisors_facts(leader, PartBroughtBack)
+    assert (brought.node, brought.step) == ("node-3", newest), fleet.told()
+    attached = facts(leader, Attached)[-1]
+    assert (attached.step, attached.tier) == (newest, "fast"), fleet.told()
+    fleet.require_as_undisturbed()
+
+
+def copied_of(fleet: Fleet, step: int) -> set[int]:
+    """The seats of whose part of a snapshot another host has a whole copy."""
+    found = set()
+    for host in fleet.hosts:
+        for path in host.memory.glob("rollback-*/*/buddy-*/manifest.json"):
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads(path.read_bytes())["step"] == step:
+                    found.add(int(path.parent.name.split("-")[1]))
+    return found

@@ -60,11 +60,20 @@ class Host:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def tell(self, number: signal.Signals) -> None:
-        """Send a signal to the program."""
+    @property
+    def memory(self) -> Path:
+        """Its /dev/shm, as seen from here, while a program runs on it."""
+        return Path(f"/proc/{self._program.pid}/root/dev/shm")
+
+    @property
+    def _program(self) -> psutil.Process:
         assert self._process is not None
         (program,) = psutil.Process(self._process.pid).children()
-        program.send_signal(number)
+        return program
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send a signal to the program."""
+        self._program.send_signal(number)
 
     def lose(self) -> None:
         """End all that runs on it, without a word."""

@@ -32,9 +32,9 @@ def free_memory(base: Path) -> int:
     return min(status.f_bavail * status.f_frsize, psutil.virtual_memory().available, _free_in_cgroups())
 
 
-def bytes_of(root: Path) -> int:
-    """Bytes that files under a directory take now."""
-    return sum(path.lstat().st_blocks * 512 for path in root.glob("*/*"))
+def bytes_of_slots(root: Path) -> int:
+    """Bytes that the slots in a fast tier take now."""
+    return sum(path.lstat().st_blocks * 512 for path in root.glob("slot-*/*"))
 
 
 def _free_in_cgroups() -> int:

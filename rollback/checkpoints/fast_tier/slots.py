@@ -34,6 +34,8 @@ _RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
 _OWNER_LIMIT = 1 << 16
 OF_MARKS = re.compile(r"(mark|bell|account)-\d{5}|lock|busy|\.account-\d{5}\.tmp")
 """What is in the directory of the end marks (`end_marks`)."""
+BUDDY_COPIES = "buddy-*-*"
+"""The directories of copies of another host's slots (`buddy_copies`)."""
 _OF_A_TIER = re.compile(r"tier\.json|\.tier\.json\.tmp")
 
 
@@ -222,6 +224,8 @@ def remove(slots: SlotPaths) -> None:
             raise RunDirectoryError(f"{slots.root} has no tier.json of ours: it is left alone")
         for number in slots.numbers():
             files.unlink(slots.slot(number) / MANIFEST)
+        for copied in slots.root.glob(BUDDY_COPIES):
+            files.remove_directory(copied)
         files.remove_directory(slots.root / "last", OF_MARKS)
         stay = [number for number in slots.numbers() if not files.remove_directory(slots.slot(number))]
         if not stay:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rollback.facts import training as facts
 from rollback.facts.history import Case, History, fold, merge_windows
+from rollback.facts.supervisor import ABOUT_NODES
 from rollback.inspect.audit import report
 from rollback.inspect.audit.cost import Costs, reckon, rounded
 from rollback.inspect.audit.ending import confirmed, ending_of
@@ -258,7 +259,7 @@ def _attempt(
         ended_at=next((record.at for record in records if record.fact is end), None),
         **report.said(ended, "status", "cause"),
         last_snapshot=kept.in_words() if kept else None,
-        replaced=[fact.in_words() for _, fact in of_kind(records, facts.NodeReplaced)],
+        nodes=[r.fact.in_words() for r in records if isinstance(r.fact, ABOUT_NODES)],
         signals=[fact.signal for _, fact in of_kind(records, facts.Signalled)],
         restart_delay=restart.delay if restart else None,
         restart_reason=restart.reason if restart else None,

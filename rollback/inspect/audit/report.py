@@ -283,7 +283,11 @@ class AttemptEntry(ReportItem):
     status: int | None = Field(description="exit status of torchrun")
     cause: str | None = Field(description="how it ended, in words")
     last_snapshot: str | None = Field(description="how the state was kept, in words; null: nobody tried")
-    replaced: list[str] = Field(default_factory=list, description="nodes whose place spares took then, in words")
+    nodes: list[str] = Field(
+        default_factory=list,
+        description="in words: spares that took a node's place, what they got from another host's memory, and nodes "
+        "whose snapshots were in no other host's memory",
+    )
     signals: list[str] = Field(description="signals that the supervisor passed on")
     restart_delay: float | None = Field(description="seconds until the next attempt; null where none was scheduled")
     restart_reason: str | None

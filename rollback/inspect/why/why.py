@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rollback.errors import UsageError
 from rollback.facts import training as facts
-from rollback.facts.supervisor import Why
+from rollback.facts.supervisor import ABOUT_NODES, Why
 from rollback.inspect.audit.reading import by_attempt, read_records
 from rollback.inspect.audit.report import Document, ReportItem, said
 from rollback.inspect.status.status import read_status
@@ -84,7 +84,11 @@ class AttemptAccount(Document):
     blamed: Blame | None
     last_snapshot: str | None = Field(description="how the state was kept, and the steps lost; null: nobody tried")
     decision: str | None = Field(description="what the supervisor did then")
-    replaced: list[str] = Field(default_factory=list, description="nodes whose place spares took then, in words")
+    nodes: list[str] = Field(
+        default_factory=list,
+        description="in words: spares that took a node's place, what they got from another host's memory, and nodes "
+        "whose snapshots were in no other host's memory",
+    )
     signals: list[str] = Field(description="that the supervisor was told to stop with")
     failures: list[FailureRecord] = Field(description="exceptions as ranks wrote them down, first cause first")
     last_words: LastOutput | None = Field(
@@ -136,7 +140,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         blamed=Blame.of(culprit, answer=culprit.answer) if culprit else None,
         last_snapshot=last.in_words() if (last := last_fact(own, facts.LastSnapshotMade)) else None,
         decision=_decision(told_of),
-        replaced=[fact.in_words() for _, fact in of_kind(told_of, facts.NodeReplaced)],
+        nodes=[r.fact.in_words() for r in told_of if isinstance(r.fact, ABOUT_NODES)],
         signals=[signalled.signal for _, signalled in of_kind(told_of, facts.Signalled)],
         failures=sorted(in_order_of_blame(failures.values()), key=lambda item: item.rank != first),
         last_words=_last_words(paths, number, fact, failures) if number is not None and fact else None,

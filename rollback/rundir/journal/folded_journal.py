@@ -18,7 +18,7 @@ from rollback.rundir.journal.journal_index import IndexedLines, read_index
 from rollback.system.durable import read_small_file, write_file
 
 _LIMIT = 1 << 30
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass

@@ -10,6 +10,7 @@ from rollback.ring.helper import Helper
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.rundir.elsewhere import write_elsewhere
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes.gathering import FileGatherer
@@ -43,8 +44,10 @@ class Follower:
         say: Callable[[str], None],
         meeting: Meeting,
         ring: str | None = None,
+        buddy: Buddy | None = None,
     ) -> None:
         self._paths, self._place, self._host, self._grace = paths, place, host, grace
+        self._buddy = buddy
         self._meeting, self._ring = meeting, ring if meeting.apart else None
         self._signals, self._say = signals, say
         self._beacon: Beacon[NodeReport] | None = None
@@ -71,6 +74,7 @@ class Follower:
         report = NodeReport(
             node=self._place.name, launch=self._place.launch, host=self._place.host, pid=self._place.pid,
             leader=self._leader, attempt=-1, state="ended", command=dict(self._place.command),
+            buddy=self._buddy.address if self._buddy is not None else "",
         )  # fmt: skip
         beacon = self._beacon = Beacon(
             self._meeting.transport, self._paths.node(self._place.name).name, report, self._say
@@ -124,6 +128,8 @@ class Follower:
                         beats={},
                         stacks=None,
                         left=None,
+                        brought_back=None,
+                        uncopied=None,
                         files={},
                         master=self._place.new_master(),
                     )
@@ -159,8 +165,15 @@ class Follower:
         group = None
         if orders.master:
             group = NodeGroup(len(orders.members), orders.members.index(self._place.launch), orders.master)
-        with self._host.attempt(orders.attempt, group) as running:
-            status = self._watch(running, beacon)
+        if self._buddy is not None and orders.buddies is not None:
+            seat = orders.members.index(self._place.launch)
+            beacon.show(brought_back=self._buddy.begin(seat, orders.buddies))
+        try:
+            with self._host.attempt(orders.attempt, group) as running:
+                status = self._watch(running, beacon)
+        finally:
+            if self._buddy is not None:
+                self._buddy.rest()
         self._host.output.release()
         return self._host.left(status, running)
 
@@ -194,9 +207,11 @@ class Follower:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_EVERY
             states = tuple(sorted((rank, state) for rank, state in running.look().items() if state in _TELLING))
-            if states != beacon.record.states or time.monotonic() >= self._next_beats:
+            uncopied = self._buddy.fault if self._buddy is not None else None
+            told = beacon.record.states, beacon.record.uncopied
+            if (states, uncopied) != told or time.monotonic() >= self._next_beats:
                 self._next_beats = time.monotonic() + self._meeting.transport.every
-                beacon.show(states=states, beats=running.beats())
+                beacon.show(states=states, uncopied=uncopied, beats=running.beats())
         if orders is not None and orders.stacks and beacon.record.stacks is None:
             try:
                 beacon.show(stacks=running.take_stacks())

@@ -10,7 +10,9 @@ from rollback.facts.training import Fact, NodeReplaced, SpareNodes
 from rollback.rundir.beacon import Beacon, Transport, Watchtower
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat
+from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.nodes.copies import Copies
 from rollback.supervisor.nodes.gathering import keep_files
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
@@ -125,8 +127,10 @@ class Leader(Nodes):
         say: Callable[[str], None],
         meeting: Meeting,
         note: Callable[[Fact], None] = lambda fact: None,
+        buddy: Buddy | None = None,
     ) -> None:
         self._paths, self._place, self._say, self._meeting, self._note = paths, place, say, meeting, note
+        self._copies = Copies(paths, place.name, buddy, note, say)
         self._least = place.least
         self._seats: tuple[str, ...] = ()
         self._spares: SpareNodes | None = None
@@ -173,7 +177,10 @@ class Leader(Nodes):
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         self._members = {}
-        self._beacon.show(phase="gather", attempt=attempt, members=(), master="", attached=False, stacks=False)
+        self._copies.rest()
+        self._beacon.show(
+            phase="gather", attempt=attempt, members=(), master="", buddies=None, attached=False, stacks=False
+        )
         began, said = time.monotonic(), False
         came, since = 0, began
         while True:
@@ -195,6 +202,7 @@ class Leader(Nodes):
                 said = True
             time.sleep(_POLL)
         self._seat(there)
+        self._copies.begin(self._seats.index(self._place.name), self._beacon.record.buddies)
         return True
 
     def _awaited(self, there: Mapping[str, NodeReport], waited: float) -> bool:
@@ -220,7 +228,9 @@ class Leader(Nodes):
         self._look_at_spares()
         first = launches[self._seats[0]]
         master = "" if not (apart or own.seated) else there[first].master if first in there else self._new_master()
-        self._beacon.show(phase="run", members=tuple(launches[node] for node in self._seats), master=master)
+        buddies = self._copies.arrange(self._seats, there)
+        members = tuple(launches[node] for node in self._seats)
+        self._beacon.show(phase="run", members=members, master=master, buddies=buddies)
 
     def _look_at_spares(self) -> None:
         """Journal which nodes wait, where that has changed."""
@@ -249,6 +259,7 @@ class Leader(Nodes):
         self._look()
         self._look_at_spares()
         members = self._member_reports()
+        self._copies.look(self._beacon.record.attempt, members.values())
         if must_end(own, members):
             self._beacon.show(phase="end")
         return leaders_move(own, members)

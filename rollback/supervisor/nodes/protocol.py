@@ -32,7 +32,9 @@ from typing import Literal
 from pydantic import BaseModel
 
 from rollback.errors import RollbackError
+from rollback.facts.training import PartBroughtBack
 from rollback.rundir.records import Heartbeat
+from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.diagnosis.outcome import Failures, Left
 
 Phase = Literal["gather", "run", "stop", "end", "over"]
@@ -73,6 +75,8 @@ class Orders(BaseModel, frozen=True):
     master: str = ""
     """HOST:PORT at which the ranks of this attempt meet, on the node of rank 0; empty: torchrun's flags say where, and
     which rank a node has."""
+    buddies: Buddies | None = None
+    """How the members reach the hosts that keep copies of their snapshots; None: there are no copies."""
     directory: str = ""
     """The leader's run directory, where the record is. Other hosts write it down for people."""
     attached: bool = False
@@ -113,6 +117,12 @@ class NodeReport(BaseModel, frozen=True):
     """The ranks that have written their stacks, once the leader has ordered it."""
     left: Left | None = None
     """What the attempt left on this node, once it has ended there."""
+    buddy: str = ""
+    """HOST:PORT at which this node keeps a copy of another node's snapshots."""
+    brought_back: PartBroughtBack | None = None
+    """What it got from another host's memory before this attempt."""
+    uncopied: str | None = None
+    """Why its snapshots are not copied to another host's memory at present."""
     files: dict[str, str] = {}
     """Small files of this node's own run directory that belong to the record: see `gathering`."""
     beat: int = 0

@@ -13,7 +13,7 @@ from rollback.facts.fact import Fact
 from rollback.facts.history import Case, History
 from rollback.rundir.journal import folded_journal
 
-KNOWN = {2: "c71825caeb0fe544"}
+KNOWN = {3: "be52b5f385889d69"}
 """By format, what a history consists of."""
 
 
