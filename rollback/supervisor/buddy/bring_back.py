@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier import buddy_copies, slots
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.errors import RollbackError
 from rollback.facts.training import PartBroughtBack
@@ -31,17 +31,25 @@ def bring_back(paths: RunPaths, base: Path, node: str, seat: int, buddies: Buddi
         if given.parcel is None or given.identity is None:
             return None  # it was given up meanwhile
         tier = _tier(paths, base, buddies, given.identity)
-        directory = tier.slot(given.parcel.slot)
-        if not slots.uncommit(tier, given.parcel.slot):
-            raise Refused(f"somebody reads {directory}")
-        slots.discard(tier, given.parcel.slot)
-        directory.mkdir(0o700)
-        manifest, body = receive_files(stream, given.parcel, directory)
-        write_file(directory / MANIFEST, body, durable=False)
+        arriving = buddy_copies.prepare(tier, seat, given.parcel.slot)
+        try:
+            manifest, body = receive_files(stream, given.parcel, arriving)
+            _take_over(tier, given.parcel.slot, arriving, body)
+        finally:
+            files.remove_directory(arriving)
     return PartBroughtBack(
         node=node, checkpoint=manifest.name, step=manifest.step, bytes=given.parcel.bytes,
         seconds=round(time.monotonic() - began, 3), source=address.rpartition(":")[0],
     )  # fmt: skip
+
+
+def _take_over(tier: SlotPaths, number: int, arrived: Path, manifest: bytes) -> None:
+    directory = tier.slot(number)
+    if not slots.uncommit(tier, number):
+        raise Refused(f"somebody reads {directory}")
+    slots.discard(tier, number)
+    arrived.rename(directory)
+    write_file(directory / MANIFEST, manifest, durable=False)
 
 
 def _others(buddies: Buddies, seat: int) -> list[str]:

@@ -1,6 +1,7 @@
 """Copies of snapshots in another host's memory: hosts are directories here, the connections are real."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -126,6 +127,21 @@ def test_a_new_host_gets_the_lost_one_s_part_from_the_buddy_s_memory(make: Make,
         assert bytes(reader.data("w0")) == content(0, 2)
     assert not (place.directory / shard_name(1)).exists()
     assert spare.buddy.begin(0, of(spare, second)) is None, "it is there by now"
+
+
+def test_a_copy_that_does_not_come_whole_leaves_the_slots_as_they_were(make: Make) -> None:
+    first, second = make("first", 0), make("second", 1)
+    begin(first, second)
+    first.save(2, 2)
+    until(lambda: second.has_copy_of(0) == 2)
+    first.buddy.rest()
+    first.save(2, 1)  # as if it had never got further
+    (shard,) = second.tier.root.glob("buddy-*/*.safetensors")
+    os.truncate(shard, 10)
+    assert begin(first, second) == [None, None]
+    assert "from another host: the files are not those of" in first.said[-1]
+    assert [(place.slot, place.manifest.seq) for place in tiers.in_slots(first.paths)] == [(2, 1)]
+    assert not list(first.tier.root.glob("buddy-00000-*"))
 
 
 def test_a_host_that_has_all_there_is_gets_nothing(make: Make) -> None:
