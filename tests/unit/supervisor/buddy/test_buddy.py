@@ -24,7 +24,17 @@ from rollback.rundir.identity import Identity, JobIdentity, new_identity, write_
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.supervisor.buddy import sender, server
 from rollback.supervisor.buddy.buddy import Buddy
-from rollback.supervisor.buddy.wire import Buddies, BuddyRequest, Parcel, Refused, answer, connect, parcel_of, say
+from rollback.supervisor.buddy.wire import (
+    Answer,
+    Buddies,
+    BuddyRequest,
+    Parcel,
+    Refused,
+    answer,
+    connect,
+    parcel_of,
+    say,
+)
 
 SECRET = "of this launch"
 IDENTITY = new_identity(JobIdentity(world_size=RANKS, model=[], optimizer={}, objects=[], data={}))
@@ -155,6 +165,20 @@ def test_a_host_that_has_all_there_is_gets_nothing(make: Make) -> None:
     assert {place.manifest.seq for place in tiers.in_slots(first.paths)} == {1, 2}
 
 
+def test_a_snapshot_is_sent_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = make("first", 0), make("second", 1)
+    looked = []
+    in_slots = tiers.in_slots
+    monkeypatch.setattr(sender.tiers, "in_slots", lambda paths: looked.append(paths) or in_slots(paths))
+    begin(first, second)
+    first.save(0, 1)
+    until(lambda: second.has_copy_of(0) == 1)
+    (copy,) = second.tier.root.glob("buddy-*/manifest.json")
+    there, before = copy.stat().st_ino, len(looked)
+    until(lambda: looked[before:].count(first.paths) > 2)
+    assert copy.stat().st_ino == there
+
+
 def test_a_slot_that_is_needed_again_is_given_up_and_the_copy_before_stays(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,14 +252,21 @@ def ask(host: HostHere, request: BuddyRequest, body: bytes = b"") -> None:
 def test_who_does_not_know_the_secret_is_not_answered(make: Make) -> None:
     host = make("host", 1)
     wanted = BuddyRequest(secret=SECRET, run=IDENTITY.run_id, seat=0, wants="look")
+
+    def look(**changed: str) -> Answer:
+        with connect(host.buddy.address) as connection, connection.makefile("rb") as stream:
+            say(connection, wanted.model_copy(update=changed))
+            return answer(stream)
+
     with pytest.raises(OSError, match="broke off"):
-        ask(host, wanted)  # nobody leads yet
+        look(secret="")  # nobody leads yet
     host.buddy.begin(1, of(host, host))
+    assert look() == Answer()
     for stranger in ("", "guess"):
         with pytest.raises(OSError, match="broke off"):
-            ask(host, wanted.model_copy(update={"secret": stranger}))
+            look(secret=stranger)
     with pytest.raises(Refused, match="no memory of that run"):
-        ask(host, wanted.model_copy(update={"run": "0" * 32}))
+        look(run="0" * 32)
     with connect(host.buddy.address) as connection:
         connection.sendall(b"\xff" * 10 + b"\n")
         assert connection.recv(1) == b""
