@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rollback.checkpoints.fast_tier.sizing import bytes_of, free_memory, slots_that_fit
+from rollback.checkpoints.fast_tier.sizing import bytes_of_slots, free_memory, slots_that_fit
 from rollback.system import cgroups
 
 GiB = 1 << 30
@@ -122,10 +122,12 @@ def test_the_least_of_file_system_host_and_group_counts(machine: Path, monkeypat
     assert free_memory(machine) == 3 * 4096
 
 
-def test_what_slots_take_now_is_what_their_files_take(tmp_path: Path) -> None:
-    assert bytes_of(tmp_path) == 0
+def test_what_slots_take_now_is_what_their_files_take_without_copies_of_others(tmp_path: Path) -> None:
+    assert bytes_of_slots(tmp_path) == 0
     for name in ("slot-00", "slot-01"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "shard").write_bytes(bytes(8192))
     (tmp_path / "tier.json").write_bytes(bytes(8192))
-    assert bytes_of(tmp_path) == 2 * 8192
+    (tmp_path / "buddy-00001-00").mkdir()
+    (tmp_path / "buddy-00001-00" / "shard").write_bytes(bytes(8192))
+    assert bytes_of_slots(tmp_path) == 2 * 8192
