@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from rollback.trainers.saved_files import rename_undone
@@ -47,8 +48,8 @@ class LoopState:
             "stateful_callbacks": state.stateful_callbacks,
             "callbacks": [[type(item).__name__, item.state()["attributes"]] for item in self._exportable()],
             "loop": {name: getattr(trainer, name) for name in _LOOP if hasattr(trainer, name)},
-            "loss": trainer._tr_loss,
-            "last_update": self.last_update,
+            "loss": trainer._tr_loss.item(),
+            "last_update": tuple(map(_number, self.last_update)),
             "metrics": {mode: dict(values) for mode, values in getattr(trainer, "_metrics", {}).items()},
         }
 
@@ -98,6 +99,11 @@ class _Logs:
             self._text += "".join(f"{json.dumps(row, default=_in_json)}\n" for row in rows[self._known :])
             self._known = len(rows)
         return self._text
+
+
+def _number(value: Any) -> Any:
+    """A tensor's number; plain values are read at every step's end in less time."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _in_json(value: Any) -> Any:

@@ -66,14 +66,26 @@ class LocalState(NamedTuple):
         return _joined(f"[{self.text},{_encode(of_next) if of_next else '{}'}]", self.stored)
 
 
-class SharedState(NamedTuple):
-    """What is small and the same on all ranks, apart from the sentinel: trees, and copies of their tensors."""
+class SharedState:
+    """What is small and the same on all ranks, apart from the sentinel, as it was when this was made. Raises UsageError
+    for what a checkpoint cannot keep.
 
-    trees: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    It is made at every step's end and mostly never asked, so plain values are copied as bytes at first.
+    """
 
-    def pieces(self) -> list[ShardPiece]:
-        return [piece_of(name, item) for name, item in self.tensors.items()]
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._plain = _copy_of(told)
+        self._encoded: tuple[dict[str, Any], dict[str, Tensor]] | None = None
+        if self._plain is None:
+            trees, tensors = _small(told, _SHARED)
+            self._encoded = trees, {name: item.detach().clone() for name, item in tensors.items()}
+
+    def encoded(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Trees, and the tensors that they refer to."""
+        if self._encoded is None:
+            assert self._plain is not None
+            self._encoded = _small(marshal.loads(self._plain), _SHARED)  # noqa: S302 - made here, of plain values
+        return self._encoded
 
 
 class SmallStateReader:
@@ -84,7 +96,6 @@ class SmallStateReader:
         self._state = state
         self._random = RawRandom()
         self._rest = _Unchanged(None, "", b"")
-        self._groups: tuple[bytes | None, dict[str, Any], dict[str, Tensor]] = None, {}, {}
         self._opening = _Unchanged.of(None, {"opening": None})
         self._position: _Position | None = None
         self._owners: list[dict[str, Tensor | None]] = []
@@ -105,7 +116,8 @@ class SmallStateReader:
             self._find_buffers()
         state = self._state
         random, parts = self._random.read()
-        parts.append(marshal.dumps(state.memory.state_dict(), _MARSHAL))
+        kept = _copy_of(state.memory.told())
+        parts.append(marshal.dumps(state.memory.state_dict(), _MARSHAL) if kept is None else kept)
         position = self._find_position(keep=in_step)
         told = {
             "of_data": state.cursor.of_data(), "random": random,
@@ -146,19 +158,13 @@ class SmallStateReader:
         return found
 
     def shared(self) -> SharedState:
-        """Copies: nothing changes them later."""
+        """A copy: nothing changes it later."""
         state = self._state
-        objects = {name: item.state_dict() for name, item in state.objects.items()}
-        trees, tensors = _small({"objects": objects, "counters": vars(state.counters)}, _SHARED)
         groups = [group.copy() for group in state.optimizer.param_groups]
         for group in groups:
             del group["params"]
-        key = _key_of(groups)
-        if key is None or key != self._groups[0] or self._groups[2]:
-            self._groups = key, *_small({"groups": groups}, _SHARED)
-        trees |= self._groups[1]
-        tensors |= self._groups[2]
-        return SharedState(trees, {name: item.detach().clone() for name, item in tensors.items()})
+        objects = {name: item.state_dict() for name, item in state.objects.items()}
+        return SharedState({"objects": objects, "counters": vars(state.counters), "groups": groups})
 
     def forget(self) -> None:
         """The cursor was put elsewhere."""
@@ -226,6 +232,18 @@ def _key_of(told: Any) -> bytes | None:
     try:
         return marshal.dumps(told, _MARSHAL)
     except ValueError:
+        return None
+
+
+def _copy_of(told: Any) -> bytes | None:
+    """Plain values as bytes, which `marshal` reads. None: there is something else in it.
+
+    Numbers and arrays of NumPy would become bytes without a word. So what was written is read and compared.
+    """
+    try:
+        copied = _key_of(told)
+        return copied if copied is not None and marshal.loads(copied) == told else None  # noqa: S302 - as above
+    except ValueError:  # whether two arrays are equal is more than one answer
         return None
 
 
@@ -347,12 +365,12 @@ def large_state(state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor]
 
 def shared_tree(large: Mapping[str, Any], small: SharedState, sentinel: Mapping[str, Any]) -> dict[str, Any]:
     """The `shared` tree: the parameters and the optimizer of one rank, its small state, and the sentinel's state."""
-    optimizer = dict(large["optimizer"])
+    optimizer, (trees, _) = dict(large["optimizer"]), small.encoded()
     optimizer["param_groups"] = [
         {**told, "params": group["params"]}
-        for group, told in zip(optimizer["param_groups"], small.trees["groups"], strict=True)
+        for group, told in zip(optimizer["param_groups"], trees["groups"], strict=True)
     ]
     return {
-        **large, "optimizer": optimizer, "objects": small.trees["objects"], "counters": small.trees["counters"],
+        **large, "optimizer": optimizer, "objects": trees["objects"], "counters": trees["counters"],
         "sentinel": tree.encode(dict(sentinel), "shared/sentinel", {}),
     }  # fmt: skip

@@ -101,8 +101,8 @@ class LastWrite:
         self, marks: Sequence[SmallState], small: SharedState, sentinel: Mapping[str, Any]
     ) -> tuple[list[tuple[list[ShardPiece], dict[str, str]]], int]:
         """Tensors and metadata of each rank's shard, and the bytes of all."""
-        large, tensors = large_state(self._state)
-        tensors = {name: item for name, item in tensors.items() if name not in small.tensors}
+        (large, tensors), (_, small_tensors) = large_state(self._state), small.encoded()
+        tensors = {name: item for name, item in tensors.items() if name not in small_tensors}
         if found := self._state.finite.found(tensors):
             raise NotProved(f"{self._state.finite.in_words(min(found))} has values that are not finite")
         owner = owners(tensors, range(len(marks)))
@@ -112,7 +112,7 @@ class LastWrite:
             pieces += [piece_of(name, item) for name, item in tensors.items() if owner[name] == rank]
             metadata = {"local": json.dumps(local)}
             if rank == 0:
-                pieces += small.pieces()
+                pieces += [piece_of(name, item) for name, item in small_tensors.items()]
                 metadata["shared"] = json.dumps(shared_tree(large, small, sentinel))
             shards.append((pieces, metadata))
         held = (data[2].nbytes for mark in marks for data in mark.tensors.values())

@@ -74,8 +74,12 @@ class Memory:
 
     def state_dict(self) -> dict[str, Any]:
         """The values for a checkpoint; also values of an earlier one that the script has not asked for yet."""
-        held = {**self._values, **{name: item.state_dict() for name, item in self._objects.items()}}
-        return {**self._restored, **{name: _plain(value, name) for name, value in held.items()}}
+        return {name: _plain(value, name) for name, value in self.told().items()}
+
+    def told(self) -> dict[str, Any]:
+        """The same as the script and its objects tell it: neither copied nor looked at."""
+        objects = {name: item.state_dict() for name, item in self._objects.items()}
+        return {**self._restored, **self._values, **objects}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = dict(state)
@@ -101,10 +105,7 @@ def _tells_its_state(value: Any) -> bool:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """`value` as numbers, texts, lists, tuples and dicts. Raises UsageError for anything else in it.
-
-    It runs at every step's end, so what is in a list or dict is told by one look.
-    """
+    """`value` as numbers, texts, lists, tuples and dicts. Raises UsageError for anything else in it."""
     kind = type(value)
     if kind in _AS_IT_IS:
         return value

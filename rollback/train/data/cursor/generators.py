@@ -91,9 +91,8 @@ def _has_data_only(items: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
 
 
 def _attributes(thing: Any) -> list[Any]:
-    if isinstance(thing, (list, tuple)):
-        return list(thing[:_MOST])
-    return [value for _, value in sorted(vars(thing).items())]
+    held = thing[:_MOST] if isinstance(thing, (list, tuple)) else [value for _, value in sorted(vars(thing).items())]
+    return [item for item in held if type(item) not in _DATA]
 
 
 def _is_generator(thing: Any) -> bool:

@@ -1,8 +1,13 @@
 """What the last snapshot takes of a state: nothing is copied that a file can be written from where it lies."""
 
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
 
-from rollback.train.last_snapshot.small_state import piece_of
+from rollback.train.last_snapshot.small_state import SharedState, piece_of
+from rollback.train.state import tree
 
 
 def test_a_tensor_s_bytes_are_written_from_where_they_lie() -> None:
@@ -19,3 +24,32 @@ def test_a_tensor_that_lies_in_another_order_is_written_in_its_own() -> None:
     data = piece_of("weight", tensor).data
     assert callable(data)
     assert b"".join(map(bytes, data())) == torch.tensor([0.0, 3.0, 1.0, 4.0, 2.0, 5.0]).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"last_epoch": 3, "rates": [0.5, 0.25], "pair": (1, 2.0), "name": "cosine", "best": None},
+        {"rate": np.float64(0.5), "count": np.int64(3)},
+        {"rates": np.linspace(0, 1, 5)},
+        {"average": torch.arange(4.0), "best": float("nan")},
+    ],
+    ids=["plain", "numbers of NumPy", "an array", "a tensor"],
+)
+def test_what_is_shared_is_told_as_a_checkpoint_would_and_as_it_was(state: dict[str, Any]) -> None:
+    told = {"objects": {"scheduler": state}, "counters": {"step": 7}, "groups": [{"lr": np.float64(0.1)}]}
+    expected: dict[str, torch.Tensor] = {}
+    trees = {
+        "objects": tree.encode(told["objects"], "shared/objects", expected),
+        "counters": {"step": 7}, "groups": [{"lr": 0.1}],
+    }  # fmt: skip
+    expected = {name: item.clone() for name, item in expected.items()}
+    shared = SharedState(told)
+    for value in state.values():
+        if isinstance(value, (list, torch.Tensor, np.ndarray)):
+            value[0] = 99.0
+    state["later"] = 1
+    found, tensors = shared.encoded()
+    assert found == trees
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], item) for name, item in expected.items())
