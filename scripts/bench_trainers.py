@@ -4,6 +4,10 @@ One is protected, one is not. So whatever else the machine does hits both alike.
 the end of the next, without the other loop's step in between: by the clock, and by the processor time of the thread
 that trains. Of all steps, but for each run's first ones: the median, the mean, and the tenth percentile, since what
 others do on the machine can only add to a step. And the median of the differences of neighbouring steps.
+
+Where the tensors of a loop come to lie in memory makes its steps faster or slower by some per cent, for as long as it
+runs. So each round makes both loops anew, and there are as many rounds of two loops without protection: what these
+differ by is what the machine does by itself.
 """
 
 import argparse
@@ -11,7 +15,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, median, quantiles
 
@@ -135,16 +139,16 @@ def by_lightning(folder: Path, steps: int, protected: bool, times: StepTimes) ->
 LIBRARIES = {"huggingface": by_huggingface, "accelerate": by_accelerate, "lightning": by_lightning}
 
 
-def run(library: str, steps: int) -> tuple[Steps, Steps]:
-    """Steps of a plain loop and of a protected one. The latter is in the main thread, for its signals."""
-    plain, protected = StepTimes(), StepTimes()
-    plain.other, protected.other = protected, plain
+def run(library: str, steps: int, *, protect: bool) -> tuple[Steps, Steps]:
+    """Steps of a plain loop and of another one, protected or not. That is in the main thread, for its signals."""
+    plain, other = StepTimes(), StepTimes()
+    plain.other, other.other = other, plain
 
     def in_turn(times: StepTimes) -> None:
         torch.set_num_threads(1)  # counts for this thread
         with tempfile.TemporaryDirectory() as folder:
             try:
-                LIBRARIES[library](Path(folder), steps, times is protected, times)
+                LIBRARIES[library](Path(folder), steps, protect and times is other, times)
             finally:
                 times.leave()
 
@@ -154,44 +158,60 @@ def run(library: str, steps: int) -> tuple[Steps, Steps]:
 
     thread = threading.Thread(target=second)
     thread.start()
-    in_turn(protected)
+    in_turn(other)
     thread.join()
-    return plain.steps[WARM:], protected.steps[WARM:]
+    return plain.steps[WARM:], other.steps[WARM:]
 
 
 def least_tenth(values: Iterable[float]) -> float:
     return quantiles(values, n=10)[0]
 
 
-def more(plain: Steps, protected: Steps, place: int, kind: Callable[[Iterable[float]], float]) -> tuple[float, ...]:
-    before, after = (kind(step[place] for step in steps) * 1000 for steps in (plain, protected))
-    return before, after, (after / before - 1) * 100
+class Rounds:
+    """All rounds of one kind: the steps of both loops, and for each round what the second loop's steps take more."""
+
+    def __init__(self) -> None:
+        self.plain: Steps = []
+        self.other: Steps = []
+        self.more: list[float] = []
+        """Median of the differences of neighbouring steps, by processor time, as a share of a plain step."""
+
+    def add(self, plain: Steps, other: Steps) -> None:
+        self.plain += plain
+        self.other += other
+        self.more.append(_added(plain, other) / median(step[1] for step in plain))
+
+    def show(self, name: str) -> None:
+        for place, clock in enumerate(("by the clock", "processor time")):
+            for kind in (median, mean, least_tenth):
+                before, after = (kind(step[place] for step in steps) * 1000 for steps in (self.plain, self.other))
+                share = after / before - 1
+                print(f"{name}, {clock}, {kind.__name__}: {after:.2f} ms a step beside {before:.2f}: {share:+.2%}")
+        print(f"{name}, neighbouring steps: {1000 * _added(self.plain, self.other):+.2f} ms in the median of all")
+        low, middle, high = quantiles(self.more, n=4) if len(self.more) > 1 else self.more * 3
+        print(f"{name}, each round's share: {middle:+.2%} in the median, half of them {low:+.2%} to {high:+.2%}")
+
+
+def _added(plain: Steps, other: Steps) -> float:
+    """Seconds."""
+    return median(after[1] - before[1] for before, after in zip(plain, other, strict=False))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=LIBRARIES, default="huggingface")
-    parser.add_argument("--steps", type=int, default=100, help="of each run")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40, help="of each run")
+    parser.add_argument("--rounds", type=int, default=12, help="of each kind")
     given = parser.parse_args()
-    run(given.library, WARM + 3)
-    plain: Steps = []
-    protected: Steps = []
-    each: list[float] = []
+    run(given.library, WARM + 3, protect=True)
+    alike, protected = Rounds(), Rounds()
     for _ in range(given.rounds):
-        one, other = run(given.library, given.steps)
-        each.append(more(one, other, 1, median)[2])
-        plain += one
-        protected += other
-    for place, clock in enumerate(("by the clock", "processor time")):
-        for kind in (median, mean, least_tenth):
-            figures = more(plain, protected, place, kind)
-            print(f"{clock}, {kind.__name__}: " + "{:.2f} ms a step, protected {:.2f} ms: {:+.2f} %".format(*figures))
-    added = median(after[1] - before[1] for before, after in zip(plain, protected, strict=False)) * 1000
-    share = added / (median(step[1] for step in plain) * 1000)
-    print(f"processor time, neighbours: {added:+.2f} ms in the median, {share:+.2%}")
+        alike.add(*run(given.library, given.steps, protect=False))
+        protected.add(*run(given.library, given.steps, protect=True))
+    alike.show("both plain")
+    protected.show("protected")
+    print(f"protected, less what two plain loops differ by: {median(protected.more) - median(alike.more):+.2%}")
     print(f"load {os.getloadavg()[0]:.1f}")
-    print(f"processor time, each round: {', '.join(f'{part:+.2f} %' for part in each)}")
 
 
 if __name__ == "__main__":
