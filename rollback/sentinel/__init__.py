@@ -77,7 +77,9 @@ have any level, so the sentinel learns everything anew but the least noise. A le
 no excuse (`learning_rate_hint`), nor is the end of an epoch of less than 100 observations.
 
 **Onset** is the first observation of the excursion, or of the raised observations (2 noise units) directly before it;
-for the slow rules, the onset is where the change began.
+for the slow rules, the onset is where the change began. A bad update may show before that, in a *forerunner*: a blip,
+or a gradient norm that stands out alone (12 noise units). Momentum carries it on while the loss is back, and the loss
+goes some steps later. So an excursion that begins at most 10 steps after a forerunner has the forerunner's onset.
 
 **Presets** (`presets.PRESETS`) set the thresholds. All others come from the data.
 

@@ -59,6 +59,11 @@ class MeasuredObservation:
         supported = self.norm_height is not None and self.norm_height > preset.support
         return self.height > (OPENS_SUPPORTED if supported else OPENS)
 
+    @property
+    def norm_stands_out(self) -> bool:
+        """Whether the gradient norm stands out by itself, whatever the loss is."""
+        return self.norm_height is not None and self.norm_height >= _NORM_COUNTED
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -120,6 +125,9 @@ class Excursion:
     it."""
 
     onset: int
+    """Where the trouble began: with the excursion, or with its forerunner."""
+    began: int
+    """The first of its own steps: the one that stood out, or the first of the raised ones directly before it."""
     rule: str
     """The rule that began it: `loss-high` or `loss-and-grad-norm-high`."""
     threshold: float
@@ -145,6 +153,7 @@ class Excursion:
         alone = reading.height > OPENS
         excursion = cls(
             onset,
+            began=onset,
             rule="loss-high" if alone else "loss-and-grad-norm-high",
             threshold=scale.loss_at(OPENS if alone else OPENS_SUPPORTED),
             last_high=reading.step,
@@ -220,7 +229,7 @@ class Excursion:
     def from_state(cls, state: dict[str, Any]) -> "Excursion":
         """The excursion that `state_dict` wrote."""
         recent = deque((MeasuredObservation(*row) for row in state["recent"]), maxlen=RELEARN_FROM)
-        return cls(**{**state, "opening": list(state["opening"]), "recent": recent})
+        return cls(**{"began": state["onset"], **state, "opening": list(state["opening"]), "recent": recent})
 
 
 class Excuse(Enum):
@@ -280,7 +289,7 @@ def stands_out_alone(reading: MeasuredObservation, preset: Preset, scale: Scale,
         return Found("stands-out-loss", scale.loss_at(STANDS_OUT))
     if reading.norm_height is not None and reading.norm_height > preset.support and reading.height > OPENS_SUPPORTED:
         return Found("stands-out-loss-and-grad-norm", scale.loss_at(OPENS_SUPPORTED))
-    if reading.norm_height is not None and reading.norm_height >= _NORM_COUNTED:
+    if reading.norm_stands_out:
         return Found("stands-out-grad-norm", _NORM_COUNTED)
     return None
 

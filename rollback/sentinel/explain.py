@@ -22,13 +22,13 @@ def watch(kind: Kind, reading: MeasuredObservation, excursion: Excursion, scale:
     """An excursion that has begun, called or not."""
     text = (
         f"loss {reading.loss:.6g} at step {reading.step}, normally {scale.level:.6g} with noise {scale.noise:.3g}; "
-        f"standing out since step {excursion.onset}, when it exceeded {excursion.threshold:.6g}"
+        f"standing out since step {excursion.began}, when it exceeded {excursion.threshold:.6g}"
     )
     return Verdict(kind, reading.step, excursion.onset, excursion.rule, "loss", reading.loss, excursion.threshold, text)
 
 
 def spike(
-    step: int, onset: int, found: Found, evidence: ExcursionEvidence, scale: Scale, window: tuple[float, ...]
+    step: int, excursion: Excursion, found: Found, evidence: ExcursionEvidence, scale: Scale, window: tuple[float, ...]
 ) -> Verdict:
     """An excursion that is called now. The value is the mean loss over the observations that decided it."""
     above = f"above {found.threshold:.6g}"
@@ -45,11 +45,13 @@ def spike(
         "loss-beyond-seen": f"{above}, far beyond all losses seen",
         "loss-beyond-start": f"{above}, {undone}: more than a new learning rate, resume or phase explains",
     }[found.rule]
+    led = excursion.onset < excursion.began
+    forerunner = f" (a blip or the gradient norm did at step {excursion.onset})" if led else ""
     text = (
-        f"the loss has stood out since step {onset}: its mean over the last {evidence.count} observations is "
-        f"{evidence.loss:.6g}, {because} (level {scale.level:.6g}, noise {scale.noise:.3g})"
+        f"the loss has stood out since step {excursion.began}{forerunner}: its mean over the last {evidence.count} "
+        f"observations is {evidence.loss:.6g}, {because} (level {scale.level:.6g}, noise {scale.noise:.3g})"
     )
-    return Verdict(Kind.SPIKE, step, onset, found.rule, "loss", evidence.loss, found.threshold, text, window)
+    return Verdict(Kind.SPIKE, step, excursion.onset, found.rule, "loss", evidence.loss, found.threshold, text, window)
 
 
 def stands_out(
@@ -125,4 +127,4 @@ def _exp(logarithm: float) -> float:
 def ended(excursion: Excursion, persisted: bool) -> Blip:
     """An excursion that ended without a call."""
     fate = "accepted" if persisted else "recovered"
-    return Blip(excursion.onset, excursion.last_high, excursion.peak, excursion.threshold, excursion.rule, fate)
+    return Blip(excursion.began, excursion.last_high, excursion.peak, excursion.threshold, excursion.rule, fate)

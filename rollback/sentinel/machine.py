@@ -45,14 +45,18 @@ BEYOND_SEEN = ("loss-beyond-seen", "grad-norm-beyond-seen")
 NEW_REFERENCE = Hint.LR_CHANGED | Hint.RESUMED | Hint.ANNOUNCED
 """Hints after which the slow rules need a new reference. The end of an epoch is not one of them."""
 
+FORGETS_AFTER = 10
+"""Steps. A trouble that begins at most so long after a forerunner began with it: a bad update shows, momentum (0.9)
+carries it on for about 10 steps, and meanwhile the loss may be back."""
+
 _FIRST_LOSSES = 8
 _RISING = 2.0  # noise units; an excursion reaches back over the steps just before it that were at least this high
 _NORM_IS_LOW = -1.0
 _LEAST_NORM_NOISE = 0.03  # in the logarithm: 3 %
-_SCHEMA = 4
-_READ = (1, 2, 3, _SCHEMA)
+_SCHEMA = 5
+_READ = (1, 2, 3, 4, _SCHEMA)
 """What is read: 1 knows less of the noise, and not with what an excursion began; 2 does not know what was seen; 3 does
-not know of gradients that fade."""
+not know of gradients that fade; 4 does not know of forerunners."""
 
 
 class Sentinel:
@@ -79,6 +83,7 @@ class Sentinel:
         self._excursion: Excursion | None = None
         self._first_losses: list[float] = []
         self._rising_since: int | None = None
+        self._forerunner: int | None = None
         self._excused = 0
         self._explaining = 0
         self._since_epoch = SHORTEST_EPOCH
@@ -189,7 +194,10 @@ class Sentinel:
         if reading.stands_out(self._preset):
             self._excursion = Excursion.begin(self._onset(step), reading, scale, self._preset.patience)
             self._excursion.explained = self._explaining > 0
+            self._excursion.onset = self._first_sign(self._excursion.began)
             return explain.watch(self._move(Event.HIGH), reading, self._excursion, scale)
+        if reading.norm_stands_out:
+            self._forerunner = self._first_sign(step)
         return self._calm(reading, scale)
 
     def _calm(self, reading: MeasuredObservation, scale: Scale) -> Verdict:
@@ -212,12 +220,12 @@ class Sentinel:
                 self._accept(reading.loss, reading.log_norm)
             evidence = excursion.evidence(self._preset.patience)
             if evidence and (found := self._judged(evidence, excursion, scale)):
-                verdict = explain.spike(reading.step, excursion.onset, found, evidence, scale, self._loss.recent())
+                verdict = explain.spike(reading.step, excursion, found, evidence, scale, self._loss.recent())
                 return self._call(verdict, reading, scale)
             if (lasting := excursion.lasting()) and not excursion.advised:
                 found = judge_lasting(lasting, self._preset, scale, self._excuse(excursion), self._start())
                 if found is not None:
-                    verdict = explain.spike(reading.step, excursion.onset, found, lasting, scale, self._loss.recent())
+                    verdict = explain.spike(reading.step, excursion, found, lasting, scale, self._loss.recent())
                     return self._call(verdict, reading, scale)
         if excursion.count >= self._persists_after(excursion):
             return self._end(Event.PERSISTED, excursion, reading, scale)
@@ -253,6 +261,7 @@ class Sentinel:
             for high in excursion.recent:
                 if high.height > LOW:
                     self._seen.update(high.loss, high.log_norm, self._loss.noise)
+            self._forerunner = excursion.onset
         if event is Event.PERSISTED:
             self._relearn(excursion)
         else:
@@ -322,6 +331,11 @@ class Sentinel:
             return self._excursion.onset
         return step if self._rising_since is None else self._rising_since
 
+    def _first_sign(self, step: int) -> int:
+        """The forerunner of what begins at `step`: a blip, or a gradient norm that stood out alone; else `step`."""
+        forerunner = self._forerunner
+        return forerunner if forerunner is not None and 0 <= step - forerunner <= FORGETS_AFTER else step
+
     def _norm_height(self, log_norm: float | None) -> float | None:
         if log_norm is None or not self._norm.ready:
             return None
@@ -349,6 +363,7 @@ class Sentinel:
             "excursion": self._excursion.state_dict() if self._excursion else None,
             "first_losses": list(self._first_losses),
             "rising_since": self._rising_since,
+            "forerunner": self._forerunner,
             "excused": self._excused,
             "explaining": self._explaining,
             "since_epoch": self._since_epoch,
@@ -375,6 +390,7 @@ class Sentinel:
         self._excursion = Excursion.from_state(state["excursion"]) if state["excursion"] else None
         self._first_losses = list(state["first_losses"])
         self._rising_since = state["rising_since"]
+        self._forerunner = state.get("forerunner")
         self._excused = state["excused"]
         self._explaining = state.get("explaining", 0)
         self._since_epoch = state["since_epoch"]

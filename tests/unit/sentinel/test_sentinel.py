@@ -1,7 +1,9 @@
 """What the sentinel calls and what it leaves alone, on curves that show one thing each."""
 
+import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from curves import descent, norms, observations, raised, verdicts
@@ -66,6 +68,50 @@ def test_steps_between_lines_of_a_sparse_log_count_towards_patience() -> None:
 def test_an_incident_is_called_once_while_it_lasts_and_again_after_it_has_recovered() -> None:
     losses = raised(raised(descent(700), 300, 3.0, length=60), 500, 3.0, length=60)
     assert [call.onset for call in spikes(verdicts(observations(losses, norms(700))))] == [300, 500]
+
+
+@pytest.mark.parametrize(("later", "onset"), [(4, 300), (10, 300), (11, 311)])
+def test_a_trouble_that_follows_a_blip_soon_began_with_it(later: int, onset: int) -> None:
+    losses = raised(raised(descent(400), 300, 3.0, length=2), 300 + later, 3.0)
+    said = verdicts(observations(losses, norms(400)))
+    (call,) = spikes(said)
+    assert (call.step, call.onset) == (304 + later, onset)
+    assert f"since step {300 + later}" in call.explanation
+    assert ("(a blip or the gradient norm did at step 300)" in call.explanation) == (onset == 300)
+    assert {verdict.onset for verdict in said[300 + later :] if verdict.kind is Kind.WATCH} == {onset}
+
+
+@pytest.mark.parametrize(("later", "onset"), [(4, 300), (10, 300), (11, 311)])
+def test_a_trouble_that_follows_a_gradient_norm_far_up_soon_began_with_it(later: int, onset: int) -> None:
+    struck = [norm * (100 if i in (300, 302) else 1) for i, norm in enumerate(norms(400))]
+    (call,) = spikes(verdicts(observations(raised(descent(400), 300 + later, 3.0), struck)))
+    assert (call.step, call.onset) == (304 + later, onset)
+
+
+@pytest.mark.parametrize(("later", "onset"), [(8, 300), (12, 312)])
+def test_a_trouble_that_follows_two_blips_began_at_most_ten_steps_before_it(later: int, onset: int) -> None:
+    twice = raised(raised(descent(400), 300, 3.0, length=2), 304, 3.0, length=2)
+    seen = observations(raised(twice, 300 + later, 3.0), norms(400))
+    before = verdicts(seen[:308])
+    assert [(each.ended.first_step, each.ended.last_step) for each in before if each.ended] == [(300, 301), (304, 305)]
+    assert [call.onset for call in spikes(verdicts(seen))] == [onset]
+
+
+def test_a_forerunner_survives_json() -> None:
+    seen = observations(raised(raised(descent(400), 300, 3.0, length=2), 305, 3.0), norms(400))
+    before, after = Sentinel(), Sentinel()
+    verdicts(seen[:305], before)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert [call.onset for call in spikes(verdicts(seen[305:], after))] == [300]
+
+
+def test_in_a_sparse_log_and_where_steps_go_back_a_blip_leads_nowhere() -> None:
+    losses = raised(raised(descent(400), 300, 3.0, length=2), 304, 3.0)
+    (call,) = spikes(verdicts(observations(losses, norms(400), stride=100)))
+    assert call.onset == 30400
+    back = [replace(each, step=each.step - 50 * (i >= 304)) for i, each in enumerate(observations(losses, norms(400)))]
+    (call,) = spikes(verdicts(back))
+    assert call.onset == 254
 
 
 def test_a_rise_that_the_gradient_norm_shares_is_called_where_the_loss_alone_is_not() -> None:
@@ -329,13 +375,15 @@ def test_an_unknown_sensitivity_is_refused_by_name() -> None:
         Sentinel("paranoid")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schema", [1, 2, 3])
+@pytest.mark.parametrize("schema", [1, 2, 3, 4])
 def test_the_state_of_a_sentinel_that_knew_less_is_read(schema: int) -> None:
     older, newer = Sentinel(), Sentinel()
     for step in range(100):
         older.update(Observation(step, 3.0 + 0.01 * (step % 7), 1.0))
     state = older.state_dict() | {"schema": schema}
-    del state["fading"]
+    del state["forerunner"]
+    if schema < 4:
+        del state["fading"]
     if schema < 3:
         del state["seen"]
     if schema == 1:
@@ -344,6 +392,16 @@ def test_the_state_of_a_sentinel_that_knew_less_is_read(schema: int) -> None:
             state[window] = {name: state[window][name] for name in ("level", "noise")}
     newer.load_state_dict(state)
     assert newer.update(Observation(100, 30.0, 1.0)).kind is older.update(Observation(100, 30.0, 1.0)).kind
+
+
+def test_an_excursion_of_a_state_that_knew_no_forerunners_goes_on() -> None:
+    losses = observations(raised(descent(400), 300, 3.0), norms(400))
+    older, newer = Sentinel(), Sentinel()
+    verdicts(losses[:302], older)
+    state = older.state_dict() | {"schema": 4}
+    del state["forerunner"], state["excursion"]["began"]
+    newer.load_state_dict(state)
+    assert verdicts(losses[302:], newer) == verdicts(losses[302:], older)
 
 
 def test_state_of_another_schema_is_refused() -> None:
