@@ -2,6 +2,7 @@
 
 python scripts/bench_stability.py --seeds 10      # at most three hours on two idle cores
 python scripts/bench_stability.py --quick         # five minutes: one seed, fewer measures
+python scripts/bench_stability.py --docs          # the table of docs/stability.md, of the results that lie beside it
 
 Each run is one of `stability.arms` that meets one of `stability.troubles`, with the same budget of data. All runs are
 forked from one process. A result is a line of RESULTS as soon as it is there, so the same command goes on where the
@@ -17,6 +18,11 @@ from stability.fleet import Clock, cases, read_results, run_all
 from stability.plot import plot
 from stability.table import as_json, as_text
 
+KEPT = Path(__file__).with_name("stability") / "results.jsonl"
+"""The results that docs/stability.md shows."""
+PAGE = Path(__file__).parents[1] / "docs" / "stability.md"
+BEGIN, END = "<!-- table:begin -->\n", "\n<!-- table:end -->"
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -28,7 +34,12 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw every curve")
     parser.add_argument("--json", action="store_true", help="the table for programs")
     parser.add_argument("--show", action="store_true", help="run nothing; show what there is")
+    parser.add_argument("--docs", action="store_true", help="run nothing; write the table of docs/stability.md anew")
     args = parser.parse_args()
+    if args.docs:
+        before, after = PAGE.read_text().split(BEGIN)[0], PAGE.read_text().split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}{as_text(read_results(KEPT))}{END}{after}")
+        return 0
 
     chosen = cases(1 if args.quick else args.seeds, quick=args.quick, only=args.only)
     done = {(result.seed, result.trouble, result.arm) for result in read_results(args.results)}

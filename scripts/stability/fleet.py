@@ -2,10 +2,12 @@
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,7 +46,7 @@ def run_all(todo: Iterable[Case], path: Path, jobs: int, tell: Callable[[RunResu
     """Run what is to be done and append the results to `path`. Returns what went wrong: a line for each lost run."""
     torch.set_num_threads(1)
     code(), code(held_out=True), prose()  # read once, before the forks
-    waiting, lost = list(todo), list[str]()
+    waiting, lost, commit = list(todo), list[str](), _commit()
     under_way: dict[int, tuple[Case, tempfile.TemporaryDirectory[str]]] = {}
     with path.open("a") as file:
         try:
@@ -56,9 +58,10 @@ def run_all(todo: Iterable[Case], path: Path, jobs: int, tell: Callable[[RunResu
                 case, place = under_way.pop(pid)
                 result = Path(place.name, "result.json")
                 if result.exists():
-                    file.write(result.read_text() + "\n")
+                    found = replace(read_results(result)[0], code=commit)
+                    file.write(found.to_json() + "\n")
                     file.flush()
-                    tell(read_results(result)[0])
+                    tell(found)
                 else:
                     lost.append(f"{case}: {_tail(Path(place.name, 'output'))}")
                 place.cleanup()
@@ -68,6 +71,12 @@ def run_all(todo: Iterable[Case], path: Path, jobs: int, tell: Callable[[RunResu
                 os.waitpid(pid, 0)
                 place.cleanup()
     return lost
+
+
+def _commit() -> str:
+    """Of this checkout; empty where there is none."""
+    command, here = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
+    return subprocess.run(command, cwd=here, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _fork(case: Case, directory: Path) -> int:

@@ -49,6 +49,8 @@ class RunResult:
     """Processor time."""
     curve: list[tuple[int, float | None]]
     """Updates made, and the held-out loss then; None: not finite."""
+    code: str = ""
+    """The commit of rollback that ran it."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -120,7 +122,7 @@ class Training:
     @torch.no_grad()
     def evaluate(self) -> float | None:
         loss = self.model(self._held_out[:, :-1], self._held_out[:, 1:]).mean().item()
-        kept = loss if math.isfinite(loss) else None
+        kept = round(loss, 5) if math.isfinite(loss) else None
         self.curve.append((self.made, kept))
         return kept
 
