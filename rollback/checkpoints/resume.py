@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.history import History
@@ -62,6 +62,20 @@ def candidates(history: History, manifests: Sequence[Manifest]) -> list[Manifest
     planned = next((m for m in present if m.name == pending.checkpoint), None)
     older = [m for m in present if m.name in history.good and m.step < (pending.step or 0)]
     return ([planned] if planned else []) + older[::-1]
+
+
+class _OnRecord(NamedTuple):
+    name: str
+    seq: int
+    timeline: int
+
+
+def newest_on_record(history: History, count: int) -> list[str]:
+    """Names of the newest checkpoints from which a run may go on by its record, newest first, wherever they lie: they
+    were committed, and no rollback has cut them off."""
+    names = sorted(map(CheckpointName, history.committed), key=lambda name: name.order)
+    known = [_OnRecord(name, name.seq, history.committed[name].timeline) for name in names]
+    return [item.name for item in of_present_timeline(history, known)[::-1][:count]]
 
 
 def is_provisional(history: History, manifest: Manifest) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollback.checkpoints.fast_tier.sizing import bytes_of_slots
+from rollback.checkpoints.fast_tier.sizing import bytes_of_tier
 from rollback.checkpoints.fast_tier.slots import DEFAULT_BASE
 from rollback.checkpoints.tiers import base_of, fast_tier_of, locate
 from rollback.config import Settings
@@ -45,7 +45,7 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
             state_bytes = sum(sizes)
             here = sum(sizes[-ranks:]) if ranks else None  # what the ranks of one host store of it at the most
         tier = fast_tier_of(paths)
-        held = bytes_of_slots(tier.root) if tier else 0
+        held = bytes_of_tier(tier.root) if tier else 0
     except (RollbackError, OSError) as error:
         held = 0
         findings.append(fail("run", str(error), "name another one with --run DIR"))

@@ -168,7 +168,7 @@ class SpareNodes(Fact):
 
 
 class PartBroughtBack(Fact):
-    """A node lacked its part of a snapshot, and got it from the memory of another host."""
+    """A node lacked its part of a snapshot, and got it from another host's memory before its ranks started."""
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["part_brought_back"] = "part_brought_back"
@@ -185,14 +185,17 @@ class PartBroughtBack(Fact):
 
 
 class NoBuddyCopy(Fact):
-    """If this node's host is lost, what was only in its memory is lost with it."""
+    """A node's snapshots are in no other host's memory (`--replicas 2`), and are lost with its host; or are again."""
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["no_buddy_copy"] = "no_buddy_copy"
     node: str
-    reason: str
+    reason: str | None
+    """Journalled when it changes; null: they are there again."""
 
     def in_words(self) -> str:
+        if self.reason is None:
+            return f"snapshots of {self.node} are in another host's memory again"
         return f"snapshots of {self.node} are in no other host's memory: {self.reason}"
 
 

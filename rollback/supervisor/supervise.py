@@ -12,11 +12,11 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from rollback.checkpoints.fast_tier import buddy_copies
+from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import base_of, fast_tier_of
 from rollback.config import ENV_NO_RUN
 from rollback.errors import ExitCode, RollbackError, RunInUse, UsageError
@@ -75,12 +75,11 @@ def supervise(order: LaunchOrder, audience: Audience) -> Result:
             grace=order.grace, expects_guard=order.expects_guard, preload=order.preload,
             node=place.name if place else None,
         )  # fmt: skip
-        with closing(host):
+        with closing(host), _buddy(order, place, audience.say) as buddy:
             if place is None:
                 assert claim is not None
                 return _lead(order, None, store, audience.say, host, signals, claim)
-            with _buddy(order, place, audience.say) as buddy:
-                return _take_part(order, place, store, audience.say, host, signals, buddy)
+            return _take_part(order, place, store, audience.say, host, signals, buddy)
 
 
 def _take_part(
@@ -178,15 +177,20 @@ def _all_nodes(
 
 
 @contextmanager
-def _buddy(order: LaunchOrder, place: NodePlace, say: Callable[[str], None]) -> Iterator[Buddy | None]:
-    """What keeps another host's snapshots here and has this one's kept elsewhere, where that is wanted."""
-    base = base_of(order.settings.fast_tier)
-    if order.replicas < 2 or base is None:
-        if (tier := fast_tier_of(order.paths)) is not None:
-            buddy_copies.give_up(tier)  # of a launch that wanted copies
-        yield None
-        return
-    with closing(Buddy(order.paths, base, place.name, place.address, say)) as buddy:
+def _buddy(order: LaunchOrder, place: NodePlace | None, say: Callable[[str], None]) -> Iterator[Buddy | None]:
+    """What keeps another host's snapshots here and has this one's kept elsewhere, where that is wanted and can be."""
+    base, buddy = base_of(order.settings.fast_tier), None
+    if place is not None and order.replicas > 1 and base is not None:
+        try:
+            buddy = Buddy(order.paths, base, place.name, place.address, say)
+        except OSError as error:
+            say(f"no snapshot is copied to or from this host: no port can be listened on ({error})")
+    elif (tier := fast_tier_of(order.paths)) is not None:
+        try:
+            slots.remove_copies(tier)  # of a launch that wanted copies
+        except OSError as error:
+            say(f"giving back the memory of other hosts' snapshots in {tier.root}: {error}")
+    with nullcontext() if buddy is None else closing(buddy):
         yield buddy
 
 

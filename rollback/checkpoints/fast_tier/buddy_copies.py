@@ -1,14 +1,19 @@
 """Buddy copies: what this host keeps in its memory of another host's slots (`--replicas 2`).
 
-    BASE/rollback-UID/RUN_ID/buddy-00001-02/    of seat 1, from its slot 2: shards, and manifest.json while it is whole
+    BASE/rollback-UID/RUN_ID/buddy-00001-02-c000007-s00000140/    a whole copy with manifest: of seat 1, from its slot 2
+    BASE/rollback-UID/RUN_ID/arriving-copy/                       one that arrives: means nothing to a reader
+    BASE/rollback-UID/RUN_ID/arriving-slot/                       likewise, one that will be a slot of this host
 
-Believed as little as a slot: without its manifest it means nothing. A host keeps one whole copy, of one seat, and for a
-while a second one that arrives.
+Whatever arrives has a name that nothing else matches, and gets its own by one rename, whole and verified. So a copy
+that breaks off costs nothing that was there. A host keeps one copy, of one seat, and for a while a second that arrives.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rollback.checkpoints.fast_tier.slots import BUDDY_COPIES, SlotPaths, require_own
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
@@ -17,7 +22,7 @@ from rollback.rundir.paths import MANIFEST
 from rollback.system import files
 from rollback.system.durable import write_file
 
-_NAME = re.compile(r"buddy-(\d{5,9})-(\d{2,4})")
+_NAME = re.compile(r"buddy-(\d{5,9})-(\d{2,4})-c\d+-s\d+")
 
 
 @dataclass(frozen=True)
@@ -29,42 +34,39 @@ class BuddyCopy:
     manifest: Manifest
     directory: Path
 
-    @property
-    def shards(self) -> list[Path]:
-        return [path for shard in self.manifest.shards if (path := self.directory / shard.file).exists()]
 
-
-def newest(tier: SlotPaths, seat: int) -> BuddyCopy | None:
-    """The newest whole copy of a seat that can be believed. Raises OSError."""
+def copies_of(tier: SlotPaths, seat: int) -> list[BuddyCopy]:
+    """The copies of a seat that can be believed: one, or two where this host was about to remove the older. Raises
+    OSError."""
     found = []
     for path in tier.root.glob(BUDDY_COPIES):
         if (match := _NAME.fullmatch(path.name)) and int(match[1]) == seat:
-            try:
+            with contextlib.suppress(CheckpointDamaged):  # it is leaving
                 found.append(BuddyCopy(seat, int(match[2]), read_manifest(path, in_slot=True), path))
-            except CheckpointDamaged:
-                continue  # it is arriving, or leaving
-    return max(found, key=lambda copy: copy.manifest.seq, default=None)
+    return found
 
 
-def prepare(tier: SlotPaths, seat: int, slot: int) -> Path:
-    """An empty directory for a copy that arrives. Raises OSError, RunDirectoryError."""
-    directory = tier.root / f"buddy-{seat:05d}-{slot:02d}"
-    files.unlink(directory / MANIFEST)
-    files.remove_directory(directory)
+@contextlib.contextmanager
+def arriving(tier: SlotPaths, what: Literal["copy", "slot"]) -> Iterator[Path]:
+    """An empty directory for shards that arrive. It is removed, unless it has got another name by then. One of each at
+    a time. Raises OSError, RunDirectoryError."""
+    directory = tier.root / f"arriving-{what}"
+    files.remove_directory(directory)  # of a process that was killed
     directory.mkdir(0o700)
     require_own(directory)
-    return directory
+    try:
+        yield directory
+    finally:
+        files.remove_directory(directory)
 
 
-def keep(tier: SlotPaths, directory: Path, manifest: bytes) -> None:
-    """A copy has arrived: it counts from now on, and all others are given up. Raises OSError."""
-    write_file(directory / MANIFEST, manifest, durable=False)
-    give_up(tier, all_but=directory)
-
-
-def give_up(tier: SlotPaths, all_but: Path | None = None) -> None:
-    """Give the memory of copies back. Raises OSError."""
-    for directory in tier.root.glob(BUDDY_COPIES):
-        if directory != all_but:
-            files.unlink(directory / MANIFEST)
-            files.remove_directory(directory)
+def keep(tier: SlotPaths, arrived: Path, seat: int, slot: int, name: str, manifest: bytes) -> None:
+    """The shards of a copy have arrived: it counts from now on, and all others are given up. Raises OSError."""
+    write_file(arrived / MANIFEST, manifest, durable=False)
+    directory = tier.root / f"buddy-{seat:05d}-{slot:02d}-{name}"
+    files.remove_directory(directory)  # one of that name whose manifest was not the same
+    arrived.rename(directory)
+    for other in tier.root.glob(BUDDY_COPIES):
+        if other != directory:
+            files.unlink(other / MANIFEST)
+            files.remove_directory(other)

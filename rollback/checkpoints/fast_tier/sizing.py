@@ -17,7 +17,7 @@ def slots_that_fit(slot_bytes: int, free: int, keep: int) -> int:
     """How many slots a host gives a run that keeps so many checkpoints: 0 where the ranks should write to disk instead.
 
     slot_bytes: what all ranks of this host store of one checkpoint. free: bytes that could be had, `free_memory` and
-    what the run's slots hold already. At most half of that is taken: the rest is the training's.
+    what the run's tier holds already. At most half of that is taken: the rest is the training's.
     """
     fitting = min(keep + 1, free // 2 // max(slot_bytes, 1))
     return fitting if fitting >= LEAST_SLOTS else 0
@@ -32,9 +32,10 @@ def free_memory(base: Path) -> int:
     return min(status.f_bavail * status.f_frsize, psutil.virtual_memory().available, _free_in_cgroups())
 
 
-def bytes_of_slots(root: Path) -> int:
-    """Bytes that the slots in a fast tier take now."""
-    return sum(path.lstat().st_blocks * 512 for path in root.glob("slot-*/*"))
+def bytes_of_tier(root: Path) -> int:
+    """Bytes that a fast tier takes now, copies of another host's slots included: else what was enough for the slots of
+    one attempt would not be for those of the next."""
+    return sum(path.lstat().st_blocks * 512 for path in root.glob("*/*"))
 
 
 def _free_in_cgroups() -> int:

@@ -34,8 +34,8 @@ _RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
 _OWNER_LIMIT = 1 << 16
 OF_MARKS = re.compile(r"(mark|bell|account)-\d{5}|lock|busy|\.account-\d{5}\.tmp")
 """What is in the directory of the end marks (`end_marks`)."""
-BUDDY_COPIES = "buddy-*-*"
-"""The directories of copies of another host's slots (`buddy_copies`)."""
+BUDDY_COPIES, ARRIVING = "buddy-*", "arriving-*"
+"""The directories of copies of another host's slots, and of what arrives (`buddy_copies`)."""
 _OF_A_TIER = re.compile(r"tier\.json|\.tier\.json\.tmp")
 
 
@@ -172,6 +172,17 @@ def commit(slots: SlotPaths, number: int, manifest: Manifest, here: Collection[i
     require_committed(slots, number, here)
 
 
+def commit_of(slots: SlotPaths, number: int) -> tuple[int, int] | None:
+    """What tells a slot's manifest from every other that was or will be there, without reading it; None: there is none.
+
+    Raises OSError.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        status = os.lstat(slots.slot(number) / MANIFEST)
+        return status.st_ino, status.st_mtime_ns
+    return None
+
+
 def uncommit(slots: SlotPaths, number: int) -> bool:
     """Make a slot mean nothing, so that it can be written. One rank of each host. Raises OSError.
 
@@ -213,6 +224,12 @@ def discard(slots: SlotPaths, number: int) -> None:
     files.remove_directory(slots.slot(number))
 
 
+def remove_copies(slots: SlotPaths) -> None:
+    """Give the memory of copies of another host's slots back, and of what was arriving. Raises OSError."""
+    for directory in (*slots.root.glob(BUDDY_COPIES), *slots.root.glob(ARRIVING)):
+        files.remove_directory(directory)
+
+
 def remove(slots: SlotPaths) -> None:
     """Give the tier's memory back. When no rank uses it any more and nothing in it is needed. Raises OSError.
 
@@ -224,8 +241,7 @@ def remove(slots: SlotPaths) -> None:
             raise RunDirectoryError(f"{slots.root} has no tier.json of ours: it is left alone")
         for number in slots.numbers():
             files.unlink(slots.slot(number) / MANIFEST)
-        for copied in slots.root.glob(BUDDY_COPIES):
-            files.remove_directory(copied)
+        remove_copies(slots)
         files.remove_directory(slots.root / "last", OF_MARKS)
         stay = [number for number in slots.numbers() if not files.remove_directory(slots.slot(number))]
         if not stay:

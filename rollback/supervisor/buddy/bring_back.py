@@ -1,6 +1,7 @@
-"""Brings this host's part of the newest snapshot back from the memory of another host, before its ranks start."""
+"""Brings this host's part of a snapshot back from its buddy's memory, before its ranks start."""
 
 import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from rollback.checkpoints import tiers
@@ -8,39 +9,43 @@ from rollback.checkpoints.fast_tier import buddy_copies, slots
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.errors import RollbackError
 from rollback.facts.training import PartBroughtBack
-from rollback.rundir.identity import Identity, read_identity, write_identity
+from rollback.rundir.identity import Identity, read_identity, require_seal, write_identity
 from rollback.rundir.paths import MANIFEST, RunPaths
-from rollback.supervisor.buddy.wire import Answer, Buddies, BuddyRequest, Refused, answer, connect, receive_files, say
+from rollback.supervisor.buddy.wire import Buddies, BuddyRequest, Refused, connect, receive_manifest, receive_shards
 from rollback.system import files
 from rollback.system.durable import write_file
+from rollback.system.small_json import parse_model
 
 
-def bring_back(paths: RunPaths, base: Path, node: str, seat: int, buddies: Buddies) -> PartBroughtBack | None:
-    """Put the newest snapshot of a seat that any other host has a copy of into this host's slots, if that is newer than
-    all that is there. None: nothing is. Raises OSError and RollbackError; what was in the slots is there then, too."""
+def bring_back(
+    paths: RunPaths, base: Path, node: str, seat: int, buddies: Buddies, address: str, given_up: Callable[[], bool]
+) -> PartBroughtBack | None:
+    """Put what the buddy at `address` has of the wanted snapshots into this host's slots, unless they have one as new.
+    None: nothing is. Raises wire.FAULTS; what was in the slots is there then, too."""
     began = time.monotonic()
-    request = BuddyRequest(secret=buddies.secret, run=buddies.run, seat=seat, wants="look")
-    found = {address: told for address in _others(buddies, seat) if (told := _look(address, request)) is not None}
-    address = max(found, key=lambda address: found[address].seq, default=None)
-    own = max((place.manifest.seq for place in tiers.in_slots(paths)), default=-1)
-    if address is None or found[address].seq <= own:
-        return None
-    with connect(address) as connection, connection.makefile("rb") as stream:
-        say(connection, request.model_copy(update={"wants": "give"}))
-        given = answer(stream)
-        if given.parcel is None or given.identity is None:
-            return None  # it was given up meanwhile
-        tier = _tier(paths, base, buddies, given.identity)
-        arriving = buddy_copies.prepare(tier, seat, given.parcel.slot)
-        try:
-            manifest, body = receive_files(stream, given.parcel, arriving)
-            _take_over(tier, given.parcel.slot, arriving, body)
-        finally:
-            files.remove_directory(arriving)
+    with connect(address, buddies.secret, given_up) as connection:
+        connection.say(BuddyRequest(run=buddies.run, seat=seat, give=buddies.wanted))
+        if (parcel := connection.answer().parcel) is None:
+            return None
+        manifest, body = receive_manifest(connection, parcel)
+        here = {place.name for place in tiers.in_slots(paths) if parcel.is_in(place.directory)}
+        if not is_needed(manifest.name, buddies.wanted, here):
+            return None
+        tier = _tier(paths, base, buddies, connection.receive(parcel.identity), address)
+        with buddy_copies.arriving(tier, "slot") as arrived:
+            receive_shards(connection, parcel, manifest, arrived)
+            _take_over(tier, parcel.slot, arrived, body)
     return PartBroughtBack(
-        node=node, checkpoint=manifest.name, step=manifest.step, bytes=given.parcel.bytes,
+        node=node, checkpoint=manifest.name, step=manifest.step, bytes=parcel.bytes(manifest),
         seconds=round(time.monotonic() - began, 3), source=address.rpartition(":")[0],
     )  # fmt: skip
+
+
+def is_needed(offered: str, wanted: Sequence[str], here: Collection[str]) -> bool:
+    """Whether a checkpoint is of use: it is wanted, and neither it nor one that is wanted more is here. Pure."""
+    if offered not in wanted:
+        raise Refused(f"it offers {offered}, which nobody wants")
+    return not {*wanted[: wanted.index(offered) + 1]}.intersection(here)
 
 
 def _take_over(tier: SlotPaths, number: int, arrived: Path, manifest: bytes) -> None:
@@ -52,24 +57,10 @@ def _take_over(tier: SlotPaths, number: int, arrived: Path, manifest: bytes) -> 
     write_file(directory / MANIFEST, manifest, durable=False)
 
 
-def _others(buddies: Buddies, seat: int) -> list[str]:
-    """The other hosts, the buddy of this seat first."""
-    behind = [*buddies.addresses[seat + 1 :], *buddies.addresses[:seat]]
-    return [address for address in behind if address]
-
-
-def _look(address: str, request: BuddyRequest) -> Answer | None:
-    try:
-        with connect(address) as connection, connection.makefile("rb") as stream:
-            say(connection, request)
-            return answer(stream)
-    except OSError:
-        return None
-
-
-def _tier(paths: RunPaths, base: Path, buddies: Buddies, identity: dict[str, object]) -> SlotPaths:
+def _tier(paths: RunPaths, base: Path, buddies: Buddies, identity: bytes, address: str) -> SlotPaths:
     """This host's fast tier of the run, made if it is not there, with the files by which it is found."""
-    told = Identity.model_validate(identity)
+    told = parse_model(identity, Identity)
+    require_seal(told, f"run.json from {address}")
     if told.run_id != buddies.run:
         raise Refused("the copy is of another run")
     tier = slots.tier_of(base, told.run_id)

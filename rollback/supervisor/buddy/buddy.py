@@ -6,13 +6,12 @@ The buddy of a seat is the host in the next seat. So each host keeps one copy an
 from collections.abc import Callable
 from pathlib import Path
 
-from rollback.errors import RollbackError
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.bring_back import bring_back
 from rollback.supervisor.buddy.sender import BuddySender
 from rollback.supervisor.buddy.server import BuddyServer
-from rollback.supervisor.buddy.wire import Buddies
+from rollback.supervisor.buddy.wire import FAULTS, Buddies, in_words
 
 
 class Buddy:
@@ -26,32 +25,48 @@ class Buddy:
         self.fault: str | None = None
         """Why this host's snapshots are not copied at present, in words."""
 
-    def begin(self, seat: int, buddies: Buddies) -> PartBroughtBack | None:
+    def get_ready(self, buddies: Buddies | None) -> None:
+        """The hosts gather for an attempt: from now on its members are answered. Call it before any of them starts."""
+        self._server.secret = buddies.secret if buddies is not None else ""
+
+    def begin(self, seat: int, buddies: Buddies | None, given_up: Callable[[], bool]) -> PartBroughtBack | None:
         """An attempt begins: bring back what this host lacks, which is returned, then send what its ranks will save.
-        Call it before the ranks start. A fault costs the copy and no attempt."""
-        self._server.secret = buddies.secret
-        brought = None
-        if buddies.run:
-            try:
-                brought = bring_back(self._paths, self._base, self._node, seat, buddies)
-            except (OSError, RollbackError) as error:
-                fault = error.message if isinstance(error, RollbackError) else str(error)
-                self._say(f"bringing this host's part of the newest snapshot back from another host: {fault}")
-        count = len(buddies.addresses)
-        address = buddies.addresses[(seat + 1) % count]
-        if count == 1:
+        Call it before the ranks start. A fault costs the copy and no attempt, and so does `given_up`."""
+        own, address = ("", "")
+        if buddies is not None:
+            own, address = buddies.addresses[seat], buddies.addresses[(seat + 1) % len(buddies.addresses)]
+        if buddies is None:
+            self._tell("the leader was started without --replicas")
+        elif len(buddies.addresses) == 1:
             self._tell("no other host takes part in this attempt")
+        elif not own:
+            self._tell("another node of this job is on this host, or on one of the same name")
         elif not address:
-            self._tell("the host that should keep them was started without --replicas")
+            self._tell("the host that should keep them keeps none: without --replicas, or with two nodes on it")
         else:
+            brought = self._bring_back(seat, buddies, address, given_up)
             self._sender = BuddySender(self._paths, address, seat, buddies.secret, self._tell, self._say)
-        return brought
+            return brought
+        return None
+
+    def _bring_back(
+        self, seat: int, buddies: Buddies, address: str, given_up: Callable[[], bool]
+    ) -> PartBroughtBack | None:
+        if not buddies.wanted:
+            return None
+        try:
+            return bring_back(self._paths, self._base, self._node, seat, buddies, address, given_up)
+        except FAULTS as error:
+            where = address.rpartition(":")[0]
+            self._say(f"bringing this host's part of the newest snapshot back from {where}: {in_words(error)}")
+            return None
 
     def rest(self) -> None:
-        """The attempt is over on this host. What it keeps of others stays."""
+        """The attempt is over on this host. What it keeps of others stays, and nothing more arrives."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
+        self._server.rest()
 
     def close(self) -> None:
         self.rest()

@@ -6,30 +6,32 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollback.checkpoints import tiers
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.tiers import Located
-from rollback.errors import RollbackError
 from rollback.ring.drainer import lower_priority
-from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import MANIFEST, RunPaths
-from rollback.supervisor.buddy.wire import BuddyRequest, answer, connect, parcel_of, say, send_files
+from rollback.supervisor.buddy.wire import FAULTS, BuddyRequest, Parcel, connect, in_words, ranks_in, send_shards
 from rollback.terminal.quantities import size
 
 _POLL = 0.3
 _AGAIN = 5.0  # seconds behind a failure
+_TOLD_AFTER = 3  # failures in a row: a host that is being replaced is no fault
+_END = 1.0  # seconds that the thread has to end; where a name is looked up it takes longer, and does no harm
 _FIRST_INTERVAL = 10.0  # seconds between two snapshots, until it is known
 _LEAST_RATE = 20e6  # bytes a second
 
 
-class SnapshotLeft(Exception):
+class SnapshotLeft(OSError):
     """The snapshot's slot is used for another one already."""
 
 
 class BuddySender:
-    """A thread that sends the newest snapshot in this host's slots, whenever there is a newer one. `close` it.
+    """A thread that sends the newest snapshot in this host's slots, whenever it is another one. `close` it.
 
     A copy is sent evenly over half the time between two snapshots, so that neither the network nor a core is busy with
-    it for longer bursts than needed. secret: of the launch that leads. tell: called with the fault, in words, and with
-    None behind each copy that has arrived. say: told what a copy costs, once.
+    it for longer bursts than needed. secret: of the attempt. tell: called with the fault, in words, and with None
+    behind each copy that has arrived. say: told what a copy costs, once.
     """
 
     def __init__(
@@ -42,9 +44,15 @@ class BuddySender:
         say: Callable[[str], None],
     ) -> None:
         self._paths, self._address, self._seat, self._secret = paths, address, seat, secret
+        self._host = address.rpartition(":")[0]
         self._tell, self._say = tell, say
-        self._newest = self._sent = -1
-        self._seen_at: float | None = None
+        self._tier: SlotPaths | None = None
+        self._seen: dict[int, tuple[int, int] | None] = {}
+        self._sent = ""
+        self._costs_told = False
+        self._failures = 0
+        self._newest = -1
+        self._newest_at: float | None = None
         self._interval = _FIRST_INTERVAL
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollback-buddy-sender", daemon=True)
@@ -53,56 +61,80 @@ class BuddySender:
     def close(self) -> None:
         """End the thread, also in the middle of a copy: the buddy keeps the one before."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_END)
 
     def _run(self) -> None:
         lower_priority()
         while not self._ended.wait(_POLL):
-            place = max(tiers.in_slots(self._paths), key=lambda place: place.manifest.seq, default=None)
-            if place is None or place.manifest.seq <= self._sent:
-                continue
-            self._note_interval(place.manifest.seq)
             try:
-                self._send(place)
-                self._tell(None)
-            except SnapshotLeft:
-                continue
-            except (OSError, RollbackError) as error:
-                if not self._ended.is_set() and not tiers.has_left(place):
-                    self._tell(error.message if isinstance(error, RollbackError) else str(error))
-                    self._ended.wait(_AGAIN)
+                if (place := self._unsent()) is not None:
+                    self._send(place)
+                    self._sent, self._failures = place.name, 0
+                    self._tell(None)
+            except FAULTS as error:
+                self._seen = {}  # look again
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if self._ended.is_set():
+            return
+        self._failures += 1
+        if self._failures >= _TOLD_AFTER:
+            self._tell(f"sending them to {self._host}: {in_words(error)}")
+        if not isinstance(error, SnapshotLeft):
+            self._ended.wait(_AGAIN)
+
+    def _unsent(self) -> Located | None:
+        """The newest snapshot, unless it was sent last. Manifests are read where one has changed: of thousands of ranks
+        that takes long. Raises OSError."""
+        self._tier = self._tier or tiers.fast_tier_of(self._paths)
+        if self._tier is None:
+            return None
+        seen = {number: slots.commit_of(self._tier, number) for number in self._tier.numbers()}
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        place = max(tiers.in_slots(self._paths), key=lambda place: place.manifest.seq, default=None)
+        if place is None or place.name == self._sent:
+            return None
+        self._note_interval(place.manifest.seq)
+        return place
 
     def _note_interval(self, seq: int) -> None:
-        if seq == self._newest:
+        if seq <= self._newest:
             return
         now = time.monotonic()
-        if self._seen_at is not None:
-            self._interval = (now - self._seen_at) / max(1, seq - self._newest)
-        self._newest, self._seen_at = seq, now
+        if self._newest_at is not None:
+            self._interval = (now - self._newest_at) / (seq - self._newest)
+        self._newest, self._newest_at = seq, now
 
     def _send(self, place: Located) -> None:
-        shards = [path for shard in place.manifest.shards if (path := place.directory / shard.file).exists()]
-        manifest = Path(place.directory, MANIFEST).read_bytes()
+        assert self._tier is not None
         assert place.slot is not None
-        parcel, identity = parcel_of(place.slot, shards, manifest), read_identity(self._paths)
-        run = identity.run_id if identity is not None else ""
-        request = BuddyRequest(secret=self._secret, run=run, seat=self._seat, wants="keep", parcel=parcel)
-        began, rate, sent = time.monotonic(), max(_LEAST_RATE, 2 * parcel.bytes / max(self._interval, _POLL)), 0
+        tier, number, manifest = self._tier, place.slot, place.manifest
+        commit = slots.commit_of(tier, number)
+        body = Path(place.directory, MANIFEST).read_bytes()
+        parcel = Parcel(slot=number, ranks=ranks_in(place.directory, manifest), manifest=len(body))
+        count = parcel.bytes(manifest)
+        began, rate, sent = time.monotonic(), max(_LEAST_RATE, 2 * count / max(self._interval, _POLL)), 0
 
-        def behind_a_piece(count: int) -> None:
+        def behind_a_piece(moved: int) -> None:
             nonlocal sent
-            sent += count
-            if tiers.has_left(place) or self._ended.wait(max(0.0, began + sent / rate - time.monotonic())):
-                raise SnapshotLeft
+            sent += moved
+            if slots.commit_of(tier, number) != commit:
+                raise SnapshotLeft("each leaves its slot before it has arrived (a faster network, or fewer snapshots)")
+            self._ended.wait(max(0.0, began + sent / rate - time.monotonic()))
 
-        with connect(self._address) as connection, connection.makefile("rb") as stream:
-            say(connection, request)
-            answer(stream)
-            send_files(connection, parcel, shards, manifest, behind_a_piece)
-            answer(stream)
-        if self._sent < 0:
+        with connect(self._address, self._secret, self._ended.is_set) as connection:
+            connection.say(BuddyRequest(run=tier.root.name, seat=self._seat, keep=parcel))
+            connection.send(body)
+            if connection.answer().whole:
+                return
+            send_shards(connection, parcel, manifest, place.directory, behind_a_piece)
+            connection.answer()
+        if not self._costs_told:
+            self._costs_told = True
             self._say(
-                f"{size(parcel.bytes)} of each snapshot go to the memory of {self._address.rpartition(':')[0]} too: up "
-                f"to twice as much there, and up to {size(rate)} a second of the network"
+                f"{size(count)} of each snapshot go to the memory of {self._host} too: up to twice as much "
+                f"there, and up to {size(rate)} a second of the network"
             )
-        self._sent = place.manifest.seq

@@ -3,33 +3,40 @@
 import hmac
 import socketserver
 import threading
+import time
 from typing import Any
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import buddy_copies
 from rollback.checkpoints.fast_tier.sizing import free_memory
 from rollback.checkpoints.fast_tier.slots import SlotPaths
-from rollback.errors import RollbackError
 from rollback.ring.drainer import lower_priority
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.supervisor.buddy.wire import (
-    TIMEOUT,
+    FAULTS,
+    SECRET,
     Answer,
+    BuddyConnection,
     BuddyRequest,
-    hear,
-    parcel_of,
-    receive_files,
-    say,
-    send_files,
+    Parcel,
+    Refused,
+    in_words,
+    ranks_in,
+    receive_manifest,
+    receive_shards,
+    send_shards,
 )
-from rollback.system import files
+from rollback.terminal.quantities import size
+
+_STRANGERS = 5.0  # seconds in which who calls says the secret
+_CONNECTIONS = 32  # at a time: no stranger takes more descriptors and threads than that
 
 
 class BuddyServer(socketserver.ThreadingTCPServer):
     """Listens on a free port of this host from the beginning, and answers in threads of its own. `close` it.
 
-    secret: of the launch that leads; empty: nobody is answered yet.
+    secret: of the attempt; empty: nobody is answered.
     """
 
     daemon_threads = True
@@ -39,73 +46,87 @@ class BuddyServer(socketserver.ThreadingTCPServer):
         super().__init__(("", 0), _Conversation)
         self.paths, self.secret = paths, ""
         self.arriving = threading.Lock()
+        self.connections = threading.Semaphore(_CONNECTIONS)
         threading.Thread(target=self.serve_forever, args=(0.1,), name="rollback-buddy", daemon=True).start()
 
     @property
     def port(self) -> int:
         return int(self.server_address[1])
 
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self.connections.acquire(blocking=False)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who asked has gone, or says what nobody understands: it learns that from its connection."""
 
+    def rest(self) -> None:
+        """Answer nobody, and give up what arrives: when this returns, nothing here touches this host's memory."""
+        self.secret = ""
+        with self.arriving:
+            pass
+
     def close(self) -> None:
+        self.rest()
         self.shutdown()
         self.server_close()
 
 
-class _Conversation(socketserver.StreamRequestHandler):
+class _Conversation(socketserver.BaseRequestHandler):
     server: BuddyServer
-    timeout = TIMEOUT
 
     def handle(self) -> None:
         lower_priority()
-        request = hear(self.rfile, BuddyRequest)
-        if not self.server.secret or not hmac.compare_digest(request.secret.encode(), self.server.secret.encode()):
+        until = time.monotonic() + _STRANGERS
+        connection = BuddyConnection(self.request, lambda: time.monotonic() > until)
+        told, secret = connection.receive(SECRET), self.server.secret
+        if not secret or not hmac.compare_digest(told, secret.encode()):
             return
+        connection.given_up = lambda: self.server.secret != secret
         try:
-            say(self.connection, self._answer(request))
-        except (OSError, RollbackError) as error:
-            fault = error.message if isinstance(error, RollbackError) else str(error)
-            say(self.connection, Answer(fault=fault))
+            self._answer(connection, connection.hear(BuddyRequest))
+        except FAULTS as error:
+            connection.say(Answer(fault=in_words(error)))
 
-    def _answer(self, request: BuddyRequest) -> Answer:
+    def finish(self) -> None:
+        self.server.connections.release()
+
+    def _answer(self, connection: BuddyConnection, request: BuddyRequest) -> None:
         tier, identity = tiers.fast_tier_of(self.server.paths), read_identity(self.server.paths)
         if tier is None or identity is None or identity.run_id != request.run:
-            return Answer(fault="this host has no memory of that run yet")
-        if request.wants == "keep":
-            return self._keep(tier, request)
-        copy = buddy_copies.newest(tier, request.seat)
-        if copy is None:
-            return Answer()
-        found = Answer(seq=copy.manifest.seq, step=copy.manifest.step)
-        if request.wants == "look":
-            return found
-        body = (copy.directory / MANIFEST).read_bytes()
-        parcel = parcel_of(copy.slot, copy.shards, body)
-        say(
-            self.connection,
-            found.model_copy(update={"parcel": parcel, "identity": identity.model_dump(mode="json")}),
-        )
-        send_files(self.connection, parcel, copy.shards, body)
-        return found
-
-    def _keep(self, tier: SlotPaths, request: BuddyRequest) -> Answer:
-        parcel = request.parcel
-        if parcel is None:
-            return Answer(fault="nothing is to be kept")
-        if not self.server.arriving.acquire(blocking=False):
-            return Answer(fault="another copy is arriving here")
-        try:
-            if parcel.bytes > (room := free_memory(tier.root) // 2):
-                return Answer(fault=f"its host has no room for {parcel.bytes} bytes (half of what is free is {room})")
-            directory = buddy_copies.prepare(tier, request.seat, parcel.slot)
+            raise Refused("its host has no memory of that run yet")
+        if request.keep is None:
+            self._give(connection, tier, request, identity.model_dump_json().encode())
+        elif self.server.arriving.acquire(blocking=False):
             try:
-                say(self.connection, Answer())
-                manifest, body = receive_files(self.rfile, parcel, directory)
-            except (OSError, RollbackError):
-                files.remove_directory(directory)
-                raise
-            buddy_copies.keep(tier, directory, body)
-            return Answer(seq=manifest.seq, step=manifest.step)
-        finally:
-            self.server.arriving.release()
+                self._keep(connection, tier, request.seat, request.keep)
+            finally:
+                self.server.arriving.release()
+        else:
+            raise Refused("another copy is arriving there")
+
+    def _keep(self, connection: BuddyConnection, tier: SlotPaths, seat: int, parcel: Parcel) -> None:
+        manifest, body = receive_manifest(connection, parcel)
+        there = {(copy.slot, copy.manifest.content) for copy in buddy_copies.copies_of(tier, seat)}
+        if (parcel.slot, manifest.content) not in there:
+            if (count := parcel.bytes(manifest)) > free_memory(tier.root) // 2:
+                raise Refused(f"its host has no room: half of what is free there is less than {size(count)}")
+            with buddy_copies.arriving(tier, "copy") as directory:
+                connection.say(Answer())
+                receive_shards(connection, parcel, manifest, directory)
+                buddy_copies.keep(tier, directory, seat, parcel.slot, manifest.name, body)
+        connection.say(Answer(whole=True))
+
+    def _give(self, connection: BuddyConnection, tier: SlotPaths, request: BuddyRequest, identity: bytes) -> None:
+        copies = {copy.manifest.name: copy for copy in buddy_copies.copies_of(tier, request.seat)}
+        name = next((name for name in request.give if name in copies), None)
+        if name is None:
+            connection.say(Answer())
+            return
+        copy, body = copies[name], (copies[name].directory / MANIFEST).read_bytes()
+        parcel = Parcel(
+            slot=copy.slot, ranks=ranks_in(copy.directory, copy.manifest), manifest=len(body), identity=len(identity)
+        )
+        connection.say(Answer(parcel=parcel))
+        connection.send(body)
+        connection.send(identity)
+        send_shards(connection, parcel, copy.manifest, copy.directory)

@@ -1,157 +1,243 @@
-"""What two buddies say to each other: one request on a connection, then answers and the bytes of files.
+"""What two buddies say to each other: the secret, one request, then answers and the bytes of files.
 
-| wants | the files go | the answers |
+| request | the files go | the answers |
 |---|---|---|
-| look | nowhere | what is kept of that seat |
-| keep | to the buddy, once it has agreed | agreed, or why not; then that all is kept |
-| give | from the buddy, behind its answer | what follows, or why nothing |
+| keep | to the buddy, once it has agreed | agreed, or that it has that copy, or why not; then that it is whole |
+| give | from the buddy, behind its answer | what follows, or that it has none of the wanted ones |
 
-Nobody who does not know the secret of the launch is answered. Of what comes, names, sizes and the manifest are checked
-before it counts; the shards' hashes are, when ranks restore them.
+A message is its length in four bytes, then JSON. A manifest follows the message with its parcel; the shards follow in
+the order that the parcel names, each as long as the manifest says. Nobody who does not know the secret is answered. Of
+what comes, all is checked before it counts: the manifest by its check value, each shard by its hash, so that a slot
+that was written while it was sent makes no copy.
 """
 
 import os
-import re
+import select
 import socket
-from collections.abc import Callable, Sequence
-from io import BufferedIOBase
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from types import TracebackType
+from typing import TypeVar
 
 from pydantic import BaseModel, Field, field_validator
 
+from rollback.checkpoints.format.hashing import ShardHash
 from rollback.checkpoints.format.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
+from rollback.errors import RollbackError
+from rollback.rundir.paths import shard_name
+from rollback.system import small_json
+from rollback.system.durable import write_all
 
-TIMEOUT = 30.0
-"""Seconds of silence after which a buddy is given up."""
-_LINE = 1 << 20
+SECRET = 64
+"""Bytes of a secret."""
+FAULTS = (OSError, RollbackError, ValueError)
+"""What talking to a buddy may raise: none of it may end a supervisor."""
+_CONNECT = 5.0
+_SILENCE = 30.0  # seconds in which nothing moves, after which a buddy is given up
+_LOOK = 0.2  # seconds between two looks at whether to give up
+_MESSAGE = 1 << 20
 _PIECE = 4 << 20
-_SHARD = re.compile(r"rank-\d{5,9}\.safetensors")
-
-
-class Buddies(BaseModel, frozen=True):
-    """How the hosts of an attempt reach each other's buddies."""
-
-    secret: str
-    run: str
-    """The run's id; empty: the run begins, so nobody keeps anything of it."""
-    addresses: tuple[str, ...]
-    """HOST:PORT by seat; empty: that host has none."""
-
-
-class Parcel(BaseModel, frozen=True, extra="forbid"):
-    """Files that follow, one behind the other, and the manifest behind them."""
-
-    slot: int = Field(ge=0, le=9999)
-    names: tuple[str, ...] = Field(max_length=4096)
-    sizes: tuple[int, ...]
-    manifest: int = Field(gt=0, le=MANIFEST_LIMIT)
-
-    @field_validator("names")
-    @classmethod
-    def _shards_only(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if not names or len({*names}) < len(names) or not all(map(_SHARD.fullmatch, names)):
-            raise ValueError("they are not shards")
-        return names
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.sizes) + self.manifest
-
-
-class BuddyRequest(BaseModel, frozen=True, extra="forbid"):
-    secret: str
-    run: str
-    seat: int = Field(ge=0, lt=1 << 24)
-    wants: Literal["look", "keep", "give"]
-    parcel: Parcel | None = None
-
-
-class Answer(BaseModel, frozen=True, extra="forbid"):
-    """fault: why not, in words. seq, step: of the newest copy; -1: there is none. identity: the run's run.json."""
-
-    fault: str | None = None
-    seq: int = -1
-    step: int = -1
-    parcel: Parcel | None = None
-    identity: dict[str, Any] | None = None
-
-
-class Refused(OSError):
-    """A buddy does not do what it was asked for."""
-
-
 _Said = TypeVar("_Said", bound=BaseModel)
 
 
-def say(connection: socket.socket, said: BaseModel) -> None:
-    connection.sendall(said.model_dump_json().encode() + b"\n")
+class Buddies(BaseModel, frozen=True):
+    """How the hosts of an attempt reach each other's buddies. While they gather, only the secret is there."""
+
+    secret: str = Field(min_length=SECRET, max_length=SECRET, pattern=r"^[0-9a-f]*$")
+    """Of this attempt: a host that has lost its seat is not answered any more."""
+    run: str = ""
+    """The run's id; empty: the run begins."""
+    wanted: tuple[str, ...] = ()
+    """The checkpoints that may be brought back, newest first: those that the leader's record has."""
+    addresses: tuple[str, ...] = ()
+    """HOST:PORT by seat; empty: that host neither keeps copies nor has them kept."""
 
 
-def hear(stream: BufferedIOBase, kind: type[_Said]) -> _Said:
-    """What the other side says. Raises Refused for anything that is not that, and OSError."""
-    line = stream.readline(_LINE)
-    try:
-        if not line.endswith(b"\n"):
-            raise ValueError("it broke off")
-        return kind.model_validate_json(line)
-    except ValueError as error:
-        raise Refused(f"what a buddy says cannot be understood: {str(error).splitlines()[0]}") from error
+class Parcel(BaseModel, frozen=True, extra="forbid"):
+    """Whose shards follow, out of which slot, behind so many bytes of the manifest and of the run's run.json."""
+
+    slot: int = Field(ge=0, le=9999)
+    ranks: tuple[int, ...] = Field(min_length=1, max_length=4096)
+    manifest: int = Field(gt=0, le=MANIFEST_LIMIT)
+    identity: int = Field(default=0, ge=0, le=small_json.SIZE)
+
+    @field_validator("ranks")
+    @classmethod
+    def _each_once(cls, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        if min(ranks) < 0 or len({*ranks}) < len(ranks):
+            raise ValueError("a rank has one shard")
+        return ranks
+
+    def bytes(self, manifest: Manifest) -> int:
+        return sum(manifest.shards[rank].size for rank in self.ranks)
+
+    def is_in(self, directory: Path) -> bool:
+        """Whether a directory has shards of all these ranks."""
+        return all((directory / shard_name(rank)).exists() for rank in self.ranks)
 
 
-def answer(stream: BufferedIOBase) -> Answer:
-    """The buddy's answer. Raises Refused with the buddy's reason, and OSError."""
-    heard = hear(stream, Answer)
-    if heard.fault is not None:
-        raise Refused(heard.fault)
-    return heard
+class BuddyRequest(BaseModel, frozen=True, extra="forbid"):
+    """About a seat of a run. keep: what follows. give: the checkpoints of which one is wanted."""
+
+    run: str
+    seat: int = Field(ge=0, lt=1 << 24)
+    keep: Parcel | None = None
+    give: tuple[str, ...] = Field(default=(), max_length=64)
 
 
-def connect(address: str) -> socket.socket:
+class Answer(BaseModel, frozen=True, extra="forbid"):
+    """fault: why not, in words. whole: the copy is there. parcel: what follows."""
+
+    fault: str | None = None
+    whole: bool = False
+    parcel: Parcel | None = None
+
+
+class Refused(OSError):
+    """A buddy does not do what it was asked for, or says what is not so."""
+
+
+class BuddyConnection:
+    """A connection to a buddy. It is given up where nothing moves for long, and when `given_up` says so: each wait
+    looks a few times a second, so that nobody who must go on waits for a host that is gone."""
+
+    def __init__(self, made: socket.socket, given_up: Callable[[], bool]) -> None:
+        made.setblocking(False)
+        self._socket, self.given_up = made, given_up
+        self._next_look = 0.0
+
+    def __enter__(self) -> "BuddyConnection":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._socket.close()
+
+    def say(self, said: BaseModel) -> None:
+        body = said.model_dump_json().encode()
+        self.send(len(body).to_bytes(4, "big") + body)
+
+    def hear(self, kind: type[_Said]) -> _Said:
+        """What the other side says. Raises OSError, Refused and ValueError."""
+        size = int.from_bytes(self.receive(4), "big")
+        if size > _MESSAGE:
+            raise Refused(f"a message of {size} bytes came; at most {_MESSAGE} are read")
+        return small_json.parse_model(self.receive(size), kind)
+
+    def answer(self) -> Answer:
+        """The buddy's answer. Raises as `hear`, and Refused with the buddy's reason."""
+        heard = self.hear(Answer)
+        if heard.fault is not None:
+            raise Refused(heard.fault)
+        return heard
+
+    def send(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._once(select.POLLOUT, partial(self._socket.send, view)) :]
+
+    def send_file(self, path: Path, size: int, sent: Callable[[int], None]) -> None:
+        """sent: called with the number of bytes of each piece behind it; what it raises ends the sending."""
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            begin = 0
+            while begin < size:
+                piece = min(_PIECE, size - begin)
+                moved = self._once(select.POLLOUT, partial(os.sendfile, self._socket.fileno(), fd, begin, piece))
+                if not moved:
+                    raise Refused(f"{path} is shorter than its manifest says")
+                begin += moved
+                sent(moved)
+        finally:
+            os.close(fd)
+
+    def receive(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            view = view[self.receive_into(view) :]
+        return bytes(data)
+
+    def receive_into(self, view: memoryview) -> int:
+        """Some bytes, at most as many as there is room for. Raises Refused where no more come."""
+        count = self._once(select.POLLIN, partial(self._socket.recv_into, view))
+        if not count:
+            raise Refused("it broke off")
+        return count
+
+    def _once(self, event: int, move: Callable[[], int]) -> int:
+        until = time.monotonic() + _SILENCE
+        waiting = select.poll()
+        waiting.register(self._socket, event)
+        while True:
+            if time.monotonic() >= self._next_look:
+                if self.given_up():
+                    raise Refused("it was given up")
+                self._next_look = time.monotonic() + _LOOK
+            try:
+                return move()
+            except BlockingIOError:
+                if not waiting.poll(_LOOK * 1000) and time.monotonic() > until:
+                    raise TimeoutError(f"nothing moved for {_SILENCE:.0f} s") from None
+
+
+def connect(address: str, secret: str, given_up: Callable[[], bool]) -> BuddyConnection:
+    """A connection to the buddy at HOST:PORT. Raises OSError, and ValueError for what is no address."""
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT)
+    connection = BuddyConnection(socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT), given_up)
+    connection.send(secret.encode())
+    return connection
 
 
-def parcel_of(slot: int, shards: Sequence[Path], manifest: bytes) -> Parcel:
-    names, sizes = tuple(path.name for path in shards), tuple(path.stat().st_size for path in shards)
-    return Parcel(slot=slot, names=names, sizes=sizes, manifest=len(manifest))
+def in_words(error: Exception) -> str:
+    text = error.message if isinstance(error, RollbackError) else str(error)
+    return text.splitlines()[0] if text else type(error).__name__
 
 
-def send_files(
-    connection: socket.socket,
+def ranks_in(directory: Path, manifest: Manifest) -> tuple[int, ...]:
+    """The ranks whose shards a directory has. Raises OSError."""
+    there = {*os.listdir(directory)}
+    return tuple(rank for rank, shard in enumerate(manifest.shards) if shard.file in there)
+
+
+def send_shards(
+    connection: BuddyConnection,
     parcel: Parcel,
-    shards: Sequence[Path],
-    manifest: bytes,
+    manifest: Manifest,
+    directory: Path,
     sent: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """sent: called with the number of bytes of each piece behind it; what it raises ends the sending."""
-    for path, size in zip(shards, parcel.sizes, strict=True):
-        with path.open("rb") as file:
-            for start in range(0, size, _PIECE):
-                count = connection.sendfile(file, start, min(_PIECE, size - start))
-                sent(count)
-    connection.sendall(manifest)
+    for rank in parcel.ranks:
+        connection.send_file(directory / shard_name(rank), manifest.shards[rank].size, sent)
 
 
-def receive_files(stream: BufferedIOBase, parcel: Parcel, directory: Path) -> tuple[Manifest, bytes]:
-    """Write the shards, whose directory nobody reads yet, and return the manifest that belongs to them.
-
-    Raises OSError (ENOSPC before anything has come), Refused where they are not what the manifest says.
-    """
-    for name, size in zip(parcel.names, parcel.sizes, strict=True):
-        fd = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb", buffering=0) as file:
-            os.posix_fallocate(fd, 0, size)
-            left = size
-            while left:
-                piece = stream.read(min(_PIECE, left))
-                if not piece:
-                    raise Refused(f"{name} broke off {left} bytes before its end")
-                file.write(piece)
-                left -= len(piece)
-    body = stream.read(parcel.manifest)
+def receive_manifest(connection: BuddyConnection, parcel: Parcel) -> tuple[Manifest, bytes]:
+    """The manifest that a parcel begins with. Raises OSError, Refused, CheckpointDamaged."""
+    body = connection.receive(parcel.manifest)
     manifest = parse_manifest(body, None, "of a buddy")
-    sizes = {shard.file: shard.size for shard in manifest.shards}
-    if any(sizes.get(name) != size for name, size in zip(parcel.names, parcel.sizes, strict=True)):
-        raise Refused(f"the files are not those of {manifest.name}")
+    if max(parcel.ranks) >= manifest.world_size:
+        raise Refused(f"{manifest.name} has {manifest.world_size} ranks, and a shard of rank {max(parcel.ranks)} comes")
     return manifest, body
+
+
+def receive_shards(connection: BuddyConnection, parcel: Parcel, manifest: Manifest, directory: Path) -> None:
+    """Write the shards into a directory that nobody reads yet. Raises OSError (ENOSPC before a shard has come), and
+    Refused where one is not what the manifest says."""
+    buffer = memoryview(bytearray(_PIECE))
+    for rank in parcel.ranks:
+        shard, found = manifest.shards[rank], ShardHash()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(directory / shard.file, flags, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, shard.size)
+            left = shard.size
+            while left:
+                piece = buffer[: connection.receive_into(buffer[:left])]
+                write_all(fd, piece)
+                found.update(piece)
+                left -= len(piece)
+        finally:
+            os.close(fd)
+        if found.hexdigest() != shard.hash:
+            raise Refused(f"{shard.file} is not that of {manifest.name}: its hash is another one")

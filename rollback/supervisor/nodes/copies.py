@@ -1,65 +1,97 @@
-"""The leader's part in copies of snapshots on other hosts: which host sends to which, and the record of it."""
+"""The leader's part in copies of snapshots on other hosts: the secret, which host sends to which, and the record."""
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from rollback.checkpoints.resume import newest_on_record
 from rollback.facts.training import Fact, NoBuddyCopy, PartBroughtBack
 from rollback.rundir.identity import read_identity
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
+from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport
+
+_WANTED = 16  # checkpoints: a buddy has the newest, the one before, or behind a rollback an older one
 
 
 class Copies:
-    """buddy: of the leader's own host, `node`; None: no copies are wanted, and nothing happens here."""
+    """buddy: of the leader's own host; None: no copies are wanted, and nothing happens here."""
 
     def __init__(
         self,
         paths: RunPaths,
-        node: str,
+        place: NodePlace,
         buddy: Buddy | None,
         note: Callable[[Fact], None],
         say: Callable[[str], None],
     ) -> None:
-        self._paths, self._node, self._buddy, self._note, self._say = paths, node, buddy, note, say
-        self._secret = secrets.token_hex()
+        self._paths, self._place, self._buddy, self._note, self._say = paths, place, buddy, note, say
+        self._brought: PartBroughtBack | None = None
         self._uncopied: dict[str, str | None] = {}
         self._told: set[tuple[int, str]] = set()
 
-    def arrange(self, seats: Sequence[str], there: Mapping[str, NodeReport]) -> Buddies | None:
-        """Who keeps what in the next attempt. there: the reports of the other members. Raises RunDirectoryError."""
+    def get_ready(self) -> Buddies | None:
+        """The nodes gather: what they must know before any of them asks another one, the secret of the attempt."""
         if self._buddy is None:
             return None
-        identity = read_identity(self._paths)
-        addresses = {report.node: report.buddy for report in there.values()} | {self._node: self._buddy.address}
-        run = identity.run_id if identity is not None else ""
-        return Buddies(secret=self._secret, run=run, addresses=tuple(addresses.get(node, "") for node in seats))
+        buddies = Buddies(secret=secrets.token_hex())
+        self._buddy.get_ready(buddies)
+        return buddies
 
-    def begin(self, seat: int, buddies: Buddies | None) -> None:
+    def arrange(self, buddies: Buddies | None, seats: Sequence[str], there: Iterable[NodeReport]) -> Buddies | None:
+        """Who keeps what in the next attempt, and what may be brought back. there: the reports of the other members.
+
+        Raises RunDirectoryError, JournalDamaged.
+        """
+        if self._buddy is None or buddies is None:
+            return None
+        members = {report.node: (report.host, report.buddy) for report in there if report.node in seats}
+        members[self._place.name] = (self._place.host, self._buddy.address)
+        identity = read_identity(self._paths)
+        return buddies.model_copy(
+            update={
+                "run": identity.run_id if identity is not None else "",
+                "wanted": tuple(newest_on_record(fold_journal(self._paths.train_journal).history, _WANTED)),
+                "addresses": addresses(seats, members),
+            }
+        )
+
+    def begin(self, seat: int, buddies: Buddies | None, given_up: Callable[[], bool]) -> None:
         """The attempt begins on the leader's own host."""
-        if self._buddy is not None and buddies is not None and (brought := self._buddy.begin(seat, buddies)):
-            self._take_down(brought)
+        if self._buddy is not None:
+            self._brought = self._buddy.begin(seat, buddies, given_up)
 
     def look(self, attempt: int, reports: Iterable[NodeReport | None]) -> None:
-        """Journal what is new. reports: of the other members."""
-        uncopied = {self._node: self._buddy.fault if self._buddy is not None else None}
-        for report in reports:
-            if report is not None and report.attempt == attempt:
-                uncopied[report.node] = report.uncopied
-                if report.brought_back is not None and (attempt, report.node) not in self._told:
-                    self._told.add((attempt, report.node))
-                    self._take_down(report.brought_back)
-        for node, reason in uncopied.items():
-            if reason is not None and reason != self._uncopied.get(node):
+        """Journal what is new in an attempt that runs. reports: of the other members."""
+        news = [
+            (report.node, report.brought_back, report.uncopied)
+            for report in reports
+            if report is not None and report.attempt == attempt
+        ]
+        if self._buddy is not None:
+            news.append((self._place.name, self._brought, self._buddy.fault))
+        for node, brought, reason in news:
+            if brought is not None and (attempt, node) not in self._told:
+                self._told.add((attempt, node))
+                self._note(brought)
+                self._say(brought.in_words())
+            if reason != self._uncopied.get(node):
                 self._note(NoBuddyCopy(node=node, reason=reason))
             self._uncopied[node] = reason
 
     def rest(self) -> None:
-        """The attempt is over on the leader's own host."""
+        """The attempt is over on all hosts."""
+        self._brought = None
         if self._buddy is not None:
             self._buddy.rest()
 
-    def _take_down(self, brought: PartBroughtBack) -> None:
-        self._note(brought)
-        self._say(brought.in_words())
+
+def addresses(seats: Sequence[str], members: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:
+    """Where the buddy of each seat is reached; empty for one that keeps no copies, and for nodes that share a host:
+    they share its slots, and a copy there would be lost with them. Pure. members: host and address by node."""
+    nodes_on = Counter(members[node][0] for node in seats if node in members)
+    found = [members.get(node, ("", "")) for node in seats]
+    return tuple(address if nodes_on[host] == 1 else "" for host, address in found)

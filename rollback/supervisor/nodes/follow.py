@@ -121,6 +121,8 @@ class Follower:
                 case "quit":
                     return orders.verdict
                 case "get ready":
+                    if self._buddy is not None:
+                        self._buddy.get_ready(orders.buddies)
                     beacon.show(
                         state="ready",
                         attempt=orders.attempt,
@@ -129,7 +131,6 @@ class Follower:
                         stacks=None,
                         left=None,
                         brought_back=None,
-                        uncopied=None,
                         files={},
                         master=self._place.new_master(),
                     )
@@ -165,10 +166,11 @@ class Follower:
         group = None
         if orders.master:
             group = NodeGroup(len(orders.members), orders.members.index(self._place.launch), orders.master)
-        if self._buddy is not None and orders.buddies is not None:
-            seat = orders.members.index(self._place.launch)
-            beacon.show(brought_back=self._buddy.begin(seat, orders.buddies))
         try:
+            if self._buddy is not None:
+                seat = orders.members.index(self._place.launch)
+                brought = self._buddy.begin(seat, orders.buddies, lambda: self._must_not_wait(orders.attempt))
+                beacon.show(brought_back=brought, uncopied=self._buddy.fault)
             with self._host.attempt(orders.attempt, group) as running:
                 status = self._watch(running, beacon)
         finally:
@@ -176,6 +178,11 @@ class Follower:
                 self._buddy.rest()
         self._host.output.release()
         return self._host.left(status, running)
+
+    def _must_not_wait(self, attempt: int) -> bool:
+        orders = self._orders()
+        told = orders is None or followers_move("running", attempt, orders, self._place.launch) != "wait"
+        return told or bool(self._signals.received)
 
     def _watch(self, running: Running, beacon: Beacon[NodeReport]) -> int:
         deadline: float | None = None

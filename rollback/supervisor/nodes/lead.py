@@ -130,7 +130,7 @@ class Leader(Nodes):
         buddy: Buddy | None = None,
     ) -> None:
         self._paths, self._place, self._say, self._meeting, self._note = paths, place, say, meeting, note
-        self._copies = Copies(paths, place.name, buddy, note, say)
+        self._copies = Copies(paths, place, buddy, note, say)
         self._least = place.least
         self._seats: tuple[str, ...] = ()
         self._spares: SpareNodes | None = None
@@ -177,9 +177,9 @@ class Leader(Nodes):
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         self._members = {}
-        self._copies.rest()
+        buddies = self._copies.get_ready()
         self._beacon.show(
-            phase="gather", attempt=attempt, members=(), master="", buddies=None, attached=False, stacks=False
+            phase="gather", attempt=attempt, members=(), master="", buddies=buddies, attached=False, stacks=False
         )
         began, said = time.monotonic(), False
         came, since = 0, began
@@ -202,7 +202,7 @@ class Leader(Nodes):
                 said = True
             time.sleep(_POLL)
         self._seat(there)
-        self._copies.begin(self._seats.index(self._place.name), self._beacon.record.buddies)
+        self._copies.begin(self._seats.index(self._place.name), self._beacon.record.buddies, interrupted)
         return True
 
     def _awaited(self, there: Mapping[str, NodeReport], waited: float) -> bool:
@@ -228,7 +228,7 @@ class Leader(Nodes):
         self._look_at_spares()
         first = launches[self._seats[0]]
         master = "" if not (apart or own.seated) else there[first].master if first in there else self._new_master()
-        buddies = self._copies.arrange(self._seats, there)
+        buddies = self._copies.arrange(self._beacon.record.buddies, self._seats, there.values())
         members = tuple(launches[node] for node in self._seats)
         self._beacon.show(phase="run", members=members, master=master, buddies=buddies)
 
@@ -295,6 +295,7 @@ class Leader(Nodes):
         return new
 
     def left(self, own: Left) -> Left:
+        self._copies.rest()
         reports = self._member_reports()
         for report in reports.values():
             if report is not None and report.files and self._meeting.apart:

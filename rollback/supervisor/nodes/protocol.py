@@ -76,7 +76,8 @@ class Orders(BaseModel, frozen=True):
     """HOST:PORT at which the ranks of this attempt meet, on the node of rank 0; empty: torchrun's flags say where, and
     which rank a node has."""
     buddies: Buddies | None = None
-    """How the members reach the hosts that keep copies of their snapshots; None: there are no copies."""
+    """How the members reach the hosts that keep copies of their snapshots, and what may be brought back from there;
+    while nodes are gathered, only the secret is there. None: there are no copies."""
     directory: str = ""
     """The leader's run directory, where the record is. Other hosts write it down for people."""
     attached: bool = False
@@ -118,7 +119,7 @@ class NodeReport(BaseModel, frozen=True):
     left: Left | None = None
     """What the attempt left on this node, once it has ended there."""
     buddy: str = ""
-    """HOST:PORT at which this node keeps a copy of another node's snapshots."""
+    """HOST:PORT at which this node keeps a copy of another node's snapshots; empty: it keeps none."""
     brought_back: PartBroughtBack | None = None
     """What it got from another host's memory before this attempt."""
     uncopied: str | None = None

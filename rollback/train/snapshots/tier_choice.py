@@ -9,7 +9,7 @@ import torch
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import slots
-from rollback.checkpoints.fast_tier.sizing import bytes_of_slots, free_memory, slots_that_fit
+from rollback.checkpoints.fast_tier.sizing import bytes_of_tier, free_memory, slots_that_fit
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.errors import RollbackError
 from rollback.rundir.paths import RunPaths
@@ -69,7 +69,7 @@ def allot(tier: SlotPaths | None, why_not: str, ranks: Ranks, shard_bytes: int, 
     free = 0
     if tier is not None:
         try:
-            free = free_memory(tier.root) + bytes_of_slots(tier.root)
+            free = free_memory(tier.root) + bytes_of_tier(tier.root)
         except OSError as error:
             why_not = f"{tier.root} cannot be measured ({error})"
     fitting = slots_that_fit(here, free, keep) if tier is not None else 0

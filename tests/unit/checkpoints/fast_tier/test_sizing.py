@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rollback.checkpoints.fast_tier.sizing import bytes_of_slots, free_memory, slots_that_fit
+from rollback.checkpoints.fast_tier.sizing import LEAST_SLOTS, bytes_of_tier, free_memory, slots_that_fit
 from rollback.system import cgroups
 
 GiB = 1 << 30
@@ -122,12 +122,15 @@ def test_the_least_of_file_system_host_and_group_counts(machine: Path, monkeypat
     assert free_memory(machine) == 3 * 4096
 
 
-def test_what_slots_take_now_is_what_their_files_take_without_copies_of_others(tmp_path: Path) -> None:
-    assert bytes_of_slots(tmp_path) == 0
-    for name in ("slot-00", "slot-01"):
+def test_a_copy_of_another_host_s_slot_does_not_change_how_many_slots_the_next_attempt_has(tmp_path: Path) -> None:
+    """What slots and copies take is what was free before."""
+    assert bytes_of_tier(tmp_path) == 0
+    part, free = 8192, 8 * 8192
+    assert slots_that_fit(part, free, keep=3) == LEAST_SLOTS
+    for name in (*(f"slot-{number:02d}" for number in range(LEAST_SLOTS)), "buddy-00001-00-c000001-s00000001"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "shard").write_bytes(bytes(8192))
-    (tmp_path / "tier.json").write_bytes(bytes(8192))
-    (tmp_path / "buddy-00001-00").mkdir()
-    (tmp_path / "buddy-00001-00" / "shard").write_bytes(bytes(8192))
-    assert bytes_of_slots(tmp_path) == 2 * 8192
+        (tmp_path / name / "shard").write_bytes(bytes(part))
+        free -= part
+    (tmp_path / "tier.json").write_bytes(bytes(part))
+    assert bytes_of_tier(tmp_path) == (LEAST_SLOTS + 1) * part
+    assert slots_that_fit(part, free + bytes_of_tier(tmp_path), keep=3) == LEAST_SLOTS

@@ -1,0 +1,280 @@
+"""The leader's part in copies of snapshots on other hosts."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollback.checkpoints import tiers
+from rollback.checkpoints.fast_tier import slots
+from rollback.facts.training import Committed, Fact, NoBuddyCopy, PartBroughtBack
+from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
+from rollback.rundir.identity import JobIdentity, new_identity, write_identity
+from rollback.rundir.journal.journal import Journal
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor import supervise
+from rollback.supervisor.buddy.buddy import Buddy
+from rollback.supervisor.buddy.wire import Buddies
+from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.nodes.copies import Copies, addresses
+from rollback.supervisor.nodes.follow import Follower
+from rollback.supervisor.nodes.lead import Leader
+from rollback.supervisor.nodes.meeting import SharedMeeting
+from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
+
+SOON = 20.0
+IDENTITY = new_identity(JobIdentity(world_size=2, model=[], optimizer={}, objects=[], data={}))
+BROUGHT = PartBroughtBack(node="node-1", checkpoint="c000001-s00000020", step=20, bytes=9, seconds=0.1, source="h")
+
+
+def place(nodes: str = "2") -> NodePlace:
+    found = place_among_nodes({"nnodes": nodes, "node-rank": "0", "local-addr": "127.0.0.1"})
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    (tmp_path / "run").mkdir()
+    return RunPaths(tmp_path / "run")
+
+
+@pytest.fixture
+def buddy(paths: RunPaths, tmp_path: Path) -> Iterator[Buddy]:
+    buddy = Buddy(paths, tmp_path, "node-0", "127.0.0.1", lambda line: None)
+    yield buddy
+    buddy.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def report(node: int = 1, **more: Any) -> NodeReport:
+    fields = {"node": f"node-{node}", "launch": f"h{node}:1", "host": f"h{node}", "pid": 1, "buddy": f"h{node}:7"}
+    return NodeReport(**{**fields, **more})
+
+
+@pytest.mark.parametrize(
+    ("members", "found"),
+    [
+        ({"a": ("h1", "h1:1"), "b": ("h2", "h2:1")}, ("h1:1", "h2:1")),
+        ({"a": ("h1", "h1:1"), "b": ("h2", "")}, ("h1:1", "")),
+        ({"a": ("h1", "h1:1"), "b": ("h1", "h1:2")}, ("", "")),
+        ({"a": ("h1", "h1:1")}, ("h1:1", "")),
+    ],
+    ids=["each keeps one", "one keeps none", "both on one host", "one is unknown"],
+)
+def test_nodes_that_share_a_host_keep_no_copies(members: dict[str, tuple[str, str]], found: tuple[str, ...]) -> None:
+    assert addresses(("a", "b"), members) == found
+
+
+def test_the_secret_is_new_at_each_gathering_and_a_record_says_what_may_be_brought_back(
+    paths: RunPaths, buddy: Buddy
+) -> None:
+    copies = Copies(paths, place(), buddy, lambda fact: None, lambda line: None)
+    first, second = copies.get_ready(), copies.get_ready()
+    assert first is not None
+    assert second is not None
+    assert first.secret != second.secret
+    arranged = copies.arrange(second, ("node-0", "node-1"), [report(), report(2)])
+    assert arranged == second.model_copy(update={"addresses": (buddy.address, "h1:7")}), "the run begins"
+    write_identity(paths, IDENTITY)
+    paths.train_journal.parent.mkdir()
+    journal = Journal(paths.train_journal, 1)
+    for seq in (1, 2):
+        name = f"c{seq:06d}-s{20 * seq:08d}"
+        journal.append(Committed(checkpoint=name, step=20 * seq, batch=40, timeline=0, bytes=1, seconds=0.1))
+    journal.close()
+    arranged = copies.arrange(second, ("node-1", "node-0"), [report()])
+    assert arranged is not None
+    assert arranged.run == IDENTITY.run_id
+    assert arranged.wanted == ("c000002-s00000040", "c000001-s00000020")
+    assert arranged.addresses == ("h1:7", buddy.address)
+
+
+def test_without_replicas_there_is_nothing(paths: RunPaths) -> None:
+    noted: list[Fact] = []
+    copies = Copies(paths, place(), None, noted.append, lambda line: None)
+    assert copies.get_ready() is None
+    assert copies.arrange(None, ("node-0", "node-1"), [report()]) is None
+    copies.begin(0, None, lambda: False)
+    copies.look(1, [report(attempt=1)])
+    copies.rest()
+    assert noted == []
+
+
+def test_a_reason_is_journalled_when_it_comes_and_when_it_goes(paths: RunPaths, buddy: Buddy) -> None:
+    noted: list[Fact] = []
+    copies = Copies(paths, place(), buddy, noted.append, lambda line: None)
+    for reason in (None, "no room", "no room", None, None):
+        copies.look(
+            3, [report(attempt=3, uncopied=reason), report(2, attempt=2, uncopied="of an earlier attempt"), None]
+        )
+    assert noted == [NoBuddyCopy(node="node-1", reason="no room"), NoBuddyCopy(node="node-1", reason=None)]
+    assert [fact.in_words() for fact in noted if isinstance(fact, NoBuddyCopy)] == [
+        "snapshots of node-1 are in no other host's memory: no room",
+        "snapshots of node-1 are in another host's memory again",
+    ]
+
+
+def test_a_part_is_journalled_once_and_in_the_attempt_that_it_came_for(
+    paths: RunPaths, buddy: Buddy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[Fact] = []
+    own = BROUGHT.model_copy(update={"node": "node-0"})
+    monkeypatch.setattr(buddy, "begin", lambda seat, buddies, given_up: own)
+    copies = Copies(paths, place(), buddy, noted.append, lambda line: None)
+    copies.begin(0, None, lambda: False)
+    assert noted == [], "the attempt has not begun on the record"
+    for _ in range(2):
+        copies.look(2, [report(attempt=2, brought_back=BROUGHT)])
+    assert noted == [BROUGHT, own]
+    copies.rest()
+    copies.look(3, [])
+    assert noted == [BROUGHT, own]
+
+
+def test_nodes_know_the_secret_before_any_of_them_starts_and_nobody_does_behind_the_end(
+    paths: RunPaths, buddy: Buddy
+) -> None:
+    meeting = SharedMeeting(paths, 2)
+    leader = Leader(paths, place(), lambda line: None, meeting, buddy=buddy)
+    seen: list[Buddies | None] = []
+
+    def look() -> bool:
+        """Called while nodes are waited for: the other one comes once it knows the secret."""
+        orders = Orders.model_validate_json(paths.nodes.joinpath("orders.json").read_bytes().split(b"\n")[0])
+        seen.append(orders.buddies)
+        if orders.buddies is not None and orders.buddies.secret == buddy._server.secret:
+            other = report(leader=orders.leader, attempt=1)
+            write_in_place(paths.node(other.node), other.model_dump_json().encode())
+        return len(seen) > 100
+
+    try:
+        assert leader.gather(1, look)
+        assert seen[0] is not None
+        assert seen[0].addresses == ()
+        assert leader._beacon.record.buddies == seen[0].model_copy(update={"addresses": (buddy.address, "h1:7")})
+        leader.left(Left(status=1))
+        assert buddy._server.secret == ""
+    finally:
+        leader.put_out()
+
+
+class RankThatEnds:
+    """What a follower needs to see of its own torchrun, which ends at once."""
+
+    attempt = 1
+    poll = staticmethod(lambda: 0)
+    look = beats = staticmethod(dict)
+
+
+def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks_end(
+    paths: RunPaths, buddy: Buddy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buddies = Buddies(secret="5" * 64)
+    leads = Beacon(
+        SharedDirectory(paths.nodes), "orders.json",
+        Orders(leader="a:1", host="a", pid=1, attempt=1, buddies=buddies), lambda line: None,
+    )  # fmt: skip
+    own, told = place(), paths.node("node-0")
+    seen: list[object] = []
+
+    def reported() -> NodeReport:
+        return NodeReport.model_validate_json(read_in_place(told))
+
+    def get_ready(given: Buddies | None) -> None:
+        seen.append((reported().state, given))
+        of_buddy(given)
+
+    def begin(seat: int, given: Buddies | None, given_up: Callable[[], bool]) -> PartBroughtBack:
+        seen.append((reported().state, buddy._server.secret == buddies.secret, seat, given_up()))
+        leads.show(phase="stop")
+        until(given_up)
+        return BROUGHT
+
+    def attempt(number: int, group: object) -> AbstractContextManager[RankThatEnds]:
+        seen.append((number, reported().brought_back))
+        return nullcontext(RankThatEnds())
+
+    of_buddy = buddy.get_ready
+    monkeypatch.setattr(buddy, "get_ready", get_ready)
+    monkeypatch.setattr(buddy, "begin", begin)
+    host = SimpleNamespace(
+        end_leftovers=lambda say: None, attempt=attempt, left=lambda status, running: Left(status=status),
+        output=SimpleNamespace(release=lambda: None),
+    )  # fmt: skip
+    meeting = SimpleNamespace(
+        apart=False, transport=SharedDirectory(paths.nodes), is_led_by=lambda orders: True, is_leaderless=lambda: False
+    )
+    signals = SimpleNamespace(received=[], take=list, insistent=False)
+    follower = Follower(paths, own, host, 1.0, signals, lambda line: None, meeting, buddy=buddy)  # type: ignore[arg-type]
+    thread = threading.Thread(target=follower.follow, daemon=True)
+    thread.start()
+    try:
+        until(lambda: told.exists() and reported().state == "ready")
+        assert seen == [("ended", buddies)]
+        assert buddy._server.secret == buddies.secret
+        leads.show(phase="run", members=("a:1", own.launch))
+        until(lambda: reported().state == "ended")
+        assert seen[1:] == [("running", True, 1, False), (1, BROUGHT)]
+        assert buddy._server.secret == ""
+    finally:
+        leads.show(phase="over", verdict=RunResult(exit_code=0, reason="done"))
+        thread.join(SOON)
+        leads.put_out()
+    assert not thread.is_alive()
+
+
+# The launch ----------------------------------------------------------------------------------------------------------
+
+
+def order(paths: RunPaths, replicas: int, base: Path) -> Any:
+    return SimpleNamespace(paths=paths, replicas=replicas, settings=SimpleNamespace(fast_tier=str(base)))
+
+
+def test_a_port_that_cannot_be_listened_on_costs_the_copies_and_no_launch(
+    paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object) -> None:
+        raise OSError("no ports")
+
+    said: list[str] = []
+    monkeypatch.setattr(supervise, "Buddy", fails)
+    with supervise._buddy(order(paths, 2, tmp_path), place(), said.append) as found:
+        assert found is None
+    assert said == ["no snapshot is copied to or from this host: no port can be listened on (no ports)"]
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_launch_without_replicas_gives_the_memory_of_copies_back(
+    paths: RunPaths, tmp_path: Path, nodes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_identity(paths, IDENTITY)
+    tier = slots.tier_of(tmp_path / "memory", IDENTITY.run_id)
+    tier.root.parent.parent.mkdir()
+    slots.claim(tier, paths.root)
+    tiers.point_to_fast_tier(paths, tier)
+    copy = tier.root / "buddy-00001-02-c000001-s00000001"
+    copy.mkdir()
+    (copy / "manifest.json").write_text(json.dumps({}))
+    said: list[str] = []
+    at = place_among_nodes({"nnodes": nodes})
+    with monkeypatch.context() as patch:
+        patch.setattr(supervise.slots, "remove_copies", lambda tier: (_ for _ in ()).throw(OSError("busy")))
+        with supervise._buddy(order(paths, 1, tmp_path / "memory"), at, said.append):
+            assert said == [f"giving back the memory of other hosts' snapshots in {tier.root}: busy"]
+    with supervise._buddy(order(paths, 1, tmp_path / "memory"), at, said.append) as found:
+        assert found is None
+    assert not copy.exists()
