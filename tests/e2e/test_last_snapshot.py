@@ -16,6 +16,7 @@ import pytest
 from cgroups import IN_CGROUP, memory_cgroup
 from job_results import JOB, LAUNCH, Scenarios
 from selection import soak
+from test_hangs import IMPATIENT
 from toy import Toy, facts, require_same
 from warm_server import WarmPopen
 
@@ -129,9 +130,10 @@ def test_a_rank_that_the_kernel_kills_for_memory_costs_no_step(tmp_path: Path, u
     launched.require(undisturbed)
 
 
-def test_a_rank_that_dies_in_its_update_costs_no_step(tmp_path: Path, undisturbed: Launched) -> None:
+@pytest.mark.parametrize("rank", [0, *soak(1)])
+def test_a_rank_that_dies_in_its_update_costs_no_step(tmp_path: Path, undisturbed: Launched, rank: int) -> None:
     """All gradients were summed, so the other rank finishes the step. The dead one had told before what it knew."""
-    launched = Launched(tmp_path, TOY, ends=[1, KILL, "update"])
+    launched = Launched(tmp_path, TOY, ends=[rank, KILL, "update"])
     launched.finish()
     assert launched.resumed_at == [KILL + 1], launched.outcomes
     launched.require(undisturbed)
@@ -192,7 +194,8 @@ def test_a_rank_that_hangs_costs_no_step(tmp_path: Path, undisturbed: Launched, 
 
 
 def require_ended_for_a_hang(launched: Launched, undisturbed: Launched, keeps: list[int]) -> None:
-    launched.finish("--hang-after", "8")
+    launched.launch = [sys.executable, "-c", IMPATIENT, "launch"]
+    launched.finish()
     assert launched.resumed_at == [KILL], launched.outcomes
     (outcome,) = launched.outcomes
     assert outcome.rank in keeps
