@@ -24,9 +24,11 @@ from torch import nn
 from toy import Loop, Toy, facts, require_same, train
 
 import rollback
+from rollback.checkpoints import ring
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMark, LastAccount, StepEnd
 from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.checkpoints.format.manifest import read_manifest
 from rollback.facts.training import NoLastSnapshot
 from rollback.sentinel import Kind, Sentinel
 from rollback.train.comm.pulse import FIELDS, Pulse, beat_of
@@ -183,6 +185,78 @@ def test_an_epoch_s_opening_is_in_the_mark_of_its_epoch(tmp_path: Path, memory: 
     train(TOY.but(samples=40, epochs=3).with_settings(fast_tier=str(memory)), tmp_path / "run", hook=hook)
     assert len(openings) == 30
     assert len(set(openings)) == 3
+
+
+def test_a_mark_has_the_buffers_that_there_are(tmp_path: Path, memory: Path) -> None:
+    """A forward may make one, give it another tensor, or one that lies in no order; and remove it again."""
+
+    def change(model: nn.Module, position: int) -> None:
+        match position:
+            case 3:
+                model.register_buffer("late", torch.rand(2))
+            case 5:
+                model.register_buffer("late", torch.rand(3))
+            case 7:
+                model.register_buffer("late", torch.rand(8)[::2])
+            case 9:
+                model.register_buffer("late", None)
+            case 11:
+                del model.late
+            case 13:
+                model.add_module("cache", nn.BatchNorm1d(1))
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        assert guard is not None
+        for end, body in end_marks.read_ends(guard._last._paths, 0).items():
+            if end.batch == position:
+                told = SmallState.of(split(body)[1])
+                there = guard._state.image().local_tensors
+                assert told.buffer_names == sorted(name for name in there if "buffers" in name)
+                assert all(bytes(told.tensors[name][2]) == _bytes(there[name]) for name in told.buffer_names)
+                found.append(len(told.buffer_names))
+        change(guard._state.model, position)
+
+    found: list[int] = []
+    train(TOY.but(samples=80, epochs=1).with_settings(fast_tier=str(memory)), tmp_path / "run", hook=hook)
+    assert found == [3] * 4 + [4] * 6 + [3] * 4 + [6] * 6
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+def test_a_buffer_that_the_next_step_has_made_is_not_in_what_is_kept(tmp_path: Path, memory: Path) -> None:
+    """Though its backward has looked at the buffers meanwhile, for an early mark."""
+
+    def act(guard: rollback.Guard) -> None:
+        guard._state.model.register_buffer("late", torch.rand(2))
+        guard._last._small_state.local(in_step=True)
+        keep(guard)
+        (place,) = [path.parent for path in memory.glob("*/*/slot-9*/manifest.json")]
+        with ring.open_shards(place, read_manifest(place, in_slot=True))[0] as shard:
+            told.extend(json.loads(shard.metadata["local"])["buffers"])
+
+    told: list[str] = []
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert account.step == AT
+    assert told == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+
+
+def test_ranks_with_other_buffers_keep_nothing(tmp_path: Path, memory: Path, other: int) -> None:
+    def act(guard: rollback.Guard) -> None:
+        model, last = guard._state.model, guard._last
+        model.register_buffer("late", torch.rand(2))
+        local = last._small_state.local()
+        del model.late
+        second = as_one_of_two(guard, other, ended=False)
+        second.write(last._standings[0].end, mark_body(last._sent(), local.body({})), local.stays)
+        os.kill(other, 9)
+        keep(guard)
+        guard._run.ranks.world_size = 1
+
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert account.checkpoint is None
+    assert account.why_not == "the ranks have not the same buffers"
 
 
 def test_a_mark_has_the_kept_values_as_a_checkpoint_has_them(tmp_path: Path, memory: Path) -> None:
