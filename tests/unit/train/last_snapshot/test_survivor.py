@@ -706,6 +706,42 @@ def test_a_rank_that_died_behind_the_sum_has_told_early_what_it_knew(tmp_path: P
     assert (account.step, account.why_not) == (AT, None)
 
 
+@pytest.mark.parametrize("died", ["in the epoch's last update", "a step further"])
+def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
+    tmp_path: Path, memory: Path, other: int, monkeypatch: pytest.MonkeyPatch, died: str
+) -> None:
+    """Before and behind the work between two epochs. Only of the first of them there is an early mark."""
+    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", 0.05)
+    found: list[LastAccount] = []
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        assert guard is not None
+        last = guard._last
+        if position == 0:
+            tell_early(guard)
+        if position != 10:
+            return
+        second_end, first_end = (standing.end for standing in last._standings)
+        second, body = EndMark(last._paths, 1), end_marks.read_ends(last._paths, 0)[first_end]
+        if died == "a step further":
+            second.write(second_end, end_marks.read_ends(last._paths, 0)[second_end])
+            second.write(second_end._replace(step=11, batch=11), body)
+        else:
+            second.write(first_end._replace(step=9, batch=9), body)
+            second.write_early(first_end, mark_body(b"", split(body)[1]), patience=10**9)
+        last._peers.pidfds[1] = os.pidfd_open(other)
+        guard._run.ranks.world_size = 2
+        os.kill(other, 9)
+        keep(guard)
+        guard._run.ranks.world_size = 1
+        found.extend(end_marks.read_accounts(last._paths))
+
+    toy = TOY.but(samples=40, epochs=2, loop="rehearsed epochs", between=True)
+    train(toy.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
+    (account,) = found
+    assert (account.step, account.why_not) == (10, None)
+
+
 def test_an_early_mark_of_a_rank_that_lives_does_not_count(
     tmp_path: Path, memory: Path, other: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
