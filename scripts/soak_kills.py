@@ -1,11 +1,13 @@
 """Kill one rank of a job at random moments, again and again, and compare the end with a run that was left alone.
 
-    python scripts/soak_kills.py --ranks 2 --seeds 0:20 [--kills 5] [--how SIGKILL] [--nan surgical] [--out kills.jsonl]
+    python scripts/soak_kills.py --ranks 2 --seeds 0:20 [--kills 5] [--how killed] [--nan surgical] [--out kills.jsonl]
 
 For each seed a job of three epochs runs under `rollback launch`, with a checkpoint every 50 steps, and one of its ranks
 is killed several times: in start-up, loading, forward, backward, update, evaluation, snapshot, or wherever it is. Each
 rank writes down what it is doing, so that it is known afterwards. At the end the weights, optimizer, random states,
 consumed samples of every rank must be those of the undisturbed run, bit for bit.
+
+--how: what befalls the rank. `stopped` and `asleep` are hangs, which the supervisor has to notice first.
 
 --nan: some batches have a NaN loss on one rank, so the job goes back to a checkpoint, too. Many kills then hit such a
 return, or the first steps behind a start. Under `surgical` the undisturbed run has the same NaNs, and goes back too;
@@ -29,6 +31,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -67,6 +70,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "surgical": {"policy": "surgical"},
     "balanced": {"rewind": 5, "skip_after": 3, "max_skipped": "100%"},
 }
+HOW = {
+    "killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "raising": signal.Signals["SIGRTMIN"], "asleep": signal.SIGPROF
+}  # fmt: skip
+"""What befalls a rank: the signal for it."""
+FLAGS = dict.fromkeys(("stopped", "asleep"), ("--hang-after", "30"))
+"""Start-up counts, too."""
 STARTING = 0.1  # share of the kills that hit a start
 WITHIN = 3.0  # seconds behind the first step
 _DOING = struct.Struct("<4q")  # pid, moment, step, attempt
@@ -105,7 +114,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", default="0:4", help="first and last + 1")
     parser.add_argument("--kills", type=int, default=5, help="in each job")
-    parser.add_argument("--how", default="SIGKILL", help="the signal")
+    parser.add_argument("--how", choices=HOW, default="killed", help="what befalls a rank")
     parser.add_argument("--nan", choices=POLICIES, default="", help="batches with a NaN loss, and the policy for them")
     parser.add_argument("--keep", help="a folder that gets the jobs that differ")
     parser.add_argument("--out", help="a file for the kills, one a line")
@@ -116,15 +125,16 @@ def parse_arguments() -> argparse.Namespace:
 class Job:
     """One run in a folder of its own."""
 
-    def __init__(self, folder: Path, ranks: int, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, ranks: int, settings: dict[str, Any], *flags: str) -> None:
         folder.mkdir()
         (folder / "settings").write_text(json.dumps(settings))
+        self.flags = flags
         self.folder, self.run, self.ranks = folder, folder / "run", ranks
         memory = folder / "memory"
         memory.mkdir()
 
     def start(self) -> subprocess.Popen[str]:
-        launch = ["-m", "rollback", "launch", "--nproc", str(self.ranks), "--run", str(self.run)]
+        launch = ["-m", "rollback", "launch", "--nproc", str(self.ranks), "--run", str(self.run), *self.flags]
         flags = ["--fast-tier", str(self.folder / "memory"), __file__, "--job", str(self.folder)]
         return subprocess.Popen(
             [sys.executable, *launch, *flags], text=True, stdout=subprocess.DEVNULL,
@@ -159,7 +169,7 @@ class Job:
 def kill_in_turn(folder: Path, arguments: argparse.Namespace, seed: int, undisturbed: Job) -> list[dict[str, Any]]:
     """Run one job, and kill a rank of each of its first attempts."""
     chance = random.Random(f"{arguments.ranks}/{seed}")
-    launched = Job(folder, arguments.ranks, POLICIES[arguments.nan])
+    launched = Job(folder, arguments.ranks, POLICIES[arguments.nan], *FLAGS.get(arguments.how, ()))
     job = launched.start()
     killed: dict[int, tuple[int, str, int]] = {}
     pids: set[int] = set()
@@ -182,7 +192,7 @@ def kill_in_turn(folder: Path, arguments: argparse.Namespace, seed: int, undistu
         pids |= {launched.doing(each)[0] for each in range(arguments.ranks)}
         pid = launched.doing(rank)[0]
         try:
-            os.kill(pid, signal.Signals[arguments.how])
+            os.kill(pid, HOW[arguments.how])
         except ProcessLookupError:  # the job is over, or the rank ended with another one
             continue
         _, hit, step, attempt = launched.doing(rank)
@@ -283,6 +293,11 @@ def run_job(folder: Path) -> None:
 
         setattr(owner, name, told)
 
+    def fail(*_: object) -> None:
+        raise RuntimeError("a failure at a random moment")
+
+    signal.signal(HOW["raising"], fail)
+    signal.signal(HOW["asleep"], lambda *_: threading.Event().wait())
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(8, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Dropout(0.1), nn.Linear(24, 1))
     model = nn.parallel.DistributedDataParallel(net)

@@ -6,17 +6,21 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
+from cgroups import IN_CGROUP, memory_cgroup
 from job_results import JOB, LAUNCH, Scenarios
 from selection import soak
+from test_hangs import IMPATIENT
 from toy import Toy, facts, require_same
 from warm_server import WarmPopen
 
-from rollback.facts.training import Attached, Committed, LastSnapshotMade, NoLastSnapshot
+from rollback.facts.training import Attached, AttemptEnded, Committed, Fact, LastSnapshotMade, NoLastSnapshot
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
@@ -30,19 +34,23 @@ EPOCH = 10
 EPOCHS = TOY.but(samples=8 * EPOCH, epochs=3, loop="rehearsed epochs", between=True)
 
 
+Kind = TypeVar("Kind", bound=Fact)
+
+
 class Launched:
     """One toy job under `rollback launch`, in a folder of its own."""
 
     def __init__(self, folder: Path, toy: Toy, ranks: int = 2, **more: object) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.run, self.ranks = folder, folder / "run", ranks
+        self.launch = LAUNCH
         self.scenarios = Scenarios(folder)
         self.scenarios.add("job", toy, run=str(self.run), **more)
 
     def start(self, *flags: str) -> subprocess.Popen[str]:
         memory = self.folder / "memory"
         memory.mkdir(exist_ok=True)
-        command = [*LAUNCH, "--nproc", str(self.ranks), "--run", str(self.run), "--fast-tier", str(memory), *flags]
+        command = [*self.launch, "--nproc", str(self.ranks), "--run", str(self.run), "--fast-tier", str(memory), *flags]
         return WarmPopen(
             [*command, str(JOB), str(self.scenarios.path)], cwd=self.folder, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
@@ -60,8 +68,11 @@ class Launched:
 
     @property
     def outcomes(self) -> list[LastSnapshotMade]:
+        return self.supervisor_facts(LastSnapshotMade)
+
+    def supervisor_facts(self, kind: type[Kind]) -> list[Kind]:
         records = read_journal(RunPaths(self.run).supervisor_journal).records
-        return [record.fact for record in records if isinstance(record.fact, LastSnapshotMade)]
+        return [record.fact for record in records if isinstance(record.fact, kind)]
 
     def require(self, undisturbed: "Launched") -> None:
         for rank in range(self.ranks):
@@ -108,9 +119,21 @@ def test_a_rank_that_raises_or_leaves_costs_no_step(tmp_path: Path, undisturbed:
     launched.require(undisturbed)
 
 
-def test_a_rank_that_dies_in_its_update_costs_no_step(tmp_path: Path, undisturbed: Launched) -> None:
+def test_a_rank_that_the_kernel_kills_for_memory_costs_no_step(tmp_path: Path, undisturbed: Launched) -> None:
+    """The whole job is in the cgroup that is full. So the others have room again only once that rank is gone."""
+    launched = Launched(tmp_path, TOY, ends=[1, KILL, "eat"])
+    with memory_cgroup(1 << 30) as members:
+        launched.launch = [sys.executable, "-c", IN_CGROUP.format(members=str(members)), "launch"]
+        launched.finish()
+    assert [(ended.why, ended.rank) for ended in launched.supervisor_facts(AttemptEnded)][:1] == [("oom_kill", 1)]
+    assert launched.resumed_at == [KILL], launched.outcomes
+    launched.require(undisturbed)
+
+
+@pytest.mark.parametrize("rank", [0, *soak(1)])
+def test_a_rank_that_dies_in_its_update_costs_no_step(tmp_path: Path, undisturbed: Launched, rank: int) -> None:
     """All gradients were summed, so the other rank finishes the step. The dead one had told before what it knew."""
-    launched = Launched(tmp_path, TOY, ends=[1, KILL, "update"])
+    launched = Launched(tmp_path, TOY, ends=[rank, KILL, "update"])
     launched.finish()
     assert launched.resumed_at == [KILL + 1], launched.outcomes
     launched.require(undisturbed)
@@ -160,10 +183,23 @@ def test_a_rank_that_dies_in_the_update_of_an_epoch_s_last_step_costs_no_step(
 @pytest.mark.soak
 def test_a_stopped_rank_costs_no_step(tmp_path: Path, undisturbed: Launched) -> None:
     launched = Launched(tmp_path, TOY, signal=[1, KILL, signal.SIGSTOP, 1])
-    launched.finish("--hang-after", "8")
+    require_ended_for_a_hang(launched, undisturbed, keeps=[0])
+
+
+@pytest.mark.parametrize(("how", "keeps"), [("hold", [0]), *soak(("sleep", [0, 1]))])
+def test_a_rank_that_hangs_costs_no_step(tmp_path: Path, undisturbed: Launched, how: str, keeps: list[int]) -> None:
+    """Where it holds the interpreter's lock, the thread that would answer cannot run. Where it sleeps, either rank may
+    be the one that keeps the state."""
+    require_ended_for_a_hang(Launched(tmp_path, TOY, ends=[1, KILL, how]), undisturbed, keeps)
+
+
+def require_ended_for_a_hang(launched: Launched, undisturbed: Launched, keeps: list[int]) -> None:
+    launched.launch = [sys.executable, "-c", IMPATIENT, "launch"]
+    launched.finish()
     assert launched.resumed_at == [KILL], launched.outcomes
     (outcome,) = launched.outcomes
-    assert (outcome.rank, outcome.reason) == (0, "the ranks hang")
+    assert outcome.rank in keeps
+    assert outcome.reason == "the ranks hang"
     launched.require(undisturbed)
 
 

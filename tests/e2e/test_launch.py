@@ -1,16 +1,15 @@
 """`rollback launch` with a real torchrun, and ranks that keep the guard's side of the contract without torch."""
 
 import json
-import os
 import re
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from cgroups import IN_CGROUP, memory_cgroup
 from launching import LIMIT, RANK, Launch, is_gone, launching, tree
 from selection import soak
 
@@ -25,7 +24,6 @@ from rollback.facts.training import (
     Stopped,
 )
 from rollback.rundir.journal.journal import read_journal
-from rollback.supervisor.diagnosis.memory import counter_files
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"
 
@@ -193,16 +191,6 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_told_apart(job: Launch) -> N
     assert (told["why"], told["rank"], told["blamed"]) == ("oom_kill", 0, None)
 
 
-IN_CGROUP = """
-import os
-from pathlib import Path
-from rollback import cli
-
-Path({members!r}).write_text(str(os.getpid()))
-cli.main()
-"""
-
-
 # Where no memory cgroup can be made: only the files in which the kernel counts are ours.
 WITH_COUNTER = """
 import functools, sys
@@ -230,31 +218,6 @@ def test_a_rank_with_whose_death_the_kernel_s_count_grows_died_for_want_of_memor
     assert shown.startswith("why        rank 1 (pid ")
     assert "the kernel was out of memory, last seen step at step 7, batch 7" in shown.splitlines()[0]
     assert "class      killed: the kernel was out of memory" in shown
-
-
-@contextmanager
-def memory_cgroup(limit: int) -> Iterator[Path]:
-    """The file that takes the pids of a new memory cgroup of `limit` bytes; skips where none can be made."""
-    membership = Path("/proc/self/cgroup").read_text()
-    parents = [path.parent for path in counter_files(membership) if path.is_file()]
-    if not parents:
-        pytest.skip("this process is in no memory cgroup that it can see")
-    made = parents[0] / f"rollback-test-{os.getpid()}"
-    v2 = parents[0].joinpath("cgroup.controllers").exists()
-    try:
-        made.mkdir()
-        (made / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(str(limit))
-        for swap in ("memory.swap.max", "memory.memsw.limit_in_bytes"):
-            if (made / swap).exists():
-                (made / swap).write_text("0" if v2 else str(limit))
-    except OSError as error:
-        if made.is_dir():
-            made.rmdir()
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    try:
-        yield made / "cgroup.procs"
-    finally:
-        made.rmdir()
 
 
 def test_what_differs_from_the_last_start_is_told_journalled_and_in_the_audit(tmp_path: Path) -> None:

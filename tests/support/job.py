@@ -8,23 +8,24 @@ there a bit of a weight of that rank changes), `ask` (`[batch, request]`, or sev
 request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so often that rank fails to read it when it
 is restored, see unreadable.py), `dies_in_restore` (`[rank, before | after]`: in the first attempt that rank is killed
 before or after it reads a state that is restored), `shell` (`[rank, batch, command]`, or several in a row: that rank
-runs the command there, in the first attempt), `ends` (`[rank, batch, raise | leave | update | assertion |
-memory]`: there that rank raises, leaves by os._exit, is killed within its update, breaks an assertion of the device's,
-or asks it for too much memory, in the first attempt), `faulty_host` (`[host, batch]`: the rank that runs on that host
-is killed there, in every attempt), `holds` (`[batch, file]`, or several in a row: all ranks wait there until the file
-exists), `lags` (`[rank, batch]`: there that rank begins its update only when another rank has died and this has been
-noticed), `evaluates` (`[rank, n, seconds]`: so long behind its n-th evaluation that rank is killed, with 0 where it
-begins, in the first attempt), `slow` (seconds that each batch takes at least). Each rank writes `<name>-<rank>.json`
-beside it: `portrait`, or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
+runs the command there, in the first attempt), `ends` (`[rank, batch, how]`: there that rank ends or hangs in one of the
+ways of `end`, in the first attempt), `faulty_host` (`[host, batch]`: the rank that runs on that host is killed there,
+in every attempt), `holds` (`[batch, file]`, or several in a row: all ranks wait there until the file exists), `lags`
+(`[rank, batch]`: there that rank begins its update only when another rank has died and this has been noticed),
+`evaluates` (`[rank, n, seconds]`: so long behind its n-th evaluation that rank is killed, with 0 where it begins, in
+the first attempt), `slow` (seconds that each batch takes at least). Each rank writes `<name>-<rank>.json` beside it:
+`portrait`, or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
 import contextlib
+import ctypes
 import errno
 import itertools
 import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial, partialmethod
@@ -119,16 +120,30 @@ def evaluate(loop: Loop, really: Any, count: Iterator[int], at: int, seconds: fl
 
 
 def end(guard: rollback.Guard | None, how: str, device: str) -> None:
-    if how == "raise":
-        raise ArithmeticError("this rank raises")
-    if how == "leave":
-        os._exit(3)
-    if how == "assertion":
-        torch.arange(4, device=device)[torch.tensor([9], device=device)].tolist()
-    if how == "memory":
-        torch.empty(1 << 50, dtype=torch.uint8, device=device)
-    assert guard is not None
-    guard._state.optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    """raise, leave (by os._exit), eat (all memory that it can get), sleep, hold (the interpreter's lock in a deadlock),
+    update (it is killed within its update); assertion, memory: it breaks an assertion of the device's, or asks it for
+    too much."""
+    match how:
+        case "raise":
+            raise ArithmeticError("this rank raises")
+        case "leave":
+            os._exit(3)
+        case "eat":
+            eaten = []
+            while True:
+                eaten.append(bytearray(b"x") * (16 << 20))
+        case "sleep":
+            threading.Event().wait()
+        case "hold":
+            mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
+            lock(mutex), lock(mutex)  # no signal wakes it, as that for the stacks would wake a sleep
+        case "assertion":
+            torch.arange(4, device=device)[torch.tensor([9], device=device)].tolist()
+        case "memory":
+            torch.empty(1 << 50, dtype=torch.uint8, device=device)
+        case "update":
+            assert guard is not None
+            guard._state.optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def lag(guard: rollback.Guard | None) -> None:

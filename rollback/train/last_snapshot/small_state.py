@@ -98,6 +98,9 @@ class SmallStateReader:
         self._rest = _Unchanged(None, "", b"")
         self._opening = _Unchanged.of(None, {"opening": None})
         self._position: _Position | None = None
+        self._registers: list[dict[str, Any]] = []
+        """Of buffers and of modules: what a forward makes is in one of them."""
+        self._registered: list[int] = []
         self._owners: list[dict[str, Tensor | None]] = []
         self._keys: list[str] = []
         self._items: list[Tensor | None] = []
@@ -108,7 +111,7 @@ class SmallStateReader:
         self._of_buffers = ""
         self._stays: tuple[_Unchanged, str, bytes] = self._opening, "", b""
         self.buffer_trees: dict[str, Any] = {}
-        """The trees of the buffers, as they are in a checkpoint: the same at every step."""
+        """The trees of the buffers that `local` has found last, as they are in a checkpoint. Nothing changes them."""
 
     def local(self, *, in_step: bool = False) -> LocalState:
         """in_step: while a batch is trained on, for a cursor that does not read ahead."""
@@ -171,17 +174,18 @@ class SmallStateReader:
         self._position = None
 
     def _same_buffers(self) -> bool:
-        """Whether the buffers are the same tensors, where they were."""
+        """Whether the buffers are the same tensors, where they were. A forward may make others."""
         same = all(map(is_, map(dict.get, self._owners, self._keys), self._items))
+        same = same and [*map(len, self._registers)] == self._registered
         return same and [*map(Tensor.data_ptr, self._live)] == self._addresses
 
     def _find_buffers(self) -> None:
         image = self._state.image()
-        owned = [
-            (owner._buffers, key, item)
-            for module in self._state.modules.values() for owner in module.modules()
-            for key, item in owner._buffers.items()
-        ]  # fmt: skip
+        modules = [owner for module in self._state.modules.values() for owner in module.modules()]
+        self._registers = [owner._buffers for owner in modules]
+        self._registers += [owner._modules for owner in modules if owner._modules]
+        self._registered = [*map(len, self._registers)]
+        owned = [(owner._buffers, key, item) for owner in modules for key, item in owner._buffers.items()]
         self._owners, self._keys, self._items = ([row[place] for row in owned] for place in range(3))  # type: ignore[assignment]
         self._live = [item for item in self._items if item is not None]
         self._addresses = [*map(Tensor.data_ptr, self._live)]
@@ -308,6 +312,10 @@ class SmallState:
         if nothing:
             raise ValueError(f"{len(nothing)} bytes of which nothing is told")
         return cls(told, tensors, tree_of(told.pop("random"), parts))
+
+    @property
+    def buffer_names(self) -> list[str]:
+        return sorted(name for name in self.tensors if name.startswith(_BUFFERS))
 
     def local(self, buffer_trees: Mapping[str, Any]) -> tuple[dict[str, Any], list[ShardPiece]]:
         """The `local` tree of this rank's shard, and the tensors in it."""

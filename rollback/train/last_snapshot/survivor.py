@@ -57,6 +57,7 @@ class _Standing(NamedTuple):
     changes: int
     versions: int
     small: SharedState
+    buffer_trees: Mapping[str, Any]
     digest: int | None
     """Of the parameters and the optimizer's tensors, behind an epoch's last step: in the work between two epochs a
     script may exchange weights, by writes that torch does not count. None: not needed."""
@@ -119,7 +120,8 @@ class LastSnapshot:
             return
         end = self._end_of(self._state.counters.step)
         digest = digest_of_large_state(self._state) if self._state.cursor.at_end else None
-        standing = _Standing(end, self._changes, self._versions(), self._small_state.shared(), digest)
+        shared, trees = self._small_state.shared(), self._small_state.buffer_trees
+        standing = _Standing(end, self._changes, self._versions(), shared, trees, digest)
         self._mark.write(end, body, local.stays)
         before = self._standings[:1] if self._stands and self._standings[0].end != end else ()
         self._standings = standing, *before
@@ -238,7 +240,7 @@ class LastSnapshot:
                 return account  # another rank has done it
             self._peers.require_same(standing.end, digest, time.monotonic() + wait)
             foreseen = self._foresee(sent)
-            write = LastWrite(self._run, self._state, self._snapshots, self._small_state.buffer_trees)
+            write = LastWrite(self._run, self._state, self._snapshots, standing.buffer_trees)
             manifest, tier = write.write(standing.end, bodies, standing.small, foreseen.sentinel, digest, require)
             metrics = [metric_line(**row) for row in self._run.record.recent]
             if foreseen.metric is not None:

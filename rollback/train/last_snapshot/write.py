@@ -52,7 +52,7 @@ def digest_of_large_state(state: TrainingState, only: str = "") -> int:
 
 
 class LastWrite:
-    """buffer_trees: the trees of the model's buffers, the same on all ranks."""
+    """buffer_trees: the trees of the model's buffers at that step's end, which have to be the same on all ranks."""
 
     def __init__(
         self, run: AttachedRun, state: TrainingState, snapshots: Snapshots, buffer_trees: Mapping[str, Any]
@@ -74,6 +74,8 @@ class LastWrite:
         NotProved, OSError.
         """
         marks = [SmallState.of(body) for body in bodies]
+        if any(mark.buffer_names != marks[0].buffer_names for mark in marks):
+            raise NotProved("the ranks have not the same buffers")
         shards, size = self._shards(marks, small, sentinel)
         require_unchanged()
         name = CheckpointName.of(self._snapshots.next_seq, end.step)

@@ -21,22 +21,27 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from toy import Toy, facts, require_same, train
+from toy import Loop, Toy, facts, require_same, train
 
 import rollback
+from rollback.checkpoints import ring
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMark, LastAccount, StepEnd
 from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.checkpoints.format.manifest import read_manifest
 from rollback.facts.training import NoLastSnapshot
 from rollback.sentinel import Kind, Sentinel
-from rollback.train.comm.pulse import FIELDS, beat_of
+from rollback.train.comm.pulse import FIELDS, Pulse, beat_of
 from rollback.train.data import rng
 from rollback.train.data.raw_random import RawRandom, tree_of
+from rollback.train.incidents import rollback as returns
 from rollback.train.last_snapshot import write
 from rollback.train.last_snapshot.early import TRIED, EarlyMarks, mark_body, split
 from rollback.train.last_snapshot.small_state import LocalState, SmallState
 from rollback.train.last_snapshot.survivor import LastSnapshot
+from rollback.train.last_snapshot.write import NotProved
 from rollback.train.state import tree
+from rollback.train.state.held import HeldState
 
 TOY = Toy(samples=120, augment=True, patient=False)
 AT = 17
@@ -182,6 +187,78 @@ def test_an_epoch_s_opening_is_in_the_mark_of_its_epoch(tmp_path: Path, memory: 
     assert len(set(openings)) == 3
 
 
+def test_a_mark_has_the_buffers_that_there_are(tmp_path: Path, memory: Path) -> None:
+    """A forward may make one, give it another tensor, or one that lies in no order; and remove it again."""
+
+    def change(model: nn.Module, position: int) -> None:
+        match position:
+            case 3:
+                model.register_buffer("late", torch.rand(2))
+            case 5:
+                model.register_buffer("late", torch.rand(3))
+            case 7:
+                model.register_buffer("late", torch.rand(8)[::2])
+            case 9:
+                model.register_buffer("late", None)
+            case 11:
+                del model.late
+            case 13:
+                model.add_module("cache", nn.BatchNorm1d(1))
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        assert guard is not None
+        for end, body in end_marks.read_ends(guard._last._paths, 0).items():
+            if end.batch == position:
+                told = SmallState.of(split(body)[1])
+                there = guard._state.image().local_tensors
+                assert told.buffer_names == sorted(name for name in there if "buffers" in name)
+                assert all(bytes(told.tensors[name][2]) == _bytes(there[name]) for name in told.buffer_names)
+                found.append(len(told.buffer_names))
+        change(guard._state.model, position)
+
+    found: list[int] = []
+    train(TOY.but(samples=80, epochs=1).with_settings(fast_tier=str(memory)), tmp_path / "run", hook=hook)
+    assert found == [3] * 4 + [4] * 6 + [3] * 4 + [6] * 6
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+def test_a_buffer_that_the_next_step_has_made_is_not_in_what_is_kept(tmp_path: Path, memory: Path) -> None:
+    """Though its backward has looked at the buffers meanwhile, for an early mark."""
+
+    def act(guard: rollback.Guard) -> None:
+        guard._state.model.register_buffer("late", torch.rand(2))
+        guard._last._small_state.local(in_step=True)
+        keep(guard)
+        (place,) = [path.parent for path in memory.glob("*/*/slot-9*/manifest.json")]
+        with ring.open_shards(place, read_manifest(place, in_slot=True))[0] as shard:
+            told.extend(json.loads(shard.metadata["local"])["buffers"])
+
+    told: list[str] = []
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert account.step == AT
+    assert told == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+
+
+def test_ranks_with_other_buffers_keep_nothing(tmp_path: Path, memory: Path, other: int) -> None:
+    def act(guard: rollback.Guard) -> None:
+        model, last = guard._state.model, guard._last
+        model.register_buffer("late", torch.rand(2))
+        local = last._small_state.local()
+        del model.late
+        second = as_one_of_two(guard, other, ended=False)
+        second.write(last._standings[0].end, mark_body(last._sent(), local.body({})), local.stays)
+        os.kill(other, 9)
+        keep(guard)
+        guard._run.ranks.world_size = 1
+
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert account.checkpoint is None
+    assert account.why_not == "the ranks have not the same buffers"
+
+
 def test_a_mark_has_the_kept_values_as_a_checkpoint_has_them(tmp_path: Path, memory: Path) -> None:
     found: list[Any] = []
 
@@ -277,7 +354,7 @@ def test_a_change_during_the_copy_is_noticed(
     assert account.checkpoint is None
     why = {"counted": "in its update behind step 17", "in place": "changed while it was read", "past the count": "copy"}
     assert why[how] in (account.why_not or "")
-    assert not [*memory.glob("*/*/slot-9*/manifest.json")]
+    assert not [*memory.glob("*/*/slot-9*")], "half a copy is left"
 
 
 def test_a_step_that_ends_during_the_copy_is_kept_in_its_place(
@@ -311,6 +388,61 @@ def test_a_step_that_ends_during_the_copy_is_kept_in_its_place(
     assert (account.step, account.why_not) == (AT + 1, None)
 
 
+def test_nothing_stands_while_a_step_is_judged_though_its_update_was_dropped(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a scaler drops does not come to the optimizer, and the parameters stay as they were: but the step counts."""
+    stands: list[bool] = []
+    guards: list[rollback.Guard] = []
+    send = Pulse.send
+
+    def watched(pulse: Pulse, *given: Any) -> None:
+        stands.append(guards[0]._last._stands)
+        send(pulse, *given)
+
+    monkeypatch.setattr(Pulse, "send", watched)
+    toy = TOY.but(scaler=True, overflow=(12,)).with_settings(fast_tier=str(memory), snapshot_every=50)
+    train(toy, tmp_path / "run", hook=lambda guard, position: guards.append(cast(rollback.Guard, guard)))
+    assert len(stands) > 12
+    assert not any(stands)
+
+
+RETURNS = {
+    "surgical": (Toy(nan=(29,), samples=40, epochs=6, loop="rehearsed epochs", between=True), {"restore"}),
+    "screen": (Toy(samples=320, garbage=(50, 55)), {"restore", "undo"}),
+}
+
+
+@pytest.mark.parametrize("policy", RETURNS)
+def test_nothing_stands_within_a_return_and_what_follows_it_are_other_steps(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Whether a checkpoint is restored, behind an epoch's last step, or an update undone that was screened out."""
+    toy, ways = RETURNS[policy]
+    guards: list[rollback.Guard] = []
+    within: list[str] = []
+    ends: list[StepEnd] = []
+
+    def watched(what: str, ordinary: Callable[..., Any]) -> Callable[..., Any]:
+        def go_back(*given: Any) -> Any:
+            assert not guards[0]._last._stands, what
+            within.append(what)
+            return ordinary(*given)
+
+        return go_back
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        assert guard is not None
+        guards.append(guard)
+        ends.append(guard._last._standings[0].end._replace(timeline=0))
+
+    monkeypatch.setattr(returns, "restore", watched("restore", returns.restore))
+    monkeypatch.setattr(HeldState, "put_back", watched("undo", HeldState.put_back))
+    train(toy.with_settings(fast_tier=str(memory), policy=policy, horizon=10), tmp_path / "run", hook=hook)
+    assert set(within) == ways
+    assert len({end.step for end in ends}) < len(ends) == len({*ends})
+
+
 def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> EndMark:
     """Another rank, with a mark of the same step's end. The guard itself stays alone in the end. ended: else that rank
     has come to the step's end before, and has told early of this one."""
@@ -342,25 +474,44 @@ def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other
     assert (account.checkpoint is None) == differs
 
 
-@pytest.mark.parametrize("differs", [False, True])
-def test_weights_that_were_exchanged_between_two_epochs_are_not_kept(
-    tmp_path: Path, memory: Path, other: int, differs: bool
+def test_a_digest_that_another_rank_told_at_another_step_s_end_says_nothing(
+    tmp_path: Path, memory: Path, other: int
 ) -> None:
-    """torch does not count such writes."""
+    """That rank is stopped, say, and does not answer."""
 
     def act(guard: rollback.Guard) -> None:
-        as_one_of_two(guard, other)
-        last = guard._last
-        last._standings = (last._standings[0]._replace(digest=write.digest_of_large_state(guard._state)),)
-        if differs:
-            next(guard._state.model.parameters()).data.add_(0.0).mul_(1.5)
-        os.kill(other, 9)
+        second, end = as_one_of_two(guard, other), guard._last._standings[0].end
+        second.tell_digest(end._replace(returns=1), write.digest_of_parameters(guard._state) ^ 1)
         keep(guard)
         guard._run.ranks.world_size = 1
 
     (account,) = kept(tmp_path / "run", memory, act)
-    assert ("are not those of step 17 any more" in (account.why_not or "")) == differs
-    assert (account.checkpoint is None) == differs
+    assert (account.step, account.why_not) == (AT, None)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_weights_that_were_exchanged_between_two_epochs_are_not_kept(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, differs: bool
+) -> None:
+    """torch does not count such writes."""
+    found: list[LastAccount] = []
+
+    def evaluate(loop: Loop) -> None:
+        assert loop.guard is not None
+        weights = next(loop.guard._state.model.parameters()).data
+        if not found:
+            before = weights.clone()
+            weights.mul_(1.5 if differs else 1.0)
+            keep(loop.guard)
+            weights.copy_(before)
+            found.extend(end_marks.read_accounts(loop.guard._last._paths))
+
+    monkeypatch.setattr(Loop, "evaluate", evaluate)
+    toy = TOY.but(samples=40, epochs=2, loop="rehearsed epochs", between=True)
+    train(toy.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run")
+    (account,) = found
+    assert ("are not those of step 10 any more" in (account.why_not or "")) == differs
+    assert account.step == (None if differs else 10)
 
 
 @pytest.mark.parametrize("end", [{"step": AT - 1}, {"returns": 1}, {"attempt": 2}, {"timeline": 1}, {"epoch": 1}])
@@ -403,6 +554,61 @@ def test_the_sentinel_is_foreseen_as_it_will_be(tmp_path: Path, memory: Path) ->
         assert json.loads(foreseen.metric) == guard._run.record.recent[-1]
 
     kept(tmp_path / "run", memory, act)
+
+
+def test_the_sentinel_is_not_foreseen_while_the_step_is_judged(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether that is under way already, or begins and ends meanwhile."""
+    update, tried = Sentinel.update, []
+
+    def act(guard: rollback.Guard) -> None:
+        judge = guard._judge
+
+        def meanwhile(sentinel: Sentinel, *given: Any) -> Any:
+            if sentinel is guard._state.sentinel:
+                with pytest.raises(NotProved, match="being judged"):
+                    judge.foresee([judge.sent])
+                tried.append("under way")
+            elif not tried:
+                judge.settle()
+            return update(sentinel, *given)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Sentinel, "update", meanwhile)
+            with pytest.raises(NotProved, match="being judged"):
+                judge.foresee([judge.sent])
+
+    kept(tmp_path / "run", memory, act)
+    assert tried == ["under way"]
+
+
+def test_a_state_whose_last_step_shows_that_the_scale_collapses_is_not_kept(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def act(guard: rollback.Guard) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(type(guard._judge._scale), "update", lambda *_: "collapsed")
+            keep(guard)
+
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert account.checkpoint is None
+    assert account.why_not == "the last step was not healthy"
+
+
+def test_a_state_with_values_that_are_not_finite_is_not_kept(tmp_path: Path, memory: Path) -> None:
+    """Though no loss has shown it yet."""
+
+    def act(guard: rollback.Guard) -> None:
+        weights = next(guard._state.model.parameters()).data
+        weight = weights[0, 0].item()
+        weights[0, 0] = float("inf")
+        keep(guard)
+        weights[0, 0] = weight
+
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert account.checkpoint is None
+    assert "not finite" in (account.why_not or "")
 
 
 def test_a_state_that_may_still_be_undone_is_not_kept(
@@ -470,10 +676,12 @@ def died_in_its_update(
     act: Callable[[rollback.Guard, EndMark], object],
     toy: Toy = TOY,
     behind: Callable[[int], object] = lambda position: None,
+    *,
+    lives: bool = False,
 ) -> LastAccount:
     """The account of a rank that has come to the end of a step, where another one died behind the sum of its gradients.
 
-    behind: what the script does behind each update.
+    behind: what the script does behind each update. lives: that rank is there still, and does not move.
     """
 
     def begin(guard: rollback.Guard | None, position: int) -> None:
@@ -484,7 +692,8 @@ def died_in_its_update(
     def at(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other, ended=False)
         act(guard, second)
-        os.kill(other, 9)
+        if not lives:
+            os.kill(other, 9)
         keep(guard)
         guard._run.ranks.world_size = 1
 
@@ -495,6 +704,52 @@ def died_in_its_update(
 def test_a_rank_that_died_behind_the_sum_has_told_early_what_it_knew(tmp_path: Path, memory: Path, other: int) -> None:
     account = died_in_its_update(tmp_path / "run", memory, other, lambda guard, second: None)
     assert (account.step, account.why_not) == (AT, None)
+
+
+@pytest.mark.parametrize("died", ["in the epoch's last update", "a step further"])
+def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
+    tmp_path: Path, memory: Path, other: int, monkeypatch: pytest.MonkeyPatch, died: str
+) -> None:
+    """Before and behind the work between two epochs. Only of the first of them there is an early mark."""
+    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", 0.05)
+    found: list[LastAccount] = []
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        assert guard is not None
+        last = guard._last
+        if position == 0:
+            tell_early(guard)
+        if position != 10:
+            return
+        second_end, first_end = (standing.end for standing in last._standings)
+        second, body = EndMark(last._paths, 1), end_marks.read_ends(last._paths, 0)[first_end]
+        if died == "a step further":
+            second.write(second_end, end_marks.read_ends(last._paths, 0)[second_end])
+            second.write(second_end._replace(step=11, batch=11), body)
+        else:
+            second.write(first_end._replace(step=9, batch=9), body)
+            second.write_early(first_end, mark_body(b"", split(body)[1]), patience=10**9)
+        last._peers.pidfds[1] = os.pidfd_open(other)
+        guard._run.ranks.world_size = 2
+        os.kill(other, 9)
+        keep(guard)
+        guard._run.ranks.world_size = 1
+        found.extend(end_marks.read_accounts(last._paths))
+
+    toy = TOY.but(samples=40, epochs=2, loop="rehearsed epochs", between=True)
+    train(toy.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
+    (account,) = found
+    assert (account.step, account.why_not) == (10, None)
+
+
+def test_an_early_mark_of_a_rank_that_lives_does_not_count(
+    tmp_path: Path, memory: Path, other: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still come to the step's end, with something else."""
+    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", 0.05)
+    account = died_in_its_update(tmp_path / "run", memory, other, lambda guard, second: None, lives=True)
+    assert account.checkpoint is None
+    assert "rank 1 had not come to the end of step 17" in (account.why_not or "")
 
 
 def test_a_survivor_that_is_in_its_next_backward_has_still_told_early_of_the_step_before(
