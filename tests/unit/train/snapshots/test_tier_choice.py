@@ -124,7 +124,7 @@ def test_the_first_rank_of_each_host_makes_the_tier_and_rank_0_says_where_it_is(
 def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlotPaths:
     """A tier in 80 MB of memory of which its slots take 20 already."""
     monkeypatch.setattr(choices, "free_memory", lambda _: 60 * MB)
-    monkeypatch.setattr(choices, "bytes_of", lambda _: 20 * MB)
+    monkeypatch.setattr(choices, "bytes_of_slots", lambda _: 20 * MB)
     return SlotPaths(tmp_path)
 
 
