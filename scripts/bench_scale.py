@@ -6,6 +6,7 @@
 - A beat: time of one rank for sending and reading the pulse of a step, and of a step with letters about a snapshot.
 - Shared operations: files that all supervisors and ranks visit in a second in a run directory that they share, with
   eight ranks on a host. Their own modules run, on a clock that jumps; visits are counted where files are opened.
+- Files of a checkpoint: in a run directory that all hosts share, and at a URL where each host has a disk of its own.
 - Long runs: time and memory of a start, of `status`, `audit` and `report`, each in a process of its own, on a made run
   (`made_run.py`): 10 million steps, 10,000 incidents, 16,384 ranks. --run keeps it in DIR, or uses what is there.
 
@@ -33,6 +34,7 @@ PER_HOST = 8
 _SECONDS = 60  # of the clock that jumps
 _BEATS = 200
 _TARGETS = {"beat_ms": {16_384: 0.1, 100_000: 1.0}, "shared_operations": {16_384: 1000.0}}
+_MOST_FILES = 1024  # of a checkpoint, for any number of ranks
 _TARGETS_OF_RUN = {"start": 10.0}
 
 
@@ -111,6 +113,20 @@ def shared_operations(ranks: int) -> dict[str, float]:
         "heartbeats": 2 * ranks / seconds_between_files(ranks),  # a file, and its rename
     }
     return {"shared_operations": round(sum(parts.values()), 1), **{k: round(v, 1) for k, v in parts.items()}}
+
+
+def files_of_a_checkpoint(ranks: int) -> dict[str, float]:
+    """By the manifests that would be written."""
+    from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+    from rollback.rundir.paths import CheckpointName, shard_name
+
+    shards = tuple(ShardRecord(file=shard_name(rank), size=1 << 20, hash="0" * 32) for rank in range(ranks))
+    manifest = Manifest(
+        name=CheckpointName.of(0, 0), seq=0, step=0, batch=0, epoch=0, timeline=0, attempt=1, created="",
+        world_size=ranks, shards=shards,
+    )  # fmt: skip
+    hosts = [range(first, min(first + PER_HOST, ranks)) for first in range(0, ranks, PER_HOST)]
+    return {"files": len(manifest.packed().files) + 1, "objects": len(manifest.packed(hosts).files) + 1}
 
 
 def _show(path: Path, body: bytes) -> None:
@@ -246,12 +262,16 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="keep the made run here, or use the one that is here")
     asked = parser.parse_args()
     numbers = [8, 64, 1024] if asked.quick else RANKS
-    table = {ranks: {**beat(ranks), **shared_operations(ranks)} for ranks in numbers}
-    print(f"load {os.getloadavg()[0]:.1f}\n\n| ranks | beat | with letters | shared operations a second |")
-    print("|---|---|---|---|", flush=True)
+    table = {ranks: {**beat(ranks), **shared_operations(ranks), **files_of_a_checkpoint(ranks)} for ranks in numbers}
+    columns = "| ranks | beat | with letters | shared operations a second | files of a checkpoint | objects at a URL |"
+    print(f"load {os.getloadavg()[0]:.1f}\n\n{columns}\n|---|---|---|---|---|---|", flush=True)
     missed = False
     for ranks, row in table.items():
-        print(f"| {ranks:,} | {row['beat_ms']:.3f} ms | {row['letters_ms']:.3f} ms | {row['shared_operations']:,.0f} |")
+        print(
+            f"| {ranks:,} | {row['beat_ms']:.3f} ms | {row['letters_ms']:.3f} ms | {row['shared_operations']:,.0f} "
+            f"| {row['files']:,} | {row['objects']:,} |"
+        )
+        missed |= row["files"] > _MOST_FILES
         for name, targets in _TARGETS.items():
             missed |= row[name] > targets.get(ranks, float("inf"))
     size = MadeRun(100_000, 100, 1024) if asked.quick else MadeRun(10_000_000, 10_000, 16_384)

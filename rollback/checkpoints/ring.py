@@ -53,10 +53,10 @@ def complete(paths: RunPaths, manifest: Manifest, directory: Path) -> None:
 
 def require_sizes(manifest: Manifest, directory: Path) -> None:
     """Raise CheckpointDamaged unless all shards in a directory are as long as the manifest says. Raises OSError."""
-    for record in manifest.shards:
-        size = os.stat(directory / record.file, follow_symlinks=False).st_size
-        if size != record.size:
-            raise CheckpointDamaged(f"{directory / record.file} has {size} bytes; {record.size} were written")
+    for file in manifest.files:
+        size = os.stat(directory / file.name, follow_symlinks=False).st_size
+        if size != file.size:
+            raise CheckpointDamaged(f"{directory / file.name} has {size} bytes; {file.size} were written")
 
 
 def abandon(paths: RunPaths, name: str) -> None:
@@ -92,7 +92,8 @@ def open_shards(directory: Path, manifest: Manifest) -> list[ShardReader]:
     """All shards of a checkpoint, verified, in rank order; the caller closes them. Raises CheckpointDamaged."""
     with contextlib.ExitStack() as opened:
         readers = [
-            opened.enter_context(ShardReader(directory / shard.file, shard.written)) for shard in manifest.shards
+            opened.enter_context(ShardReader(directory / shard.file, shard.written, start=shard.start))
+            for shard in manifest.shards
         ]
         opened.pop_all()
     return readers

@@ -4,17 +4,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.format.manifest import ShardRecord
+from rollback.checkpoints.format.manifest import CheckpointFile, Manifest
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError
 from rollback.facts import training as facts
 from rollback.facts.history import fold
 from rollback.ring.drainer import lower_priority
 from rollback.ring.hosts import HostPart, Wanted, tidy
 from rollback.ring.in_run import copy_shard
-from rollback.ring.url.index import checkpoint_key
+from rollback.ring.url.ring import own_files, put_checkpoint_file
 from rollback.ring.url.store import Store
 from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.journal.journal import JournalTail, read_journal
@@ -128,30 +127,43 @@ class Helper:
             if place is None:
                 raise CheckpointDamaged(f"{wanted.name} is not, or no longer, in the slots of {self._host}")
             with tiers.held(place):
-                files = {number: place.directory / place.manifest.shards[number].file for number in wanted.shards}
-                own = tuple(number for number, path in files.items() if path.exists())
+                shards = place.manifest.shards
+                own = tuple(rank for rank in wanted.shards if (place.directory / shards[rank].file).exists())
                 beacon.show(shards=own)
-                for number in own:
+                for file in self._files(wanted, place.manifest, own):
                     if self._ended.is_set() or (now := self._wanted()) is None or now.order != wanted.order:
                         return
-                    self._copy(wanted, place.manifest.shards[number], files[number])
-                    beacon.show(done=(*beacon.record.done, number))
+                    self._copy(wanted, file, place)
+                    beacon.show(done=(*beacon.record.done, *file.shards))
         except (RollbackError, OSError, IndexError) as error:
             text = error.message if isinstance(error, RollbackError) else str(error)
             beacon.show(fault=f"{self._host}: {text}", final=isinstance(error, CheckpointDamaged | IndexError))
 
-    def _copy(self, wanted: Wanted, shard: ShardRecord, source: Path) -> None:
+    @staticmethod
+    def _files(wanted: Wanted, manifest: Manifest, own: tuple[int, ...]) -> list[CheckpointFile]:
+        """What this host writes: at a URL whole files, in the run directory its shards in them, one after the other."""
+        if wanted.ring is not None:
+            return own_files(manifest, own)
+        shards = manifest.packed().shards
+        return [CheckpointFile(shards[rank].file, {rank: shards[rank]}) for rank in own]
+
+    def _copy(self, wanted: Wanted, file: CheckpointFile, place: tiers.Located) -> None:
         if self._ring is not None and wanted.ring != self._ring.rstrip("/"):
             raise CheckpointDamaged(f"a copy to {wanted.ring} is wanted, and the ring of this host is {self._ring}")
         if wanted.ring is not None:
             if self._store is None or self._store.url != wanted.ring.rstrip("/"):
                 self._store = Store(wanted.ring)
-            self._store.put_file(checkpoint_key(wanted.name, shard.file), source, shard.written)
+            put_checkpoint_file(self._store, file, place.manifest, place.directory)
             return
         arriving = self._paths.draining(wanted.name)
-        temporary = arriving / f".{shard.file}.{wanted.order}"  # what has its name is whole
+        ((rank, shard),) = file.shards.items()
+        source = place.directory / place.manifest.shards[rank].file
+        if shard.start is not None:
+            copy_shard(source, arriving / file.name, shard)
+            return
+        temporary = arriving / f".{file.name}.{wanted.order}"  # what has its name is whole
         copy_shard(source, temporary, shard)
-        files.rename(temporary, arriving / shard.file)
+        files.rename(temporary, arriving / file.name)
 
     def _wanted(self) -> Wanted | None:
         wanted = self._tower.look().get(self._paths.wanted.name) if not self.waits else None

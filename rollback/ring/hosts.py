@@ -11,15 +11,16 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import RunPaths, has_packs
 
 _POLL = 0.1
 PATIENCE = 30.0  # seconds in which some living host must say that it has a shard
@@ -63,6 +64,19 @@ def under_way(parts: Iterable[HostPart]) -> bool:
     return any(part.fault is None and not {*part.shards} <= {*part.done} for part in parts)
 
 
+@dataclass
+class Shares:
+    """Which host copies which shards of one checkpoint."""
+
+    own: tuple[int, ...]
+    others: frozenset[tuple[int, ...]] = frozenset()
+    """Of each other host; known when all shards are at their target."""
+
+    @property
+    def all(self) -> list[tuple[int, ...]]:
+        return [self.own, *sorted(self.others)]
+
+
 class Others:
     """The other hosts that copy their parts of a checkpoint, seen from the process that fills the ring.
 
@@ -91,26 +105,27 @@ class Others:
             self._beacon = Beacon(self._transport, self._paths.wanted.name, Wanted(), self._say)
 
     @contextlib.contextmanager
-    def copying(
-        self, manifest: Manifest, directory: Path, *, into_run: bool = False
-    ) -> Iterator[tuple[ShardRecord, ...]]:
+    def copying(self, manifest: Manifest, directory: Path, *, into_run: bool = False) -> Iterator[Shares]:
         """The other hosts copy their shards of a checkpoint while the body copies the shards of this host. After the
         body, all shards are at their target: the ring that is filled, or the run directory's ring.
 
         Raises CheckpointDamaged where a host cannot copy its part, RingUnavailable where another try may succeed.
         """
         self.meet()
-        here = {number for number, shard in enumerate(manifest.shards) if (directory / shard.file).exists()}
-        wanted = tuple(number for number in range(len(manifest.shards)) if number not in here)
+        here = tuple(number for number, shard in enumerate(manifest.shards) if (directory / shard.file).exists())
+        wanted = tuple(sorted({*range(len(manifest.shards))} - {*here}))
         if self._beacon is None or not wanted:
-            yield manifest.shards
+            yield Shares(tuple(range(len(manifest.shards))))
             return
         order = next(self._orders)
         ring = None if into_run else self._ring
         self._beacon.show(order=order, name=manifest.name, content=manifest.content, shards=wanted, ring=ring)
+        shares = Shares(here)
         try:
-            yield tuple(manifest.shards[number] for number in sorted(here))
-            self._wait(order, manifest.name, wanted)
+            yield shares
+            shares.others = self._wait(order, manifest.name, wanted)
+            if has_packs(len(manifest.shards)) and sum(map(len, shares.others)) > len(wanted):
+                raise RingUnavailable(f"two hosts say that they have the same shard of {manifest.name}")
         finally:
             self._beacon.show(order="", name="", content="", shards=(), ring=None)
 
@@ -124,18 +139,21 @@ class Others:
             beacon.put_out()
             tidy(self._paths)
 
-    def _wait(self, order: str, name: str, wanted: Collection[int]) -> None:
+    def _wait(self, order: str, name: str, wanted: Collection[int]) -> frozenset[tuple[int, ...]]:
+        """Until all wanted shards are at their target: which of them each host has copied."""
         done: set[int] = set()
+        shares: set[tuple[int, ...]] = set()
         since = time.monotonic()  # all shards were with somebody
         while True:
             parts = [part for part in self._tower.look().values() if part.order == order]
             done |= {number for part in parts for number in part.done}
+            shares |= {part.shards for part in parts if part.shards}
             if failed := next((part for part in parts if part.fault is not None), None):
                 error = CheckpointDamaged if failed.final else RingUnavailable
                 raise error(f"another host cannot copy its part of {name}: {failed.fault}")
             missing = unclaimed(wanted, done, parts)
             if not missing and not under_way(parts):
-                return
+                return frozenset(shares)
             if not missing:
                 since = time.monotonic()
             elif time.monotonic() - since > PATIENCE:

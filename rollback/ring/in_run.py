@@ -46,14 +46,16 @@ class RingInRun:
         Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says.
         """
         arriving = self._paths.draining(manifest.name)
+        stored = manifest.packed()
         files.make_new_directory(arriving)
         try:
-            with self._others.copying(manifest, directory, into_run=True) as own:
-                for shard in own:
+            with self._others.copying(manifest, directory, into_run=True) as shares:
+                for rank in shares.own:
                     if self._given_up.is_set():
                         raise RingUnavailable(f"copying {manifest.name} into {self.place}: its time was up")
-                    copy_shard(directory / shard.file, arriving / shard.file, shard)
-            ring.complete(self._paths, manifest, arriving)  # others may have written some of the shards
+                    shard = stored.shards[rank]
+                    copy_shard(directory / manifest.shards[rank].file, arriving / shard.file, shard)
+            ring.complete(self._paths, stored, arriving)  # others may have written some of the shards
         except BaseException:
             with contextlib.suppress(OSError):
                 _remove(arriving)
@@ -84,9 +86,9 @@ def _remove(arriving: Path) -> None:
 
 
 def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:
-    """Copy a shard past the page cache into a new file, and sync it.
+    """Copy a shard past the page cache into a new file, or to its place in a pack, and sync it.
 
-    Raises OSError, and CheckpointDamaged where it is not what its manifest says; the new file is then useless.
+    Raises OSError, and CheckpointDamaged where it is not what its manifest says; the file is then useless.
     """
     try:
         with open_regular(source) as file:
@@ -96,6 +98,6 @@ def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:
     except (OSError, ValueError) as error:
         raise CheckpointDamaged(f"reading the shard {source}: {getattr(error, 'strerror', None) or error}") from error
     # It is closed when nobody holds it any more. By hand it cannot be where the disk refuses: the error's frames do.
-    written = write_direct(target, memoryview(content))
+    written = write_direct(target, memoryview(content), shard.start)
     if written != shard.written:
         raise CheckpointDamaged(f"the shard {source} is not what its manifest says (hash {written.digest})")

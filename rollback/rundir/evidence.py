@@ -1,5 +1,8 @@
-"""What each rank saw of an incident: a record beside the journal. The run does not depend on it."""
+"""What the ranks saw of an incident: a record beside the journal. The run does not depend on it."""
 
+import heapq
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +12,8 @@ from rollback.system.durable import write_file
 from rollback.system.small_json import read_model
 
 _LIMIT = 16 << 20
+MOST_WITNESSES = 64
+"""Ranks that write down what they saw of an incident. Of tens of thousands, nobody reads more, and each has files."""
 
 Where = Literal["loss", "gradients", "parameters", "buffers"]
 """Places that are searched for non-finite values, in this order; the first one found counts as the origin."""
@@ -101,6 +106,20 @@ class RankEvidence(_Part):
     weights: Norms = Field(description="as they are when the incident is called")
     nonfinite_buffers: list[str]
     batch: BatchKept
+
+
+def witnesses(harm: Sequence[float]) -> list[int]:
+    """The ranks whose evidence of an incident is kept, by what each of them saw of it: the half that saw most, and as
+    many of the others, evenly spread, for comparison. All of them, where they are few.
+
+    harm: by rank; NaN counts as infinite.
+    """
+    if len(harm) <= MOST_WITNESSES:
+        return list(range(len(harm)))
+    seen = [math.inf if math.isnan(value) else value for value in harm]
+    most = set(heapq.nsmallest(MOST_WITNESSES // 2, range(len(seen)), key=lambda rank: (-seen[rank], rank)))
+    others, places = [rank for rank in range(len(seen)) if rank not in most], MOST_WITNESSES - len(most)
+    return sorted(most | {others[place * len(others) // places] for place in range(places)})
 
 
 def write_evidence(path: Path, evidence: RankEvidence) -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from rollback.errors import RanksDoNotFit, RunDirectoryError, RunDoesNotFit
 from rollback.facts.training import Accepted
 from rollback.rundir import seal
-from rollback.rundir.paths import FORMAT, FORMATS, READS, RunPaths
+from rollback.rundir.paths import FORMATS, READS, RunPaths, format_for
 from rollback.system.durable import write_file
 from rollback.system.small_json import read_json
 
@@ -43,7 +43,7 @@ class Identity(BaseModel, frozen=True, extra="forbid"):
 
 def new_identity(job: JobIdentity) -> Identity:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Identity(format=FORMAT, run_id=uuid.uuid4().hex, created=now, job=job)
+    return Identity(format=format_for(job.world_size), run_id=uuid.uuid4().hex, created=now, job=job)
 
 
 def write_identity(paths: RunPaths, identity: Identity) -> None:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 4
-"""What is written."""
-FORMATS = (2, 3, 4)
+FORMAT, FORMAT_OF_PACKS = 4, 5
+"""What is written: the second where a checkpoint has packs, which no older version reads."""
+FORMATS = (2, 3, FORMAT, FORMAT_OF_PACKS)
 """What is read: in 3 there are no frozen weights, in 2 no sharded tensors either."""
-READS = f"formats {', '.join(map(str, FORMATS[:-1]))} and {FORMAT}"
+READS = f"formats {', '.join(map(str, FORMATS[:-1]))} and {FORMATS[-1]}"
+
+MOST_FILES = 1024
+"""Of a checkpoint in the run directory, its manifest included: each costs a shared disk a create and a sync."""
 
 _CHECKPOINT_NAME = re.compile(r"c(\d{6,12})-s(\d{8,15})")
 
@@ -48,6 +51,21 @@ class CheckpointName(str):
 
 def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
+
+
+def has_packs(ranks: int) -> bool:
+    """Whether a checkpoint of so many ranks has packs in place of a file for each shard."""
+    return ranks >= MOST_FILES
+
+
+def format_for(ranks: int) -> int:
+    """The format of a checkpoint of so many ranks, and of a run that may have one."""
+    return FORMAT_OF_PACKS if has_packs(ranks) else FORMAT
+
+
+def pack_name(first: int) -> str:
+    """first: the lowest rank with a shard in it."""
+    return f"pack-{first:05d}.shards"
 
 
 MANIFEST = "manifest.json"

@@ -39,7 +39,7 @@ from rollback.rundir.identity import (
 from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.journal.journal import of_kind, read_journal
 from rollback.rundir.lock import RunLock
-from rollback.rundir.paths import FORMAT, RunPaths
+from rollback.rundir.paths import RunPaths, format_for
 from rollback.system import files
 from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.catalogue.draining import fetch_run, only_at_url, reach_ring
@@ -354,9 +354,10 @@ def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks:
             job = state.job(ranks.world_size)
             if found.identity is None:
                 write_identity(paths, new_identity(job))
-            elif found.accepted or found.identity.format != FORMAT:
+            elif found.accepted or found.identity.format < format_for(ranks.world_size):
                 accepted = {"job": job} if found.accepted else {}
-                write_identity(paths, found.identity.model_copy(update={**accepted, "format": FORMAT}))
+                newest = max(found.identity.format, format_for(ranks.world_size))
+                write_identity(paths, found.identity.model_copy(update={**accepted, "format": newest}))
             ring.sweep(paths)
             _sweep_frozen(paths, found)
             require_key(paths)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from faulty import new_bucket
 
-from checkpoints import damage, manifest_of, whole, write_checkpoint
+from checkpoints import LAYOUTS, RANKS, damage, lay_out_as, manifest_of, whole, write_checkpoint
 from mortal import Mortal
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import slots
-from rollback.checkpoints.format.manifest import Manifest, read_manifest
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord, read_manifest
 from rollback.config import Settings
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.facts.training import Drained, Fact
@@ -24,15 +24,16 @@ from rollback.ring import helper as helping
 from rollback.ring import hosts as module
 from rollback.ring.drainer import Phase, drainer_for
 from rollback.ring.helper import Helper
-from rollback.ring.hosts import HostPart, unclaimed, under_way
+from rollback.ring.hosts import HostPart, Others, Wanted, unclaimed, under_way
 from rollback.ring.in_run import RingInRun
 from rollback.ring.url import store as storing
 from rollback.ring.url.index import checkpoint_key
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
 from rollback.rundir import beacon
+from rollback.rundir import paths as names
 from rollback.rundir.identity import read_identity
-from rollback.rundir.paths import RunPaths, shard_name
+from rollback.rundir.paths import RunPaths, pack_name, shard_name
 
 URL = "faulty://bucket/runs/one"
 
@@ -66,7 +67,9 @@ class Run:
         """Commit a checkpoint in one of three slots of both hosts, which takes the place of what was there."""
         source = RunPaths(self._folder / f"source-{seq}")
         source.root.mkdir()
-        name = write_checkpoint(source, seq, step)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(names, "MOST_FILES", RANKS + 1)  # in memory each has a file of its own
+            name = write_checkpoint(source, seq, step)
         manifest = read_manifest(source.checkpoint(name))
         for rank, paths in enumerate(self.hosts):
             tier = tiers.fast_tier_of(paths)
@@ -115,12 +118,17 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    lay_out_as(getattr(request, "param", "files"), monkeypatch)
     monkeypatch.setattr(module, "_POLL", 0.01)
     monkeypatch.setattr(helping, "_POLL", 0.01)
     return Run(tmp_path, monkeypatch)
 
 
+in_both_layouts = pytest.mark.parametrize("run", LAYOUTS, indirect=True)
+
+
+@in_both_layouts
 def test_each_host_copies_its_part_and_the_checkpoint_is_there_when_all_have(run: Run) -> None:
     name = run.into_slots(1, 10)
     with run.helped():
@@ -132,6 +140,7 @@ def test_each_host_copies_its_part_and_the_checkpoint_is_there_when_all_have(run
     assert not run.paths.nodes.exists()
 
 
+@in_both_layouts
 def test_at_a_url_too(run: Run) -> None:
     new_bucket("bucket")
     name = run.into_slots(1, 10)
@@ -140,6 +149,7 @@ def test_at_a_url_too(run: Run) -> None:
     assert run.held_at_url() == [name]
 
 
+@in_both_layouts
 def test_a_bucket_that_fails_at_any_operation_holds_the_old_checkpoint_or_both(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,11 +181,13 @@ def test_a_bucket_that_fails_at_any_operation_holds_the_old_checkpoint_or_both(
                 fill(new)
             assert run.held_at_url() == [old, new]
             for rank in range(2):
-                found = Store(URL).get(checkpoint_key(new, shard_name(rank)), 1 << 20)
+                file = pack_name(rank) if names.has_packs(RANKS) else shard_name(rank)
+                found = Store(URL).get(checkpoint_key(new, file), 1 << 20)
                 assert found == (run.slot_of(rank, new) / shard_name(rank)).read_bytes()
     assert False in both
 
 
+@in_both_layouts
 @pytest.mark.parametrize("fault", ["flipped", "cut", "let go", "another"])
 def test_a_part_that_is_not_what_the_manifest_says_makes_no_checkpoint(run: Run, fault: str) -> None:
     name = run.into_slots(1, 10)
@@ -226,6 +238,33 @@ def test_a_host_whose_ranks_have_not_made_their_slots_yet_is_asked_again(run: Ru
     assert whole(run.paths, name)
 
 
+@pytest.mark.parametrize("run", ["packs"], indirect=True)
+@pytest.mark.parametrize(
+    ("claims", "shares"), [([(1, 2), (3,)], {(1, 2), (3,)}), ([(1, 2), (2, 3)], None)], ids=["apart", "one in both"]
+)
+def test_which_host_has_which_shards_is_known_unless_two_have_the_same(
+    run: Run, tmp_path: Path, claims: list[tuple[int, ...]], shares: set[tuple[int, ...]] | None
+) -> None:
+    """At a URL each of them makes a pack of what it has, so two packs would have the same shard."""
+    shards = tuple(ShardRecord(file=shard_name(rank), size=8, hash="0" * 32) for rank in range(4))
+    manifest = manifest_of(1, 10, 4).model_copy(update={"shards": shards})
+    (tmp_path / shard_name(0)).touch()
+    meeting = beacon.SharedDirectory(run.paths.nodes)
+    others, tower = Others(run.paths, URL), beacon.Watchtower(meeting, "wanted.json", Wanted)
+    parts: list[beacon.Beacon[HostPart]] = []
+    with pytest.raises(RingUnavailable, match="two hosts say") if shares is None else contextlib.nullcontext():
+        with others.copying(manifest, tmp_path) as found:
+            (wanted,) = tower.look().values()
+            assert (found.own, wanted.shards) == ((0,), (1, 2, 3))
+            for number, claim in enumerate(claims):
+                part = HostPart(order=wanted.order, shards=claim, done=claim)
+                parts.append(beacon.Beacon(meeting, f"part-{number}.json", part, print))
+        assert found.others == shares
+    for shown in parts:
+        shown.put_out()
+    others.close()
+
+
 def test_the_part_of_a_host_that_is_lost_is_with_nobody() -> None:
     claimed = HostPart(order="1", shards=(1, 2), done=(1,))
     assert unclaimed([1, 2], [], [claimed]) == []
@@ -234,6 +273,7 @@ def test_the_part_of_a_host_that_is_lost_is_with_nobody() -> None:
     assert not under_way([HostPart(order="1", shards=(1, 2), done=(2, 1)), HostPart(order="1")])
 
 
+@in_both_layouts
 @pytest.mark.parametrize("lost", ["nothing", "contents", "names"])
 def test_whoever_fills_the_ring_may_die_at_any_moment(run: Run, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     """The other host goes on, and helps the successor. lost: with the power, of what was not synced."""

@@ -10,7 +10,7 @@ import pytest
 from faulty import MANNERS, Bucket, Died, Manner, new_bucket
 from selection import by_default
 
-from checkpoints import damage, whole, write_checkpoint
+from checkpoints import LAYOUTS, RANKS, damage, lay_out_as, whole, write_checkpoint
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import read_manifest
@@ -21,8 +21,9 @@ from rollback.ring.url import store as storing
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
+from rollback.rundir import paths as names
 from rollback.rundir.journal.journal import read_journal
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import RunPaths, pack_name, shard_name
 from rollback.supervisor.nodes import waiting
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 
@@ -37,8 +38,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     """A run directory with three checkpoints, all good, two with the same frozen weights, and a pin."""
+    lay_out_as(getattr(request, "param", "files"), monkeypatch)
     run = RecordedRun(tmp_path / "run", monkeypatch)
     run.attach(0, 1, None, 0)
     for seq, name in enumerate(NAMES):
@@ -52,6 +54,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
 @pytest.fixture
 def bucket() -> Bucket:
     return new_bucket("bucket")
+
+
+in_both_layouts = pytest.mark.parametrize("run", LAYOUTS, indirect=True)
+
+
+def file_of(rank: int) -> str:
+    return pack_name(0) if names.has_packs(RANKS) else shard_name(rank)
 
 
 def opened(paths: RunPaths) -> RingAtUrl:
@@ -76,6 +85,7 @@ def journal(paths: RunPaths) -> list[str]:
     return [repr(record) for record in read_journal(paths.train_journal).records]
 
 
+@in_both_layouts
 def test_an_empty_machine_gets_the_record_and_the_newest_checkpoint(
     run: RecordedRun, bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -143,6 +153,7 @@ def settle(act: Callable[[], object]) -> bool:
     return True
 
 
+@in_both_layouts
 @pytest.mark.parametrize("manner", by_default(MANNERS, "once", "dies and tears", "done but reported as failed"))
 def test_whatever_operation_fails_there_is_no_false_commit_and_the_next_try_completes_it(
     run: RecordedRun, bucket: Bucket, tmp_path: Path, manner: Manner
@@ -177,34 +188,38 @@ def judge(root: Path, told: list[str]) -> None:
     shutil.rmtree(root)
 
 
+@in_both_layouts
 def test_a_shard_that_is_not_what_its_manifest_says_is_not_committed(run: RecordedRun, bucket: Bucket) -> None:
     at_url = opened(run.paths)
-    shard = run.paths.checkpoint(NAMES[1]) / "rank-00001.safetensors"
+    shard = run.paths.checkpoint(NAMES[1]) / file_of(1)
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointDamaged, match="is not what its manifest says"):
         put(at_url, run.paths, NAMES[1])
     assert at_url.held() == ()
-    assert not [key for key in bucket.objects if "manifest" in key or "rank-00001" in key]
+    assert not [key for key in bucket.objects if "manifest" in key or file_of(1) in key]
 
 
-@pytest.mark.parametrize("lost", ["manifest.json", "rank-00000.safetensors"])
+@in_both_layouts
+@pytest.mark.parametrize("lost", ["manifest", "shard"])
 def test_a_dropped_object_costs_that_checkpoint_and_the_one_before_it_is_used(
     run: RecordedRun, bucket: Bucket, tmp_path: Path, lost: str
 ) -> None:
     at_url = opened(run.paths)
     for name in NAMES:
         put(at_url, run.paths, name)
-    del bucket.objects[f"runs/one/ring/{NAMES[2]}/{lost}"]
+    file = "manifest.json" if lost == "manifest" else file_of(0)
+    del bucket.objects[f"runs/one/ring/{NAMES[2]}/{file}"]
     new = fetched(tmp_path / "new")
     assert ring.names(new) == NAMES[:2]
     assert whole(new, NAMES[1])
 
 
+@in_both_layouts
 def test_a_shard_that_is_acknowledged_and_dropped_is_noticed_before_the_commit(
     run: RecordedRun, bucket: Bucket
 ) -> None:
     at_url = opened(run.paths)
-    bucket.drops = lambda key: key.endswith("rank-00001.safetensors")
+    bucket.drops = lambda key: key.endswith(file_of(1))
     with pytest.raises(CheckpointDamaged, match="has None bytes"):
         put(at_url, run.paths, NAMES[1])
     assert not [key for key in bucket.objects if "manifest" in key]
@@ -241,11 +256,13 @@ def test_every_byte_of_a_record_is_vouched_for(run: RecordedRun, bucket: Bucket,
         bucket.objects[key] = sound
 
 
+@in_both_layouts
 def test_what_is_damaged_in_the_run_directory_comes_from_the_url(run: RecordedRun, bucket: Bucket) -> None:
     at_url = opened(run.paths)
     for name in NAMES:
         put(at_url, run.paths, name)
-    damage(run.paths.checkpoint(NAMES[2]) / "rank-00001.safetensors")
+    shard = run.paths.checkpoint(NAMES[2]) / file_of(1)
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     said: list[str] = []
     fetch(Store(URL), run.paths, said.append)
     assert ring.names(run.paths) == NAMES

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import damage, whole, write_checkpoint
+from checkpoints import LAYOUTS, damage, lay_out_as, whole, write_checkpoint
 from mortal import Died, Mortal
 from rollback.checkpoints import ring
 from rollback.rundir.paths import RunPaths
@@ -24,6 +24,11 @@ def mortal(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> M
     elif request.param == "the power fails and names are lost":
         monkeypatch.setattr(mortal, "lose_power", mortal.lose_names)
     return mortal
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out_as(request.param, monkeypatch)
 
 
 def for_every_crash(
@@ -63,6 +68,7 @@ def for_every_crash(
     return total
 
 
+@pytest.mark.usefixtures("layout")
 def test_dying_while_a_checkpoint_is_written_leaves_the_old_one_or_both(mortal: Mortal, tmp_path: Path) -> None:
     old, new = "c000000-s00000010", "c000001-s00000020"
     seen = set()
@@ -95,6 +101,7 @@ def test_dying_while_the_first_checkpoint_is_written_leaves_none_or_a_whole_one(
     )
 
 
+@pytest.mark.usefixtures("layout")
 def test_dying_while_one_is_committed_and_another_evicted_leaves_at_least_one(mortal: Mortal, tmp_path: Path) -> None:
     old, new = "c000000-s00000010", "c000001-s00000020"
 

@@ -2,22 +2,35 @@
 
 from pathlib import Path
 
+import pytest
+
 from rollback.checkpoints import ring
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.direct import BLOCK, write_direct
 from rollback.checkpoints.format.layout import header_space_for, lay_out
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.packs import place_in_run
 from rollback.checkpoints.format.shard import ShardPiece
-from rollback.rundir.paths import CheckpointName, RunPaths, shard_name
+from rollback.rundir import paths as names
+from rollback.rundir.paths import CheckpointName, RunPaths, has_packs
 from rollback.system.region import Region
 
 RANKS = 2
 
 
-def manifest_of(seq: int, step: int) -> Manifest:
+LAYOUTS = ["files", "packs"]
+"""Of a checkpoint: with a file for each shard, and as where there are too many ranks for that."""
+
+
+def lay_out_as(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if layout == "packs":
+        monkeypatch.setattr(names, "MOST_FILES", RANKS)
+
+
+def manifest_of(seq: int, step: int, ranks: int = RANKS) -> Manifest:
     return Manifest(
         name=CheckpointName.of(seq, step), seq=seq, step=step, batch=2 * step, epoch=0, timeline=0, attempt=1,
-        created="2030-01-01T00:00:00+00:00", world_size=RANKS, shards=(),
+        created="2030-01-01T00:00:00+00:00", world_size=ranks, shards=(),
     )  # fmt: skip
 
 
@@ -44,10 +57,12 @@ def write_checkpoint(paths: RunPaths, seq: int, step: int, *, still: str | None 
         assert frozen.is_there(paths, record) or frozen.store(paths, record, pieces)
         manifest = manifest.model_copy(update={"frozen": record})
     shards = []
-    for rank in range(RANKS):
-        directory = ring.begin_writing(paths, manifest.name)
-        shards.append(ShardRecord.of(rank, write_direct(directory / shard_name(rank), shard_of(rank, step).view)))
-    ring.commit(paths, manifest.model_copy(update={"shards": tuple(shards)}))
+    regions = [shard_of(rank, step) for rank in range(RANKS)]
+    sizes = [region.size for region in regions] if has_packs(RANKS) else None
+    for rank, region in enumerate(regions):
+        directory, place = ring.begin_writing(paths, manifest.name), place_in_run(rank, sizes)
+        shards.append(ShardRecord.of(rank, write_direct(directory / place.file, region.view, place.start)))
+    ring.commit(paths, manifest.model_copy(update={"shards": tuple(shards)}).packed())
     return manifest.name
 
 
@@ -62,7 +77,8 @@ def whole(paths: RunPaths, name: str) -> bool:
         reader.close()
     if manifest.frozen is not None:
         frozen.read_frozen(paths, manifest.frozen).close()
-    extra = {path.name for path in paths.checkpoint(name).iterdir()} - {"manifest.json", shard_name(0), shard_name(1)}
+    expected = {"manifest.json", *(file.name for file in manifest.files)}
+    extra = {path.name for path in paths.checkpoint(name).iterdir()} - expected
     return held == [content(rank, manifest.step) for rank in range(RANKS)] and not extra
 
 

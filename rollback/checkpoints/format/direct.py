@@ -19,24 +19,28 @@ _CHUNK = 8 << 20  # a multiple of BLOCK; large enough for the disk, small enough
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-def write_direct(path: Path, data: memoryview) -> Written:
+def write_direct(path: Path, data: memoryview, start: int | None = None) -> Written:
     """Write a new file from memory and sync it, hashing on the way; `path` must not exist.
 
     data: best at an address that is a multiple of BLOCK (a `Region`'s view, a mapped file). It must not change
-    meanwhile. Raises OSError; a partial file is removed. The directory is not synced.
+    meanwhile. start: where it goes in a pack, a multiple of BLOCK; a missing pack is made. Raises OSError; a partial
+    file is removed, a pack is not. The directory is not synced.
     """
     aligned = data.nbytes > 0 and address_of(data) % BLOCK == 0
-    return write_hashed(path, _create(path, direct=aligned), [data], _write, _CHUNK)
+    fd = _open(path, direct=aligned, alone=start is None)
+    os.lseek(fd, start or 0, os.SEEK_SET)
+    return write_hashed(path, fd, [data], _write, _CHUNK, alone=start is None)
 
 
-def _create(path: Path, *, direct: bool) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+def _open(path: Path, *, direct: bool, alone: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if alone else 0)
     try:
         return files.open_file(path, flags | os.O_DIRECT if direct else flags)
     except OSError as error:
         if not direct or error.errno not in _REFUSED:
             raise
-        files.unlink(path)  # some file systems make the file before they refuse
+        if alone:
+            files.unlink(path)  # some file systems make the file before they refuse
         return files.open_file(path, flags)
 
 

@@ -1,16 +1,28 @@
 """manifest.json: the record that makes a directory of shards a checkpoint. Written last, believed only if it checks."""
 
 import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
+from rollback.checkpoints.format import packs
 from rollback.checkpoints.format.shard import Written
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
 from rollback.rundir import seal
-from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, READS, CheckpointName, shard_name
+from rollback.rundir.paths import (
+    FORMAT,
+    FORMAT_OF_PACKS,
+    FORMATS,
+    MANIFEST,
+    READS,
+    CheckpointName,
+    has_packs,
+    shard_name,
+)
 from rollback.system.durable import read_small_file
 from rollback.system.small_json import parse_json
 
@@ -21,6 +33,15 @@ class ShardRecord(BaseModel, frozen=True, extra="forbid"):
     file: str
     size: int = Field(ge=8)
     hash: str = Field(pattern=r"^[0-9a-f]{32}$")
+    start: int | None = Field(None, ge=0)
+    """Where it begins in a pack; None: the file is its own, and the manifest does not have the field."""
+
+    @model_serializer(mode="wrap")
+    def _without_start(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        body: dict[str, Any] = handler(self)
+        if self.start is None:
+            del body["start"]
+        return body
 
     @classmethod
     def of(cls, rank: int, written: Written) -> "ShardRecord":
@@ -44,6 +65,24 @@ class FrozenRecord(BaseModel, frozen=True, extra="forbid"):
     @property
     def written(self) -> Written:
         return Written(self.size, self.hash)
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """A file of a checkpoint, with the shards in it by rank: one, or in a pack several."""
+
+    name: str
+    shards: Mapping[int, ShardRecord]
+
+    @property
+    def contents(self) -> list[tuple[int, Written]]:
+        """Where each shard begins, and what it is, in order."""
+        return [(shard.start or 0, shard.written) for shard in self.shards.values()]
+
+    @property
+    def size(self) -> int:
+        start, last = self.contents[-1]
+        return start + last.size
 
 
 class Manifest(BaseModel, frozen=True, extra="forbid"):
@@ -79,6 +118,24 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     def bytes(self) -> int:
         """Of the shards; what the checkpoint shares with others does not count."""
         return sum(shard.size for shard in self.shards)
+
+    @property
+    def files(self) -> list[CheckpointFile]:
+        """What holds the shards, in the order of the lowest rank in each."""
+        found: dict[str, dict[int, ShardRecord]] = {}
+        for rank, shard in enumerate(self.shards):
+            found.setdefault(shard.file, {})[rank] = shard
+        return [CheckpointFile(name, shards) for name, shards in found.items()]
+
+    def packed(self, groups: Collection[Collection[int]] | None = None) -> "Manifest":
+        """The same checkpoint, with the shards of each of these groups of ranks in one file (default: as it lies in the
+        run directory). Unchanged where there are not so many ranks that packs are needed, and where it has them."""
+        if not has_packs(self.world_size) or self.format == FORMAT_OF_PACKS:
+            return self
+        shards, groups = list(self.shards), packs.groups_in_run(self.world_size) if groups is None else groups
+        for rank, place in packs.places([shard.size for shard in shards], groups).items():
+            shards[rank] = shards[rank].model_copy(update={"file": place.file, "start": place.start})
+        return self.model_copy(update={"format": FORMAT_OF_PACKS, "shards": tuple(shards)})
 
 
 def check_of(body: dict[str, Any]) -> str:
@@ -133,8 +190,16 @@ def parse_manifest(data: bytes, name: str | None, where: str) -> Manifest:
     if name not in (None, manifest.name) or manifest.name != CheckpointName.of(manifest.seq, manifest.step):
         raise CheckpointDamaged(f"the manifest {where} is that of another checkpoint, {manifest.name!r}")
     # Counted first: a stated world size of a billion must not be spelt out.
-    if len(manifest.shards) != manifest.world_size or any(
-        shard.file != shard_name(rank) for rank, shard in enumerate(manifest.shards)
-    ):
+    if len(manifest.shards) != manifest.world_size or not all(map(_is_as_written, manifest.files)):
         raise CheckpointDamaged(f"the manifest {where} does not list one shard for each of {manifest.world_size} ranks")
     return manifest
+
+
+def _is_as_written(file: CheckpointFile) -> bool:
+    """Whether the name of a file, and the places in it, are those that rollback gives."""
+    shards = file.shards
+    if [shard.start for shard in shards.values()] == [None]:
+        return [file.name] == [shard_name(rank) for rank in shards]
+    sizes = {rank: shard.size for rank, shard in shards.items()}
+    found = {rank: packs.Place(file.name, shard.start) for rank, shard in shards.items()}
+    return packs.places(sizes, [shards]) == found

@@ -63,11 +63,18 @@ def hash_shard(pieces: Iterable[ShardPiece], metadata: Mapping[str, str]) -> Wri
 
 
 def write_hashed(
-    path: Path, fd: int, blocks: Iterable[memoryview], write: Callable[[int, memoryview], None], chunk_size: int
+    path: Path,
+    fd: int,
+    blocks: Iterable[memoryview],
+    write: Callable[[int, memoryview], None],
+    chunk_size: int,
+    *,
+    alone: bool = True,
 ) -> Written:
-    """Write a file that was just made, hashing on the way, sync it and close it. Where that fails, it is removed.
+    """Write to a file, hashing on the way, sync it and close it. Where that fails, it is removed.
 
-    write: writes all of a chunk, of at most `chunk_size` bytes. Raises what that does, and OSError.
+    alone: whether it was just made for these bytes; else others write to it as well, and it is not removed. write:
+    writes all of a chunk, of at most `chunk_size` bytes. Raises what that does, and OSError.
     """
     digest, size = ShardHash(), 0
     try:
@@ -78,7 +85,8 @@ def write_hashed(
                 write(fd, chunk)
         os.fsync(fd)
     except BaseException:
-        files.unlink(path)
+        if alone:
+            files.unlink(path)
         raise
     finally:
         os.close(fd)
@@ -114,7 +122,8 @@ class ShardReader:
     says that somebody else has looked), a header whose offsets follow from dtypes and shapes and cover the data without
     gaps or overlaps. Raises CheckpointDamaged; CheckpointUnreadable where the disk fails.
 
-    memory: the same file in memory (the fast tier's), where the caller has it mapped anyway. threads: that hash.
+    start: where it begins in a pack; None: it has the file to itself. memory: the same file in memory (the fast
+    tier's), where the caller has it mapped anyway. threads: that hash.
     """
 
     def __init__(
@@ -122,11 +131,13 @@ class ShardReader:
         path: Path,
         expected: Written,
         *,
+        start: int | None = None,
         hashed: bool = False,
         memory: memoryview | None = None,
         threads: int = 1,
     ) -> None:
         self.path = path
+        self._start = start or 0
         self._memory = memory if memory is not None and len(memory) == expected.size else None
         try:
             self._fd = files.open_file(path, os.O_RDONLY)
@@ -137,8 +148,9 @@ class ShardReader:
         try:
             with reporting(CheckpointUnreadable, f"looking at the shard {path}"):
                 status = os.fstat(self._fd)
-            if status.st_size != expected.size or expected.size < 8:
-                raise CheckpointDamaged(f"the shard {path} has {status.st_size} bytes; {expected.size} were written")
+            size = status.st_size if start is None else min(expected.size, max(0, status.st_size - start))
+            if size != expected.size or expected.size < 8:
+                raise CheckpointDamaged(f"the shard {path} has {size} bytes; {expected.size} were written")
             self._size = expected.size
             if not hashed and (found := self._hash(threads)) != expected.digest:
                 raise CheckpointDamaged(f"the shard {path} has hash {found}; {expected.digest} was written")
@@ -187,7 +199,7 @@ class ShardReader:
         done = 0
         while done < len(memory):
             with reporting(CheckpointUnreadable, f"reading the shard {self.path}"):
-                got = os.preadv(self._fd, [memory[done:]], start + done)
+                got = os.preadv(self._fd, [memory[done:]], self._start + start + done)
             if not got:
                 raise CheckpointDamaged(f"reading the shard {self.path}: it ends after {start + done} bytes")
             done += got

@@ -10,6 +10,7 @@ from rollback.rundir.paths import shard_name
 _ORDER = get_args(Where)
 _KINDS: tuple[Explosion, ...] = ("nonfinite", "overflow", "large")
 _SHOWN = 5
+_NAMED = 8  # ranks
 _IN_WORDS = {
     "nonfinite": "elements that are not finite",
     "overflow": "finite elements whose norm overflows",
@@ -84,7 +85,8 @@ def _began(origin: Origin, ranks: list[int], everywhere: bool) -> str:
         "parameters": f"the parameters: {origin.name}",
         "buffers": f"the buffers: {origin.name}",
     }[origin.where]
-    who = "every rank" if everywhere else f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    named = ", ".join(map(str, ranks[:_NAMED])) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+    who = "every rank" if everywhere else f"rank{'s' if len(ranks) > 1 else ''} {named}"
     step = "" if origin.step is None else f", in step {origin.step}"
     return f"began in {where} on {who}{step}"
 

@@ -44,9 +44,9 @@ class ReadableRun:
             paths.frozen.mkdir(exist_ok=True)  # what many checkpoints have is fetched once
             self.store.get_file(frozen_key(needed), paths.frozen / needed.file, needed.written)
         try:
-            for shard in manifest.shards:
-                files.append(directory / shard.file)
-                self.store.get_file(checkpoint_key(checkpoint, shard.file), files[-1], shard.written)
+            for file in manifest.files:
+                files.append(directory / file.name)
+                self.store.get_files(checkpoint_key(checkpoint, file.name), files[-1], file.contents)
             yield
         finally:
             for path in files:

@@ -159,7 +159,8 @@ def find_faults(
             if partly and not os.path.lexists(directory / record.file):
                 continue
             try:
-                shards.append(stack.enter_context(ShardReader(directory / record.file, record.written)))
+                shard = ShardReader(directory / record.file, record.written, start=record.start)
+                shards.append(stack.enter_context(shard))
             except CheckpointDamaged as error:
                 faults.append(fault(file=record.file, fault=error.message))
         weights = None

@@ -202,7 +202,7 @@ def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
         try:
             with tiers.held(place):
                 for shard in place.manifest.shards:
-                    for _ in read_verified(place.directory / shard.file, shard.written):
+                    for _ in read_verified(place.directory / shard.file, shard.written, shard.start):
                         pass
         except CheckpointDamaged as error:
             say(f"checkpoint {name} in {place.directory} cannot be used: {error.message}")
@@ -265,8 +265,8 @@ def bring(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> None:
     files.remove_directory(directory)
     files.make_new_directory(directory)
     try:
-        for shard in manifest.shards:
-            store.get_file(checkpoint_key(manifest.name, shard.file), directory / shard.file, shard.written)
+        for file in manifest.files:
+            store.get_files(checkpoint_key(manifest.name, file.name), directory / file.name, file.contents)
         ring.complete(paths, manifest, directory)
     except CheckpointDamaged:
         files.remove_directory(directory)

@@ -1,9 +1,9 @@
 """The writing end of a ring at a URL. One process holds it at a time; docs/format.md has the order of writes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rollback.checkpoints.format.manifest import FrozenRecord, Manifest
+from rollback.checkpoints.format.manifest import CheckpointFile, FrozenRecord, Manifest
 from rollback.errors import CheckpointDamaged, RunDoesNotFit
 from rollback.ring.hosts import Others
 from rollback.ring.url import record
@@ -18,9 +18,9 @@ from rollback.ring.url.index import (
     next_index,
     read_indexes,
 )
-from rollback.ring.url.store import Store
+from rollback.ring.url.store import Source, Store
 from rollback.rundir.identity import read_identity
-from rollback.rundir.paths import CheckpointName, RunPaths, shard_name
+from rollback.rundir.paths import CheckpointName, RunPaths, has_packs, pack_name, shard_name
 from rollback.system import files
 
 
@@ -86,13 +86,14 @@ class RingAtUrl:
         self._write_index([*self._held, name])
         if frozen is not None and self._store.size(frozen_key(frozen)) != frozen.size:
             self._store.put_file(frozen_key(frozen), self._paths.frozen / frozen.file, frozen.written)
-        with self._others.copying(manifest, directory) as own:
-            for shard in own:
-                self._store.put_file(checkpoint_key(name, shard.file), directory / shard.file, shard.written)
-        for key, expected in _objects(manifest):
+        with self._others.copying(manifest, directory) as shares:
+            for file in own_files(manifest, shares.own):
+                put_checkpoint_file(self._store, file, manifest, directory)
+        stored = manifest.packed(shares.all)
+        for key, expected in _objects(stored):
             if (size := self._store.size(key)) != expected:
                 raise CheckpointDamaged(f"{self.place} has {size} bytes of {key}, which {name} needs, not {expected}")
-        self._store.put(checkpoint_key(name), manifest.to_json())
+        self._store.put(checkpoint_key(name), stored.to_json())
         self._held = sorted([*self._held, name], key=_order)
         self._needed[name] = frozen
         self._remains = [remains for remains in self._remains if remains != name]
@@ -107,7 +108,7 @@ class RingAtUrl:
         self._store.delete(checkpoint_key(name))
         self._held.remove(name)
         self._needed.pop(name, None)
-        self._delete_shards(name, manifest.world_size if manifest else self._world_size)
+        self._delete_files(name, [file.name for file in manifest.files] if manifest else self._possible_files())
         self._delete_frozen()
 
     def keep_record(self) -> None:
@@ -159,7 +160,7 @@ class RingAtUrl:
         there."""
         for name in [name for name in self._remains if self._held and _order(name) < _order(self._held[-1])]:
             self._store.delete(checkpoint_key(name))
-            self._delete_shards(name, self._world_size)
+            self._delete_files(name, self._possible_files())
             self._remains.remove(name)
 
     def _delete_frozen(self) -> None:
@@ -168,9 +169,14 @@ class RingAtUrl:
             self._store.delete(frozen_key(frozen))
             self._frozen.remove(frozen)
 
-    def _delete_shards(self, name: str, world_size: int) -> None:
-        for rank in range(world_size):
-            self._store.delete(checkpoint_key(name, shard_name(rank)))
+    def _delete_files(self, name: str, files: Iterable[str]) -> None:
+        for file in files:
+            self._store.delete(checkpoint_key(name, file))
+
+    def _possible_files(self) -> list[str]:
+        """What may be there of a checkpoint without a manifest: which host had which shards is not known any more."""
+        name = pack_name if has_packs(self._world_size) else shard_name
+        return [name(rank) for rank in range(self._world_size)]
 
 
 class RunFromUrl:
@@ -188,10 +194,28 @@ class RunFromUrl:
         bring(self._store, manifest, self._paths, self._say)
 
 
+def own_files(manifest: Manifest, own: tuple[int, ...]) -> list[CheckpointFile]:
+    """The files at a URL that the host with these shards writes: nobody else writes to them."""
+    return [file for file in manifest.packed([own]).files if {*file.shards} <= {*own}]
+
+
+def put_checkpoint_file(store: Store, file: CheckpointFile, manifest: Manifest, directory: Path) -> None:
+    """Write a file of a checkpoint from the shards in it, which lie in a directory as the manifest says.
+
+    Raises as `Store.put_files`.
+    """
+    sources = {rank: manifest.shards[rank] for rank in file.shards}
+    parts = [
+        (file.shards[rank].start or 0, Source(directory / shard.file, shard.written, shard.start))
+        for rank, shard in sources.items()
+    ]
+    store.put_files(checkpoint_key(manifest.name, file.name), parts)
+
+
 def _objects(manifest: Manifest) -> list[tuple[str, int]]:
     """Key and size of each object that a checkpoint needs besides its manifest."""
     frozen = [(frozen_key(manifest.frozen), manifest.frozen.size)] if manifest.frozen else []
-    return [(checkpoint_key(manifest.name, shard.file), shard.size) for shard in manifest.shards] + frozen
+    return [(checkpoint_key(manifest.name, file.name), file.size) for file in manifest.files] + frozen
 
 
 def _order(name: str) -> tuple[int, int]:

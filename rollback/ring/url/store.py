@@ -12,9 +12,10 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import tenacity
@@ -108,6 +109,15 @@ def _names_credentials(url: str) -> UsageError:
     )
 
 
+@dataclass(frozen=True)
+class Source:
+    """What goes into an object: a file, or a shard in a pack, which begins at `start`."""
+
+    path: Path
+    expected: Written
+    start: int | None = None
+
+
 class Store:
     """Objects below a URL. `patience`: seconds for which a failing operation is retried (default: PATIENCE).
 
@@ -162,17 +172,26 @@ class Store:
         self._attempt("writing", key, write)
 
     def put_file(self, key: str, path: Path, expected: Written) -> None:
-        """Write a file in parts; nobody may change the file meanwhile.
+        """Write a file in parts; nobody may change the file meanwhile. Raises as `put_files`."""
+        self.put_files(key, [(0, Source(path, expected))])
 
-        Raises CheckpointDamaged where the file cannot be read, or where its content is not `expected`: it was damaged,
-        or another file has taken its place. The object is then deleted again.
+    def put_files(self, key: str, sources: Sequence[tuple[int, Source]]) -> None:
+        """Write files into one object, in parts: where each begins there, in order, and zeros between them.
+
+        Raises CheckpointDamaged where a file cannot be read, or where its content is not what is expected: it was
+        damaged, or another file has taken its place. The object is then deleted again.
         """
+        last, end_piece = sources[-1]
 
         def write() -> None:
-            with self._writing(key, expected.size) as sink:
-                for part in read_verified(path, expected):
-                    self._require_not_given_up()
-                    sink.write(part)
+            with self._writing(key, last + end_piece.expected.size) as sink:
+                end = 0
+                for begin, source in sources:
+                    sink.write(bytes(begin - end))
+                    for part in read_verified(source.path, source.expected, source.start):
+                        self._require_not_given_up()
+                        sink.write(part)
+                    end = begin + source.expected.size
 
         try:
             self._attempt("writing", key, write)
@@ -203,26 +222,39 @@ class Store:
             return None
 
     def get_file(self, key: str, path: Path, expected: Written) -> None:
-        """Read an object into a new file, in parts, and sync it. A part that fails is retried by itself.
+        """Read an object into a new file. Raises as `get_files`."""
+        self.get_files(key, path, [(0, expected)])
 
-        Raises CheckpointDamaged unless size and hash are as expected; the size is compared before any disk space is
+    def get_files(self, key: str, path: Path, contents: Sequence[tuple[int, Written]]) -> None:
+        """Read an object of `put_files` into a new file, in parts, and sync it. A part that fails is retried by itself.
+
+        Raises CheckpointDamaged unless sizes and hashes are as expected; the size is compared before any disk space is
         used. Raises OSError where the file cannot be written.
         """
-        size = self.size(key)
-        if size != expected.size:
-            found = "is missing" if size is None else f"has {size} bytes; {expected.size} were written"
+        last, ends = contents[-1]
+        whole, size = last + ends.size, self.size(key)
+        if size != whole:
+            found = "is missing" if size is None else f"has {size} bytes; {whole} were written"
             raise CheckpointDamaged(f"{self.url}/{key} {found}")
-        require_room(path.parent, expected.size)
-        digest = ShardHash()
-        with os.fdopen(files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as sink:
-            for start in range(0, expected.size, _PART):
-                part = self._part(key, start, min(expected.size, start + _PART))
-                digest.update(part)
-                sink.write(part)
-            sink.flush()
-            os.fsync(sink.fileno())
-        if digest.hexdigest() != expected.digest:
+        require_room(path.parent, whole)
+        try:
+            with os.fdopen(files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as sink:
+                for start, expected in contents:
+                    sink.seek(start)
+                    self._read_into(sink, key, start, expected)
+                sink.flush()
+                os.fsync(sink.fileno())
+        except CheckpointDamaged:
             files.unlink(path)
+            raise
+
+    def _read_into(self, sink: IO[bytes], key: str, start: int, expected: Written) -> None:
+        digest, end = ShardHash(), start + expected.size
+        for begin in range(start, end, _PART):
+            part = self._part(key, begin, min(end, begin + _PART))
+            digest.update(part)
+            sink.write(part)
+        if digest.hexdigest() != expected.digest:
             raise CheckpointDamaged(f"{self.url}/{key} has hash {digest.hexdigest()}; {expected.digest} was written")
 
     def _part(self, key: str, start: int, end: int) -> bytes:
@@ -327,13 +359,17 @@ def _synced(file: Any, path: str) -> Iterator[Any]:
         sync_directory(Path(path).parent)
 
 
-def read_verified(path: Path, expected: Written) -> Iterator[bytes]:
-    """Read a file in parts, hashed on the way. Raises CheckpointDamaged, at the latest after the last part."""
+def read_verified(path: Path, expected: Written, start: int | None = None) -> Iterator[bytes]:
+    """Read a file in parts, hashed on the way. Raises CheckpointDamaged, at the latest after the last part.
+
+    start: where the shard begins in a pack; None: it has the file to itself.
+    """
     digest = ShardHash()
     left = expected.size
     try:
         with open_regular(path) as source:
-            while part := source.read(_PART):
+            source.seek(start or 0)
+            while part := source.read(_PART if start is None else min(_PART, left)):
                 digest.update(part)
                 left -= len(part)
                 if left < 0:

@@ -155,6 +155,16 @@ class IncidentEvidence:
         """Data set indices of what this rank was handed out in these steps, as far as it remembers."""
         return sorted(set().union(*(step.samples() for step in self._steps if step.step in steps)))
 
+    def harm(self, incident: Incident) -> float:
+        """How much this rank itself saw of a trouble until it was detected, since all see it in the next step: its
+        largest loss, infinite if that or its own gradient (before the ranks' were averaged) was not finite."""
+        steps = [step for step in self._steps if incident.onset_step <= step.step <= incident.detection_step]
+        own = [step.gradients.own for step in steps if step.gradients and step.gradients.own is not None]
+        losses = [float(loss) for step in steps for loss in step.losses]
+        if not all(map(math.isfinite, losses)) or not all(map(_is_finite, own)):
+            return math.inf
+        return max(losses, default=-math.inf)
+
     def write(self, incident: Incident) -> None:
         """Write what this rank saw of an incident. A failed write is reported once and stops nothing."""
         steps = [step for step in self._steps if step.step >= incident.onset_step]

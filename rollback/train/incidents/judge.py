@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollback.facts.training import Incident, Noticed, PhaseAnnounced, ScalerSkipped, Window
 from rollback.policy import DataStream, PolicyCheckpoint
+from rollback.rundir.evidence import MOST_WITNESSES, witnesses
 from rollback.rundir.records import metric_line
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Sentinel, Verdict
@@ -331,7 +332,8 @@ class Judge:
         )
         self._record.flush()
         self._record.note(incident, f"step {mark.step}: {verdict.explanation}")
-        self._evidence.write(incident)
+        if self._is_witness(incident):
+            self._evidence.write(incident)
         self._cases.called(incident, mark.batches_per_step)
         return self._plan(incident, self._stream(mark))
 
@@ -341,6 +343,14 @@ class Judge:
         own = self._evidence.samples(steps) if suspected else []
         found = set[int]().union(*self._ranks.from_each(own[: MOST + 1]))
         return tuple(sorted(found)) if len(found) <= MOST else ()
+
+    def _is_witness(self, incident: Incident) -> bool:
+        """Collective where there are many ranks: whether this one writes down what it saw."""
+        ranks = self._ranks
+        if ranks.world_size <= MOST_WITNESSES:
+            return True
+        ails = ranks.rank in incident.ranks and len(incident.ranks) < ranks.world_size
+        return ranks.rank in witnesses(ranks.from_each(math.inf if ails else self._evidence.harm(incident)))
 
     def _stream(self, mark: StepMark) -> DataStream:
         """How the script divides the data into updates, from the updates that are kept."""

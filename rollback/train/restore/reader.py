@@ -50,7 +50,10 @@ class Whole:
                 others = here[number % len(here)] != ranks.rank  # somebody else on this host hashes it
                 own = memory if number == ranks.rank else None
                 path = directory / record.file
-                self.shards.append(ShardReader(path, record.written, hashed=others, memory=own, threads=threads))
+                shard = ShardReader(
+                    path, record.written, start=record.start, hashed=others, memory=own, threads=threads
+                )
+                self.shards.append(shard)
             with _in_words(manifest.name):
                 self._shared = parse_json(self.shards[0].metadata["shared"])
                 self._local = parse_json(self._own.metadata["local"])

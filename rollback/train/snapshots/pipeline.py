@@ -16,10 +16,11 @@ from rollback.checkpoints.format.direct import write_direct
 from rollback.checkpoints.format.hashing import hash_of
 from rollback.checkpoints.format.layout import header_space_for, lay_out
 from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.format.packs import Place, place_in_run
 from rollback.checkpoints.format.shard import Written
 from rollback.errors import RollbackError
 from rollback.facts.training import Tier
-from rollback.rundir.paths import CheckpointName, RunPaths, shard_name
+from rollback.rundir.paths import CheckpointName, RunPaths, has_packs
 from rollback.system.region import OFFSET, Region
 from rollback.train.comm.pulse import Beat, Signs
 from rollback.train.comm.ranks import Ranks
@@ -76,6 +77,7 @@ class Snapshots:
         self._staging = Staging(self.thread)
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
         self._head = self._size = 0  # bytes of a shard, and of its header
+        self._place = place_in_run(ranks.rank, None)
         self._device: torch.device | None = None
         self._all_ready = self._said_ready = False
         self._flight: SnapshotInFlight | None = None
@@ -106,6 +108,8 @@ class Snapshots:
         # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
         self._head = 2 * header_space_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES + OFFSET
         self._size = lay_out(kinds, self._head).size + _SPARE
+        sizes = self._ranks.from_each(self._size) if has_packs(self._ranks.world_size) else None
+        self._place = place_in_run(self._ranks.rank, sizes)
         self._device = next((item.device for item in share.tensors.values() if item.is_cuda), None)
         self._prepare_buffer()
         return self._size
@@ -198,7 +202,8 @@ class Snapshots:
                 capture.finish()
             else:
                 flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
-            self._job = flight.job = self.thread.submit(self._write, flight, capture, share.frozen, region)
+            given = flight, capture, share.frozen, region, self._place
+            self._job = flight.job = self.thread.submit(self._write, *given)
         self.stalled = time.perf_counter() - began
         return flight
 
@@ -321,7 +326,9 @@ class Snapshots:
 
     # In the thread -------------------------------------------------------------------------------------------------
 
-    def _write(self, flight: SnapshotInFlight, capture: Capture, frozen: Mapping[str, Tensor], region: Region) -> None:
+    def _write(
+        self, flight: SnapshotInFlight, capture: Capture, frozen: Mapping[str, Tensor], region: Region, place: Place
+    ) -> None:
         if flight.copied is not None:
             flight.copied.result()
         if flight.slot is not None:
@@ -331,13 +338,14 @@ class Snapshots:
             if self._ranks.apart:  # a shard in this host's directory is no part of anything
                 raise OSError("there is no fast tier, and every host has a run directory of its own")
             directory = ring.begin_writing(self._paths, flight.manifest.name)
-            written = write_direct(directory / shard_name(self._ranks.rank), region.view)
+            written = write_direct(directory / place.file, region.view, place.start)
         self._frozen.require_stored(frozen, first=self._ranks.first)
         flight.nonfinite = capture.nonfinite()
         flight.letter = Letter(written, capture.digest(), len(flight.nonfinite), capture.part_digest())
 
     def _complete(self, flight: SnapshotInFlight, letters: Letters, commits: bool) -> None:
-        flight.manifest = flight.manifest.model_copy(update={"shards": letters.shards()})
+        manifest = flight.manifest.model_copy(update={"shards": letters.shards()})
+        flight.manifest = manifest if flight.slot is not None else manifest.packed()
         if not commits:
             return
         if flight.slot is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollback.errors import ExitCode, RunDirectoryError, RunDoesNotFit
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, require_same_job, write_identity
-from rollback.rundir.paths import FORMAT, RunPaths
+from rollback.rundir.paths import FORMAT, FORMATS, RunPaths
 
 JOB = JobIdentity(
     world_size=2,
@@ -110,8 +110,8 @@ def test_a_damaged_identity_is_a_clear_error(paths: RunPaths, text: str) -> None
 def test_another_format_is_refused(paths: RunPaths) -> None:
     write_identity(paths, new_identity(JOB))
     body = json.loads(paths.identity.read_text())
-    paths.identity.write_text(json.dumps({**body, "format": FORMAT + 1}))
-    with pytest.raises(RunDoesNotFit, match=f"format {FORMAT + 1}"):
+    paths.identity.write_text(json.dumps({**body, "format": FORMATS[-1] + 1}))
+    with pytest.raises(RunDoesNotFit, match=f"format {FORMATS[-1] + 1}"):
         read_identity(paths)
 
 

@@ -12,7 +12,7 @@ from checkpoints import RANKS, write_checkpoint
 from rollback.checkpoints.format import manifest as manifest_module
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.errors import CheckpointDamaged
-from rollback.rundir.paths import FORMAT, RunPaths
+from rollback.rundir.paths import FORMATS, RunPaths
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_manifest_with_other_content_and_a_check_that_fits_is_refused(director
         {"batch": "many"},
         {"world_size": RANKS + 1},
         {"world_size": 0},
-        {"format": FORMAT + 1},
+        {"format": FORMATS[-1] + 1},
         {"shards": []},
         {"shards": body["shards"][::-1]},
         {"shards": [shard, {**shard, "file": "../../../etc/passwd"}]},

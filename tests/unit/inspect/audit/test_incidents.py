@@ -88,6 +88,11 @@ def test_where_the_ranks_cannot_be_told_apart_all_are_named(run: RecordedRun) ->
     assert began(run, *ranks) == "began in the gradients of head on every rank, in step 45"
 
 
+def test_of_many_ranks_the_first_are_named_and_the_others_counted(run: RecordedRun) -> None:
+    ranks = [seen(rank, "loss") for rank in range(0, 640, 10)]
+    assert "on ranks 0, 10, 20, 30, 40, 50, 60, 70 and 56 more, in step 45" in began(run, *ranks)
+
+
 def test_an_earlier_step_comes_before_an_earlier_place(run: RecordedRun) -> None:
     assert "the gradients of head" in began(run, seen(0, "loss", step=46), seen(1, "gradients", name="head"))
 
