@@ -13,6 +13,7 @@ import ctypes
 import errno
 import os
 import re
+import resource
 import stat
 import struct
 import sys
@@ -142,6 +143,19 @@ def open_file(path: Path, flags: int) -> int:
             os.close(fd)
             raise
     return fd
+
+
+def leave_room_for_others(fd: int) -> None:
+    """Double the soft limit of open files where this descriptor is beyond half of it and the hard limit allows it.
+
+    Who holds a thousand files open would else take from the other threads of the process what they need.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or fd < soft // 2:
+        return
+    wanted = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
+    with contextlib.suppress(OSError, ValueError):  # whoever needs more is told when it opens it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _require_ours(status: os.stat_result, folder: os.stat_result, path: Path, *, writes: bool) -> None:

@@ -141,6 +141,7 @@ class ShardReader:
         self._memory = memory if memory is not None and len(memory) == expected.size else None
         try:
             self._fd = files.open_file(path, os.O_RDONLY)
+            files.leave_room_for_others(self._fd)  # a checkpoint is read with all its shards open
         except files.NotAFileOfOurs as error:
             raise CheckpointDamaged(f"the shard {path} is not to be believed: {error.strerror}") from error
         except OSError as error:

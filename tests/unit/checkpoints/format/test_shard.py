@@ -1,8 +1,10 @@
 """Shards: the safetensors library reads what we write and we read what it writes; nothing damaged is believed."""
 
+import contextlib
 import json
 import math
 import os
+import resource
 import struct
 from pathlib import Path
 from typing import Any
@@ -287,3 +289,18 @@ def test_opening_and_refusing_leaks_no_file_descriptor(shard: tuple[Path, Writte
         with pytest.raises(CheckpointDamaged):
             ShardReader(path, Written(written.size, "0" * 32))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_more_shards_than_the_soft_limit_of_open_files_are_read_and_others_can_open_files(tmp_path: Path) -> None:
+    path, most = tmp_path / "shard", 400
+    written = write_shard(path, [ShardPiece("w", "U8", (2,), memoryview(b"ab"))], {})
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        with contextlib.ExitStack() as opened:
+            shards = [opened.enter_context(ShardReader(path, written)) for _ in range(2 * most)]
+            others = [opened.enter_context(open(path, "rb")) for _ in range(100)]
+            assert {bytes(shard.data("w")) for shard in shards} == {b"ab"}
+            assert len(others) == 100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
