@@ -90,7 +90,7 @@ def stop_at(batch: int) -> Hook:
 def test_a_run_that_was_begun_by_an_older_version_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, run = FROZEN.but(samples=160), tmp_path / "run"
     monkeypatch.setattr(room, "LEAST", 1 << 40)
-    monkeypatch.setattr(identity, "FORMAT", 3)
+    monkeypatch.setattr(identity, "format_for", lambda ranks: 3)
     with pytest.raises(KeyboardInterrupt):
         train(job, run, hook=stop_at(25), log=tmp_path / "log")
     monkeypatch.undo()

@@ -218,18 +218,18 @@ def test_a_crash_in_mid_fetch_ends_with_the_same_rollback(
 ) -> None:
     """A supervisor fetches before its first attempt only: a later one has to see to it itself."""
     run, log = tmp_path / "run", tmp_path / "log"
-    get = storing.Store.get_file
+    get = storing.Store.get_files
 
     def die(self: storing.Store, key: str, path: Path, expected: Any) -> None:
         get(self, key, path, expected)
         raise Died
 
     def begin_to_die() -> None:
-        monkeypatch.setattr(storing.Store, "get_file", die)
+        monkeypatch.setattr(storing.Store, "get_files", die)
 
     with pytest.raises(Died):
         train(BAD, run, log=log, hook=following(run, at(50, begin_to_die)))
-    monkeypatch.setattr(storing.Store, "get_file", get)
+    monkeypatch.setattr(storing.Store, "get_files", get)
     assert not RunPaths(run).checkpoint(PLANNED).exists()
     for name in ring.names(RunPaths(run)):
         shutil.rmtree(RunPaths(run).checkpoint(name))  # with none of them there is no older one to go back to

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bench_stability
 import detectors
 from stability.arms import ARMS, SkipStep, Watch, ZClip
 from stability.fleet import cases, read_results
 from stability.job import RunResult, run_one
-from stability.table import lines
+from stability.table import as_text, lines
 from stability.text import CONTEXT, SAMPLES, batches
 from stability.troubles import ONSET, POISONED, STEPS, STRETCH, TROUBLES
 
@@ -112,3 +113,8 @@ def test_a_gradient_times_ten_costs_nothing_and_a_nan_costs_its_batch(tmp_path: 
     undisturbed = runs["none", "nothing"].loss
     assert nan.loss == pytest.approx(undisturbed, abs=0.02)
     assert json.loads(nan.to_json())["loss"] == nan.loss
+
+
+def test_the_document_shows_the_table_of_the_results_that_are_kept() -> None:
+    shown = bench_stability.PAGE.read_text().split(bench_stability.BEGIN)[1].split(bench_stability.END)[0]
+    assert shown == as_text(read_results(bench_stability.KEPT)), "run python scripts/bench_stability.py --docs"
