@@ -76,10 +76,14 @@ class Host:
         self._program.send_signal(number)
 
     def lose(self) -> None:
-        """End all that runs on it, without a word."""
-        if self._process is not None:
-            self._process.kill()  # and with it the host's first process
-            self._process.wait()
+        """End all that runs on it, without a word. Nothing does any more on return."""
+        if not self.running:
+            return
+        assert self._process is not None
+        started = psutil.Process(self._process.pid)
+        for process in started.children() or [started]:
+            process.kill()
+        self._process.wait()  # it waits for the host's first process, which the kernel lets go when all others are gone
 
 
 @contextmanager
