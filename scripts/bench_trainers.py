@@ -30,6 +30,7 @@ from transformers.trainer_utils import set_seed
 import rollback
 
 WARM = 5
+SEQUENCES = 4  # in a batch, at first
 Steps = list[tuple[float, float]]
 """Seconds of each step by the clock and of the processor."""
 
@@ -77,30 +78,30 @@ def model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=128, n_embd=192, n_layer=4, n_head=4))
 
 
-def by_huggingface(folder: Path, steps: int, protected: bool, times: StepTimes) -> None:
+def by_huggingface(folder: Path, steps: int, batch: int, protected: bool, times: StepTimes) -> None:
     class Told(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: object, **__: object) -> None:
             times.note()
 
     arguments = TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=4, save_strategy="no", logging_steps=20,
+        str(folder), max_steps=steps, per_device_train_batch_size=batch, save_strategy="no", logging_steps=20,
         report_to="none", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
-    trainer = Trainer(model=model(), args=arguments, train_dataset=Ids(4 * steps, 64), callbacks=[Told()])
+    trainer = Trainer(model=model(), args=arguments, train_dataset=Ids(batch * steps, 64), callbacks=[Told()])
     if protected:
         rollback.protect(trainer, run=folder / "run")
     trainer.train()
 
 
-def by_accelerate(folder: Path, steps: int, protected: bool, times: StepTimes) -> None:
+def by_accelerate(folder: Path, steps: int, batch: int, protected: bool, times: StepTimes) -> None:
     accelerator, net = Accelerator(cpu=True), model()
-    objects = net, torch.optim.AdamW(net.parameters(), 1e-4), DataLoader(Ids(4 * steps, 64), 4, shuffle=True)
+    objects = net, torch.optim.AdamW(net.parameters(), 1e-4), DataLoader(Ids(batch * steps, 64), batch, shuffle=True)
     prepared = accelerator.prepare(*objects)
     if protected:
         prepared = rollback.protect(accelerator, *prepared, run=folder / "run")
     net, optimizer, loader = prepared
-    for batch in loader:
-        accelerator.backward(net(**batch).loss)
+    for inputs in loader:
+        accelerator.backward(net(**inputs).loss)
         accelerator.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -122,7 +123,7 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-4)
 
 
-def by_lightning(folder: Path, steps: int, protected: bool, times: StepTimes) -> None:
+def by_lightning(folder: Path, steps: int, batch: int, protected: bool, times: StepTimes) -> None:
     class Told(lightning.Callback):
         def on_train_batch_end(self, *_: object) -> None:
             times.note()
@@ -133,13 +134,13 @@ def by_lightning(folder: Path, steps: int, protected: bool, times: StepTimes) ->
     )  # fmt: skip
     if protected:
         rollback.protect(trainer, run=folder / "run")
-    trainer.fit(Module(), DataLoader(Ids(4 * steps, 64), 4, shuffle=True))
+    trainer.fit(Module(), DataLoader(Ids(batch * steps, 64), batch, shuffle=True))
 
 
 LIBRARIES = {"huggingface": by_huggingface, "accelerate": by_accelerate, "lightning": by_lightning}
 
 
-def run(library: str, steps: int, *, protect: bool) -> tuple[Steps, Steps]:
+def run(library: str, steps: int, batch: int, *, protect: bool) -> tuple[Steps, Steps]:
     """Steps of a plain loop and of another one, protected or not. That is in the main thread, for its signals."""
     plain, other = StepTimes(), StepTimes()
     plain.other, other.other = other, plain
@@ -148,7 +149,7 @@ def run(library: str, steps: int, *, protect: bool) -> tuple[Steps, Steps]:
         torch.set_num_threads(1)  # counts for this thread
         with tempfile.TemporaryDirectory() as folder:
             try:
-                LIBRARIES[library](Path(folder), steps, protect and times is other, times)
+                LIBRARIES[library](Path(folder), steps, batch, protect and times is other, times)
             finally:
                 times.leave()
 
@@ -202,12 +203,18 @@ def main() -> None:
     parser.add_argument("--library", choices=LIBRARIES, default="huggingface")
     parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--rounds", type=int, default=12, help="of each kind")
+    parser.add_argument(
+        "--milliseconds", type=int, default=100, help="of a plain step; it decides how large a batch is"
+    )
     given = parser.parse_args()
-    run(given.library, WARM + 3, protect=True)
+    run(given.library, WARM + 3, SEQUENCES, protect=True)
+    before, _ = run(given.library, WARM + 20, SEQUENCES, protect=False)
+    batch = max(1, round(SEQUENCES * given.milliseconds / 1000 / median(step[1] for step in before)))
+    print(f"batches of {batch} sequences")
     alike, protected = Rounds(), Rounds()
     for _ in range(given.rounds):
-        alike.add(*run(given.library, given.steps, protect=False))
-        protected.add(*run(given.library, given.steps, protect=True))
+        alike.add(*run(given.library, given.steps, batch, protect=False))
+        protected.add(*run(given.library, given.steps, batch, protect=True))
     alike.show("both plain")
     protected.show("protected")
     print(f"protected, less what two plain loops differ by: {median(protected.more) - median(alike.more):+.2%}")
