@@ -1,5 +1,6 @@
 """How much memory the fast tier may take: decided by `slots_that_fit`, from what `free_memory` measures."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -34,8 +35,13 @@ def free_memory(base: Path) -> int:
 
 def bytes_of_tier(root: Path) -> int:
     """Bytes that a fast tier takes now, copies of another host's slots included: else what was enough for the slots of
-    one attempt would not be for those of the next."""
-    return sum(path.lstat().st_blocks * 512 for path in root.glob("*/*"))
+    one attempt would not be for those of the next. What vanishes meanwhile takes nothing: copies arrive and leave."""
+    taken = 0
+    for directory, _, names in [*os.walk(root)][1:]:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                taken += os.lstat(os.path.join(directory, name)).st_blocks * 512
+    return taken
 
 
 def _free_in_cgroups() -> int:

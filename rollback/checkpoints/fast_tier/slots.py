@@ -227,6 +227,7 @@ def discard(slots: SlotPaths, number: int) -> None:
 def remove_copies(slots: SlotPaths) -> None:
     """Give the memory of copies of another host's slots back, and of what was arriving. Raises OSError."""
     for directory in (*slots.root.glob(BUDDY_COPIES), *slots.root.glob(ARRIVING)):
+        files.unlink(directory / MANIFEST)  # first: what has one is whole
         files.remove_directory(directory)
 
 

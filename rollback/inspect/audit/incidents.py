@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import get_args
 
 from rollback.inspect.audit.report import BatchFile, EvidenceEntry, LeadingTensor, said
-from rollback.rundir.evidence import Explosion, Norms, Origin, RankEvidence, Where
+from rollback.rundir.evidence import MOST_WITNESSES, Explosion, Norms, Origin, RankEvidence, Where
 from rollback.rundir.paths import shard_name
 
 _ORDER = get_args(Where)
 _KINDS: tuple[Explosion, ...] = ("nonfinite", "overflow", "large")
 _SHOWN = 5
 _NAMED = 8  # ranks
+_WITNESSES = "each of the {} ranks that wrote evidence"
 _IN_WORDS = {
     "nonfinite": "elements that are not finite",
     "overflow": "finite elements whose norm overflows",
@@ -25,14 +26,16 @@ def put_together(seen: Mapping[int, RankEvidence], world_size: int | None) -> Ev
     origins = {rank: item.origin for rank, item in seen.items() if item.origin is not None}
     ranks = _first(origins)
     origin = origins[ranks[0]] if ranks else None
-    everywhere = len(ranks) > 1 and len(ranks) == (world_size or len(seen))
+    count = world_size or len(seen)
+    everywhere = len(ranks) > 1 and len(ranks) == min(count, MOST_WITNESSES)
+    who = _named(ranks) if not everywhere else "every rank" if len(ranks) == count else _WITNESSES.format(len(ranks))
     teller = seen[ranks[0] if ranks else min(seen)]
     norms = teller.gradients
     kinds = {step.kind for step in teller.steps if step.step == teller.gradients_step}
     kind = next((kind for kind in _KINDS if kind in kinds), None)
     leading = _leading(norms)
     return EvidenceEntry(
-        began=_began(origin, ranks, everywhere) if origin else _large(kind, norms, teller, leading),
+        began=_began(origin, who) if origin else _large(kind, norms, teller, leading),
         **said(origin, "where", "step", "name"),
         ranks=[] if everywhere else ranks,
         explosion=kind,
@@ -78,17 +81,20 @@ def _leading(norms: Norms | None) -> list[LeadingTensor]:
     return found or [LeadingTensor(name=item.name, norm=item.norm, kind=None) for item in norms.largest[:_SHOWN]]
 
 
-def _began(origin: Origin, ranks: list[int], everywhere: bool) -> str:
+def _began(origin: Origin, who: str) -> str:
     where = {
         "loss": "the loss (before backward)",
         "gradients": f"the gradients of {origin.name}" if origin.name else "the gradients, between backward and step",
         "parameters": f"the parameters: {origin.name}",
         "buffers": f"the buffers: {origin.name}",
     }[origin.where]
-    named = ", ".join(map(str, ranks[:_NAMED])) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
-    who = "every rank" if everywhere else f"rank{'s' if len(ranks) > 1 else ''} {named}"
     step = "" if origin.step is None else f", in step {origin.step}"
     return f"began in {where} on {who}{step}"
+
+
+def _named(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def _large(kind: Explosion | None, norms: Norms | None, teller: RankEvidence, leading: list[LeadingTensor]) -> str:

@@ -90,7 +90,7 @@ class _Step:
 
 
 class IncidentEvidence:
-    """One rank's memory of its last updates. Nothing here is collective, and nothing waits for the device but `write`.
+    """One rank's memory of its last updates. Nothing here is collective; only `harm` and `write` wait for the device.
 
     limit: bytes of finished steps' batches that are held, and so the most that an incident's file has; 0 holds none.
     """

@@ -10,8 +10,9 @@ import ctypes
 import json
 import marshal
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from operator import is_
 from typing import Any, NamedTuple
@@ -67,10 +68,10 @@ class LocalState(NamedTuple):
 
 
 class SharedState:
-    """What is small and the same on all ranks, apart from the sentinel, as it was when this was made. Raises UsageError
-    for what a checkpoint cannot keep.
+    """What is small and the same on all ranks, apart from the sentinel, as it was when this was made.
 
-    It is made at every step's end and mostly never asked, so plain values are copied as bytes at first.
+    It is made at every step's end and mostly never asked, so plain values are copied as bytes at first. Making it or
+    asking it raises UsageError for what a checkpoint cannot keep, which the guard has refused before.
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
@@ -99,11 +100,9 @@ class SmallStateReader:
         self._opening = _Unchanged.of(None, {"opening": None})
         self._position: _Position | None = None
         self._registers: list[dict[str, Any]] = []
-        """Of buffers and of modules: what a forward makes is in one of them."""
-        self._registered: list[int] = []
-        self._owners: list[dict[str, Tensor | None]] = []
-        self._keys: list[str] = []
-        self._items: list[Tensor | None] = []
+        """Of buffers and of modules, of every module: what a forward makes or exchanges is in one of them."""
+        self._lengths: list[int] = []
+        self._registered: list[Any] = []
         self._live: list[Tensor] = []
         self._addresses: list[int] = []
         self._views: list[memoryview] = []
@@ -174,20 +173,19 @@ class SmallStateReader:
         self._position = None
 
     def _same_buffers(self) -> bool:
-        """Whether the buffers are the same tensors, where they were. A forward may make others."""
-        same = all(map(is_, map(dict.get, self._owners, self._keys), self._items))
-        same = same and [*map(len, self._registers)] == self._registered
+        """Whether the buffers are the same tensors, where they were. A forward may make others, or exchange modules."""
+        same = [*map(len, self._registers)] == self._lengths and all(map(is_, self._now_registered(), self._registered))
         return same and [*map(Tensor.data_ptr, self._live)] == self._addresses
+
+    def _now_registered(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._registers))
 
     def _find_buffers(self) -> None:
         image = self._state.image()
         modules = [owner for module in self._state.modules.values() for owner in module.modules()]
-        self._registers = [owner._buffers for owner in modules]
-        self._registers += [owner._modules for owner in modules if owner._modules]
-        self._registered = [*map(len, self._registers)]
-        owned = [(owner._buffers, key, item) for owner in modules for key, item in owner._buffers.items()]
-        self._owners, self._keys, self._items = ([row[place] for row in owned] for place in range(3))  # type: ignore[assignment]
-        self._live = [item for item in self._items if item is not None]
+        self._registers = [owner._modules for owner in modules] + [owner._buffers for owner in modules]
+        self._lengths, self._registered = [*map(len, self._registers)], [*self._now_registered()]
+        self._live = [item for item in self._registered if isinstance(item, Tensor)]
         self._addresses = [*map(Tensor.data_ptr, self._live)]
         buffers = {name: item for name, item in image.local_tensors.items() if name.startswith(_BUFFERS)}
         scattered = {name: item for name, item in buffers.items() if item.is_cuda or not item.is_contiguous()}
@@ -247,7 +245,7 @@ def _copy_of(told: Any) -> bytes | None:
     try:
         copied = _key_of(told)
         return copied if copied is not None and marshal.loads(copied) == told else None  # noqa: S302 - as above
-    except ValueError:  # whether two arrays are equal is more than one answer
+    except (ValueError, TypeError):  # whether two arrays are equal is more than one answer, or none
         return None
 
 

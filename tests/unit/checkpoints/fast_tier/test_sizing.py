@@ -1,8 +1,10 @@
 """How much memory the fast tier may take, and what the kernel's groups leave of it."""
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -134,3 +136,18 @@ def test_a_copy_of_another_host_s_slot_does_not_change_how_many_slots_the_next_a
     (tmp_path / "tier.json").write_bytes(bytes(part))
     assert bytes_of_tier(tmp_path) == (LEAST_SLOTS + 1) * part
     assert slots_that_fit(part, free + bytes_of_tier(tmp_path), keep=3) == LEAST_SLOTS
+
+
+def test_what_vanishes_while_a_tier_is_measured_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of another host arrive and leave meanwhile."""
+    for name in ("arriving-copy", "slot-00"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00000.safetensors").write_bytes(bytes(8192))
+    whole, measure = bytes_of_tier(tmp_path), os.lstat
+
+    def leave_first(path: str, **given: Any) -> os.stat_result:
+        shutil.rmtree(tmp_path / "arriving-copy", ignore_errors=True)
+        return measure(path, **given)
+
+    monkeypatch.setattr(os, "lstat", leave_first)
+    assert bytes_of_tier(tmp_path) == whole // 2

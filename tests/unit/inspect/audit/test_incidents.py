@@ -10,6 +10,7 @@ from rich.console import Console
 from recorded_run import RecordedRun, incident
 from rollback.facts.training import PhaseAnnounced
 from rollback.inspect.audit import AuditReport, compile_ledger, read_material
+from rollback.inspect.audit.incidents import put_together
 from rollback.inspect.audit.text import print_ledger
 from rollback.rundir.evidence import (
     BatchKept,
@@ -91,6 +92,14 @@ def test_where_the_ranks_cannot_be_told_apart_all_are_named(run: RecordedRun) ->
 def test_of_many_ranks_the_first_are_named_and_the_others_counted(run: RecordedRun) -> None:
     ranks = [seen(rank, "loss") for rank in range(0, 640, 10)]
     assert "on ranks 0, 10, 20, 30, 40, 50, 60, 70 and 56 more, in step 45" in began(run, *ranks)
+
+
+def test_what_all_that_wrote_evidence_saw_is_said_of_them_and_of_no_other() -> None:
+    ranks = {rank: seen(rank, "loss") for rank in range(0, 640, 10)}
+    found = put_together(ranks, 640)
+    assert found is not None
+    assert found.began == "began in the loss (before backward) on each of the 64 ranks that wrote evidence, in step 45"
+    assert found.ranks == []
 
 
 def test_an_earlier_step_comes_before_an_earlier_place(run: RecordedRun) -> None:

@@ -188,7 +188,7 @@ def test_an_epoch_s_opening_is_in_the_mark_of_its_epoch(tmp_path: Path, memory: 
 
 
 def test_a_mark_has_the_buffers_that_there_are(tmp_path: Path, memory: Path) -> None:
-    """A forward may make one, give it another tensor, or one that lies in no order; and remove it again."""
+    """A forward may make one, give it another tensor, or one that lies in no order; remove it; exchange a module."""
 
     def change(model: nn.Module, position: int) -> None:
         match position:
@@ -204,6 +204,11 @@ def test_a_mark_has_the_buffers_that_there_are(tmp_path: Path, memory: Path) -> 
                 del model.late
             case 13:
                 model.add_module("cache", nn.BatchNorm1d(1))
+            case 15:
+                model.add_module("cache", nn.BatchNorm1d(1))  # another one in its place
+                model.cache.running_mean.fill_(7.0)
+            case 17:
+                model.cache.add_module("inner", nn.BatchNorm1d(1))  # a leaf until then
 
     def hook(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
@@ -218,7 +223,7 @@ def test_a_mark_has_the_buffers_that_there_are(tmp_path: Path, memory: Path) -> 
 
     found: list[int] = []
     train(TOY.but(samples=80, epochs=1).with_settings(fast_tier=str(memory)), tmp_path / "run", hook=hook)
-    assert found == [3] * 4 + [4] * 6 + [3] * 4 + [6] * 6
+    assert found == [3] * 4 + [4] * 6 + [3] * 4 + [6] * 4 + [9] * 2
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
