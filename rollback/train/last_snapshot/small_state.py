@@ -101,6 +101,7 @@ class SmallStateReader:
         self._position: _Position | None = None
         self._registers: list[dict[str, Any]] = []
         """Of buffers and of modules, of every module: what a forward makes or exchanges is in one of them."""
+        self._filled: list[dict[str, Any]] = []
         self._lengths: list[int] = []
         self._registered: list[Any] = []
         self._live: list[Tensor] = []
@@ -174,17 +175,20 @@ class SmallStateReader:
 
     def _same_buffers(self) -> bool:
         """Whether the buffers are the same tensors, where they were. A forward may make others, or exchange modules."""
-        same = [*map(len, self._registers)] == self._lengths and all(map(is_, self._now_registered(), self._registered))
-        return same and [*map(Tensor.data_ptr, self._live)] == self._addresses
+        if [*map(len, self._registers)] != self._lengths or not all(map(is_, self._now_registered(), self._registered)):
+            return False
+        return [*map(Tensor.data_ptr, self._live)] == self._addresses
 
     def _now_registered(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._registers))
+        return chain.from_iterable(map(dict.values, self._filled))
 
     def _find_buffers(self) -> None:
         image = self._state.image()
         modules = [owner for module in self._state.modules.values() for owner in module.modules()]
         self._registers = [owner._modules for owner in modules] + [owner._buffers for owner in modules]
-        self._lengths, self._registered = [*map(len, self._registers)], [*self._now_registered()]
+        self._lengths = [*map(len, self._registers)]
+        self._filled = [register for register in self._registers if register]  # of the others the length tells all
+        self._registered = [*self._now_registered()]
         self._live = [item for item in self._registered if isinstance(item, Tensor)]
         self._addresses = [*map(Tensor.data_ptr, self._live)]
         buffers = {name: item for name, item in image.local_tensors.items() if name.startswith(_BUFFERS)}
