@@ -181,7 +181,7 @@ def test_a_bucket_that_fails_at_any_operation_holds_the_old_checkpoint_or_both(
                 fill(new)
             assert run.held_at_url() == [old, new]
             for rank in range(2):
-                file = pack_name(rank) if names.has_packs(RANKS) else shard_name(rank)
+                file = pack_name([rank]) if names.has_packs(RANKS) else shard_name(rank)
                 found = Store(URL).get(checkpoint_key(new, file), 1 << 20)
                 assert found == (run.slot_of(rank, new) / shard_name(rank)).read_bytes()
     assert False in both
