@@ -17,7 +17,9 @@ from rollback.checkpoints.format.hashing import hash_of
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord, parse_manifest, read_manifest
 from rollback.checkpoints.format.packs import PAGE, groups_in_run, place_in_run, places
 from rollback.checkpoints.format.shard import Written
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, RingUnavailable
+from rollback.inspect.ring.verify import FrozenFiles, find_faults
+from rollback.ring import in_run
 from rollback.ring.in_run import RingInRun
 from rollback.ring.url.ring import own_files
 from rollback.rundir.paths import FORMAT, FORMAT_OF_PACKS, MOST_FILES, RunPaths, format_for, has_packs, shard_name
@@ -110,6 +112,17 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     return RunPaths(tmp_path)
 
 
+def in_slot(slot: Path, ranks: int) -> tuple[Manifest, Path]:
+    """A checkpoint in memory, where each shard has a file of its own."""
+    slot.mkdir()
+    records = []
+    for rank in range(ranks):
+        content = shard_of(rank, 10).view
+        (slot / shard_name(rank)).write_bytes(content)
+        records.append(ShardRecord.of(rank, Written(len(content), hash_of(content))))
+    return manifest_of(1, 10, ranks).model_copy(update={"shards": tuple(records)}), slot
+
+
 def test_what_two_ranks_write_into_a_pack_is_read_by_each(paths: RunPaths) -> None:
     name = write_checkpoint(paths, 1, 10)
     assert {path.name for path in paths.checkpoint(name).iterdir()} == {"manifest.json", "pack-00000-00001.shards"}
@@ -129,6 +142,8 @@ def test_a_flipped_bit_in_a_pack_is_found_in_the_shard_that_has_it(paths: RunPat
         file.write(bytes([byte ^ 1]))
     with pytest.raises(CheckpointDamaged, match="has hash"):
         ring.open_shards(paths.checkpoint(name), manifest)
+    (fault,) = find_faults(paths.checkpoint(name), "durable", None, FrozenFiles(paths))
+    assert fault.fault.startswith(f"rank {rank}: "), "the file is that of both"
 
 
 @pytest.mark.parametrize("left", [0, 100, 4096, -1])
@@ -148,6 +163,43 @@ def test_a_pack_without_the_shard_of_its_last_rank_makes_no_checkpoint(paths: Ru
     with pytest.raises(CheckpointDamaged, match=r"pack-00000-00001\.shards has"):
         ring.commit(paths, manifest.model_copy(update={"shards": records}).packed())
     assert ring.names(paths) == []
+
+
+def test_a_size_that_a_host_remembers_of_a_pack_costs_no_checkpoint(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For seconds a client of NFS answers from its memory, until it opens the file: another host has made it longer."""
+    really = os.stat
+
+    def remembered(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        found = really(path, *args, **options)
+        return os.stat_result([*found[:6], 64, *found[7:]]) if str(path).endswith(".shards") else found
+
+    monkeypatch.setattr(os, "stat", remembered)
+    assert whole(paths, write_checkpoint(paths, 1, 10))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_that_is_reported_and_not_seen_makes_no_checkpoint_in_this_try(
+    paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The first one leaves a hole, and the pack has its size; without the last one it has not."""
+    manifest, slot = in_slot(tmp_path / "slot", 2)
+    at_run, really = RingInRun(paths), in_run.copy_shard
+    at_run.open()
+
+    def leave_out(source: Path, target: Path, shard: ShardRecord) -> None:
+        if source.name != shard_name(rank):
+            really(source, target, shard)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(in_run, "copy_shard", leave_out)
+        with pytest.raises(RingUnavailable, match=r"pack-00000-00001\.shards has"):
+            at_run.put(manifest, slot)
+    assert list(paths.ring.iterdir()) == []
+    at_run.put(manifest, slot)
+    at_run.close()
+    assert whole(paths, manifest.name)
 
 
 def test_a_disk_that_refuses_a_shard_leaves_those_of_the_others(
@@ -183,13 +235,8 @@ def test_a_place_that_a_disk_refuses_to_go_to_leaves_no_file_open(
 def test_a_checkpoint_of_1024_ranks_has_513_files_in_the_run_directory_and_each_rank_reads_its_own(
     tmp_path: Path,
 ) -> None:
-    paths, slot, ranks, records = RunPaths(tmp_path / "run"), tmp_path / "slot", MOST_FILES, []
-    slot.mkdir()
-    for rank in range(ranks):
-        content = shard_of(rank, 10).view
-        (slot / shard_name(rank)).write_bytes(content)
-        records.append(ShardRecord.of(rank, Written(len(content), hash_of(content))))
-    manifest = manifest_of(1, 10, ranks).model_copy(update={"shards": tuple(records)})
+    paths = RunPaths(tmp_path / "run")
+    manifest, slot = in_slot(tmp_path / "slot", MOST_FILES)
     at_run = RingInRun(paths)
     at_run.open()
     at_run.put(manifest, slot)
