@@ -41,7 +41,7 @@ def commit(paths: RunPaths, manifest: Manifest) -> None:
 def complete(paths: RunPaths, manifest: Manifest, directory: Path) -> None:
     """Make the checkpoint whose shards are in a directory exist, durable on return.
 
-    Raises OSError, or CheckpointDamaged where a file is not as long as the manifest says; it then does not exist.
+    Raises as `require_sizes`; it then does not exist.
     """
     require_sizes(manifest, directory)
     write_file(directory / MANIFEST, manifest.to_json())
@@ -52,11 +52,23 @@ def complete(paths: RunPaths, manifest: Manifest, directory: Path) -> None:
 
 
 def require_sizes(manifest: Manifest, directory: Path) -> None:
-    """Raise CheckpointDamaged unless all shards in a directory are as long as the manifest says. Raises OSError."""
+    """Raise CheckpointDamaged unless all shards in a directory are as long as the manifest says. Raises OSError.
+
+    Who asks is perhaps not on the host that wrote last to a pack: so each file is opened, since for seconds NFS answers
+    a mere `stat` from what this host remembers.
+    """
     for file in manifest.files:
-        size = os.stat(directory / file.name, follow_symlinks=False).st_size
-        if size != file.size:
-            raise CheckpointDamaged(f"{directory / file.name} has {size} bytes; {file.size} were written")
+        path = directory / file.name
+        fd = files.open_file(path, os.O_RDONLY)
+        try:
+            if (size := os.fstat(fd).st_size) != file.size:
+                raise CheckpointDamaged(f"{path} has {size} bytes; {file.size} were written")
+            for rank, shard in file.shards.items():
+                # A shard that is missing between others leaves zeros, and none begins with them: its header has a size.
+                if shard.start is not None and not any(os.pread(fd, 8, shard.start)):
+                    raise CheckpointDamaged(f"{path} has nothing where the shard of rank {rank} begins")
+        finally:
+            os.close(fd)
 
 
 def abandon(paths: RunPaths, name: str) -> None:

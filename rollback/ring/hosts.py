@@ -124,7 +124,8 @@ class Others:
         try:
             yield shares
             shares.others = self._wait(order, manifest.name, wanted)
-            if has_packs(len(manifest.shards)) and sum(map(len, shares.others)) > len(wanted):
+            # At a URL each of them would make a pack with it; in the run directory both write the same to one place.
+            if ring is not None and has_packs(len(manifest.shards)) and sum(map(len, shares.others)) > len(wanted):
                 raise RingUnavailable(f"two hosts say that they have the same shard of {manifest.name}")
         finally:
             self._beacon.show(order="", name="", content="", shards=(), ring=None)

@@ -13,7 +13,7 @@ from rollback.checkpoints.format.direct import write_direct
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.ring.hosts import Others
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import RunPaths, has_packs
 from rollback.system import files
 from rollback.system.durable import open_regular
 
@@ -55,11 +55,20 @@ class RingInRun:
                         raise RingUnavailable(f"copying {manifest.name} into {self.place}: its time was up")
                     shard = stored.shards[rank]
                     copy_shard(directory / manifest.shards[rank].file, arriving / shard.file, shard)
-            ring.complete(self._paths, stored, arriving)  # others may have written some of the shards
+            self._complete(stored, arriving)
         except BaseException:
             with contextlib.suppress(OSError):
                 _remove(arriving)
             raise
+
+    def _complete(self, stored: Manifest, arriving: Path) -> None:
+        try:
+            ring.complete(self._paths, stored, arriving)  # others may have written some of the shards
+        except CheckpointDamaged as error:
+            if not has_packs(stored.world_size):
+                raise
+            # Each host has hashed what it wrote, and its slots are sound: this host does not see it, or not yet.
+            raise RingUnavailable(error.message) from error
 
     def evict(self, name: str) -> None:
         """Remove a checkpoint; a pinned one stays."""

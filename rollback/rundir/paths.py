@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,9 @@ def format_for(ranks: int) -> int:
     return FORMAT_OF_PACKS if has_packs(ranks) else FORMAT
 
 
-def pack_name(first: int) -> str:
-    """first: the lowest rank with a shard in it."""
-    return f"pack-{first:05d}.shards"
+def pack_name(ranks: Collection[int]) -> str:
+    """ranks: with a shard in it. The last one is named too: hosts share out a checkpoint otherwise in another try."""
+    return f"pack-{min(ranks):05d}-{max(ranks):05d}.shards"
 
 
 MANIFEST = "manifest.json"

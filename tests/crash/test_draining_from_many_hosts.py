@@ -181,7 +181,7 @@ def test_a_bucket_that_fails_at_any_operation_holds_the_old_checkpoint_or_both(
                 fill(new)
             assert run.held_at_url() == [old, new]
             for rank in range(2):
-                file = pack_name(rank) if names.has_packs(RANKS) else shard_name(rank)
+                file = pack_name([rank]) if names.has_packs(RANKS) else shard_name(rank)
                 found = Store(URL).get(checkpoint_key(new, file), 1 << 20)
                 assert found == (run.slot_of(rank, new) / shard_name(rank)).read_bytes()
     assert False in both
@@ -240,12 +240,19 @@ def test_a_host_whose_ranks_have_not_made_their_slots_yet_is_asked_again(run: Ru
 
 @pytest.mark.parametrize("run", ["packs"], indirect=True)
 @pytest.mark.parametrize(
-    ("claims", "shares"), [([(1, 2), (3,)], {(1, 2), (3,)}), ([(1, 2), (2, 3)], None)], ids=["apart", "one in both"]
+    ("claims", "into_run", "shares"),
+    [
+        ([(1, 2), (3,)], False, {(1, 2), (3,)}),
+        ([(1, 2), (2, 3)], False, None),
+        ([(1, 2), (2, 3)], True, {(1, 2), (2, 3)}),
+    ],
+    ids=["apart", "one in both", "one in both, in the run directory"],
 )
 def test_which_host_has_which_shards_is_known_unless_two_have_the_same(
-    run: Run, tmp_path: Path, claims: list[tuple[int, ...]], shares: set[tuple[int, ...]] | None
+    run: Run, tmp_path: Path, claims: list[tuple[int, ...]], into_run: bool, shares: set[tuple[int, ...]] | None
 ) -> None:
-    """At a URL each of them makes a pack of what it has, so two packs would have the same shard."""
+    """At a URL each of them makes a pack of what it has, so two packs would have the same shard. In the run directory
+    both write the same bytes to the same place."""
     shards = tuple(ShardRecord(file=shard_name(rank), size=8, hash="0" * 32) for rank in range(4))
     manifest = manifest_of(1, 10, 4).model_copy(update={"shards": shards})
     (tmp_path / shard_name(0)).touch()
@@ -253,7 +260,7 @@ def test_which_host_has_which_shards_is_known_unless_two_have_the_same(
     others, tower = Others(run.paths, URL), beacon.Watchtower(meeting, "wanted.json", Wanted)
     parts: list[beacon.Beacon[HostPart]] = []
     with pytest.raises(RingUnavailable, match="two hosts say") if shares is None else contextlib.nullcontext():
-        with others.copying(manifest, tmp_path) as found:
+        with others.copying(manifest, tmp_path, into_run=into_run) as found:
             (wanted,) = tower.look().values()
             assert (found.own, wanted.shards) == ((0,), (1, 2, 3))
             for number, claim in enumerate(claims):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import MANNERS, Bucket, Died, Manner, new_bucket
+from faulty import MANNERS, Bucket, Died, FaultyFileSystem, Manner, new_bucket
 from selection import by_default
 
 from checkpoints import LAYOUTS, RANKS, damage, lay_out_as, whole, write_checkpoint
@@ -60,7 +60,7 @@ in_both_layouts = pytest.mark.parametrize("run", LAYOUTS, indirect=True)
 
 
 def file_of(rank: int) -> str:
-    return pack_name(0) if names.has_packs(RANKS) else shard_name(rank)
+    return pack_name(range(RANKS)) if names.has_packs(RANKS) else shard_name(rank)
 
 
 def opened(paths: RunPaths) -> RingAtUrl:
@@ -197,6 +197,41 @@ def test_a_shard_that_is_not_what_its_manifest_says_is_not_committed(run: Record
         put(at_url, run.paths, NAMES[1])
     assert at_url.held() == ()
     assert not [key for key in bucket.objects if "manifest" in key or file_of(1) in key]
+
+
+@in_both_layouts
+def test_what_is_deleted_of_a_checkpoint_is_all_that_has_shards_of_it_however_they_were_shared_out(
+    run: RecordedRun, bucket: Bucket
+) -> None:
+    at_url = opened(run.paths)
+    for name in NAMES[:2]:
+        put(at_url, run.paths, name)
+    half, past, rest = (f"runs/one/ring/{name}" for name in (NAMES[1], NAMES[0], NAMES[2]))
+    others = [pack_name([0]), pack_name([1]), pack_name(range(7)), shard_name(0), shard_name(7)]
+    for folder in (half, past):  # of tries in which other hosts had the shards, or with more ranks
+        bucket.objects = {f"{folder}/{file}": b"" for file in others} | bucket.objects
+    bucket.objects |= {f"{past}/notes.txt": b"", f"{past}/older/{shard_name(0)}": b""}
+    del bucket.objects[f"{half}/manifest.json"]
+    at_url = opened(run.paths)
+    put(at_url, run.paths, NAMES[2])
+    at_url.evict(NAMES[0])
+    left = {key for key in bucket.objects if key.startswith("runs/one/ring/") and not key.startswith(rest)}
+    assert left == {f"{past}/notes.txt", f"{past}/older/{shard_name(0)}"}, "what is not ours"
+
+
+@in_both_layouts
+def test_who_may_not_list_deletes_what_is_known(
+    run: RecordedRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(FaultyFileSystem, "ls", forbidden)
+    at_url = opened(run.paths)
+    for name in NAMES[:2]:
+        put(at_url, run.paths, name)
+    at_url.evict(NAMES[0])
+    assert not [key for key in bucket.objects if f"ring/{NAMES[0]}" in key]
 
 
 @in_both_layouts

@@ -42,7 +42,7 @@ def test_ranks_that_share_files_go_back_and_are_started_again_from_them_exactly(
     assert second.step > back.step
     for name in ring.names(run):
         files = {path.name for path in run.checkpoint(name).iterdir()}
-        assert files == {"pack-00000.shards", "pack-00002.shards", "manifest.json"}
+        assert files == {"pack-00000-00001.shards", "pack-00002-00003.shards", "manifest.json"}
     assert (identity := read_identity(run)) is not None
     assert identity.format == FORMAT_OF_PACKS
     told = {path.stem for path in run.incident(incident.incident).glob("rank-*.json")}

@@ -104,9 +104,15 @@ class FaultyFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         bucket.act("delete", key, lambda: bucket.objects.pop(key, None))
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        bucket, _key = self._of(path)
+        bucket, key = self._of(path)
         bucket.listed += 1
-        return []
+        below = key.rstrip("/") + "/"
+        keys = bucket.act(
+            "list", key, lambda: {below + k[len(below) :].split("/")[0] for k in bucket.objects if k.startswith(below)}
+        )
+        if not keys:
+            raise FileNotFoundError(path)
+        return sorted(f"{path.rstrip('/')}/{found[len(below) :]}" for found in keys)
 
 
 class _Upload(io.BytesIO):

@@ -28,8 +28,7 @@ def write_direct(path: Path, data: memoryview, start: int | None = None) -> Writ
     """
     aligned = data.nbytes > 0 and address_of(data) % BLOCK == 0
     fd = _open(path, direct=aligned, alone=start is None)
-    os.lseek(fd, start or 0, os.SEEK_SET)
-    return write_hashed(path, fd, [data], _write, _CHUNK, alone=start is None)
+    return write_hashed(path, fd, [data], _write, _CHUNK, start=start)
 
 
 def _open(path: Path, *, direct: bool, alone: bool) -> int:

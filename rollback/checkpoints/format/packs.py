@@ -7,9 +7,12 @@ them know: the sizes of the shards.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollback.checkpoints.format.direct import BLOCK
 from rollback.rundir import paths
 from rollback.rundir.paths import pack_name, shard_name
+
+PAGE = 1 << 16
+"""The largest page of a kernel on which training runs (arm64's and POWER's; others have 4,096 bytes), and a multiple of
+the blocks of `direct`."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,14 @@ def groups_in_run(ranks: int) -> list[range]:
 
 
 def places(sizes: Sequence[int] | Mapping[int, int], groups: Collection[Collection[int]]) -> dict[int, Place]:
-    """The place of each rank of these groups in their packs, by the sizes of all shards: whole blocks, so that each can
-    be written past the page cache, and no two hosts write to one page."""
+    """The place of each rank of these groups in their packs, by the sizes of all shards: whole pages, so that each can
+    be written past the page cache, and no two hosts write to one page, whatever kernel each has."""
     found = {}
     for group in filter(None, groups):
-        file, start = pack_name(min(group)), 0
+        file, start = pack_name(group), 0
         for rank in sorted(group):
             found[rank] = Place(file, start)
-            start += -(-sizes[rank] // BLOCK) * BLOCK
+            start += -(-sizes[rank] // PAGE) * PAGE
     return found
 
 

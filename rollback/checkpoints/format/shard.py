@@ -69,15 +69,16 @@ def write_hashed(
     write: Callable[[int, memoryview], None],
     chunk_size: int,
     *,
-    alone: bool = True,
+    start: int | None = None,
 ) -> Written:
     """Write to a file, hashing on the way, sync it and close it. Where that fails, it is removed.
 
-    alone: whether it was just made for these bytes; else others write to it as well, and it is not removed. write:
-    writes all of a chunk, of at most `chunk_size` bytes. Raises what that does, and OSError.
+    start: where in a pack, to which others write as well, so that it is not removed; None: the file was just made for
+    these bytes. write: writes all of a chunk, of at most `chunk_size` bytes. Raises what that does, and OSError.
     """
     digest, size = ShardHash(), 0
     try:
+        os.lseek(fd, start or 0, os.SEEK_SET)
         for block in blocks:
             size += block.nbytes
             for chunk in _chunks(block, chunk_size):
@@ -85,7 +86,7 @@ def write_hashed(
                 write(fd, chunk)
         os.fsync(fd)
     except BaseException:
-        if alone:
+        if start is None:
             files.unlink(path)
         raise
     finally:

@@ -155,14 +155,15 @@ def find_faults(
         return [fault(file=MANIFEST, fault=error.message)]
     with ExitStack() as stack:
         shards, faults = [], []
-        for record in manifest.shards:
+        for rank, record in enumerate(manifest.shards):
             if partly and not os.path.lexists(directory / record.file):
                 continue
             try:
                 shard = ShardReader(directory / record.file, record.written, start=record.start)
                 shards.append(stack.enter_context(shard))
             except CheckpointDamaged as error:
-                faults.append(fault(file=record.file, fault=error.message))
+                whose = "" if record.start is None else f"rank {rank}: "  # a pack is the file of several
+                faults.append(fault(file=record.file, fault=whose + error.message))
         weights = None
         try:
             weights = frozen.open(manifest.frozen)

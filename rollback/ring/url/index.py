@@ -123,7 +123,11 @@ def piece_key(path: str, offset: int, piece: RecordPiece) -> str:
 
 
 def checkpoint_key(name: str, file: str = MANIFEST) -> str:
-    return f"ring/{name}/{file}"
+    return f"{checkpoint_folder(name)}/{file}"
+
+
+def checkpoint_folder(name: str) -> str:
+    return f"ring/{name}"
 
 
 def frozen_key(record: FrozenRecord) -> str:

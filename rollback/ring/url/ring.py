@@ -10,6 +10,7 @@ from rollback.ring.url import record
 from rollback.ring.url.fetch import bring, is_abandoned, read_manifest_at, relation_of, require_same_run
 from rollback.ring.url.index import (
     Index,
+    checkpoint_folder,
     checkpoint_key,
     first_index,
     frozen_key,
@@ -20,7 +21,7 @@ from rollback.ring.url.index import (
 )
 from rollback.ring.url.store import Source, Store
 from rollback.rundir.identity import read_identity
-from rollback.rundir.paths import CheckpointName, RunPaths, has_packs, pack_name, shard_name
+from rollback.rundir.paths import CheckpointName, RunPaths, has_packs, shard_name
 from rollback.system import files
 
 
@@ -108,7 +109,7 @@ class RingAtUrl:
         self._store.delete(checkpoint_key(name))
         self._held.remove(name)
         self._needed.pop(name, None)
-        self._delete_files(name, [file.name for file in manifest.files] if manifest else self._possible_files())
+        self._delete_files(name, [file.name for file in manifest.files] if manifest else self._shard_names())
         self._delete_frozen()
 
     def keep_record(self) -> None:
@@ -160,7 +161,7 @@ class RingAtUrl:
         there."""
         for name in [name for name in self._remains if self._held and _order(name) < _order(self._held[-1])]:
             self._store.delete(checkpoint_key(name))
-            self._delete_files(name, self._possible_files())
+            self._delete_files(name, self._shard_names())
             self._remains.remove(name)
 
     def _delete_frozen(self) -> None:
@@ -169,14 +170,16 @@ class RingAtUrl:
             self._store.delete(frozen_key(frozen))
             self._frozen.remove(frozen)
 
-    def _delete_files(self, name: str, files: Iterable[str]) -> None:
-        for file in files:
+    def _delete_files(self, name: str, known: Iterable[str]) -> None:
+        """Delete these files of a checkpoint without a manifest, and what a listing shows of other tries to put it:
+        hosts may have shared it out otherwise, and that is written nowhere. What it does not show stays for good."""
+        others = filter(files.OF_A_CHECKPOINT.fullmatch, self._store.names(checkpoint_folder(name)))
+        for file in sorted({*known, *others}):
             self._store.delete(checkpoint_key(name, file))
 
-    def _possible_files(self) -> list[str]:
-        """What may be there of a checkpoint without a manifest: which host had which shards is not known any more."""
-        name = pack_name if has_packs(self._world_size) else shard_name
-        return [name(rank) for rank in range(self._world_size)]
+    def _shard_names(self) -> list[str]:
+        """What may be there of a checkpoint without a manifest. Names of packs follow from nothing that is known."""
+        return [] if has_packs(self._world_size) else [shard_name(rank) for rank in range(self._world_size)]
 
 
 class RunFromUrl:

@@ -164,7 +164,6 @@ class Store:
         self.delete(key)
 
     def put(self, key: str, data: bytes) -> None:
-
         def write() -> None:
             with self._writing(key, len(data)) as sink:
                 sink.write(data)
@@ -274,6 +273,16 @@ class Store:
             self._attempt("deleting", key, lambda: self._fs.rm_file(self._path(key)))
         except _Missing:
             return
+
+    def names(self, folder: str) -> list[str]:
+        """Names in a folder, as far as a listing shows them: it may be out of date, and it may be forbidden."""
+
+        def look() -> list[str]:
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                return [path.rpartition("/")[2] for path in self._fs.ls(self._path(folder), detail=False)]
+            return []
+
+        return self._attempt("listing", folder, look)
 
     def _path(self, key: str) -> str:
         return f"{self._root.rstrip('/')}/{key}"
