@@ -295,7 +295,8 @@ def test_more_shards_than_the_soft_limit_of_open_files_are_read_and_others_can_o
     path, most = tmp_path / "shard", 400
     written = write_shard(path, [ShardPiece("w", "U8", (2,), memoryview(b"ab"))], {})
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    with open(path, "rb") as file:  # tests before this one may have left many open
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno() + most, before[1]))
     try:
         with contextlib.ExitStack() as opened:
             shards = [opened.enter_context(ShardReader(path, written)) for _ in range(2 * most)]
