@@ -11,6 +11,7 @@ from a register that every fork enters itself into.
 """
 
 import atexit
+import contextlib
 import importlib
 import io
 import itertools
@@ -108,7 +109,8 @@ def _release_signals() -> None:
 
 def _enter_register_unsignalled() -> None:
     _enter_register()
-    _release_signals()
+    with contextlib.suppress(Exception):  # what a handler raises here the interpreter drops, too, but shows it
+        _release_signals()
 
 
 def _enter_register() -> None:
