@@ -130,10 +130,16 @@ def test_a_rank_that_the_kernel_kills_for_memory_costs_no_step(tmp_path: Path, u
     launched.require(undisturbed)
 
 
-@pytest.mark.parametrize("rank", [0, *soak(1)])
-def test_a_rank_that_dies_in_its_update_costs_no_step(tmp_path: Path, undisturbed: Launched, rank: int) -> None:
-    """All gradients were summed, so the other rank finishes the step. The dead one had told before what it knew."""
-    launched = Launched(tmp_path, TOY, ends=[rank, KILL, "update"])
+@pytest.mark.parametrize(
+    ("rank", "how"),
+    [(0, "kill"), (1, "raise"), (1, "hold"), *soak((1, "kill"), (0, "raise"), (1, "stop"), (1, "sleep"))],
+)
+def test_a_rank_that_ends_in_its_update_costs_no_step(
+    tmp_path: Path, undisturbed: Launched, rank: int, how: str
+) -> None:
+    """All gradients were summed, so the other rank finishes the step. This one had told before what it knew."""
+    launched = Launched(tmp_path, TOY, ends=[rank, KILL, f"{how} in its update"])
+    launched.launch = [sys.executable, "-c", IMPATIENT, "launch"]
     launched.finish()
     assert launched.resumed_at == [KILL + 1], launched.outcomes
     launched.require(undisturbed)
@@ -174,7 +180,7 @@ def test_four_ranks_go_on_between_two_epochs(tmp_path: Path) -> None:
 def test_a_rank_that_dies_in_the_update_of_an_epoch_s_last_step_costs_no_step(
     tmp_path: Path, undisturbed_epochs: Launched
 ) -> None:
-    launched = Launched(tmp_path, EPOCHS, ends=[1, 2 * EPOCH - 1, "update"])
+    launched = Launched(tmp_path, EPOCHS, ends=[1, 2 * EPOCH - 1, "kill in its update"])
     launched.finish()
     assert launched.resumed_at == [2 * EPOCH], launched.outcomes
     launched.require(undisturbed_epochs)

@@ -120,10 +120,18 @@ def evaluate(loop: Loop, really: Any, count: Iterator[int], at: int, seconds: fl
 
 
 def end(guard: rollback.Guard | None, how: str, device: str) -> None:
-    """raise, leave (by os._exit), eat (all memory that it can get), sleep, hold (the interpreter's lock in a deadlock),
-    update (it is killed within its update); assertion, memory: it breaks an assertion of the device's, or asks it for
-    too much."""
+    """kill, stop, raise, leave (by os._exit), eat (all memory that it can get), sleep, hold (the interpreter's lock in
+    a deadlock); assertion, memory: it breaks an assertion of the device's, or asks it for too much. Each of them also
+    `in its update`."""
+    if how.endswith(within := " in its update"):
+        assert guard is not None
+        guard._state.optimizer.register_step_pre_hook(lambda *_: end(guard, how.removesuffix(within), device))
+        return
     match how:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "raise":
             raise ArithmeticError("this rank raises")
         case "leave":
@@ -141,9 +149,6 @@ def end(guard: rollback.Guard | None, how: str, device: str) -> None:
             torch.arange(4, device=device)[torch.tensor([9], device=device)].tolist()
         case "memory":
             torch.empty(1 << 50, dtype=torch.uint8, device=device)
-        case "update":
-            assert guard is not None
-            guard._state.optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def lag(guard: rollback.Guard | None) -> None:

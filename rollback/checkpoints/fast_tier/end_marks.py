@@ -37,8 +37,8 @@ from rollback.system.small_json import sound_model
 
 MOST = 256 << 10
 """Bytes that a mark may have: copying more would be felt at every step."""
-_NUMBERS = struct.Struct("<10Q")  # lengths: of what stays and of the rest; a StepEnd; when it was written; patience
-_HEAD = struct.Struct("<11Q")  # a checksum, and these numbers
+_NUMBERS = struct.Struct("<12Q")  # lengths: of what stays and of the rest; a StepEnd; a Hold
+_HEAD = struct.Struct("<13Q")  # a checksum, and these numbers
 _NO_HEAD = bytes(_HEAD.size)
 _PART = (MOST + _HEAD.size + 4095) // 4096 * 4096
 _EARLY = 2  # behind both halves, and two as well
@@ -71,15 +71,31 @@ class StepEnd(NamedTuple):
     timeline: int
 
 
+FOREVER = 1 << 62
+
+
+class Hold(NamedTuple):
+    """For how long an early mark holds: a rank that is not at the step's end by then does what it never did."""
+
+    at: int
+    """When it was written: monotonic nanoseconds of its host."""
+    patience: int
+    """Nanoseconds from then on. `FOREVER`: the rank has said that it will never come to that end, and stops here."""
+    computed: int
+    """Nanoseconds of the processor's time that the rank's process had used then."""
+    effort: int
+    """How much more of it a rank may use that lives, but does not go on."""
+
+
+_NO_HOLD = Hold(0, 0, 0, 0)
+
+
 class EarlyMark(NamedTuple):
     """What a rank knew of a step's end before it gave its gradients to the sum."""
 
     end: StepEnd
     body: bytes
-    at: int
-    """When it was written: monotonic nanoseconds of its host."""
-    patience: int
-    """Nanoseconds from then on: a rank that has not come to the step's end by that time does what it never did."""
+    hold: Hold
 
 
 class LastAccount(BaseModel, frozen=True):
@@ -168,21 +184,21 @@ class EndMark:
         self._half ^= 1
         self._put(self._half, body, stays, end)
 
-    def write_early(self, end: StepEnd, body: bytes, patience: int, stays: bytes = b"") -> None:
-        """Leave what this rank knows of a step's end, if nothing changes it until then. patience: nanoseconds."""
+    def write_early(self, end: StepEnd, body: bytes, hold: Hold, stays: bytes = b"") -> None:
+        """Leave what this rank knows of a step's end, if nothing changes it until then."""
         self._early ^= end != self._early_end  # a step with two backwards has told of its end before
         self._early_end = end
-        self._put(_EARLY + self._early, body, stays, end, time.monotonic_ns(), patience)
+        self._put(_EARLY + self._early, body, stays, end, hold)
 
     def withdraw(self) -> None:
         """The newest early mark does not hold: this rank does not come to that step's end as it should."""
         start = _start(_EARLY + self._early)
         self._map[start : start + _HEAD.size] = _NO_HEAD
 
-    def _put(self, part: int, body: bytes, stays: bytes, end: StepEnd, at: int = 0, patience: int = 0) -> None:
+    def _put(self, part: int, body: bytes, stays: bytes, end: StepEnd, hold: Hold = _NO_HOLD) -> None:
         if self._digest[0] is not stays:
             self._digest = stays, xxhash.xxh3_64_intdigest(stays)
-        numbers = len(stays), len(body), *end, at, patience
+        numbers = len(stays), len(body), *end, *hold
         check = _check(numbers, self._digest[1], body)
         start = _start(part)
         content, rest = start + _HEAD.size, start + _HEAD.size + len(stays)
@@ -259,14 +275,15 @@ def _read_part(paths: EndMarkPaths, rank: int, part: int) -> EarlyMark | None:
     if not (head := _read(paths, rank, start, _HEAD.size)):
         return None
     check, *numbers = _HEAD.unpack(head)
-    staying, length, *end, at, patience = numbers
+    staying, length, *rest = numbers
     if not length or staying + length > MOST:
         return None
     content = _read(paths, rank, start + _HEAD.size, staying + length)
     stays, body = content[:staying], content[staying:]
     if _check(tuple(numbers), xxhash.xxh3_64_intdigest(stays), body) != check:
         return None
-    return EarlyMark(StepEnd(*end), body + stays, at, patience)
+    end = len(StepEnd._fields)
+    return EarlyMark(StepEnd(*rest[:end]), body + stays, Hold(*rest[end:]))
 
 
 def read_digest(paths: EndMarkPaths, rank: int, end: StepEnd) -> int | None:

@@ -8,11 +8,12 @@ changes in between what only that rank knows. That is looked at in every step, b
 
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from torch import nn
 
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths, StepEnd
+from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, EndMarkPaths, Hold, StepEnd
 from rollback.train.last_snapshot.small_state import LocalState, SmallStateReader, same_but_for_next
 from rollback.train.last_snapshot.write import NotProved
 from rollback.train.updates.backward import BackwardWatch
@@ -20,6 +21,15 @@ from rollback.train.updates.backward import BackwardWatch
 TRIED = 3
 """Steps in which nothing may have changed before an early mark is left."""
 _LATITUDE = 500_000_000  # nanoseconds
+
+
+class _Present(NamedTuple):
+    """What a rank knew in its backward, and when."""
+
+    end: StepEnd
+    local: LocalState
+    at: int
+    computed: int
 
 
 class EarlyMarks:
@@ -36,8 +46,8 @@ class EarlyMarks:
         coming: Callable[[], StepEnd | None],
     ) -> None:
         self._mark, self._small_state, self._coming = mark, small_state, coming
-        self._present: tuple[StepEnd, LocalState, int] | None = None
-        self._tried = self._longest = 0
+        self._present: _Present | None = None
+        self._tried = self._longest = self._most = 0
         self._watch = BackwardWatch(None, telltale, self._in_backward)
 
     def _in_backward(self) -> None:
@@ -46,27 +56,46 @@ class EarlyMarks:
         if (end := self._coming()) is None:
             return
         local = self._small_state.local(in_step=True)
-        self._present = end, local, time.monotonic_ns()
+        self._present = present = _Present(end, local, time.monotonic_ns(), time.process_time_ns())
+        patience, effort = 2 * self._longest + _LATITUDE, 2 * self._most + _LATITUDE
+        self._leave(present, Hold(present.at, patience, present.computed, effort))
+
+    def _leave(self, present: _Present, hold: Hold) -> None:
+        local = present.local
         if self._tried >= TRIED and len(body := mark_body(b"", local.body({}))) + len(local.stays) <= end_marks.MOST:
-            self._mark.write_early(end, body, 2 * self._longest + _LATITUDE, local.stays)
+            self._mark.write_early(present.end, body, hold, local.stays)
 
     def at_end(self, end: StepEnd, local: LocalState) -> None:
         """The step has ended. Where something has changed in it, there are no early marks any more."""
         present, self._present = self._present, None
-        if present is None or present[0] != end:
+        if present is None or present.end != end:
             return
-        if present[1] != local:
+        if present.local != local:
             self.stop()
             return
         self._tried += 1
-        self._longest = max(self._longest, time.monotonic_ns() - present[2])
+        self._longest = max(self._longest, time.monotonic_ns() - present.at)
+        self._most = max(self._most, time.process_time_ns() - present.computed)
+
+    def give_up(self) -> None:
+        """This rank will not come to the end of the step that it is in. Say whether it has changed anything so far."""
+        if (present := self._present) is None:
+            return
+        try:
+            same = self._small_state.local(in_step=True) == present.local
+        except Exception:  # noqa: BLE001 - another exception ends this rank, and that one is to be shown
+            same = False
+        if same:
+            self._leave(present, Hold(present.at, FOREVER, present.computed, FOREVER))
+        else:
+            self.stop()
 
     def stop(self) -> None:
         self._watch.remove()
         self._mark.withdraw()
 
 
-def stand_in(paths: EndMarkPaths, rank: int, end: StepEnd, now: int) -> bytes:
+def of_gone(paths: EndMarkPaths, rank: int, end: StepEnd, now: int) -> bytes:
     """The early mark of a rank that is gone, as its mark of that step's end. now: when it was, at the latest.
 
     Raises NotProved.
@@ -74,10 +103,23 @@ def stand_in(paths: EndMarkPaths, rank: int, end: StepEnd, now: int) -> bytes:
     early = end_marks.read_early(paths, rank).get(end)
     if early is None or end_marks.has_left(paths, rank):
         raise NotProved(f"rank {rank} had not come to the end of step {end.step}, and the others had")
-    if now > early.at + early.patience:
-        seconds = (now - early.at) / 1e9
+    if now > early.hold.at + early.hold.patience:
+        seconds = (now - early.hold.at) / 1e9
         raise NotProved(f"rank {rank} was behind the backward of step {end.step} for {seconds:.1f} s, as never before")
     return early.body
+
+
+def of_living(paths: EndMarkPaths, rank: int, end: StepEnd, computed: int | None) -> bytes | None:
+    """The same of a rank that lives; None: it may still come to that end, with something else.
+
+    computed: what its process has used of the processor's time, where it has had all the time to come there.
+    """
+    early = end_marks.read_early(paths, rank).get(end)
+    if early is None or end_marks.has_left(paths, rank):
+        return None
+    hold = early.hold
+    stands = hold.patience == FOREVER or (computed is not None and computed <= hold.computed + hold.effort)
+    return early.body if stands else None
 
 
 def require_quiet(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> None:

@@ -5,6 +5,8 @@ import select
 import time
 from collections.abc import Iterable, Sequence
 
+import psutil
+
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.train.comm.ranks import Ranks
@@ -21,9 +23,11 @@ class Peers:
     def __init__(self, paths: EndMarkPaths, ranks: Ranks) -> None:
         self._paths, self._ranks = paths, ranks
         self.pidfds: dict[int, int] = {}
+        self.pids: Sequence[int] = ()
 
     def watch(self, pids: Sequence[int]) -> None:
         """Know the processes of all ranks from now on. Raises OSError."""
+        self.pids = pids
         for rank, pid in enumerate(pids):
             if rank != self._ranks.rank:
                 self.pidfds[rank] = os.pidfd_open(pid)
@@ -39,6 +43,14 @@ class Peers:
     def is_gone(self, rank: int) -> bool:
         fd = self.pidfds.get(rank)
         return fd is not None and _any_ended([fd])
+
+    def computed(self, rank: int) -> int | None:
+        """What a rank's process has used of the processor's time, in nanoseconds; None: it is gone by now."""
+        try:
+            used = psutil.Process(self.pids[rank]).cpu_times()
+        except psutil.Error:
+            return None
+        return None if self.is_gone(rank) else int((used.user + used.system) * 1e9)
 
     def lost(self) -> list[int]:
         """The ranks that are gone and did not end as they should."""

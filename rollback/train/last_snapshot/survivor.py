@@ -25,7 +25,7 @@ from rollback.errors import RollbackError, UsageError
 from rollback.facts.training import NoLastSnapshot
 from rollback.rundir.records import metric_line
 from rollback.train.events import RollbackApplied
-from rollback.train.last_snapshot.early import EarlyMarks, mark_body, require_quiet, split, stand_in
+from rollback.train.last_snapshot.early import EarlyMarks, mark_body, of_gone, of_living, require_quiet, split
 from rollback.train.last_snapshot.peers import POLL, Peers
 from rollback.train.last_snapshot.small_state import SharedState, SmallStateReader
 from rollback.train.last_snapshot.write import LastWrite, NotProved, digest_of_large_state, digest_of_parameters
@@ -163,9 +163,9 @@ class LastSnapshot:
     # The end ---------------------------------------------------------------------------------------------------------
 
     def raised(self, reason: str) -> None:
-        """As `keep`, on a rank that an exception ends. In its update, it will not come to the step's end."""
-        if self._early is not None and not self._over and not self._stands:
-            self._early.stop()
+        """As `keep`, on a rank that an exception ends: it will not come to the end of the step that it is in."""
+        if self._early is not None and not self._over:
+            self._early.give_up()
         self.keep(reason)
 
     def keep(self, reason: str) -> None:
@@ -264,10 +264,9 @@ class LastSnapshot:
             for standing in standings if stands else ():
                 end = standing.end
                 ended, missing = self._peers.marks_of(end)
-                dead = (rank for rank in missing if self._peers.is_gone(rank) and self._peers.is_behind(rank, end))
+                told = missing if standing is standings[-1] else ()  # an early mark tells of the first of these ends
                 early = {
-                    rank: split(stand_in(self._paths, rank, end, int(began * 1e9)))
-                    for rank in (dead if standing is standings[-1] else ())  # it tells of the first of these ends
+                    rank: split(body) for rank in told if (body := self._stand_in(rank, end, began, over)) is not None
                 }
                 if early:  # their gradients are in the sums, or this rank would not have come here
                     require_quiet(self._paths, ended, end)
@@ -282,6 +281,14 @@ class LastSnapshot:
             if over:
                 raise NotProved(why)
             time.sleep(POLL)
+
+    def _stand_in(self, rank: int, end: StepEnd, began: float, over: bool) -> bytes | None:
+        """The early mark of a rank in place of its mark of that end, if that can be proved."""
+        if not self._peers.is_behind(rank, end):
+            return None
+        if self._peers.is_gone(rank):
+            return of_gone(self._paths, rank, end, int(began * 1e9))
+        return of_living(self._paths, rank, end, self._peers.computed(rank) if over else None)
 
     def _require_unchanged(self, standing: _Standing) -> None:
         if standing.changes != self._changes or standing.versions != self._versions():

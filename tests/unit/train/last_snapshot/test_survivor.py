@@ -7,6 +7,7 @@ import os
 import random
 import struct
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from toy import Loop, Toy, facts, require_same, train
 import rollback
 from rollback.checkpoints import ring
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.checkpoints.fast_tier.end_marks import EndMark, LastAccount, StepEnd
+from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, Hold, LastAccount, StepEnd
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.facts.training import NoLastSnapshot
@@ -36,7 +37,7 @@ from rollback.train.data import rng
 from rollback.train.data.raw_random import RawRandom, tree_of
 from rollback.train.incidents import rollback as returns
 from rollback.train.last_snapshot import write
-from rollback.train.last_snapshot.early import TRIED, EarlyMarks, mark_body, split
+from rollback.train.last_snapshot.early import TRIED, EarlyMarks, mark_body, of_living, split
 from rollback.train.last_snapshot.small_state import LocalState, SmallState
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.last_snapshot.write import NotProved
@@ -45,11 +46,12 @@ from rollback.train.state.held import HeldState
 
 TOY = Toy(samples=120, augment=True, patient=False)
 AT = 17
+HOLD = Hold(0, 0, 0, 0)
 END, BEFORE = StepEnd(1, 0, 8, 8, 0, 0), StepEnd(1, 0, 7, 7, 0, 0)
 
 
 def newest_early(paths: end_marks.EndMarkPaths, rank: int) -> end_marks.EarlyMark | None:
-    return max(end_marks.read_early(paths, rank).values(), key=lambda early: early.at, default=None)
+    return max(end_marks.read_early(paths, rank).values(), key=lambda early: early.hold.at, default=None)
 
 
 @pytest.fixture
@@ -138,9 +140,9 @@ def test_the_newest_early_mark_of_a_step_counts_and_that_of_the_step_before_stay
 ) -> None:
     """A step may have several backwards, and draw between them."""
     mark = EndMark(marks, 0)
-    mark.write_early(BEFORE, b"before", 1)
+    mark.write_early(BEFORE, b"before", HOLD)
     for told in (b"first", b"second", b"third"):
-        mark.write_early(END, told, 1)
+        mark.write_early(END, told, HOLD)
         assert {end: early.body for end, early in end_marks.read_early(marks, 0).items()} == {
             BEFORE: b"before", END: told
         }  # fmt: skip
@@ -154,7 +156,7 @@ def test_what_stays_is_written_once_to_each_part_and_read_with_every_mark(marks:
     written = mark._map[:]
     for end in ends[2:4]:
         mark.write(end, b"other", stays)
-        mark.write_early(end, b"early", 1, stays)
+        mark.write_early(end, b"early", HOLD, stays)
     assert end_marks.read_ends(marks, 0) == dict.fromkeys(ends[2:4], b"other" + stays)
     assert (early := newest_early(marks, 0)) is not None
     assert early.body == b"early" + stays
@@ -459,8 +461,8 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
         second.write(end, body)
     else:
         second.write(end._replace(step=end.step - 1, batch=end.batch - 1), body)
-        second.write_early(end, mark_body(b"", split(body)[1]), patience=10**9)
-    last._peers.pidfds[1] = os.pidfd_open(pid)
+        second.write_early(end, mark_body(b"", split(body)[1]), hold())
+    last._peers.pidfds[1], last._peers.pids = os.pidfd_open(pid), (os.getpid(), pid)
     guard._run.ranks.world_size = 2
     return second
 
@@ -667,6 +669,11 @@ def test_a_state_whose_last_step_stood_out_is_not_kept(
     assert account.why_not == "the last step was not healthy"
 
 
+def hold(computed: int = 0, effort: int = 0) -> Hold:
+    """Of an early mark that is written now."""
+    return Hold(time.monotonic_ns(), 10**9, computed, effort)
+
+
 def tell_early(guard: rollback.Guard) -> None:
     """Have a guard that is alone leave early marks, as one of several does."""
     last, telltale = guard._last, guard._step_in_progress.updates.telltale
@@ -733,7 +740,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
             second.write(second_end._replace(step=11, batch=11), body)
         else:
             second.write(first_end._replace(step=9, batch=9), body)
-            second.write_early(first_end, mark_body(b"", split(body)[1]), patience=10**9)
+            second.write_early(first_end, mark_body(b"", split(body)[1]), hold())
         last._peers.pidfds[1] = os.pidfd_open(other)
         guard._run.ranks.world_size = 2
         os.kill(other, 9)
@@ -747,14 +754,58 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
     assert (account.step, account.why_not) == (10, None)
 
 
-def test_an_early_mark_of_a_rank_that_lives_does_not_count(
-    tmp_path: Path, memory: Path, other: int, monkeypatch: pytest.MonkeyPatch
+def _it_computes(guard: rollback.Guard, second: EndMark) -> None:
+    guard._last._peers.pids = os.getpid(), os.getpid()  # this process has
+
+
+def _it_gives_up(guard: rollback.Guard, second: EndMark) -> None:
+    early = newest_early(guard._last._paths, 1)
+    assert early is not None
+    second.write_early(early.end, early.body, early.hold._replace(patience=FOREVER))
+
+
+def _it_may_compute(guard: rollback.Guard, second: EndMark) -> None:
+    early = newest_early(guard._last._paths, 1)
+    assert early is not None
+    second.write_early(early.end, early.body, early.hold._replace(effort=60 * 10**9))
+
+
+@pytest.mark.parametrize(
+    ("says", "settle", "counts"),
+    [
+        (_it_computes, 0.05, False),
+        (_it_gives_up, 3600.0, True),
+        (_it_may_compute, 0.05, True),
+    ],
+    ids=["it computes", "it gives up", "it does not compute"],
+)
+def test_an_early_mark_of_a_rank_that_lives_counts_only_where_it_has_stopped(
+    tmp_path: Path,
+    memory: Path,
+    other: int,
+    monkeypatch: pytest.MonkeyPatch,
+    says: Callable[[rollback.Guard, EndMark], object],
+    settle: float,
+    counts: bool,
 ) -> None:
-    """It may still come to the step's end, with something else."""
-    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", 0.05)
-    account = died_in_its_update(tmp_path / "run", memory, other, lambda guard, second: None, lives=True)
-    assert account.checkpoint is None
-    assert "rank 1 had not come to the end of step 17" in (account.why_not or "")
+    """It may still come to the step's end, with something else, if it computes on."""
+    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", settle)
+    account = died_in_its_update(tmp_path / "run", memory, other, says, lives=True)
+    assert (account.checkpoint is not None) is counts
+    assert counts or "rank 1 had not come to the end of step 17" in (account.why_not or "")
+
+
+def test_a_rank_that_has_used_more_of_the_processor_than_ever_does_not_count(
+    marks: end_marks.EndMarkPaths,
+) -> None:
+    mark = EndMark(marks, 1)
+    mark.write_early(END, b"body", hold(computed=100, effort=50))
+    assert of_living(marks, 1, END, 150) == b"body"
+    assert of_living(marks, 1, END, 151) is None
+    assert of_living(marks, 1, END, None) is None
+    assert of_living(marks, 1, BEFORE, 150) is None
+    mark.leave()
+    assert of_living(marks, 1, END, 150) is None
 
 
 def test_a_survivor_that_is_in_its_next_backward_has_still_told_early_of_the_step_before(
@@ -775,14 +826,14 @@ def _of_another_step(guard: rollback.Guard, second: EndMark) -> None:
     early = newest_early(guard._last._paths, 1)
     assert early is not None
     second.withdraw()
-    second.write_early(early.end._replace(returns=1), early.body, early.patience)
+    second.write_early(early.end._replace(returns=1), early.body, early.hold)
 
 
 def _long_ago(guard: rollback.Guard, second: EndMark) -> None:
     early = newest_early(guard._last._paths, 1)
     assert early is not None
     second.withdraw()
-    second.write_early(early.end, early.body, patience=0)
+    second.write_early(early.end, early.body, early.hold._replace(patience=0))
 
 
 def _half(guard: rollback.Guard, second: EndMark) -> None:
@@ -850,27 +901,42 @@ def test_the_last_step_of_an_epoch_has_no_early_mark_and_the_work_behind_it_ends
     assert [found[position] for position in (9, 10, 11, 19, 20, 21, 29)] == [9, 9, 11, 19, 19, 21, 29]
 
 
-def test_an_exception_in_the_update_withdraws_the_early_mark_and_one_before_does_not(
-    tmp_path: Path, memory: Path
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("updates", [False, True])
+def test_a_rank_that_raises_gives_up_its_step_and_says_whether_it_has_drawn(
+    tmp_path: Path, memory: Path, draws: bool, updates: bool
 ) -> None:
-    found: list[int] = []
+    """Before its update, and in it."""
+    found: list[tuple[int, bool]] = []
 
-    def hook(guard: rollback.Guard | None, position: int) -> None:
-        if guard is None or position not in (0, AT):
+    class Raised(Exception):
+        pass
+
+    def behind(guard: rollback.Guard) -> None:
+        if guard.step != AT:
             return
-        if position == 0:
-            tell_early(guard)
-            return
+        if draws:
+            torch.rand(1)
         last = guard._last
         last._done = True  # nothing is to be kept
         last.raised("the test")
-        found.append(len(end_marks.read_early(last._paths, 0)))
-        last.note_change()
-        last.raised("the test")
-        found.append(len(end_marks.read_early(last._paths, 0)))
+        early = end_marks.read_early(last._paths, 0)
+        found.extend(sorted((end.step, mark.hold.patience == FOREVER) for end, mark in early.items()))
+        raise Raised
 
-    train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
-    assert found == [2, 1], "that of the step before stays"
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        if guard is not None and position == 0:
+            tell_early(guard)
+            register = (
+                guard._state.optimizer.register_step_post_hook
+                if updates
+                else (guard._state.optimizer.register_step_pre_hook)
+            )
+            register(lambda *_: behind(guard))
+
+    with pytest.raises(Raised):
+        train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
+    assert found == [(AT, False), *([] if draws else [(AT + 1, True)])]
 
 
 def test_the_early_mark_is_there_before_any_gradient_of_its_bucket_is_given_to_the_sum(
