@@ -22,10 +22,10 @@ from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.system import files
 from rollback.train.last_snapshot.small_state import SharedState, SmallState, large_state, piece_of, shared_tree
 from rollback.train.run import AttachedRun
-from rollback.train.snapshots.capture import PARAMETERS, as_it_is_stored, bytes_of
+from rollback.train.snapshots.capture import PARAMETERS, as_it_is_stored, bytes_of, owners
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.tier_choice import cores_here
-from rollback.train.state.state import TrainingState, owners
+from rollback.train.state.state import TrainingState
 
 SLOTS = (90, 91)
 """The slots of last snapshots. They are apart from those that are written in turn: which of these is being written, a

@@ -10,7 +10,7 @@ digested in place, before the optimizer begins. Parameters that nothing trains a
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from rollback.train.snapshots import drift
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state import tree
 from rollback.train.state.nonfinite import FiniteCheck, NonFiniteKind
-from rollback.train.state.state import Image, owners
+from rollback.train.state.state import Image
 
 PARAMETERS = "shared/model/"
 _STILL = (PARAMETERS, "shared/optimizer/state/")
@@ -234,3 +234,15 @@ def bytes_of(value: Tensor) -> memoryview:
 
 def _is_still(name: str) -> bool:
     return name.startswith(_STILL)
+
+
+def owners(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, int]:
+    """The rank that stores each tensor, of these ranks that all have them: about the same number of bytes for each; the
+    same on all of them."""
+    load = dict.fromkeys(ranks, 0)
+    owner: dict[str, int] = {}
+    for name, value in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        rank = min(ranks, key=load.__getitem__)
+        owner[name] = rank
+        load[rank] += value.nbytes
+    return owner

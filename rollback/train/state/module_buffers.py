@@ -5,13 +5,14 @@ statistics, caches), so a checkpoint keeps them too. For plain attributes nobody
 from a forward. So they are not kept, and the user gets their names.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rollback.errors import RunDoesNotFit
 from rollback.train.sharded import local_of
 from rollback.train.state.tree import is_kept, memory_of
 
@@ -48,13 +49,43 @@ def nonpersistent(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tens
     return found
 
 
+def match(
+    module: nn.Module, persistent: Mapping[str, Tensor], others: Mapping[str, Tensor | None], own: Container[str]
+) -> None:
+    """Register the buffers of a checkpoint that this module has not, and remove those that the checkpoint has not: a
+    forward has made them, since or then. `put` gives them their values.
+
+    persistent, others: the checkpoint's, by whether they were in the state_dict. own: the buffers that the module was
+    made with: they stay. Raises RunDoesNotFit for a buffer of a module that is not there.
+    """
+    state, there = module.state_dict(), all_of(module)
+    kept = (there & state.keys()) | nonpersistent(module, state).keys()
+    for name in kept - persistent.keys() - others.keys():
+        if name not in own:
+            path, _, key = name.rpartition(".")
+            delattr(module.get_submodule(path), key)
+    for name, value in [*persistent.items(), *others.items()]:
+        if name in there or name in state:  # a state_dict may have what is no buffer
+            continue
+        path, _, key = name.rpartition(".")
+        try:
+            owner = module.get_submodule(path)
+            owner.register_buffer(key, None if value is None else value.to(_device(module)), name in persistent)
+        except (AttributeError, KeyError) as error:
+            raise RunDoesNotFit(
+                f"the checkpoint has the buffer {name!r}, and the model cannot get it: {error}",
+                hint="make the model with the same modules as in the first start of the run; buffers that a forward "
+                "registers in them are restored",
+            ) from error
+
+
 def put(module: nn.Module, stored: Mapping[str, Tensor | None]) -> list[str]:
     """Give buffers the values of a checkpoint. Returns the names of buffers without a value, which do not change.
 
     The values are copied into the present tensor, where possible, since other objects may refer to it. Else the buffer
     gets another tensor: its shape has changed, or it had none. Names that the module does not have are ignored.
     """
-    device = next((item.device for item in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    device = _device(module)
     for name, owner, key in _registered(module):
         if name not in stored:
             continue
@@ -96,6 +127,10 @@ def _not_kept(module: nn.Module) -> list[tuple[str, Tensor]]:
 def can_be_written(item: Tensor) -> bool:
     """Whether all elements have their own memory, unlike after `expand`."""
     return not any(size > 1 and stride == 0 for size, stride in zip(item.shape, item.stride(), strict=True))
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((item.device for item in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 def _registered(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

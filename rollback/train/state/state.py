@@ -6,7 +6,7 @@ model's buffers. With DDP the buffers of the ranks may differ between forwards, 
 own. Of a sharded tensor, which is in `shared`, each rank stores its part.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,7 +23,7 @@ from rollback.train.data.cursor import Cursor
 from rollback.train.sharded import detached, is_sharded, local_of, part_of, refuse_unsupported
 from rollback.train.state import tree
 from rollback.train.state.kept_values import Memory
-from rollback.train.state.module_buffers import all_of, can_be_written, nonpersistent, not_kept, put
+from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.tree import memory_of
 
@@ -92,6 +92,8 @@ class TrainingState:
         modules = {name: unwrap(item) for name, item in self.objects.items() if isinstance(item, nn.Module)}
         self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
         """The model, and the other objects that are modules."""
+        self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
+        """The names of those that the modules were made with. A forward may make others."""
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
@@ -300,6 +302,9 @@ class TrainingState:
         _require_same_groups(shared["optimizer"], self.optimizer)
         model = {**shared["model"], **local["buffers"]}
         stored = {owner: {} for owner in self.modules} | local.get("nonpersistent_buffers", {})  # once there were none
+        for owner, module in self.modules.items():
+            persistent = local["buffers"] if owner == "model" else _tensors_of(shared["objects"][owner])
+            match(module, persistent, stored[owner], self._own_buffers[owner])
         stored["model"] = {**local["buffers"], **stored["model"]}
         self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner]))
         if not _is_in_place(model, self.model.state_dict()):
@@ -349,6 +354,11 @@ class TrainingState:
         rng.restore(self._random)
 
 
+def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Of the parameters among them a module has all from the beginning."""
+    return {name: item for name, item in state.items() if isinstance(item, Tensor)}
+
+
 def _require_same_groups(stored: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise RunDoesNotFit where the optimizer has other parameter groups than the checkpoint."""
     then, now = (
@@ -381,15 +391,3 @@ def unwrap(model: nn.Module) -> nn.Module:
         else:
             refuse_unsupported(model)
             return model
-
-
-def owners(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, int]:
-    """The rank that stores each tensor, of these ranks that all have them: about the same number of bytes for each; the
-    same on all of them."""
-    load = dict.fromkeys(ranks, 0)
-    owner: dict[str, int] = {}
-    for name, value in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
-        rank = min(ranks, key=load.__getitem__)
-        owner[name] = rank
-        load[rank] += value.nbytes
-    return owner

@@ -3,12 +3,15 @@
 import json
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from rollback.errors import RunDoesNotFit
 from rollback.sentinel import Sentinel
 from rollback.train.data.cursor import cursor_for
 from rollback.train.state import tree
+from rollback.train.state.module_buffers import match
 from rollback.train.state.state import Image, TrainingState
 
 
@@ -91,6 +94,75 @@ def test_a_buffer_that_got_its_tensor_later_or_another_shape_is_as_it_was() -> N
     state_of(later).load(*empty)
     assert later.cache is later.count is None
     assert torch.equal(later.hidden, torch.zeros(3))
+
+
+class Growing(nn.Module):
+    """Registers its buffers in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("own", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "mean" not in self.inner._buffers:
+            self.inner.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("count", torch.zeros(1), persistent=False)
+        self.inner.mean.add_(x.mean(0))  # type: ignore[union-attr, operator]
+        self.count.add_(1)  # type: ignore[union-attr, operator]
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_buffers_that_a_forward_has_made_come_with_a_checkpoint_and_go_with_one_that_has_none() -> None:
+    """In the model, and in another module."""
+    model, criterion = Growing(), Growing()
+    before = through_disk(state_of(model, criterion=criterion).image())
+    for module in (model, criterion):
+        module(torch.ones(3, 2))
+    after = through_disk(state_of(model, criterion=criterion).image())
+    fresh, other = Growing(), Growing()
+    state = state_of(fresh, criterion=other)
+    for module in (fresh, other):
+        module.own.fill_(7.0)  # type: ignore[union-attr, operator]
+    state.load(*after)
+    for module in (fresh, other):
+        assert {name: item.tolist() for name, item in module.named_buffers()} == {
+            "own": [0.0], "inner.mean": [1.0, 1.0], "count": [1.0]
+        }  # fmt: skip
+        assert "inner.mean" in module.state_dict()
+        assert "count" not in module.state_dict()
+        module(torch.ones(3, 2))
+        assert module.count.item() == 2  # type: ignore[union-attr, operator]
+    state.load(*before)
+    for module in (fresh, other):
+        assert [name for name, _ in module.named_buffers()] == ["own"]
+
+
+def test_a_buffer_of_a_module_that_is_not_there_is_named() -> None:
+    model = Growing()
+    model(torch.ones(3, 2))
+    image = through_disk(state_of(model).image())
+    with pytest.raises(RunDoesNotFit, match=r"the checkpoint has the buffer 'inner\.mean'"):
+        match(nn.ModuleDict({"outer": nn.Linear(1, 1)}), image[1]["buffers"], {}, ())
+
+
+def test_what_a_state_dict_has_and_is_no_buffer_is_left_alone() -> None:
+    class Metric(nn.Module):
+        """As torchmetrics does it: a state is a plain attribute."""
+
+        total = torch.zeros(1)
+
+        def get_extra_state(self) -> torch.Tensor:
+            return self.total
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.total = state
+
+    metric, other = Metric(), Metric()
+    metric.total = torch.full((1,), 3.0)
+    state_of(Model(), metric=other).load(*through_disk(state_of(Model(), metric=metric).image()))
+    assert other.total.item() == 3.0
+    assert not dict(other.named_buffers())
 
 
 def test_a_buffer_whose_elements_are_one_in_memory_is_restored() -> None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
 from rollback.sentinel import Hint, Sentinel
 from rollback.train.data.cursor import cursor_for
+from rollback.train.snapshots.capture import owners
 from rollback.train.state import tree
-from rollback.train.state.state import Image, TrainingState, owners, unwrap
+from rollback.train.state.state import Image, TrainingState, unwrap
 
 
 def state_of(seed: int, **objects: Any) -> TrainingState:
