@@ -4,8 +4,9 @@
 
 Two ranks train a small model under a guard, with dropout and a scheduler, and with batch norms: without marks
 (`--last-snapshot off`), the processor time of a step is that of everything else. Printed are, for each model, the
-medians over the steps of what the early mark and the end mark take, and the bytes of a mark. The time of a fixed piece
-of Python in the same process stands beside it, to compare machines and moments.
+medians of what the early mark and the end mark take, in training, where the caches are full of other things, and in a
+loop of nothing else; and the bytes of a mark. The time of a fixed piece of Python in the same process stands beside it,
+to compare machines and moments.
 """
 
 import argparse
@@ -54,6 +55,16 @@ def timed(owner: Any, name: str, seconds: list[float]) -> None:
     setattr(owner, name, call)
 
 
+def alone(act: Callable[[], object], times: int = 1000) -> float:
+    """The median processor time of one call behind the other."""
+    seconds: list[float] = []
+    for _ in range(times):
+        began = time.thread_time()
+        act()
+        seconds.append(time.thread_time() - began)
+    return statistics.median(seconds)
+
+
 def measure(rank: int, steps: int, port: int, folder: str, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
@@ -76,8 +87,10 @@ def measure(rank: int, steps: int, port: int, folder: str, results: Any) -> None
         early: list[float] = []
         end: list[float] = []
         python: list[float] = []
-        size = 0
+        size, both_alone = 0, 0.0
         for number, (x, y) in enumerate(guard):
+            if number == TRIED + 9:
+                both_alone = alone(last._early._in_backward) + alone(last.mark_end)
             if number == TRIED + 10:
                 last._early._watch._act = lambda own=last._early: own._in_backward()  # type: ignore[misc]
                 timed(last._early, "_in_backward", early)
@@ -94,7 +107,7 @@ def measure(rank: int, steps: int, port: int, folder: str, results: Any) -> None
             size = len(last._small_state.local().text) + len(last._small_state.local().stored)
         guard.close()
         if rank == 0:
-            results[norms] = (*map(statistics.median, (early, end, python)), size)
+            results[norms] = (*map(statistics.median, (early, end, python)), both_alone, size)
     dist.destroy_process_group()
 
 
@@ -109,10 +122,10 @@ def main() -> None:
         results = manager.dict()
         spawn(measure, (arguments.steps, port, folder, results), nprocs=RANKS)  # type: ignore[no-untyped-call]
         table = Table(title="Microseconds of processor time in a step, medians")
-        for column in ("batch norms", "early mark", "end mark", "together", "bytes", "fixed Python"):
+        for column in ("batch norms", "early mark", "end mark", "together", "in a loop", "bytes", "fixed Python"):
             table.add_column(column, justify="right")
-        for norms, (early, end, python, size) in sorted(results.items()):
-            cells = (f"{1e6 * each:.0f}" for each in (early, end, early + end))
+        for norms, (early, end, python, both_alone, size) in sorted(results.items()):
+            cells = (f"{1e6 * each:.0f}" for each in (early, end, early + end, both_alone))
             table.add_row(str(norms), *cells, str(size), f"{1e6 * python:.0f}")
         Console().print(table)
 
