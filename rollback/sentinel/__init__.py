@@ -63,7 +63,8 @@ medians of 16 that are 1.5 noise units above the lowest. The model answers by th
 that is up by more than half of the rise and by 1.5 noise units, it is damaged; below half, the rise is accepted.
 
 **Non-finite** values are called in their step, in every state (``nonfinite-loss``, ``nonfinite-grad-norm``). They enter
-no window. An infinite norm in a step that GradScaler skipped is routine.
+no window. Their onset is that of the rise which has overflowed; one step that was raised a little before them is no
+rise. An infinite norm in a step that GradScaler skipped is routine.
 
 **Losses that measure no progress** (`objective`): adversarial objectives and reinforcement learning. Rules that rest on
 a level give advice there. Only non-finite values, losses far beyond all seen (``loss-beyond-seen``) and norms far

@@ -9,6 +9,7 @@ from rollback.sentinel import explain
 from rollback.sentinel.baseline import Baseline
 from rollback.sentinel.excursion import (
     LOW,
+    STANDS_OUT,
     Excursion,
     ExcursionEvidence,
     Excuse,
@@ -101,12 +102,9 @@ class Sentinel:
         self._excused, self._explaining = max(0, self._excused - 1), max(0, self._explaining - 1)
         if hints:
             self._heed(hints)
-        skipped = Hint.SCALER_SKIPPED in hints
-        if loss is not None and not math.isfinite(loss):
-            return explain.nonfinite(step, self._onset(step), "loss", loss, self._loss.recent())
-        if norm is not None and not math.isfinite(norm) and not skipped:
-            return explain.nonfinite(step, self._onset(step), "grad_norm", norm, self._loss.recent())
-        if loss is None or skipped:
+        if (broken := observation.not_finite) is not None:
+            return explain.nonfinite(step, self._onset_of_overflow(step), *broken, self._loss.recent())
+        if loss is None or Hint.SCALER_SKIPPED in hints:
             return Verdict(Kind.HEALTHY, step)
         log_norm = math.log(norm) if norm is not None and norm > 0 else None
         if self._state is State.LEARNING:
@@ -121,11 +119,9 @@ class Sentinel:
         not stand out goes to `update` afterwards.
         """
         step, loss, norm, hints = observation.step, observation.loss, observation.grad_norm, observation.hints
-        skipped = Hint.SCALER_SKIPPED in hints
-        for witness, value in (("loss", loss), ("grad_norm", None if skipped else norm)):
-            if value is not None and not math.isfinite(value):
-                return explain.nonfinite(step, step, witness, value, self._loss.recent())
-        if loss is None or skipped or not self._loss.ready or hints & NEW_REFERENCE:
+        if (broken := observation.not_finite) is not None:
+            return explain.nonfinite(step, step, *broken, self._loss.recent())
+        if loss is None or Hint.SCALER_SKIPPED in hints or not self._loss.ready or hints & NEW_REFERENCE:
             return None
         reading, scale = self._measure(step, loss, math.log(norm) if norm is not None and norm > 0 else None)
         if self._measures_progress():
@@ -330,6 +326,13 @@ class Sentinel:
         if self._excursion is not None:
             return self._excursion.onset
         return step if self._rising_since is None else self._rising_since
+
+    def _onset_of_overflow(self, step: int) -> int:
+        """As `_onset`, for a value that is not finite. A single step before it that was raised a little is chance."""
+        onset = self._onset(step)
+        last = self._excursion.recent[-1] if self._excursion is not None else None
+        lone = onset == step - 1 and (last is None or (last.height <= STANDS_OUT and not last.norm_stands_out))
+        return step if lone else onset
 
     def _first_sign(self, step: int) -> int:
         """The forerunner of what begins at `step`: a blip, or a gradient norm that stood out alone; else `step`."""

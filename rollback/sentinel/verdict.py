@@ -1,5 +1,6 @@
 """Input and output of the sentinel: observations with hints, verdicts with blips."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
 
@@ -42,6 +43,15 @@ class Observation:
     grad_norm: float | None
     """Global norm, before clipping where known; NaN or Inf when not finite; None if not measured."""
     hints: Hint = Hint.NONE
+
+    @property
+    def not_finite(self) -> tuple[str, float] | None:
+        """Which value is not finite, and what it is; the norm of a step that GradScaler skipped is not looked at."""
+        if self.loss is not None and not math.isfinite(self.loss):
+            return "loss", self.loss
+        if self.grad_norm is None or math.isfinite(self.grad_norm) or Hint.SCALER_SKIPPED in self.hints:
+            return None
+        return "grad_norm", self.grad_norm
 
 
 class Kind(str, Enum):

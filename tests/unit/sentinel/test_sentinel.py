@@ -246,6 +246,19 @@ def test_a_spike_that_ends_in_nan_has_its_onset_where_the_spike_began() -> None:
     assert verdicts([*seen, Observation(303, math.nan, math.nan)])[-1].onset == 300
 
 
+@pytest.mark.parametrize(
+    ("steps", "height", "norm", "onset"),
+    [(1, 4.0, None, 301), (1, 2.5, None, 301), (1, 50.0, None, 300), (2, 4.0, None, 300), (1, 4.0, 500.0, 300)],
+)
+def test_one_step_that_was_raised_a_little_before_a_nan_is_no_spike(
+    steps: int, height: float, norm: float | None, onset: int
+) -> None:
+    """A higher one, several of them, or one with a gradient norm far up, is."""
+    seen = observations(descent(300 + steps), norms(300 + steps))
+    seen[300:] = [replace(each, loss=2.3 + 0.15 * height, grad_norm=norm or each.grad_norm) for each in seen[300:]]
+    assert verdicts([*seen, Observation(300 + steps, math.nan, 1.0)])[-1].onset == onset
+
+
 def test_an_infinite_norm_of_a_step_that_the_scaler_skipped_is_routine() -> None:
     seen = observations(descent(100), norms(100))
     skipped = Observation(100, 9.0, math.inf, Hint.SCALER_SKIPPED)
