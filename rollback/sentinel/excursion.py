@@ -278,9 +278,15 @@ def judge_lasting(
     return _found("loss-stays-high", evidence, scale, height)
 
 
-def stands_out_alone(reading: MeasuredObservation, preset: Preset, scale: Scale, *, excused: bool) -> Found | None:
+def stands_out_alone(
+    reading: MeasuredObservation, preset: Preset, scale: Scale, *, excused: bool, fell_to: float | None = None
+) -> Found | None:
     """The rule by which one observation stands out, or None: a loss that is far up, one that is up together with the
-    gradient norm, or a gradient norm that is far up alone. excused, and a solved task: as in `judge`."""
+    gradient norm, or a gradient norm that is far up alone. excused, and a solved task: as in `judge`.
+
+    fell_to: the level at which a trouble began. Where that is far below the present one, a stretch that is too easy
+    (one document again and again) came before the trouble and did the harm. So a loss that is far down stands out too.
+    """
     if excused or scale.solved:
         lost = _LOST_BEYOND_EXCUSE if excused else _LOST_IF_SOLVED
         above = max(scale.loss_at(LOW), scale.level + lost * scale.progress)
@@ -291,6 +297,8 @@ def stands_out_alone(reading: MeasuredObservation, preset: Preset, scale: Scale,
         return Found("stands-out-loss-and-grad-norm", scale.loss_at(OPENS_SUPPORTED))
     if reading.norm_stands_out:
         return Found("stands-out-grad-norm", _NORM_COUNTED)
+    if fell_to is not None and max(fell_to, reading.loss) < (low := scale.loss_at(-STANDS_OUT)):
+        return Found("stands-out-low", low)
     return None
 
 

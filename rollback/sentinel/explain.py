@@ -68,6 +68,11 @@ def stands_out(
             text += f" it stands out together with a gradient norm (logarithm) {reading.norm_height:.1f} noise units up"
         case "stands-out-lost":
             text += " it stands out even here, where a rise is no surprise"
+        case "stands-out-low":
+            text = (
+                f"loss {reading.loss:.6g} at step {reading.step}, {normally}; below {found.threshold:.6g} it stands "
+                "out, as the losses did before the trouble: a stretch that is too easy"
+            )
         case _:
             witness, value = "grad_norm", norm if norm is not None else 0.0
             text = (

@@ -112,11 +112,11 @@ class Sentinel:
             return Verdict(self._move(Event.READY if self._loss.ready else Event.CALM), step)
         return self._judge(step, loss, log_norm)
 
-    def screen(self, observation: Observation) -> Verdict | None:
+    def screen(self, observation: Observation, *, fell_to: float | None = None) -> Verdict | None:
         """A verdict on an observation that stands out by itself from the accepted level; None: it does not.
 
         For a time in which trouble is known to be near, so without patience. Changes nothing: an observation that does
-        not stand out goes to `update` afterwards.
+        not stand out goes to `update` afterwards. fell_to: the level at which that trouble began.
         """
         step, loss, norm, hints = observation.step, observation.loss, observation.grad_norm, observation.hints
         if (broken := observation.not_finite) is not None:
@@ -125,7 +125,7 @@ class Sentinel:
             return None
         reading, scale = self._measure(step, loss, math.log(norm) if norm is not None and norm > 0 else None)
         if self._measures_progress():
-            found = stands_out_alone(reading, self._preset, scale, excused=self._excused > 0)
+            found = stands_out_alone(reading, self._preset, scale, excused=self._excused > 0, fell_to=fell_to)
         else:
             bound = self._seen.loss_beyond(scale.noise)
             found = Found("stands-out-loss", bound) if loss > bound else None

@@ -1,5 +1,6 @@
 """The incidents of a run: the number of the next one, the last plan, and the incident that is still open."""
 
+import statistics
 from dataclasses import replace
 
 from rollback import policy
@@ -37,6 +38,15 @@ class Cases:
         """Whether an update that begins at this batch is judged by itself, before it counts."""
         plan = self.last_plan
         return plan is not None and plan.goes_back and plan.screen is not None and batch in plan.screen
+
+    @property
+    def fell_to(self) -> float | None:
+        """The level of the loss directly before the trouble that the last plan answers, where it is known."""
+        plan = self.last_plan
+        window = next(
+            (each.window for each in self._incidents if plan is not None and each.incident == plan.incident), ()
+        )
+        return statistics.median(window) if window else None
 
     def screen_out(self, verdict: Verdict, batches: Window, stream: DataStream, timeline: int) -> ScreenedOut | None:
         """Note that an update stood out in the screen, and skip its batches. On return the journal holds that. None:

@@ -232,7 +232,8 @@ class Judge:
 
     def _screen(self, beat: Beat, mark: StepMark) -> Decision | None:
         """Judge an update that can still be undone. What does not stand out is judged like any other."""
-        verdict = self._sentinel.screen(mark.observation(beat, announced=beat.announced))
+        observation = mark.observation(beat, announced=beat.announced)
+        verdict = self._sentinel.screen(observation, fell_to=self._cases.fell_to)
         if verdict is None:
             return self._judge(beat, mark)
         self._checkpoints.advance(beat)

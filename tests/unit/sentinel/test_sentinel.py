@@ -472,6 +472,18 @@ def test_what_stands_out_in_a_screen(loss: float | None, norm: float | None, hin
         assert f"{verdict.value:.6g}" in verdict.explanation
 
 
+@pytest.mark.parametrize(
+    ("loss", "fell_to", "rule"),
+    [(0.9, 0.3, "stands-out-low"), (2.3, 0.3, None), (1.7, 0.3, None), (0.9, 2.2, None), (0.9, None, None)],
+)
+def test_a_loss_that_is_far_down_stands_out_where_a_trouble_began_so_far_down(
+    loss: float, fell_to: float | None, rule: str | None
+) -> None:
+    verdict = level().screen(Observation(600, loss, 1.0), fell_to=fell_to)
+    assert (verdict.rule if verdict else None) == rule
+    assert verdict is None or "below 1.36" in verdict.explanation
+
+
 def test_while_a_rise_is_excused_only_a_fall_behind_the_start_stands_out() -> None:
     sentinel = level()
     sentinel.update(Observation(600, 2.3, 1.0, Hint.LR_CHANGED))

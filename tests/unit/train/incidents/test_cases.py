@@ -402,6 +402,13 @@ def test_a_screen_lasts_from_the_restored_batch_until_nothing_stands_out_any_mor
     assert run.outcomes() == [(0, "recovered", 263)]
 
 
+def test_a_screen_knows_the_level_at_which_its_trouble_began() -> None:
+    run = Run(policy="screen", horizon=10)
+    assert run.cases.fell_to is None
+    run.answers(incident(0, 230, 233).model_copy(update={"window": (2.3, 0.4, 0.3, 0.2, 0.25)}))
+    assert run.cases.fell_to == 0.3
+
+
 def test_the_next_attempt_goes_on_in_the_screen() -> None:
     first = Run(policy="screen")
     found = incident(0, 230, 233)
