@@ -261,7 +261,7 @@ def bring(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> None:
     """
     if manifest.frozen is not None and not frozen.is_there(paths, manifest.frozen):
         bring_frozen(store, manifest.frozen, paths, say)
-    directory = paths.writing(manifest.name)
+    directory = paths.writing(manifest.name, manifest.attempt)
     files.remove_directory(directory)
     files.make_new_directory(directory)
     try:

@@ -158,7 +158,7 @@ def test_a_pack_that_was_cut_is_found(paths: RunPaths, left: int) -> None:
 def test_a_pack_without_the_shard_of_its_last_rank_makes_no_checkpoint(paths: RunPaths) -> None:
     region, manifest = shard_of(0, 10), manifest_of(1, 10)
     place = place_in_run(0, [region.size] * 2)
-    written = write_direct(ring.begin_writing(paths, manifest.name) / place.file, region.view, place.start)
+    written = write_direct(ring.begin_writing(paths, manifest.name, 1) / place.file, region.view, place.start)
     records = tuple(ShardRecord.of(rank, written) for rank in range(2))
     with pytest.raises(CheckpointDamaged, match=r"pack-00000-00001\.shards has"):
         ring.commit(paths, manifest.model_copy(update={"shards": records}).packed())
@@ -206,7 +206,7 @@ def test_a_disk_that_refuses_a_shard_leaves_those_of_the_others(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = shard_of(0, 10), shard_of(1, 10)
-    directory = ring.begin_writing(paths, manifest_of(1, 10).name)
+    directory = ring.begin_writing(paths, manifest_of(1, 10).name, 1)
     written = write_direct(directory / "pack-00000-00001.shards", first.view, 0)
 
     def full(*_: object) -> int:
