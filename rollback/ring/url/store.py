@@ -132,6 +132,7 @@ class Store:
         self.url = url.rstrip("/")
         self.patience = PATIENCE if patience is None else patience
         self._given_up = threading.Event()
+        self._may_list = True
         protocol = urlsplit(url).scheme
         self._makes_directories = protocol in _WITH_DIRECTORIES
         options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
@@ -275,14 +276,19 @@ class Store:
             return
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder, as far as a listing shows them: it may be out of date, and it may be forbidden."""
-
-        def look() -> list[str]:
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                return [path.rpartition("/")[2] for path in self._fs.ls(self._path(folder), detail=False)]
+        """Names in a folder, as far as a listing shows them: it may be out of date, and it may be forbidden, which each
+        cloud says in its own words. So whatever fails shows nothing, and is not tried again by this process."""
+        if not self._may_list:
             return []
-
-        return self._attempt("listing", folder, look)
+        try:
+            found = self._attempt("listing", folder, lambda: self._fs.ls(self._path(folder), detail=False))
+        except _Missing:
+            return []
+        except RingUnavailable:
+            self._require_not_given_up()
+            self._may_list = False
+            return []
+        return [path.rpartition("/")[2] for path in found]
 
     def _path(self, key: str) -> str:
         return f"{self._root.rstrip('/')}/{key}"
