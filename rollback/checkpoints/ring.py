@@ -106,11 +106,14 @@ def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, str]]:
 
 def open_shards(directory: Path, manifest: Manifest) -> list[ShardReader]:
     """All shards of a checkpoint, verified, in rank order; the caller closes them. Raises CheckpointDamaged."""
+    readers: list[ShardReader] = []
+    beside: dict[str, ShardReader] = {}
     with contextlib.ExitStack() as opened:
-        readers = [
-            opened.enter_context(ShardReader(directory / shard.file, shard.written, start=shard.start))
-            for shard in manifest.shards
-        ]
+        for shard in manifest.shards:
+            path = directory / shard.file
+            reader = ShardReader(path, shard.written, start=shard.start, beside=beside.get(shard.file))
+            beside[shard.file] = opened.enter_context(reader)
+            readers.append(reader)
         opened.pop_all()
     return readers
 

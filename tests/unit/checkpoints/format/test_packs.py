@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints import lay_out_as, manifest_of, shard_of, whole, write_checkpoint
+from checkpoints import content, lay_out_as, manifest_of, shard_of, whole, write_checkpoint
 from rollback.checkpoints import ring
 from rollback.checkpoints.format import manifest as manifest_module
 from rollback.checkpoints.format.direct import write_direct
@@ -248,3 +248,11 @@ def test_a_checkpoint_of_1024_ranks_has_513_files_in_the_run_directory_and_each_
         (reader,) = ring.open_shards(paths.checkpoint(manifest.name), one)
         with reader:
             assert list(reader.entries) == [f"w{rank}"]
+    before = len(os.listdir("/proc/self/fd"))
+    readers = ring.open_shards(paths.checkpoint(manifest.name), stored)
+    assert len(os.listdir("/proc/self/fd")) == before + 512, "whole packs are open, and no shard by itself"
+    for rank, reader in enumerate(readers):
+        assert bytes(reader.data(f"w{rank}")) == content(rank, 10), "whichever shard beside it is closed already"
+        reader.close()
+        reader.close()
+    assert len(os.listdir("/proc/self/fd")) == before
