@@ -58,6 +58,7 @@ class Follower:
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
         self._leader = ""
+        self._last: Orders | None = None  # of this leader
 
     def follow(self, in_use: RunInUse | None = None) -> RunResult | None:
         """Follow the leader. Returns how the run ended; None: the leader is gone.
@@ -234,11 +235,12 @@ class Follower:
     def _orders(self) -> Orders | None:
         """The leader's orders; None: it is gone (it is silent, another one leads, or nobody does)."""
         orders = self._tower.look().get(ORDERS)
-        if orders is not None and orders.leader == self._leader and orders.phase == "over":
-            return orders
-        if orders is None or orders.leader != self._leader or self._meeting.is_leaderless():
+        if orders is not None and orders.leader != self._leader and not self._meeting.is_led_by(orders):
+            orders = self._last  # one that led before was cut off, and says late what it had to say
+        if orders is None or orders.leader != self._leader:
             return None
-        return orders
+        self._last = orders
+        return orders if orders.phase == "over" or not self._meeting.is_leaderless() else None
 
     def _without_leader(self) -> RunResult | None:
         if self._signals.received:

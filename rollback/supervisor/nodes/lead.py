@@ -140,6 +140,7 @@ class Leader(Nodes):
         self._heard: dict[str, int] = {}
         self._ever: set[str] = set()
         self._reports: dict[str, NodeReport] = {}
+        self._overtaken = False
         orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=str(paths.root))
         self._beacon = Beacon(meeting.transport, ORDERS, orders, say)
 
@@ -305,6 +306,9 @@ class Leader(Nodes):
         )
 
     def farewell(self, verdict: RunResult) -> None:
+        if self._overtaken:  # the record is another leader's
+            self._beacon.put_out(remove=False)
+            return
         self._beacon.show(phase="over", verdict=verdict)
         deadline = time.monotonic() + _FAREWELL
         while self._followers() and time.monotonic() < deadline:
@@ -317,12 +321,14 @@ class Leader(Nodes):
         self._beacon.put_out()
 
     def _look(self) -> None:
-        """Read the followers' reports, and check that no other supervisor gives orders."""
+        """Read the followers' reports, and check that no other supervisor leads."""
         if (rival := self._meeting.rival(self._beacon.record)) is not None:
+            self._overtaken = True
             raise RunDirectoryError(
-                f"{rival.host} (pid {rival.pid}) gives orders in {self._paths.nodes} too, though only one may hold "
-                f"{self._paths.lock}: its file system does not lock between hosts",
-                hint="mount it so that locks are shared (NFS without nolock or local_lock, Lustre with -o flock)",
+                f"{rival.host} (pid {rival.pid}) leads this run now, though this one holds {self._paths.lock}: either "
+                f"this host was cut off from it for a while, or its file system does not lock between hosts",
+                hint="start the same command here again; if it comes back at once, mount the file system so that locks "
+                "are shared (NFS without nolock or local_lock, Lustre with -o flock)",
             )
         self._reports = {report.launch: report for report in self._followers()}
         self._ever |= {report.node for report in self._reports.values()}

@@ -52,7 +52,7 @@ class Meeting(Protocol):
         ...
 
     def rival(self, own: Orders) -> Orders | None:
-        """The orders of another leader, if there is one; own: what this one gives."""
+        """The orders of another one that leads by now; None: this one still does. own: what it gives."""
         ...
 
     @property
@@ -86,9 +86,10 @@ class SharedMeeting:
         return lock_is_free(self._paths)
 
     def rival(self, own: Orders) -> Orders | None:
-        """Two leaders of one directory: its file system does not lock between hosts. Raises RunDirectoryError."""
+        """Who has taken the lock while this one held it: this host was cut off from the directory for a while, or its
+        file system does not lock between hosts. What a leader says late that has lost its place is passed over."""
         found = Watchtower(self.transport, ORDERS, Orders).look().get(ORDERS, own)
-        return None if found.leader == own.leader else found
+        return None if found.leader == own.leader or self.is_led_by(own) else found
 
     @property
     def words(self) -> str:

@@ -197,6 +197,16 @@ def test_a_beacon_goes_on_until_it_is_put_out(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_record_that_the_disk_does_not_remove_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("read-only file system")
+
+    beacon = Beacon(SharedDirectory(tmp_path), "node-1.json", report("ready"), lambda line: None)
+    monkeypatch.setattr(SharedDirectory, "remove", refuse)
+    beacon.put_out()
+    assert (tmp_path / "node-1.json").exists()
+
+
 def test_a_verdict_that_refuses_reaches_the_other_nodes_as_the_same_error() -> None:
     error = RunResult.of_error(UsageError("no", hint="so")).as_error()
     assert (error.message, error.hint, error.exit_code) == ("no", "so", 2)
