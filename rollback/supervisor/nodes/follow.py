@@ -141,6 +141,8 @@ class Follower:
                     beacon.show(state="running")
                     left = self._attempt(orders, beacon)
                     beacon.show(state="ended", left=left, files=self._files.new() if self._files else {})
+                case "pass":
+                    beacon.show(state="ended", left=Left(status=0, guarded=False))
                 case _:
                     if orders.phase == "run" and self._place.launch not in orders.members:
                         helper.waits = True

@@ -6,13 +6,13 @@ What a follower does, by its state and the orders:
 
 | own state \\ orders | gather for a later one | run  | stop | end | over | leader is gone    |
 |--------------------|------------------------|------|------|-----|------|-------------------|
-| ready              | get ready              | start| -    | -   | quit | succeed           |
+| ready              | get ready              | start| pass | pass| quit | succeed           |
 | running            | end                    | -    | tell | end | quit | end, then succeed |
 | ended              | get ready              | -    | -    | -   | quit | succeed           |
 
 Orders `run`, `stop` and `end` are for the members of the attempt that they name; a follower that runs another attempt
-ends it. *get ready*: nothing of an earlier attempt runs here. *tell*: the ranks are told to stop. *succeed*: try to
-lead.
+ends it. *get ready*: nothing of an earlier attempt runs here. *pass*: the attempt is over before this host has read
+that it may start, so it has ended here too. *tell*: the ranks are told to stop. *succeed*: try to lead.
 
 What the leader does while an attempt runs, by its own torchrun and the followers' reports. The first row that holds
 counts:
@@ -39,7 +39,7 @@ from rollback.supervisor.diagnosis.outcome import Failures, Left
 
 Phase = Literal["gather", "run", "stop", "end", "over"]
 State = Literal["ready", "running", "ended"]
-FollowersMove = Literal["wait", "get ready", "start", "tell", "end", "quit"]
+FollowersMove = Literal["wait", "get ready", "start", "pass", "tell", "end", "quit"]
 LeadersMove = Literal["wait", "end", "settled"]
 
 
@@ -147,8 +147,9 @@ def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> F
         return "tell" if orders.phase == "stop" else "wait"
     if orders.phase == "gather":
         return "get ready" if orders.attempt > attempt else "wait"
-    # An order to start that is read again, after the attempt has ended, starts nothing.
-    return "start" if state == "ready" and member and orders.phase == "run" else "wait"
+    if state == "ready" and member:
+        return "start" if orders.phase == "run" else "pass"
+    return "wait"  # also where an order to start is read again, after the attempt has ended
 
 
 def leaders_move(own: int | None, members: Mapping[str, NodeReport | None]) -> LeadersMove:

@@ -45,7 +45,7 @@ def report(state: str, status: int | None = None, attempt: int = 3) -> NodeRepor
 
 def test_a_follower_s_table() -> None:
     rows = {
-        "ready": {"gather": "wait", "run": "start", "stop": "wait", "end": "wait", "over": "quit"},
+        "ready": {"gather": "wait", "run": "start", "stop": "pass", "end": "pass", "over": "quit"},
         "running": {"gather": "end", "run": "wait", "stop": "tell", "end": "end", "over": "quit"},
         "ended": {"gather": "wait", "run": "wait", "stop": "wait", "end": "wait", "over": "quit"},
     }
@@ -58,6 +58,7 @@ def test_a_follower_s_table() -> None:
 def test_orders_for_others_start_nothing_and_end_what_runs() -> None:
     for other in (orders("run", member=False), orders("run", attempt=4)):
         assert followers_move("ready", 3, other, LAUNCH) == "wait"
+        assert followers_move("ready", 3, other.model_copy(update={"phase": "end"}), LAUNCH) == "wait"
         assert followers_move("running", 3, other, LAUNCH) == "end"
 
 
@@ -92,8 +93,10 @@ def test_an_attempt_that_has_failed_anywhere_settles_once_everybody_has_obeyed(
 ) -> None:
     known = {str(number): member for number, member in enumerate(members)}
     if must_end(own, known):
-        # What the orders lead to: the leader kills its own torchrun, and followers end theirs.
-        after = {name: member and report("ended", -9) for name, member in known.items()}
+        # What the orders lead to: the leader kills its own torchrun, and followers end theirs, or begin none.
+        moves = {state: followers_move(state, 3, orders("end"), LAUNCH) for state in ("ready", "running", "ended")}
+        obeyed = {name: member and moves[member.state] in ("end", "pass") for name, member in known.items()}
+        after = {name: report("ended", -9) if obeyed[name] else member for name, member in known.items()}
         assert leaders_move(own if own is not None else -9, after) == "settled"
     if leaders_move(own, known) == "settled":
         assert own is not None
