@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from rollback.errors import NodesMissing, RunInUse
+from rollback.errors import ExitCode, NodesMissing, RunInUse
 from rollback.ring.helper import Helper
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.rundir.elsewhere import write_elsewhere
@@ -246,6 +246,6 @@ class Follower:
 
     def _without_leader(self) -> RunResult | None:
         if self._signals.received:
-            return RunResult(exit_code=75, reason="told to stop while no node led")
+            return RunResult(exit_code=ExitCode.RESUMABLE, reason="told to stop while no node led")
         self._say(f"the leader is gone, or silent for {SILENT_AFTER:.0f} s: this node has ended its ranks")
         return None

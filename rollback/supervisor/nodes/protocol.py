@@ -29,9 +29,9 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
-from rollback.errors import RollbackError
+from rollback.errors import ExitCode, RollbackError
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.wire import Buddies
@@ -46,7 +46,7 @@ LeadersMove = Literal["wait", "end", "settled"]
 class RunResult(BaseModel, frozen=True):
     """How a run ended, for all nodes."""
 
-    exit_code: int
+    exit_code: ExitCode
     reason: str
     hint: str | None = None
     refused: bool = False
@@ -87,6 +87,12 @@ class Orders(BaseModel, frozen=True):
     verdict: RunResult | None = None
     beat: int = 0
     """Counts the writes."""
+
+    @model_validator(mode="after")
+    def _an_address_for_each_seat(self) -> "Orders":
+        if self.buddies is not None and len(self.buddies.addresses) != len(self.members):
+            raise ValueError(f"{len(self.buddies.addresses)} addresses of buddies for {len(self.members)} members")
+        return self
 
 
 class NodeReport(BaseModel, frozen=True):

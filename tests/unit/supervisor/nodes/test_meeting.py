@@ -139,7 +139,7 @@ def test_followers_are_gathered_in_the_order_of_their_names(sides: Sides) -> Non
         assert group is None, "torchrun's own flags say it"
     for beacon in there:
         beacon.put_out()
-    leader.put_out()
+    leader._beacon.put_out()
 
 
 def test_of_what_strangers_say_in_the_store_nothing_counts_but_what_a_follower_may_say(

@@ -1,5 +1,6 @@
 """What leader and followers make of each other's words: the tables, and liveness by a clock of one's own."""
 
+import json
 import subprocess
 import threading
 import time
@@ -213,6 +214,23 @@ def test_a_record_that_the_disk_does_not_remove_ends_no_run(tmp_path: Path, monk
 def test_a_verdict_that_refuses_reaches_the_other_nodes_as_the_same_error() -> None:
     error = RunResult.of_error(UsageError("no", hint="so")).as_error()
     assert (error.message, error.hint, error.exit_code) == ("no", "so", 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"verdict": {"exit_code": 999, "reason": "no such code"}},
+        {"buddies": {"secret": "5" * 64, "addresses": ["a:1", "b:1"]}},
+        {"phase": "dance"},
+    ],
+)
+def test_orders_that_no_leader_gives_are_not_believed(tmp_path: Path, changes: dict[str, object]) -> None:
+    sound = orders("run").model_dump(mode="json")
+    tower = Watchtower(SharedDirectory(tmp_path), "orders.json", Orders)
+    write_in_place(tmp_path / "orders.json", json.dumps({**sound, **changes}).encode())
+    assert tower.look() == {}
+    write_in_place(tmp_path / "orders.json", json.dumps(sound).encode())
+    assert tower.look() == {"orders.json": orders("run")}
 
 
 def test_places() -> None:
