@@ -19,10 +19,11 @@ from rollback.checkpoints.format.hashing import ShardHash, hash_of, hash_pieces
 from rollback.checkpoints.format.layout import HEADER_LIMIT, TensorEntry, header_space_for, lay_out, parse_header
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
 from rollback.system import files
-from rollback.system.durable import write_all
+from rollback.system.durable import open_regular, write_all
 from rollback.system.region import address_of, copy
 
 _CHUNK = 1 << 20  # read ahead of the hash into the processor's cache
+_PART = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,28 @@ def _chunks(block: memoryview, size: int) -> Iterator[memoryview]:
     flat = block.cast("B") if block.nbytes else memoryview(b"")
     for start in range(0, len(flat), size):
         yield flat[start : start + size]
+
+
+def read_verified(path: Path, expected: Written, start: int | None = None) -> Iterator[bytes]:
+    """Read a file in parts, hashed on the way. Raises CheckpointDamaged, at the latest after the last part.
+
+    start: where the shard begins in a pack; None: it has the file to itself.
+    """
+    digest = ShardHash()
+    left = expected.size
+    try:
+        with open_regular(path) as source:
+            source.seek(start or 0)
+            while part := source.read(_PART if start is None else min(_PART, left)):
+                digest.update(part)
+                left -= len(part)
+                if left < 0:
+                    break
+                yield part
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"reading the shard {path}: {getattr(error, 'strerror', None) or error}") from error
+    if left or digest.hexdigest() != expected.digest:
+        raise CheckpointDamaged(f"the shard {path} is not what its manifest says (hash {digest.hexdigest()})")
 
 
 class _OpenFile:

@@ -21,10 +21,10 @@ from urllib.parse import unquote, urlsplit
 import tenacity
 
 from rollback.checkpoints.format.hashing import ShardHash
-from rollback.checkpoints.format.shard import Written
+from rollback.checkpoints.format.shard import Written, read_verified
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, UsageError
 from rollback.system import files
-from rollback.system.durable import open_regular, sync_directory
+from rollback.system.durable import sync_directory
 
 _PART = 8 << 20
 _BLOCK = 16 << 20  # of an upload in parts; larger where a shard would else have more parts than S3 allows
@@ -372,28 +372,6 @@ def _synced(file: Any, path: str) -> Iterator[Any]:
             local = True
     if local:
         sync_directory(Path(path).parent)
-
-
-def read_verified(path: Path, expected: Written, start: int | None = None) -> Iterator[bytes]:
-    """Read a file in parts, hashed on the way. Raises CheckpointDamaged, at the latest after the last part.
-
-    start: where the shard begins in a pack; None: it has the file to itself.
-    """
-    digest = ShardHash()
-    left = expected.size
-    try:
-        with open_regular(path) as source:
-            source.seek(start or 0)
-            while part := source.read(_PART if start is None else min(_PART, left)):
-                digest.update(part)
-                left -= len(part)
-                if left < 0:
-                    break
-                yield part
-    except (OSError, ValueError) as error:
-        raise CheckpointDamaged(f"reading the shard {path}: {getattr(error, 'strerror', None) or error}") from error
-    if left or digest.hexdigest() != expected.digest:
-        raise CheckpointDamaged(f"the shard {path} is not what its manifest says (hash {digest.hexdigest()})")
 
 
 def require_room(directory: Path, size: int) -> None:
