@@ -13,10 +13,10 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.nodes.gathering import FileGatherer
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move
+from rollback.supervisor.nodes.record_files import RecordFiles
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.command import NodeGroup
@@ -54,7 +54,7 @@ class Follower:
         self._tower = Watchtower(
             meeting.transport, ORDERS, Orders, blind=lambda: self._beacon is not None and self._beacon.failing
         )
-        self._files = FileGatherer(paths, say) if meeting.apart else None
+        self._files = RecordFiles(paths, say) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
         self._leader = ""

@@ -13,7 +13,6 @@ from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes.copies import Copies
-from rollback.supervisor.nodes.gathering import keep_files
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting
 from rollback.supervisor.nodes.membership import Namesakes, NodePlace
 from rollback.supervisor.nodes.protocol import (
@@ -26,6 +25,7 @@ from rollback.supervisor.nodes.protocol import (
     must_end,
     ready,
 )
+from rollback.supervisor.nodes.record_files import keep_files
 from rollback.supervisor.nodes.seats import FAILURES, failures_of_nodes, rank_by_name, replacements, seats
 from rollback.supervisor.torchrun.command import NodeGroup
 

@@ -154,7 +154,7 @@ def find_meeting(
     own = Orders(leader=place.launch, host=place.host, pid=place.pid)
     beacon, other = Beacon(shared.transport, ORDERS, own, say), None
     chosen: tuple[Meeting, bool] | None = None
-    began, said = time.monotonic(), False
+    began, said, unreached = time.monotonic(), False, ""
     try:
         while chosen is None:
             if store.role == "host" and other is None:
@@ -165,6 +165,7 @@ def find_meeting(
                     hint="see what uses that port here: ss -ltnp; or name another --rdzv-endpoint on all hosts",
                 )
             if store.gone is not None:  # nobody has it yet
+                unreached = f" ({store.gone})"
                 store.close()
                 store = StoreTransport(place.endpoint)
             chosen = _choose(shared, store, place, time.monotonic() - began)
@@ -173,7 +174,7 @@ def find_meeting(
             waited = time.monotonic() - began
             if chosen is None and waited > place.timeout:
                 raise NodesMissing(
-                    f"nobody has come within {waited:.0f} s to {store.place} or to {paths.root}",
+                    f"nobody has come within {waited:.0f} s to {store.place}{unreached} or to {paths.root}",
                     hint="start the same command on all hosts; all must reach that endpoint, or share that directory",
                 )
             if waited > _SAY_AFTER and not said:

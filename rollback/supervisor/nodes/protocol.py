@@ -131,7 +131,7 @@ class NodeReport(BaseModel, frozen=True):
     uncopied: str | None = None
     """Why its snapshots are not copied to another host's memory at present."""
     files: dict[str, str] = {}
-    """Small files of this node's own run directory that belong to the record: see `gathering`."""
+    """Small files of this node's own run directory that belong to the record: see `record_files`."""
     beat: int = 0
     """Counts the writes."""
 
