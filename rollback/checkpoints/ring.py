@@ -19,9 +19,13 @@ from rollback.system.durable import sync_directory, write_file
 _IN_QUARANTINE = 16  # checkpoints: more than a ring usually holds
 
 
-def begin_writing(paths: RunPaths, name: str) -> Path:
-    """The directory in which the shards of a new checkpoint are written. Any rank, any order. Raises OSError."""
-    directory = paths.writing(name)
+def begin_writing(paths: RunPaths, name: str, attempt: int) -> Path:
+    """The directory in which the shards of a new checkpoint are written. Any rank, any order. Raises OSError.
+
+    Each attempt has its own: a rank of an earlier one that was cut off from the disk may still write, and attempts give
+    the same names.
+    """
+    directory = paths.writing(name, attempt)
     with contextlib.suppress(FileExistsError):  # another rank was first
         files.make_new_directory(directory)
     return directory
@@ -35,7 +39,7 @@ def commit(paths: RunPaths, manifest: Manifest) -> None:
     """
     if len(manifest.shards) != manifest.world_size:
         raise ValueError(f"{len(manifest.shards)} of {manifest.world_size} shards are listed")
-    complete(paths, manifest, paths.writing(manifest.name))
+    complete(paths, manifest, paths.writing(manifest.name, manifest.attempt))
 
 
 def complete(paths: RunPaths, manifest: Manifest, directory: Path) -> None:
@@ -71,9 +75,9 @@ def require_sizes(manifest: Manifest, directory: Path) -> None:
             os.close(fd)
 
 
-def abandon(paths: RunPaths, name: str) -> None:
+def abandon(paths: RunPaths, name: str, attempt: int) -> None:
     """Remove what was written of a checkpoint that will not be committed. Rank 0 only. Raises OSError."""
-    files.remove_directory(paths.writing(name))
+    files.remove_directory(paths.writing(name, attempt))
 
 
 def names(paths: RunPaths) -> list[CheckpointName]:
@@ -102,11 +106,14 @@ def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, str]]:
 
 def open_shards(directory: Path, manifest: Manifest) -> list[ShardReader]:
     """All shards of a checkpoint, verified, in rank order; the caller closes them. Raises CheckpointDamaged."""
+    readers: list[ShardReader] = []
+    beside: dict[str, ShardReader] = {}
     with contextlib.ExitStack() as opened:
-        readers = [
-            opened.enter_context(ShardReader(directory / shard.file, shard.written, start=shard.start))
-            for shard in manifest.shards
-        ]
+        for shard in manifest.shards:
+            path = directory / shard.file
+            reader = ShardReader(path, shard.written, start=shard.start, beside=beside.get(shard.file))
+            beside[shard.file] = opened.enter_context(reader)
+            readers.append(reader)
         opened.pop_all()
     return readers
 

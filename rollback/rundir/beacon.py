@@ -10,6 +10,7 @@ file system only that makes the write visible to others. A reader believes the c
 right.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -139,11 +140,12 @@ class Beacon(Generic[_Record]):
             self._write()
 
     def put_out(self, *, remove: bool = True) -> None:
-        """Write no more; with `remove`, show the record no more either."""
+        """Write no more; with `remove`, show the record no more either. Where the disk refuses, it falls silent."""
         self._out.set()
         self._thread.join()
         if remove:
-            self._transport.remove(self._name)
+            with contextlib.suppress(OSError):
+                self._transport.remove(self._name)
 
     def _keep_burning(self) -> None:
         while not self._out.wait(self._transport.every):

@@ -49,9 +49,9 @@ class RunLock:
             ) from error
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         pid = os.getpid()
-        holder = {"pid": pid, "start": start_of(pid), "host": socket.gethostname(), "since": since, "role": role}
+        self._holder = {"pid": pid, "start": start_of(pid), "host": socket.gethostname(), "since": since, "role": role}
         try:
-            write_file(paths.holder, json.dumps(holder).encode(), durable=False)
+            write_file(paths.holder, json.dumps(self._holder).encode(), durable=False)
         except OSError as error:
             if not was_there:
                 paths.lock.unlink(missing_ok=True)
@@ -63,7 +63,8 @@ class RunLock:
 
     def release(self) -> None:
         with contextlib.suppress(OSError):  # a disk that has become read-only: the lock itself is what counts
-            files.unlink(self._paths.holder)
+            if read_holder(self._paths) == self._holder:  # else a host that was cut off from it has lost the lock
+                files.unlink(self._paths.holder)
         self._lock.release()
 
 

@@ -133,7 +133,7 @@ class RunPaths:
     torchrun_log = NamedBelow("logs/attempt-{:04d}/torchrun.{}")
     skip_record = NamedBelow("skips/rank-{:05d}.jsonl")
     checkpoint = NamedBelow("ring/{}")
-    writing = NamedBelow(f"ring/{WRITING}{{}}")
+    writing = NamedBelow(f"ring/{WRITING}{{}}-{{:04d}}")  # with the attempt that made it: see `ring`
     draining = NamedBelow("ring/.draining-{}")
     evicting = NamedBelow("ring/.evicting-{}")
     node = NamedBelow("nodes/{}.json")  # a node's name begins with `node-`

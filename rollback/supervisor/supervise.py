@@ -117,7 +117,7 @@ def _take_part(
         if verdict is not None and verdict.refused:
             raise verdict.as_error()
         if verdict is not None:
-            return Result(ExitCode(verdict.exit_code), verdict.reason)
+            return Result(verdict.exit_code, verdict.reason)
 
 
 def _lead(

@@ -50,12 +50,14 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         sync_directory(path.parent)
 
 
-def append_line(fd: int, line: bytes) -> None:
-    """Append one line to a file opened with O_APPEND, whole or not at all.
+def append_line(fd: int, line: bytes, end: int) -> None:
+    """Append one line to a file opened with O_APPEND, whole or not at all, where this writer has left its end.
 
-    A failed append (disk full) is truncated away, so that the next line does not continue a torn one.
+    A failed append (disk full) is truncated away, so that the next line does not continue a torn one. Raises OSError,
+    also where another process has written since.
     """
-    end = os.lseek(fd, 0, os.SEEK_END)
+    if (found := os.lseek(fd, 0, os.SEEK_END)) != end:
+        raise OSError(f"another process has written to it: it has {found} bytes, and {end} when this one wrote last")
     try:
         write_all(fd, line)
     except OSError:

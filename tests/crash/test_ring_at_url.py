@@ -200,6 +200,42 @@ def test_a_shard_that_is_not_what_its_manifest_says_is_not_committed(run: Record
 
 
 @in_both_layouts
+@pytest.mark.parametrize("by", ["this process", "the next one"])
+def test_what_was_put_of_a_checkpoint_that_is_damaged_is_deleted_behind_a_newer_one(
+    run: RecordedRun, bucket: Bucket, by: str
+) -> None:
+    at_url = opened(run.paths)
+    bucket.hide_new = 1
+    with pytest.raises(CheckpointDamaged, match="has None bytes"):
+        put(at_url, run.paths, NAMES[1])
+    bucket.heal()
+    at_url.keep_record()
+    assert [key for key in bucket.objects if f"ring/{NAMES[1]}" in key], "others may still write there"
+    at_url = at_url if by == "this process" else opened(run.paths)
+    put(at_url, run.paths, NAMES[2])
+    at_url.keep_record()
+    assert not [key for key in bucket.objects if f"ring/{NAMES[1]}" in key]
+
+
+def test_leftovers_that_cannot_be_deleted_keep_no_checkpoint_and_no_record_from_being_put(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError
+
+    put(opened(run.paths), run.paths, NAMES[1])
+    del bucket.objects[f"runs/one/ring/{NAMES[1]}/manifest.json"]
+    monkeypatch.setattr(FaultyFileSystem, "rm_file", forbidden)
+    at_url = opened(run.paths)
+    put(at_url, run.paths, NAMES[2])
+    assert at_url.held() == (NAMES[2],)
+    run.commit(40.0, "c000003-s00000030", 30)
+    with pytest.raises(RingUnavailable, match="deleting"):
+        at_url.keep_record()
+    assert journal(fetched(tmp_path / "new")) == journal(run.paths)
+
+
+@in_both_layouts
 def test_what_is_deleted_of_a_checkpoint_is_all_that_has_shards_of_it_however_they_were_shared_out(
     run: RecordedRun, bucket: Bucket
 ) -> None:
@@ -214,17 +250,23 @@ def test_what_is_deleted_of_a_checkpoint_is_all_that_has_shards_of_it_however_th
     del bucket.objects[f"{half}/manifest.json"]
     at_url = opened(run.paths)
     put(at_url, run.paths, NAMES[2])
+    at_url.keep_record()
     at_url.evict(NAMES[0])
     left = {key for key in bucket.objects if key.startswith("runs/one/ring/") and not key.startswith(rest)}
     assert left == {f"{past}/notes.txt", f"{past}/older/{shard_name(0)}"}, "what is not ours"
 
 
 @in_both_layouts
+@pytest.mark.parametrize(
+    "words", [PermissionError(), OSError("Forbidden: no storage.objects.list"), FileNotFoundError()]
+)
 def test_who_may_not_list_deletes_what_is_known(
-    run: RecordedRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    run: RecordedRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, words: OSError
 ) -> None:
+    """Each library of a cloud says it in its own words."""
+
     def forbidden(*_: object, **__: object) -> None:
-        raise PermissionError
+        raise words
 
     monkeypatch.setattr(FaultyFileSystem, "ls", forbidden)
     at_url = opened(run.paths)

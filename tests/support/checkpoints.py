@@ -27,9 +27,9 @@ def lay_out_as(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(names, "MOST_FILES", RANKS)
 
 
-def manifest_of(seq: int, step: int, ranks: int = RANKS) -> Manifest:
+def manifest_of(seq: int, step: int, ranks: int = RANKS, attempt: int = 1) -> Manifest:
     return Manifest(
-        name=CheckpointName.of(seq, step), seq=seq, step=step, batch=2 * step, epoch=0, timeline=0, attempt=1,
+        name=CheckpointName.of(seq, step), seq=seq, step=step, batch=2 * step, epoch=0, timeline=0, attempt=attempt,
         created="2030-01-01T00:00:00+00:00", world_size=ranks, shards=(),
     )  # fmt: skip
 
@@ -48,9 +48,9 @@ def shard_of(rank: int, step: int) -> Region:
     return region
 
 
-def write_checkpoint(paths: RunPaths, seq: int, step: int, *, still: str | None = None) -> str:
+def write_checkpoint(paths: RunPaths, seq: int, step: int, *, still: str | None = None, attempt: int = 1) -> str:
     """Every step of the protocol, by both ranks, as their threads take them. still: frozen weights that it names."""
-    manifest = manifest_of(seq, step)
+    manifest = manifest_of(seq, step, attempt=attempt)
     if still is not None:
         pieces = [ShardPiece("still", "U8", (64,), memoryview(still.encode().ljust(64)))]
         record = frozen.describe(pieces)
@@ -60,7 +60,7 @@ def write_checkpoint(paths: RunPaths, seq: int, step: int, *, still: str | None 
     regions = [shard_of(rank, step) for rank in range(RANKS)]
     sizes = [region.size for region in regions] if has_packs(RANKS) else None
     for rank, region in enumerate(regions):
-        directory, place = ring.begin_writing(paths, manifest.name), place_in_run(rank, sizes)
+        directory, place = ring.begin_writing(paths, manifest.name, manifest.attempt), place_in_run(rank, sizes)
         shards.append(ShardRecord.of(rank, write_direct(directory / place.file, region.view, place.start)))
     ring.commit(paths, manifest.model_copy(update={"shards": tuple(shards)}).packed())
     return manifest.name

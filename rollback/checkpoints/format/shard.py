@@ -19,10 +19,11 @@ from rollback.checkpoints.format.hashing import ShardHash, hash_of, hash_pieces
 from rollback.checkpoints.format.layout import HEADER_LIMIT, TensorEntry, header_space_for, lay_out, parse_header
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
 from rollback.system import files
-from rollback.system.durable import write_all
+from rollback.system.durable import open_regular, write_all
 from rollback.system.region import address_of, copy
 
 _CHUNK = 1 << 20  # read ahead of the hash into the processor's cache
+_PART = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,51 @@ def _chunks(block: memoryview, size: int) -> Iterator[memoryview]:
         yield flat[start : start + size]
 
 
+def read_verified(path: Path, expected: Written, start: int | None = None) -> Iterator[bytes]:
+    """Read a file in parts, hashed on the way. Raises CheckpointDamaged, at the latest after the last part.
+
+    start: where the shard begins in a pack; None: it has the file to itself.
+    """
+    digest = ShardHash()
+    left = expected.size
+    try:
+        with open_regular(path) as source:
+            source.seek(start or 0)
+            while part := source.read(_PART if start is None else min(_PART, left)):
+                digest.update(part)
+                left -= len(part)
+                if left < 0:
+                    break
+                yield part
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"reading the shard {path}: {getattr(error, 'strerror', None) or error}") from error
+    if left or digest.hexdigest() != expected.digest:
+        raise CheckpointDamaged(f"the shard {path} is not what its manifest says (hash {digest.hexdigest()})")
+
+
+class _OpenFile:
+    """A file that is open for the readers of all shards in it; the last one that closes it does. Raises as they do."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.fd = files.open_file(path, os.O_RDONLY)
+            files.leave_room_for_others(self.fd)  # a checkpoint is read with all its files open
+        except files.NotAFileOfOurs as error:
+            raise CheckpointDamaged(f"the shard {path} is not to be believed: {error.strerror}") from error
+        except OSError as error:
+            raise CheckpointUnreadable(f"opening the shard {path}: {error.strerror or error}") from error
+        self._readers = 1
+
+    def shared(self) -> "_OpenFile":
+        self._readers += 1
+        return self
+
+    def close(self) -> None:
+        self._readers -= 1
+        if not self._readers:
+            os.close(self.fd)
+
+
 class ShardReader:
     """A shard that is open for reading. Use as a context manager.
 
@@ -123,8 +169,9 @@ class ShardReader:
     says that somebody else has looked), a header whose offsets follow from dtypes and shapes and cover the data without
     gaps or overlaps. Raises CheckpointDamaged; CheckpointUnreadable where the disk fails.
 
-    start: where it begins in a pack; None: it has the file to itself. memory: the same file in memory (the fast
-    tier's), where the caller has it mapped anyway. threads: that hash.
+    start: where it begins in a pack; None: it has the file to itself. beside: an open reader of another shard in the
+    pack, whose descriptor it uses too. memory: the same file in memory (the fast tier's), where the caller has it
+    mapped anyway. threads: that hash.
     """
 
     def __init__(
@@ -133,6 +180,7 @@ class ShardReader:
         expected: Written,
         *,
         start: int | None = None,
+        beside: "ShardReader | None" = None,
         hashed: bool = False,
         memory: memoryview | None = None,
         threads: int = 1,
@@ -140,16 +188,11 @@ class ShardReader:
         self.path = path
         self._start = start or 0
         self._memory = memory if memory is not None and len(memory) == expected.size else None
-        try:
-            self._fd = files.open_file(path, os.O_RDONLY)
-            files.leave_room_for_others(self._fd)  # a checkpoint is read with all its shards open
-        except files.NotAFileOfOurs as error:
-            raise CheckpointDamaged(f"the shard {path} is not to be believed: {error.strerror}") from error
-        except OSError as error:
-            raise CheckpointUnreadable(f"opening the shard {path}: {error.strerror or error}") from error
+        self._file: _OpenFile = _OpenFile(path) if beside is None else beside._file.shared()
+        self._open = True
         try:
             with reporting(CheckpointUnreadable, f"looking at the shard {path}"):
-                status = os.fstat(self._fd)
+                status = os.fstat(self._file.fd)
             size = status.st_size if start is None else min(expected.size, max(0, status.st_size - start))
             if size != expected.size or expected.size < 8:
                 raise CheckpointDamaged(f"the shard {path} has {size} bytes; {expected.size} were written")
@@ -184,9 +227,9 @@ class ShardReader:
             self._fill(memory.cast("B"), entry.start + (start or 0))
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._open:
+            self._open = False
+            self._file.close()
 
     def __enter__(self) -> "ShardReader":
         return self
@@ -201,7 +244,7 @@ class ShardReader:
         done = 0
         while done < len(memory):
             with reporting(CheckpointUnreadable, f"reading the shard {self.path}"):
-                got = os.preadv(self._fd, [memory[done:]], self._start + start + done)
+                got = os.preadv(self._file.fd, [memory[done:]], self._start + start + done)
             if not got:
                 raise CheckpointDamaged(f"reading the shard {self.path}: it ends after {start + done} bytes")
             done += got

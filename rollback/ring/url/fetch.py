@@ -8,12 +8,13 @@ from pathlib import Path
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import MANIFEST_LIMIT, FrozenRecord, Manifest, parse_manifest
+from rollback.checkpoints.format.shard import read_verified
 from rollback.checkpoints.resume import candidates
 from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.ring.url import record
 from rollback.ring.url.index import Index, Kept, checkpoint_key, frozen_key, read_indexes
 from rollback.ring.url.record import Relation, read_piece
-from rollback.ring.url.store import Store, read_verified
+from rollback.ring.url.store import Store
 from rollback.rundir import seal
 from rollback.rundir.identity import Identity, read_identity, require_key_for, require_seal
 from rollback.rundir.journal.folded_journal import fold_journal
@@ -261,7 +262,7 @@ def bring(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> None:
     """
     if manifest.frozen is not None and not frozen.is_there(paths, manifest.frozen):
         bring_frozen(store, manifest.frozen, paths, say)
-    directory = paths.writing(manifest.name)
+    directory = paths.writing(manifest.name, manifest.attempt)
     files.remove_directory(directory)
     files.make_new_directory(directory)
     try:

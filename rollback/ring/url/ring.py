@@ -39,7 +39,7 @@ class RingAtUrl:
         self._index: Index | None = None
         self._previous: Index | None = None
         self._held: list[str] = []
-        self._remains: list[str] = []
+        self._remains: set[str] = set()  # without a manifest, and perhaps with files
         self._needed: dict[str, FrozenRecord | None] = {}  # by the checkpoints that are held
         self._frozen: set[FrozenRecord] = set()  # what there may be
         self._world_size = 0
@@ -69,7 +69,7 @@ class RingAtUrl:
         self._needed.clear()
         names, self._frozen = self._index.checkpoints, {*self._index.frozen}
         self._held = [name for name in names if self._is_whole(name)]
-        self._remains = [name for name in names if name not in self._held]
+        self._remains = {*names} - {*self._held}
         self._others.meet()
 
     def held(self) -> Sequence[str]:
@@ -84,7 +84,8 @@ class RingAtUrl:
         name, frozen = manifest.name, manifest.frozen
         if frozen is not None:
             self._frozen.add(frozen)
-        self._write_index([*self._held, name])
+        self._remains.add(name)  # until its manifest is there; for good where it turns out to be damaged
+        self._write_index()
         if frozen is not None and self._store.size(frozen_key(frozen)) != frozen.size:
             self._store.put_file(frozen_key(frozen), self._paths.frozen / frozen.file, frozen.written)
         with self._others.copying(manifest, directory) as shares:
@@ -97,8 +98,7 @@ class RingAtUrl:
         self._store.put(checkpoint_key(name), stored.to_json())
         self._held = sorted([*self._held, name], key=_order)
         self._needed[name] = frozen
-        self._remains = [remains for remains in self._remains if remains != name]
-        self._clear_away()
+        self._remains.remove(name)
 
     def evict(self, name: str) -> None:
         """Remove a checkpoint, its manifest first."""
@@ -113,8 +113,8 @@ class RingAtUrl:
         self._delete_frozen()
 
     def keep_record(self) -> None:
+        self._write_index()
         self._clear_away()
-        self._write_index(self._held)
 
     def give_up(self) -> None:
         """Cancel the present operation; any thread may call this."""
@@ -125,11 +125,11 @@ class RingAtUrl:
         """Nothing more will be put."""
         self._others.close()
 
-    def _write_index(self, checkpoints: Sequence[str]) -> None:
+    def _write_index(self) -> None:
         assert self._index is not None
         self._require_ours()
         files = record.upload(self._store, self._paths, self._index)
-        new = next_index(self._index, self._writer, [*checkpoints, *self._remains], self._frozen, files)
+        new = next_index(self._index, self._writer, {*self._held, *self._remains}, self._frozen, files)
         self._store.put(index_key(new.generation), new.to_json())
         forgotten = (self._previous.keys if self._previous else set()) - self._index.keys - new.keys
         self._previous, self._index = self._index, new
@@ -157,9 +157,9 @@ class RingAtUrl:
         return True
 
     def _clear_away(self) -> None:
-        """Delete leftovers of crashes, where a newer checkpoint exists: an object that cannot be seen may yet be
-        there."""
-        for name in [name for name in self._remains if self._held and _order(name) < _order(self._held[-1])]:
+        """Delete what is left of checkpoints without a manifest, where a newer one exists: an object that cannot be
+        seen may yet be there, and other hosts may still write."""
+        for name in [name for name in sorted(self._remains) if self._held and _order(name) < _order(self._held[-1])]:
             self._store.delete(checkpoint_key(name))
             self._delete_files(name, self._shard_names())
             self._remains.remove(name)

@@ -21,10 +21,10 @@ from urllib.parse import unquote, urlsplit
 import tenacity
 
 from rollback.checkpoints.format.hashing import ShardHash
-from rollback.checkpoints.format.shard import Written
+from rollback.checkpoints.format.shard import Written, read_verified
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, UsageError
 from rollback.system import files
-from rollback.system.durable import open_regular, sync_directory
+from rollback.system.durable import sync_directory
 
 _PART = 8 << 20
 _BLOCK = 16 << 20  # of an upload in parts; larger where a shard would else have more parts than S3 allows
@@ -132,6 +132,7 @@ class Store:
         self.url = url.rstrip("/")
         self.patience = PATIENCE if patience is None else patience
         self._given_up = threading.Event()
+        self._may_list = True
         protocol = urlsplit(url).scheme
         self._makes_directories = protocol in _WITH_DIRECTORIES
         options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
@@ -275,14 +276,19 @@ class Store:
             return
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder, as far as a listing shows them: it may be out of date, and it may be forbidden."""
-
-        def look() -> list[str]:
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                return [path.rpartition("/")[2] for path in self._fs.ls(self._path(folder), detail=False)]
+        """Names in a folder, as far as a listing shows them: it may be out of date, and it may be forbidden, which each
+        cloud says in its own words. So whatever fails shows nothing, and is not tried again by this process."""
+        if not self._may_list:
             return []
-
-        return self._attempt("listing", folder, look)
+        try:
+            found = self._attempt("listing", folder, lambda: self._fs.ls(self._path(folder), detail=False))
+        except _Missing:
+            return []
+        except RingUnavailable:
+            self._require_not_given_up()
+            self._may_list = False
+            return []
+        return [path.rpartition("/")[2] for path in found]
 
     def _path(self, key: str) -> str:
         return f"{self._root.rstrip('/')}/{key}"
@@ -366,28 +372,6 @@ def _synced(file: Any, path: str) -> Iterator[Any]:
             local = True
     if local:
         sync_directory(Path(path).parent)
-
-
-def read_verified(path: Path, expected: Written, start: int | None = None) -> Iterator[bytes]:
-    """Read a file in parts, hashed on the way. Raises CheckpointDamaged, at the latest after the last part.
-
-    start: where the shard begins in a pack; None: it has the file to itself.
-    """
-    digest = ShardHash()
-    left = expected.size
-    try:
-        with open_regular(path) as source:
-            source.seek(start or 0)
-            while part := source.read(_PART if start is None else min(_PART, left)):
-                digest.update(part)
-                left -= len(part)
-                if left < 0:
-                    break
-                yield part
-    except (OSError, ValueError) as error:
-        raise CheckpointDamaged(f"reading the shard {path}: {getattr(error, 'strerror', None) or error}") from error
-    if left or digest.hexdigest() != expected.digest:
-        raise CheckpointDamaged(f"the shard {path} is not what its manifest says (hash {digest.hexdigest()})")
 
 
 def require_room(directory: Path, size: int) -> None:

@@ -308,7 +308,7 @@ class Journal:
         self._indexing = reading.indexing
         self.torn_bytes = reading.torn_bytes
         self._chain = reading.chain
-        self._next = reading.lines
+        self._next, self._end = reading.lines, reading.sound_bytes
         self._backlog: list[tuple[bytes, str]] = []
         hint = "check the permissions and free space of the run directory"
         with reporting(RunDirectoryError, f"opening the journal {path}", hint):
@@ -326,7 +326,8 @@ class Journal:
         """Append a fact; it is on disk when this returns.
 
         Raises OSError where the disk refuses. The fact is then kept in memory and written before the next one, so that
-        a disk that was full for an hour costs no line.
+        a disk that was full for an hour costs no line. Also where another process has written since: the lock of a host
+        that is cut off from a shared disk goes to another one, and what the first still says must not break the chain.
         """
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line, self._chain = journal_line(fact, self._next, at, self.attempt, self._chain, self._what)
@@ -339,7 +340,8 @@ class Journal:
         complete = False
         while self._backlog:
             line, chain = self._backlog[0]
-            append_line(self._fd, line)
+            append_line(self._fd, line, self._end)
+            self._end += len(line)
             del self._backlog[0]
             complete |= self._indexing.add(line, chain, sealed=seal.present() is not None)
         os.fsync(self._fd)

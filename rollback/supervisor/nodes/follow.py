@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from rollback.errors import NodesMissing, RunInUse
+from rollback.errors import ExitCode, NodesMissing, RunInUse
 from rollback.ring.helper import Helper
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.rundir.elsewhere import write_elsewhere
@@ -13,10 +13,10 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.nodes.gathering import FileGatherer
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move
+from rollback.supervisor.nodes.record_files import RecordFiles
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.command import NodeGroup
@@ -54,10 +54,11 @@ class Follower:
         self._tower = Watchtower(
             meeting.transport, ORDERS, Orders, blind=lambda: self._beacon is not None and self._beacon.failing
         )
-        self._files = FileGatherer(paths, say) if meeting.apart else None
+        self._files = RecordFiles(paths, say) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
         self._leader = ""
+        self._last: Orders | None = None  # of this leader
 
     def follow(self, in_use: RunInUse | None = None) -> RunResult | None:
         """Follow the leader. Returns how the run ended; None: the leader is gone.
@@ -140,6 +141,8 @@ class Follower:
                     beacon.show(state="running")
                     left = self._attempt(orders, beacon)
                     beacon.show(state="ended", left=left, files=self._files.new() if self._files else {})
+                case "pass":
+                    beacon.show(state="ended", left=Left(status=0, guarded=False))
                 case _:
                     if orders.phase == "run" and self._place.launch not in orders.members:
                         helper.waits = True
@@ -234,14 +237,15 @@ class Follower:
     def _orders(self) -> Orders | None:
         """The leader's orders; None: it is gone (it is silent, another one leads, or nobody does)."""
         orders = self._tower.look().get(ORDERS)
-        if orders is not None and orders.leader == self._leader and orders.phase == "over":
-            return orders
-        if orders is None or orders.leader != self._leader or self._meeting.is_leaderless():
+        if orders is not None and orders.leader != self._leader and not self._meeting.is_led_by(orders):
+            orders = self._last  # one that led before was cut off, and says late what it had to say
+        if orders is None or orders.leader != self._leader:
             return None
-        return orders
+        self._last = orders
+        return orders if orders.phase == "over" or not self._meeting.is_leaderless() else None
 
     def _without_leader(self) -> RunResult | None:
         if self._signals.received:
-            return RunResult(exit_code=75, reason="told to stop while no node led")
+            return RunResult(exit_code=ExitCode.RESUMABLE, reason="told to stop while no node led")
         self._say(f"the leader is gone, or silent for {SILENT_AFTER:.0f} s: this node has ended its ranks")
         return None

@@ -13,9 +13,8 @@ from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes.copies import Copies
-from rollback.supervisor.nodes.gathering import keep_files
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting
-from rollback.supervisor.nodes.membership import NodePlace
+from rollback.supervisor.nodes.membership import Namesakes, NodePlace
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
     NodeReport,
@@ -26,6 +25,7 @@ from rollback.supervisor.nodes.protocol import (
     must_end,
     ready,
 )
+from rollback.supervisor.nodes.record_files import keep_files
 from rollback.supervisor.nodes.seats import FAILURES, failures_of_nodes, rank_by_name, replacements, seats
 from rollback.supervisor.torchrun.command import NodeGroup
 
@@ -140,6 +140,7 @@ class Leader(Nodes):
         self._heard: dict[str, int] = {}
         self._ever: set[str] = set()
         self._reports: dict[str, NodeReport] = {}
+        self._overtaken, self._namesakes = False, Namesakes()
         orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=str(paths.root))
         self._beacon = Beacon(meeting.transport, ORDERS, orders, say)
 
@@ -190,7 +191,8 @@ class Leader(Nodes):
                 came, since = len(there), time.monotonic()  # after each node that comes, wait for another one
             called = time.monotonic() - since > self._place.last_call
             enough = len(there) >= self._place.most - 1 or (len(there) >= self._least - 1 and called)
-            if enough and not self._awaited(there, time.monotonic() - began):
+            awaited = self._awaited(there, time.monotonic() - began) if enough else []
+            if enough and not awaited:
                 break
             if interrupted() or any(report.signals for report in self._reports.values()):
                 return False
@@ -198,19 +200,21 @@ class Leader(Nodes):
             if waited > self._place.timeout and len(there) < self._least - 1:
                 raise self._missing(there, waited)
             if waited > _SAY_AFTER and not said:
-                self._say(self._who_is_there(there))
+                self._say(self._who_is_missing(there, awaited))
                 said = True
             time.sleep(_POLL)
         self._seat(there)
         self._copies.begin(self._seats.index(self._place.name), self._beacon.record.buddies, interrupted)
         return True
 
-    def _awaited(self, there: Mapping[str, NodeReport], waited: float) -> bool:
-        """Whether a node that has a seat will be ready soon, so that no spare may have its seat yet."""
+    def _awaited(self, there: Mapping[str, NodeReport], waited: float) -> list[str]:
+        """The nodes that have a seat and will be ready soon, so that no spare may have it yet."""
+        if not self._place.spares:
+            return []
         here = {report.node for report in there.values()} | {self._place.name}
         patience = _RETURN_APART if self._meeting.apart else _RETURN
         coming = {report.node for report in self._fit()} | (set() if waited > patience else {*self._seats} - self._ever)
-        return any(node in coming and node not in here for node in self._seats) and self._place.spares > 0
+        return [node for node in self._seats if node in coming and node not in here]
 
     def _seat(self, there: Mapping[str, NodeReport]) -> None:
         """Give the nodes of the attempt their ranks, and order them to start. What is new is journalled first."""
@@ -305,6 +309,9 @@ class Leader(Nodes):
         )
 
     def farewell(self, verdict: RunResult) -> None:
+        if self._overtaken:  # the record is another leader's
+            self._beacon.put_out(remove=False)
+            return
         self._beacon.show(phase="over", verdict=verdict)
         deadline = time.monotonic() + _FAREWELL
         while self._followers() and time.monotonic() < deadline:
@@ -312,20 +319,24 @@ class Leader(Nodes):
         # A node that has not read it yet will find the file, and the lock free.
         self._beacon.put_out(remove=not self._followers())
 
-    def put_out(self) -> None:
-        """Give no more orders."""
-        self._beacon.put_out()
-
     def _look(self) -> None:
-        """Read the followers' reports, and check that no other supervisor gives orders."""
+        """Read the followers' reports, and check that no other supervisor leads."""
         if (rival := self._meeting.rival(self._beacon.record)) is not None:
+            self._overtaken = True
             raise RunDirectoryError(
-                f"{rival.host} (pid {rival.pid}) gives orders in {self._paths.nodes} too, though only one may hold "
-                f"{self._paths.lock}: its file system does not lock between hosts",
-                hint="mount it so that locks are shared (NFS without nolock or local_lock, Lustre with -o flock)",
+                f"{rival.host} (pid {rival.pid}) leads this run now, though this one holds {self._paths.lock}: either "
+                f"this host was cut off from it for a while, or its file system does not lock between hosts",
+                hint="start the same command here again; if it comes back at once, mount the file system so that locks "
+                "are shared (NFS without nolock or local_lock, Lustre with -o flock)",
             )
         self._reports = {report.launch: report for report in self._followers()}
         self._ever |= {report.node for report in self._reports.values()}
+        for report in self._reports.values():
+            if self._namesakes.found(report.node, report.launch):
+                self._say(
+                    f"two supervisors take part as {report.node}, one of them on {report.host}: give each node a "
+                    f"--node-rank of its own, or without it each host a name of its own"
+                )
 
     def _followers(self) -> list[NodeReport]:
         return [report for report in self._tower.look().values() if report.leader == self._place.launch]
@@ -340,7 +351,9 @@ class Leader(Nodes):
             return replace(self._place, address=self._meeting.store.point.host).new_master()
         return self._place.new_master()
 
-    def _who_is_there(self, there: dict[str, NodeReport]) -> str:
+    def _who_is_missing(self, there: dict[str, NodeReport], awaited: Sequence[str]) -> str:
+        if awaited:
+            return f"waiting for {', '.join(awaited)}, where the last attempt has not ended yet"
         names = ", ".join([self._place.name, *sorted(report.node for report in there.values())])
         return (
             f"waiting for {self._place.most - 1 - len(there)} of {self._place.most} nodes (here: {names}); "

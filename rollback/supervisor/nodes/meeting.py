@@ -52,7 +52,7 @@ class Meeting(Protocol):
         ...
 
     def rival(self, own: Orders) -> Orders | None:
-        """The orders of another leader, if there is one; own: what this one gives."""
+        """The orders of another one that leads by now; None: this one still does. own: what it gives."""
         ...
 
     @property
@@ -86,9 +86,10 @@ class SharedMeeting:
         return lock_is_free(self._paths)
 
     def rival(self, own: Orders) -> Orders | None:
-        """Two leaders of one directory: its file system does not lock between hosts. Raises RunDirectoryError."""
+        """Who has taken the lock while this one held it: this host was cut off from the directory for a while, or its
+        file system does not lock between hosts. What a leader says late that has lost its place is passed over."""
         found = Watchtower(self.transport, ORDERS, Orders).look().get(ORDERS, own)
-        return None if found.leader == own.leader else found
+        return None if found.leader == own.leader or self.is_led_by(own) else found
 
     @property
     def words(self) -> str:
@@ -153,7 +154,7 @@ def find_meeting(
     own = Orders(leader=place.launch, host=place.host, pid=place.pid)
     beacon, other = Beacon(shared.transport, ORDERS, own, say), None
     chosen: tuple[Meeting, bool] | None = None
-    began, said = time.monotonic(), False
+    began, said, unreached = time.monotonic(), False, ""
     try:
         while chosen is None:
             if store.role == "host" and other is None:
@@ -164,6 +165,7 @@ def find_meeting(
                     hint="see what uses that port here: ss -ltnp; or name another --rdzv-endpoint on all hosts",
                 )
             if store.gone is not None:  # nobody has it yet
+                unreached = f" ({store.gone})"
                 store.close()
                 store = StoreTransport(place.endpoint)
             chosen = _choose(shared, store, place, time.monotonic() - began)
@@ -172,7 +174,7 @@ def find_meeting(
             waited = time.monotonic() - began
             if chosen is None and waited > place.timeout:
                 raise NodesMissing(
-                    f"nobody has come within {waited:.0f} s to {store.place} or to {paths.root}",
+                    f"nobody has come within {waited:.0f} s to {store.place}{unreached} or to {paths.root}",
                     hint="start the same command on all hosts; all must reach that endpoint, or share that directory",
                 )
             if waited > _SAY_AFTER and not said:

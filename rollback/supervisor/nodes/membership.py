@@ -158,6 +158,26 @@ def _last_call(configuration: Mapping[str, str]) -> float:
         return _LAST_CALL
 
 
+class Namesakes:
+    """Finds nodes that are there twice. The lock of `membership` prevents that only where hosts share a directory."""
+
+    def __init__(self) -> None:
+        self._present: dict[str, str] = {}
+        self._past: set[str] = set()
+        self._told: set[str] = set()
+
+    def found(self, node: str, launch: str) -> bool:
+        """A launch reports as this node. True, once for each node: another launch did so in between, so both live."""
+        before, self._present[node] = self._present.get(node, launch), launch
+        if launch == before:
+            return False
+        self._past.add(before)
+        if launch not in self._past or node in self._told:
+            return False
+        self._told.add(node)
+        return True
+
+
 @contextmanager
 def membership(paths: RunPaths, place: NodePlace) -> Iterator[None]:
     """The lock of this node in the run. A supervisor holds it while it leads or follows.

@@ -6,13 +6,13 @@ What a follower does, by its state and the orders:
 
 | own state \\ orders | gather for a later one | run  | stop | end | over | leader is gone    |
 |--------------------|------------------------|------|------|-----|------|-------------------|
-| ready              | get ready              | start| -    | -   | quit | succeed           |
+| ready              | get ready              | start| pass | pass| quit | succeed           |
 | running            | end                    | -    | tell | end | quit | end, then succeed |
 | ended              | get ready              | -    | -    | -   | quit | succeed           |
 
 Orders `run`, `stop` and `end` are for the members of the attempt that they name; a follower that runs another attempt
-ends it. *get ready*: nothing of an earlier attempt runs here. *tell*: the ranks are told to stop. *succeed*: try to
-lead.
+ends it. *get ready*: nothing of an earlier attempt runs here. *pass*: the attempt is over before this host has read
+that it may start, so it has ended here too. *tell*: the ranks are told to stop. *succeed*: try to lead.
 
 What the leader does while an attempt runs, by its own torchrun and the followers' reports. The first row that holds
 counts:
@@ -29,9 +29,9 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
-from rollback.errors import RollbackError
+from rollback.errors import ExitCode, RollbackError
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.wire import Buddies
@@ -39,14 +39,14 @@ from rollback.supervisor.diagnosis.outcome import Failures, Left
 
 Phase = Literal["gather", "run", "stop", "end", "over"]
 State = Literal["ready", "running", "ended"]
-FollowersMove = Literal["wait", "get ready", "start", "tell", "end", "quit"]
+FollowersMove = Literal["wait", "get ready", "start", "pass", "tell", "end", "quit"]
 LeadersMove = Literal["wait", "end", "settled"]
 
 
 class RunResult(BaseModel, frozen=True):
     """How a run ended, for all nodes."""
 
-    exit_code: int
+    exit_code: ExitCode
     reason: str
     hint: str | None = None
     refused: bool = False
@@ -88,6 +88,12 @@ class Orders(BaseModel, frozen=True):
     beat: int = 0
     """Counts the writes."""
 
+    @model_validator(mode="after")
+    def _an_address_for_each_seat(self) -> "Orders":
+        if self.buddies is not None and len(self.buddies.addresses) != len(self.members):
+            raise ValueError(f"{len(self.buddies.addresses)} addresses of buddies for {len(self.members)} members")
+        return self
+
 
 class NodeReport(BaseModel, frozen=True):
     """The record `<node>.json`: what a follower tells its leader."""
@@ -125,7 +131,7 @@ class NodeReport(BaseModel, frozen=True):
     uncopied: str | None = None
     """Why its snapshots are not copied to another host's memory at present."""
     files: dict[str, str] = {}
-    """Small files of this node's own run directory that belong to the record: see `gathering`."""
+    """Small files of this node's own run directory that belong to the record: see `record_files`."""
     beat: int = 0
     """Counts the writes."""
 
@@ -147,8 +153,9 @@ def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> F
         return "tell" if orders.phase == "stop" else "wait"
     if orders.phase == "gather":
         return "get ready" if orders.attempt > attempt else "wait"
-    # An order to start that is read again, after the attempt has ended, starts nothing.
-    return "start" if state == "ready" and member and orders.phase == "run" else "wait"
+    if state == "ready" and member:
+        return "start" if orders.phase == "run" else "pass"
+    return "wait"  # also where an order to start is read again, after the attempt has ended
 
 
 def leaders_move(own: int | None, members: Mapping[str, NodeReport | None]) -> LeadersMove:

@@ -20,7 +20,7 @@ from rollback.ring.recorded import good_ones_at
 from rollback.ring.url.fetch import bring, read_manifest_at
 from rollback.ring.url.store import Store
 from rollback.rundir.journal.folded_journal import fold_journal
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import WRITING, RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 
@@ -122,7 +122,7 @@ class CheckpointDownload:
     def _look_for_movement(self) -> dict[str, Any]:
         received = self._received
         with contextlib.suppress(OSError):  # what is damaged is removed
-            received = sum(path.stat().st_size for path in self._paths.writing(self._name).glob("*"))
+            received = sum(path.stat().st_size for path in self._paths.ring.glob(f"{WRITING}{self._name}-*/*"))
         if received != self._received:
             self._received, self._moved = received, time.monotonic()
         if time.monotonic() - self._moved < _STANDSTILL:

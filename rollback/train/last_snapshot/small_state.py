@@ -10,7 +10,7 @@ import ctypes
 import json
 import marshal
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -75,18 +75,18 @@ class SharedState:
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
-        self._plain = _copy_of(told)
-        self._encoded: tuple[dict[str, Any], dict[str, Tensor]] | None = None
-        if self._plain is None:
+        self._told: bytes | tuple[dict[str, Any], dict[str, Tensor]]
+        if (copied := _copy_of(told)) is not None:
+            self._told = copied
+        else:
             trees, tensors = _small(told, _SHARED)
-            self._encoded = trees, {name: item.detach().clone() for name, item in tensors.items()}
+            self._told = trees, {name: item.detach().clone() for name, item in tensors.items()}
 
     def encoded(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Trees, and the tensors that they refer to."""
-        if self._encoded is None:
-            assert self._plain is not None
-            self._encoded = _small(marshal.loads(self._plain), _SHARED)  # noqa: S302 - made here, of plain values
-        return self._encoded
+        if isinstance(self._told, bytes):
+            self._told = _small(marshal.loads(self._told), _SHARED)  # noqa: S302 - made here, of plain values
+        return self._told
 
 
 class SmallStateReader:
@@ -99,13 +99,7 @@ class SmallStateReader:
         self._rest = _Unchanged(None, "", b"")
         self._opening = _Unchanged.of(None, {"opening": None})
         self._position: _Position | None = None
-        self._registers: list[dict[str, Any]] = []
-        """Of buffers and of modules, of every module: what a forward makes or exchanges is in one of them."""
-        self._filled: list[dict[str, Any]] = []
-        self._lengths: list[int] = []
-        self._registered: list[Any] = []
-        self._live: list[Tensor] = []
-        self._addresses: list[int] = []
+        self._registers: _Registers | None = None
         self._views: list[memoryview] = []
         self._scattered: list[Tensor] = []
         self._of_buffers = ""
@@ -115,7 +109,7 @@ class SmallStateReader:
 
     def local(self, *, in_step: bool = False) -> LocalState:
         """in_step: while a batch is trained on, for a cursor that does not read ahead."""
-        if not (self._of_buffers and self._same_buffers()):
+        if self._registers is None or not self._registers.are_unchanged():
             self._find_buffers()
         state = self._state
         random, parts = self._random.read()
@@ -173,24 +167,9 @@ class SmallStateReader:
         """The cursor was put elsewhere."""
         self._position = None
 
-    def _same_buffers(self) -> bool:
-        """Whether the buffers are the same tensors, where they were. A forward may make others, or exchange modules."""
-        if [*map(len, self._registers)] != self._lengths or not all(map(is_, self._now_registered(), self._registered)):
-            return False
-        return [*map(Tensor.data_ptr, self._live)] == self._addresses
-
-    def _now_registered(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._filled))
-
     def _find_buffers(self) -> None:
         image = self._state.image()
-        modules = [owner for module in self._state.modules.values() for owner in module.modules()]
-        self._registers = [owner._modules for owner in modules] + [owner._buffers for owner in modules]
-        self._lengths = [*map(len, self._registers)]
-        self._filled = [register for register in self._registers if register]  # of the others the length tells all
-        self._registered = [*self._now_registered()]
-        self._live = [item for item in self._registered if isinstance(item, Tensor)]
-        self._addresses = [*map(Tensor.data_ptr, self._live)]
+        self._registers = _Registers(self._state.modules.values())
         buffers = {name: item for name, item in image.local_tensors.items() if name.startswith(_BUFFERS)}
         scattered = {name: item for name, item in buffers.items() if item.is_cuda or not item.is_contiguous()}
         in_one_piece = {name: item for name, item in buffers.items() if name not in scattered}
@@ -209,6 +188,29 @@ class SmallStateReader:
         if any(item.is_cuda for item in self._state.model.parameters()):
             return "the parameters are on a GPU"
         return None
+
+
+class _Registers:
+    """What modules have registered, of buffers and of modules, and where each tensor of it lies: a forward may make
+    other buffers, or exchange modules."""
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        modules = [module for root in roots for module in root.modules()]
+        self._all: list[dict[str, Any]] = [module._modules for module in modules]
+        self._all += [module._buffers for module in modules]
+        self._lengths = [*map(len, self._all)]
+        self._filled = [register for register in self._all if register]  # of the others the length tells all
+        self._items = [*self._present_items()]
+        self._tensors = [item for item in self._items if isinstance(item, Tensor)]
+        self._addresses = [*map(Tensor.data_ptr, self._tensors)]
+
+    def are_unchanged(self) -> bool:
+        if [*map(len, self._all)] != self._lengths or not all(map(is_, self._present_items(), self._items)):
+            return False
+        return [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+
+    def _present_items(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._filled))
 
 
 class _Position(NamedTuple):

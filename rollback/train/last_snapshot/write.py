@@ -80,7 +80,7 @@ class LastWrite:
         require_unchanged()
         name = CheckpointName.of(self._snapshots.next_seq, end.step)
         slot = self._free_slot(size)
-        directory = self._slot(slot) if slot is not None else ring.begin_writing(self._run.paths, name)
+        directory = self._slot(slot) if slot is not None else ring.begin_writing(self._run.paths, name, end.attempt)
         try:
             written = [
                 write_shard(directory / shard_name(rank), pieces, metadata)

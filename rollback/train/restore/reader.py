@@ -46,13 +46,14 @@ class Whole:
         self.frozen = FrozenInCheckpoint({}, None)
         try:
             here, threads = ranks.on_this_host, threads_of(ranks)
+            beside: dict[str, ShardReader] = {}
             for number, record in enumerate(manifest.shards):
                 others = here[number % len(here)] != ranks.rank  # somebody else on this host hashes it
                 own = memory if number == ranks.rank else None
-                path = directory / record.file
-                shard = ShardReader(
-                    path, record.written, start=record.start, hashed=others, memory=own, threads=threads
-                )
+                shard = beside[record.file] = ShardReader(
+                    directory / record.file, record.written, start=record.start, beside=beside.get(record.file),
+                    hashed=others, memory=own, threads=threads,
+                )  # fmt: skip
                 self.shards.append(shard)
             with _in_words(manifest.name):
                 self._shared = parse_json(self.shards[0].metadata["shared"])

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -318,9 +319,8 @@ class Snapshots:
                 self.slots_of_host.release(flight.slot, after=flight.job)
             elif self._ranks.first:
                 # In the thread, behind whatever it still does with the directory.
-                self.thread.submit(
-                    say_if_it_fails, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
-                )
+                abandon = partial(ring.abandon, self._paths, name, self._attempt)
+                self.thread.submit(say_if_it_fails, f"removing what was written of {name}", abandon)
         took = time.monotonic() - flight.began
         return Landing(flight.manifest, flight.tier, took, fault, drifted, ailing, flight.nonfinite)
 
@@ -337,7 +337,7 @@ class Snapshots:
         else:
             if self._ranks.apart:  # a shard in this host's directory is no part of anything
                 raise OSError("there is no fast tier, and every host has a run directory of its own")
-            directory = ring.begin_writing(self._paths, flight.manifest.name)
+            directory = ring.begin_writing(self._paths, flight.manifest.name, self._attempt)
             written = write_direct(directory / place.file, region.view, place.start)
         self._frozen.require_stored(frozen, first=self._ranks.first)
         flight.nonfinite = capture.nonfinite()

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints import damage, manifest_of, whole, write_checkpoint
+from checkpoints import LAYOUTS, RANKS, damage, lay_out_as, manifest_of, shard_of, whole, write_checkpoint
 from rollback.checkpoints import ring
-from rollback.checkpoints.format.manifest import ShardRecord
+from rollback.checkpoints.format.direct import write_direct
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.packs import place_in_run
 from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.errors import CheckpointDamaged
-from rollback.rundir.paths import CheckpointName, RunPaths
+from rollback.rundir.paths import CheckpointName, RunPaths, has_packs
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def test_other_names_are_not_checkpoints(name: str) -> None:
 def test_the_ring_lists_committed_checkpoints_only_by_sequence_number(paths: RunPaths) -> None:
     assert ring.names(paths) == []
     second, first = write_checkpoint(paths, 11, 10), write_checkpoint(paths, 2, 30)
-    ring.begin_writing(paths, CheckpointName.of(12, 40))
+    ring.begin_writing(paths, CheckpointName.of(12, 40), 1)
     (paths.ring / CheckpointName.of(13, 50)).write_text("a file")
     (paths.ring / CheckpointName.of(14, 60)).symlink_to(paths.checkpoint(first))
     (paths.ring / "notes").mkdir()
@@ -53,7 +55,7 @@ def test_the_ring_lists_committed_checkpoints_only_by_sequence_number(paths: Run
 
 def half_written(paths: RunPaths) -> tuple[Path, list[ShardRecord]]:
     """A checkpoint of two ranks, of which only rank 0 has written; the records of both."""
-    directory = ring.begin_writing(paths, manifest_of(0, 10).name)
+    directory = ring.begin_writing(paths, manifest_of(0, 10).name, 1)
     written = write_shard(directory / "rank-00000.safetensors", [ShardPiece("w", "U8", (2,), memoryview(b"ab"))], {})
     return directory, [ShardRecord.of(rank, written) for rank in range(2)]
 
@@ -79,11 +81,33 @@ def test_a_shard_that_is_not_what_its_rank_wrote_is_not_committed(paths: RunPath
         commit(paths, records)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_rank_of_an_earlier_attempt_writes_late_is_in_no_checkpoint_of_the_same_name(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """It was cut off from the disk for a while, and the next attempt has begun a checkpoint of its number and step."""
+    lay_out_as(layout, monkeypatch)
+    late, name, really = shard_of(1, 11), CheckpointName.of(1, 10), ring.commit
+    place = place_in_run(1, [late.size] * RANKS if has_packs(RANKS) else None)
+    begun = ring.begin_writing(paths, name, 1)
+    ring.sweep(paths)
+
+    def commit(paths: RunPaths, manifest: Manifest) -> None:
+        with pytest.raises(FileNotFoundError):
+            write_direct(begun / place.file, late.view, place.start)
+        write_direct(ring.begin_writing(paths, name, 1) / place.file, late.view, place.start)
+        really(paths, manifest)
+
+    monkeypatch.setattr(ring, "commit", commit)
+    assert whole(paths, write_checkpoint(paths, 1, 10, attempt=2))
+    assert len(ring.sweep(paths)) == 1
+
+
 def test_what_is_abandoned_or_swept_leaves_nothing(paths: RunPaths) -> None:
     kept = write_checkpoint(paths, 0, 0)
     half_written(paths)
-    ring.abandon(paths, manifest_of(0, 10).name)
-    ring.abandon(paths, manifest_of(0, 10).name)
+    ring.abandon(paths, manifest_of(0, 10).name, 1)
+    ring.abandon(paths, manifest_of(0, 10).name, 1)
     half_written(paths)
     paths.evicting(CheckpointName.of(7, 70)).mkdir()
     assert len(ring.sweep(paths)) == 2

@@ -192,6 +192,7 @@ def test_the_name_of_a_launch_is_of_that_launch_alone_and_fits_into_a_request(pa
     assert launch_of(paths) == f"{holder['host']}:{os.getpid()}:{holder['since']}"
     paths.holder.write_text(json.dumps({**holder, "host": "h" * 300}))
     assert launch_of(paths) == "h" * 200
+    paths.holder.write_text(json.dumps(holder))
     lock.release()
     lock.release()
     assert launch_of(paths) is None

@@ -216,7 +216,7 @@ def test_no_part_of_a_path_below_the_run_directory_is_a_link(
     with pytest.raises(files.NotAFileOfOurs, match="symbolic link"):
         LineWriter(paths.metrics)
     with pytest.raises(OSError, match="symbolic link"):
-        ring.begin_writing(paths, "c000001-s00000010")
+        ring.begin_writing(paths, "c000001-s00000010", 1)
     with pytest.raises(OSError, match="symbolic link"):
         write_file(paths.metrics, b"ours")
     assert [path.name for path in elsewhere.iterdir()] == ["train.jsonl"]
@@ -261,7 +261,7 @@ def test_a_stranger_s_file_where_everybody_may_write_is_not_believed(paths: RunP
 def test_a_disk_that_a_drill_has_made_full_refuses_what_is_made_below_a_descriptor(paths: RunPaths) -> None:
     disk = _FullDisk(str(paths.root))
     disk.fill()
-    for make in (writes_metrics, writes_a_journal, lambda paths: ring.begin_writing(paths, "c000001-s00000010")):
+    for make in (writes_metrics, writes_a_journal, lambda paths: ring.begin_writing(paths, "c000001-s00000010", 1)):
         with pytest.raises((OSError, RunDirectoryError), match="No space"):
             make(paths)
     disk.full = False

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints import lay_out_as, manifest_of, shard_of, whole, write_checkpoint
+from checkpoints import content, lay_out_as, manifest_of, shard_of, whole, write_checkpoint
 from rollback.checkpoints import ring
 from rollback.checkpoints.format import manifest as manifest_module
 from rollback.checkpoints.format.direct import write_direct
@@ -158,7 +158,7 @@ def test_a_pack_that_was_cut_is_found(paths: RunPaths, left: int) -> None:
 def test_a_pack_without_the_shard_of_its_last_rank_makes_no_checkpoint(paths: RunPaths) -> None:
     region, manifest = shard_of(0, 10), manifest_of(1, 10)
     place = place_in_run(0, [region.size] * 2)
-    written = write_direct(ring.begin_writing(paths, manifest.name) / place.file, region.view, place.start)
+    written = write_direct(ring.begin_writing(paths, manifest.name, 1) / place.file, region.view, place.start)
     records = tuple(ShardRecord.of(rank, written) for rank in range(2))
     with pytest.raises(CheckpointDamaged, match=r"pack-00000-00001\.shards has"):
         ring.commit(paths, manifest.model_copy(update={"shards": records}).packed())
@@ -206,7 +206,7 @@ def test_a_disk_that_refuses_a_shard_leaves_those_of_the_others(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = shard_of(0, 10), shard_of(1, 10)
-    directory = ring.begin_writing(paths, manifest_of(1, 10).name)
+    directory = ring.begin_writing(paths, manifest_of(1, 10).name, 1)
     written = write_direct(directory / "pack-00000-00001.shards", first.view, 0)
 
     def full(*_: object) -> int:
@@ -248,3 +248,11 @@ def test_a_checkpoint_of_1024_ranks_has_513_files_in_the_run_directory_and_each_
         (reader,) = ring.open_shards(paths.checkpoint(manifest.name), one)
         with reader:
             assert list(reader.entries) == [f"w{rank}"]
+    before = len(os.listdir("/proc/self/fd"))
+    readers = ring.open_shards(paths.checkpoint(manifest.name), stored)
+    assert len(os.listdir("/proc/self/fd")) == before + 512, "whole packs are open, and no shard by itself"
+    for rank, reader in enumerate(readers):
+        assert bytes(reader.data(f"w{rank}")) == content(rank, 10), "whichever shard beside it is closed already"
+        reader.close()
+        reader.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -47,7 +47,7 @@ def sharded_run(root: Path, rows: int, columns: int, layers: int = 4) -> dict[st
         metadata = {"local": json.dumps(local), METADATA: write_parts(parts)}
         metadata |= {"shared": json.dumps(shared)} if rank == 0 else {}
         pieces = [ShardPiece(n, "F32", a.shape, memoryview(np.ascontiguousarray(a)).cast("B")) for n, a in own.items()]
-        directory = ring.begin_writing(paths, manifest.name)
+        directory = ring.begin_writing(paths, manifest.name, manifest.attempt)
         shards.append(ShardRecord.of(rank, write_shard(directory / shard_name(rank), pieces, metadata)))
     ring.commit(paths, manifest.model_copy(update={"shards": tuple(shards)}))
     named = {**tensors, "tied": np.float32([1, 2, 3]), "level": np.float32([0])}

@@ -80,7 +80,7 @@ def pieces(rank: int, step: int) -> list[ShardPiece]:
 def write(paths: RunPaths, seq: int, step: int, shared: dict[str, Any] = SHARED, local: dict[str, Any] = LOCAL) -> str:
     manifest, shards = manifest_of(seq, step), []
     for rank in range(2):
-        directory = ring.begin_writing(paths, manifest.name)
+        directory = ring.begin_writing(paths, manifest.name, manifest.attempt)
         metadata = {"local": json.dumps(local)} | ({"shared": json.dumps(shared)} if rank == 0 else {})
         shards.append(ShardRecord.of(rank, write_shard(directory / shard_name(rank), pieces(rank, step), metadata)))
     ring.commit(paths, manifest.model_copy(update={"shards": tuple(shards)}))
@@ -143,7 +143,7 @@ def test_the_list_says_where_the_ring_is_so_that_it_is_found_from_anywhere(
 
 def test_the_list_as_text_and_as_json(paths: RunPaths) -> None:
     pins.pin(paths, OLD)
-    ring.begin_writing(paths, "c000003-s00000040")
+    ring.begin_writing(paths, "c000003-s00000040", 1)
     before = read_only(paths)
     text = command("list", paths.root)
     assert text.exit_code == 0
@@ -151,7 +151,7 @@ def test_the_list_as_text_and_as_json(paths: RunPaths) -> None:
     assert rows[0] == ["checkpoint", "step", "batch", "age", "size", "ranks", "where", "status"]
     assert rows[1][:3] == [OLD, "10", "20"]
     assert rows[1][-3:] == ["ring", "good,", "pinned"]
-    assert ".writing-c000003-s00000040" in text.stdout
+    assert ".writing-c000003-s00000040-0001" in text.stdout
     body = json.loads(command("list", paths.root, "--json").stdout)
     assert body["schema"] == 1
     assert [(entry["step"], entry["batch"], entry["pinned"]) for entry in body["checkpoints"]] == [
@@ -159,7 +159,7 @@ def test_the_list_as_text_and_as_json(paths: RunPaths) -> None:
     ]  # fmt: skip
     assert {tuple(entry["tiers"]) for entry in body["checkpoints"]} == {("durable",)}
     assert body["checkpoints"][0]["bytes"] == sum(p.stat().st_size for p in paths.checkpoint(OLD).glob("*.safetensors"))
-    assert body["leftovers"] == [".writing-c000003-s00000040"]
+    assert body["leftovers"] == [".writing-c000003-s00000040-0001"]
     assert read_only(paths) == before
 
 
@@ -268,7 +268,7 @@ def test_sound_files_with_the_wrong_content_are_found(
 def test_a_tree_that_is_nested_without_end_is_a_fault_and_no_crash(paths: RunPaths) -> None:
     manifest, shards = manifest_of(3, 40), []
     for rank in range(2):
-        directory = ring.begin_writing(paths, manifest.name)
+        directory = ring.begin_writing(paths, manifest.name, manifest.attempt)
         metadata = {"local": "[" * 100_000, "shared": json.dumps(SHARED)}
         shards.append(ShardRecord.of(rank, write_shard(directory / shard_name(rank), pieces(rank, 40), metadata)))
     ring.commit(paths, manifest.model_copy(update={"shards": tuple(shards)}))

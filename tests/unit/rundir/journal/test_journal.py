@@ -194,6 +194,20 @@ def test_a_disk_that_fills_up_at_any_byte_loses_no_fact_and_leaves_no_torn_line(
         assert facts_of(path) == FACTS
 
 
+def test_a_writer_whose_place_another_one_has_taken_breaks_nothing(path: Path) -> None:
+    """Its host was cut off from the disk for a while, and with it the lock was lost."""
+    write(path, [Finished(step=1, batch=1)])
+    first, second = Journal(path, 1), Journal(path, 2)
+    second.append(Finished(step=2, batch=2))
+    for _ in range(2):
+        with pytest.raises(OSError, match="another process has written to it"):
+            first.append(Finished(step=3, batch=3))
+    second.append(Finished(step=4, batch=4))
+    assert facts_of(path) == [Finished(step=step, batch=step) for step in (1, 2, 4)]
+    for journal in (first, second):
+        journal.close()
+
+
 def test_short_writes_are_completed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really_write = os.write
     monkeypatch.setattr(durable.os, "write", lambda fd, data: really_write(fd, data[:7]))

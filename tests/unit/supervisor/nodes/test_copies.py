@@ -169,7 +169,7 @@ def test_nodes_know_the_secret_before_any_of_them_starts_and_nobody_does_behind_
         leader.left(Left(status=1))
         assert buddy._server.secret == ""
     finally:
-        leader.put_out()
+        leader._beacon.put_out()
 
 
 class RankThatEnds:
@@ -226,7 +226,8 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
         until(lambda: told.exists() and reported().state == "ready")
         assert seen == [("ended", buddies)]
         assert buddy._server.secret == buddies.secret
-        leads.show(phase="run", members=("a:1", own.launch))
+        running = buddies.model_copy(update={"addresses": ("a:1", "b:1")})
+        leads.show(phase="run", members=("a:1", own.launch), buddies=running)
         until(lambda: reported().state == "ended")
         assert seen[1:] == [("running", True, 1, False), (1, BROUGHT)]
         assert buddy._server.secret == ""

@@ -6,20 +6,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rollback.errors import RunDirectoryError
+from rollback.errors import NodesMissing, RunDirectoryError
 from rollback.inspect.audit.reading import require_run_directory
 from rollback.instructions import MeetingPoint
 from rollback.rundir.beacon import LIMIT, SILENT_AFTER, Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.elsewhere import write_elsewhere
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.nodes.gathering import FileGatherer, keep_files
+from rollback.supervisor.nodes import meeting
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
 from rollback.supervisor.nodes.protocol import NodeReport, Orders
+from rollback.supervisor.nodes.record_files import RecordFiles, keep_files
 from rollback.supervisor.nodes.seats import rank_by_name
 from rollback.supervisor.nodes.store import StoreTransport
 
@@ -139,7 +141,7 @@ def test_followers_are_gathered_in_the_order_of_their_names(sides: Sides) -> Non
         assert group is None, "torchrun's own flags say it"
     for beacon in there:
         beacon.put_out()
-    leader.put_out()
+    leader._beacon.put_out()
 
 
 def test_of_what_strangers_say_in_the_store_nothing_counts_but_what_a_follower_may_say(
@@ -176,6 +178,18 @@ def test_where_the_store_of_a_rendezvous_is() -> None:
     assert point(rdzv_backend="etcd-v2", rdzv_endpoint="h:7") is None
 
 
+def test_who_meets_nobody_is_told_why_the_store_was_not_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SimpleNamespace(role=None, gone="connection refused", place="h:29500", close=lambda: None)
+    monkeypatch.setattr(meeting, "StoreTransport", lambda point: store)
+    place = place_among_nodes({"nnodes": "2", "node-rank": "1", "rdzv-endpoint": "h:29500"}, timeout=0.2)
+    assert place is not None
+    signals = SimpleNamespace(received=[])
+    with pytest.raises(NodesMissing, match=r"to h:29500 \(connection refused\) or to "):
+        meeting.find_meeting(RunPaths(tmp_path), place, "s3://bucket/run", print, signals)  # type: ignore[arg-type]
+
+
 def test_nodes_keep_their_order_however_many_there_are() -> None:
     assert sorted(["node-10", "node-9", "node-1", "node-b"], key=rank_by_name) == [
         "node-1",
@@ -188,7 +202,7 @@ def test_nodes_keep_their_order_however_many_there_are() -> None:
 def test_the_leader_keeps_the_small_files_of_a_follower_and_nothing_else(tmp_path: Path) -> None:
     here, there = RunPaths(tmp_path / "here"), RunPaths(tmp_path / "there")
     said: list[str] = []
-    gatherer = FileGatherer(there, said.append)
+    gatherer = RecordFiles(there, said.append)
     for name in ("failures/attempt-0001/rank-00003.json", "skips/rank-00003.jsonl", "ring/secret", "failures/x"):
         (there.root / name).parent.mkdir(parents=True, exist_ok=True)
         (there.root / name).write_text("one\n")

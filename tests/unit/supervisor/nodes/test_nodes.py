@@ -1,5 +1,6 @@
 """What leader and followers make of each other's words: the tables, and liveness by a clock of one's own."""
 
+import json
 import subprocess
 import threading
 import time
@@ -45,7 +46,7 @@ def report(state: str, status: int | None = None, attempt: int = 3) -> NodeRepor
 
 def test_a_follower_s_table() -> None:
     rows = {
-        "ready": {"gather": "wait", "run": "start", "stop": "wait", "end": "wait", "over": "quit"},
+        "ready": {"gather": "wait", "run": "start", "stop": "pass", "end": "pass", "over": "quit"},
         "running": {"gather": "end", "run": "wait", "stop": "tell", "end": "end", "over": "quit"},
         "ended": {"gather": "wait", "run": "wait", "stop": "wait", "end": "wait", "over": "quit"},
     }
@@ -58,6 +59,7 @@ def test_a_follower_s_table() -> None:
 def test_orders_for_others_start_nothing_and_end_what_runs() -> None:
     for other in (orders("run", member=False), orders("run", attempt=4)):
         assert followers_move("ready", 3, other, LAUNCH) == "wait"
+        assert followers_move("ready", 3, other.model_copy(update={"phase": "end"}), LAUNCH) == "wait"
         assert followers_move("running", 3, other, LAUNCH) == "end"
 
 
@@ -92,8 +94,10 @@ def test_an_attempt_that_has_failed_anywhere_settles_once_everybody_has_obeyed(
 ) -> None:
     known = {str(number): member for number, member in enumerate(members)}
     if must_end(own, known):
-        # What the orders lead to: the leader kills its own torchrun, and followers end theirs.
-        after = {name: member and report("ended", -9) for name, member in known.items()}
+        # What the orders lead to: the leader kills its own torchrun, and followers end theirs, or begin none.
+        moves = {state: followers_move(state, 3, orders("end"), LAUNCH) for state in ("ready", "running", "ended")}
+        obeyed = {name: member and moves[member.state] in ("end", "pass") for name, member in known.items()}
+        after = {name: report("ended", -9) if obeyed[name] else member for name, member in known.items()}
         assert leaders_move(own if own is not None else -9, after) == "settled"
     if leaders_move(own, known) == "settled":
         assert own is not None
@@ -197,9 +201,36 @@ def test_a_beacon_goes_on_until_it_is_put_out(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_record_that_the_disk_does_not_remove_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("read-only file system")
+
+    beacon = Beacon(SharedDirectory(tmp_path), "node-1.json", report("ready"), lambda line: None)
+    monkeypatch.setattr(SharedDirectory, "remove", refuse)
+    beacon.put_out()
+    assert (tmp_path / "node-1.json").exists()
+
+
 def test_a_verdict_that_refuses_reaches_the_other_nodes_as_the_same_error() -> None:
     error = RunResult.of_error(UsageError("no", hint="so")).as_error()
     assert (error.message, error.hint, error.exit_code) == ("no", "so", 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"verdict": {"exit_code": 999, "reason": "no such code"}},
+        {"buddies": {"secret": "5" * 64, "addresses": ["a:1", "b:1"]}},
+        {"phase": "dance"},
+    ],
+)
+def test_orders_that_no_leader_gives_are_not_believed(tmp_path: Path, changes: dict[str, object]) -> None:
+    sound = orders("run").model_dump(mode="json")
+    tower = Watchtower(SharedDirectory(tmp_path), "orders.json", Orders)
+    write_in_place(tmp_path / "orders.json", json.dumps({**sound, **changes}).encode())
+    assert tower.look() == {}
+    write_in_place(tmp_path / "orders.json", json.dumps(sound).encode())
+    assert tower.look() == {"orders.json": orders("run")}
 
 
 def test_places() -> None:

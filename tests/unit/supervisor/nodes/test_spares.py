@@ -15,6 +15,7 @@ from rollback.rundir.beacon import write_in_place
 from rollback.rundir.identity import JobIdentity, require_same_job
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal
+from rollback.supervisor.nodes import lead
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, own_address, place_among_nodes
@@ -117,7 +118,7 @@ class Crew:
 def crew(tmp_path: Path) -> Iterator[Crew]:
     crew = Crew(tmp_path)
     yield crew
-    crew.leader.put_out()
+    crew.leader._beacon.put_out()
 
 
 def test_a_lost_node_is_replaced_at_once_and_waits_as_a_spare_when_it_is_back(crew: Crew) -> None:
@@ -143,15 +144,31 @@ def test_a_lost_node_is_replaced_at_once_and_waits_as_a_spare_when_it_is_back(cr
     assert len(crew.replaced) == 1
 
 
-def test_a_node_that_is_only_slow_to_end_its_ranks_keeps_its_seat(crew: Crew) -> None:
+def test_a_node_that_is_only_slow_to_end_its_ranks_keeps_its_seat(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (1, 2, 3):
         crew.tell(rank, 1)
     assert crew.gather(1)
     crew.tell(1, 1, state="running")
     for rank in (2, 3):
         crew.tell(rank, 2)
+    monkeypatch.setattr(lead, "_SAY_AFTER", 0.1)
     assert crew.gather(2, limit=1.0) is None, "the spare is ready, and it must not have the seat of who is not"
+    assert crew.said[-1] == "waiting for node-1, where the last attempt has not ended yet"
     assert crew.replaced == []
+
+
+def test_two_supervisors_of_one_name_are_told_once_and_one_that_is_started_again_is_not(crew: Crew) -> None:
+    """Where hosts share no directory, no lock keeps them from it: both report, in turn."""
+    for launch in ("h1:1:1.0", "h1:2:1.0"):  # started again
+        crew.tell(1, 1, launch=launch)
+        crew.leader.move(None)
+    assert not any(line.startswith("two supervisors") for line in crew.said)
+    for _ in range(2):
+        for launch in ("h9:1:1.0", "h1:2:1.0"):
+            crew.tell(1, 1, launch=launch)
+            crew.leader.move(None)
+    (told,) = [line for line in crew.said if line.startswith("two supervisors take part as node-1")]
+    assert "--node-rank" in told
 
 
 def test_a_node_whose_ranks_fail_twice_without_progress_is_replaced(crew: Crew) -> None:
@@ -198,7 +215,7 @@ def test_a_spare_that_would_run_something_else_takes_nobody_s_place(tmp_path: Pa
         NodesMissing, match="node-1 has not come back within 1 s; node-3 cannot take part: it has other script, torch"
     ):
         crew.gather(2)
-    crew.leader.put_out()
+    crew.leader._beacon.put_out()
 
 
 def test_without_a_spare_a_range_of_nodes_goes_on_with_those_that_are_there_or_waits_for_more(tmp_path: Path) -> None:
@@ -215,7 +232,7 @@ def test_without_a_spare_a_range_of_nodes_goes_on_with_those_that_are_there_or_w
     crew.tell(2, 3)
     assert crew.gather(3) == ("node-0", "node-1", "node-2")
     assert not crew.leader.wait_for_more(), "more than all there are none"
-    crew.leader.put_out()
+    crew.leader._beacon.put_out()
 
 
 def test_a_new_leader_gives_those_that_had_a_seat_a_moment_to_come(tmp_path: Path) -> None:
@@ -227,7 +244,7 @@ def test_a_new_leader_gives_those_that_had_a_seat_a_moment_to_come(tmp_path: Pat
     crew.tell(1, 1)
     assert crew.gather(1) == ("node-0", "node-1", "node-2"), "it leads, so it takes the seat of the leader that is gone"
     assert crew.replaced == [("node-9", "node-0", 0, "lost")]
-    crew.leader.put_out()
+    crew.leader._beacon.put_out()
 
 
 def test_the_ranks_meet_on_the_node_of_rank_0_whoever_leads(tmp_path: Path) -> None:
@@ -240,7 +257,7 @@ def test_the_ranks_meet_on_the_node_of_rank_0_whoever_leads(tmp_path: Path) -> N
     assert group is not None
     assert (group.count, group.rank, group.master) == (3, 1, "h1:1")
     assert crew.waiting.nodes == (), "the leader before it may have journalled others"
-    crew.leader.put_out()
+    crew.leader._beacon.put_out()
 
 
 def test_numbers_of_nodes_that_make_no_sense_are_refused() -> None:

@@ -24,7 +24,7 @@ _FILES = re.compile(
 _PATTERNS = ("failures/*/*", "stacks/*/*", "incidents/*/*", "skips/*")
 
 
-class FileGatherer:
+class RecordFiles:
     """A follower's part: hands over what has changed since it was handed over last. say: takes a line for people."""
 
     def __init__(self, paths: RunPaths, say: Callable[[str], None]) -> None:

@@ -1,0 +1,143 @@
+"""Orders that come late, or from one that leads no more."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rollback.errors import RunDirectoryError
+from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
+from rollback.rundir.lock import RunLock, read_holder
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.nodes.follow import Follower
+from rollback.supervisor.nodes.lead import Leader
+from rollback.supervisor.nodes.meeting import SharedMeeting
+from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, leaders_move, merged
+
+OTHER = Orders(leader="b:2:1.0", host="b", pid=2, phase="run", attempt=2)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+def place() -> NodePlace:
+    found = place_among_nodes({"nnodes": "2", "node-rank": "0", "local-addr": "127.0.0.1"})
+    assert found is not None
+    return found
+
+
+def say_as(orders: Orders, paths: RunPaths) -> None:
+    write_in_place(paths.orders, orders.model_dump_json().encode())
+
+
+def hold_as(orders: Orders, paths: RunPaths) -> None:
+    paths.holder.write_text(json.dumps({"host": orders.host, "pid": orders.pid}))
+
+
+def test_who_holds_the_lock_leads_on_and_who_has_lost_it_leaves_all_to_the_other(paths: RunPaths) -> None:
+    lock = RunLock(paths, "rollback launch")
+    leader = Leader(paths, place(), lambda line: None, SharedMeeting(paths, 2))
+    say_as(OTHER, paths)
+    assert leader.move(None) == "wait", "what another one says late is passed over"
+    hold_as(OTHER, paths)
+
+    def look() -> None:
+        for _ in range(1000):  # its own orders come in between
+            say_as(OTHER, paths)
+            leader.move(None)
+
+    with pytest.raises(RunDirectoryError, match=r"b \(pid 2\) leads this run now"):
+        look()
+    leader.farewell(RunResult(exit_code=74, reason="overtaken"))
+    assert Orders.model_validate_json(read_in_place(paths.orders)).phase != "over"
+    lock.release()
+    assert read_holder(paths) == {"host": "b", "pid": 2}
+
+
+class Following:
+    """A follower in a thread, of a leader that is the beacon of its orders."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths, self.place, self.asked = paths, place(), list[str]()
+        own = Orders(leader="a:1:1.0", host="a", pid=1, attempt=1)
+        self.leads = Beacon(SharedDirectory(paths.nodes), "orders.json", own, lambda line: None)
+        hold_as(own, paths)
+        meeting, asked = SharedMeeting(paths, 2), self.asked
+
+        class Watched:
+            apart, transport = False, meeting.transport
+            is_leaderless = staticmethod(lambda: False)
+
+            @staticmethod
+            def is_led_by(orders: Orders) -> bool:
+                asked.append(orders.leader)
+                return meeting.is_led_by(orders)
+
+        host = SimpleNamespace(end_leftovers=lambda say: None)
+        signals = SimpleNamespace(received=[], take=list, insistent=False)
+        follower = Follower(paths, self.place, host, 1.0, signals, lambda line: None, Watched())  # type: ignore[arg-type]
+        self.found: list[RunResult | None] = []
+        self.thread = threading.Thread(target=lambda: self.found.append(follower.follow()), daemon=True)
+        self.thread.start()
+        self.until(lambda: self.report is not None and self.report.state == "ready")
+
+    @property
+    def report(self) -> NodeReport | None:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # it is being written
+            return NodeReport.model_validate_json(read_in_place(self.paths.node("node-0")))
+        return None
+
+    def until(self, condition: Callable[[], object], act: Callable[[], None] = lambda: None) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            act()
+
+    def end(self) -> list[str | None]:
+        """Returns how the run ended, as the follower knows it."""
+        self.leads.show(phase="over", verdict=RunResult(exit_code=0, reason="done"))
+        self.thread.join(60)
+        self.leads.put_out()
+        return [result and result.reason for result in self.found]
+
+
+@pytest.fixture
+def following(paths: RunPaths) -> Iterator[Following]:
+    following = Following(paths)
+    yield following
+    following.end()
+
+
+def test_a_follower_goes_on_while_one_that_led_before_says_what_it_had_to_say(following: Following) -> None:
+    following.until(
+        lambda: OTHER.leader in following.asked or not following.thread.is_alive(),
+        lambda: say_as(OTHER, following.paths),
+    )
+    assert following.end() == ["done"]
+
+
+@pytest.mark.parametrize("phase", ["end", "stop"])
+def test_who_hears_of_an_attempt_when_it_is_to_end_begins_nothing_and_holds_nobody_up(
+    following: Following, phase: str
+) -> None:
+    """The leader's own ranks have failed, or it was told to stop, before this host has read that it may start."""
+    following.leads.show(phase=phase, members=("a:1:1.0", following.place.launch))
+    ended: list[NodeReport] = []
+    following.until(
+        lambda: ended,
+        lambda: ended.extend(
+            report for report in (following.report,) if report is not None and report.state == "ended"
+        ),
+    )
+    assert leaders_move(1, {following.place.launch: ended[0]}) == "settled"
+    left = merged(Left(status=1, guarded=False), {"node-0": ended[0].left})
+    assert (left.status, left.guarded, left.lost_nodes) == (1, False, ()), "nothing ran here, and it is not lost"
