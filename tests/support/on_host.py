@@ -26,7 +26,7 @@ mount --bind "$3" /etc/resolv.conf
 
 
 def main(name: str, hosts: str, resolver: str, *arguments: str) -> int:
-    """The exit status of the host's first process, or minus the signal that ended it."""
+    """The exit status of the host's first process. What a signal ended ends this one by the same signal."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def enter(call: str, *given: int) -> None:
@@ -41,7 +41,9 @@ def main(name: str, hosts: str, resolver: str, *arguments: str) -> int:
         subprocess.run(["sh", "-c", SETUP, "sh", name, hosts, resolver], check=True)
         warm.come_to_a_host(Path(os.environ["TESTS_REGISTER"]))
         os._exit(warm.run(list(arguments)))
-    return os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+    if (status := os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])) < 0:
+        os.kill(os.getpid(), -status)
+    return status
 
 
 if __name__ == "__main__":
