@@ -6,7 +6,7 @@ journals.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast, get_args
 
 from pydantic import TypeAdapter
 
@@ -156,7 +156,8 @@ class History:
         return [fact.window for fact in self.added] + [window for case in self.cases for window in case.skips]
 
 
-_REACHED = (Attached, Committed, Finished, FinalStateLost, ScriptLeft, Stopped)
+_Reaching = Attached | Committed | Finished | FinalStateLost | ScriptLeft | Stopped
+_REACHING = frozenset(get_args(_Reaching))  # to look a type up is several times as fast as `isinstance`
 history_as_json: TypeAdapter[History] = TypeAdapter(History)
 
 
@@ -166,8 +167,8 @@ def fold(records: Iterable[JournalEntry], history: History | None = None) -> His
     history = history or History()
     for record in records:
         history.last_attempt = max(history.last_attempt, record.attempt)
-        if isinstance(record.fact, _REACHED):
-            history.furthest = max(record.fact.step, history.furthest or 0)
+        if type(record.fact) in _REACHING:
+            history.furthest = max(cast(_Reaching, record.fact).step, history.furthest or 0)
         _apply(history, record)
     return history
 
@@ -291,7 +292,7 @@ def _case(history: History, incident: int) -> Case:
 
 def furthest_of(records: Iterable[JournalEntry]) -> int | None:
     """As `History.furthest`, of some entries."""
-    return max((record.fact.step for record in records if isinstance(record.fact, _REACHED)), default=None)
+    return max((record.fact.step for record in records if isinstance(record.fact, _Reaching)), default=None)
 
 
 def merge_windows(windows: Iterable[Window]) -> list[Window]:

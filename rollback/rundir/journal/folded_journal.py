@@ -3,10 +3,8 @@ reads what came after, however long the run is. docs/format.md, "Indexes", says 
 """
 
 import contextlib
-import gc
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from rollback.facts.history import History, fold, history_as_json
 from rollback.rundir import seal
 from rollback.rundir.journal.journal import JournalContent, read_journal, read_journal_after
 from rollback.rundir.journal.journal_index import IndexedLines, read_index
+from rollback.system.collector import no_collection
 from rollback.system.durable import read_small_file, write_file
 
 _LIMIT = 1 << 30
@@ -48,7 +47,7 @@ def fold_journal(path: Path, *, to_keep: bool = False) -> FoldedJournal:
     to_keep: `keep` will be called.
     """
     index = read_index(path)
-    with _no_collection():
+    with no_collection():
         history, known = _kept_history(path, index)
         reading = read_journal_after(path, index, known) if known else None
         if reading is None:
@@ -59,18 +58,6 @@ def fold_journal(path: Path, *, to_keep: bool = False) -> FoldedJournal:
     beginning = _body(path, blocks, history) if to_keep and len(blocks) > known else None
     fold(reading.records[covered:], history)
     return FoldedJournal(history, reading, path, beginning)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Entries have no cycles, and the collector would walk over all of them again and again: a third of the time."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _kept_history(path: Path, index: tuple[IndexedLines, ...]) -> tuple[History, int]:

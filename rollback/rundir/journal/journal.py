@@ -6,12 +6,12 @@ The rules for torn tails and damage are those of docs/format.md, "Journals".
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -138,7 +138,13 @@ class JournalTail:
 
 def of_kind(records: Iterable[JournalEntry], kind: type[_F]) -> list[tuple[JournalEntry, _F]]:
     """The lines that hold a fact of that kind, with it."""
-    return [(record, record.fact) for record in records if isinstance(record.fact, kind)]
+    return [(record, cast(_F, record.fact)) for record in records if type(record.fact) is kind]
+
+
+def of_kinds(records: Iterable[JournalEntry], kinds: Collection[type]) -> list[JournalEntry]:
+    """The lines that hold a fact of one of these kinds. To ask for the type is several times as fast as `isinstance`,
+    which pydantic answers in Python."""
+    return [record for record in records if type(record.fact) in kinds]
 
 
 def last_fact(records: Iterable[JournalEntry], kind: type[_F]) -> _F | None:
