@@ -38,7 +38,7 @@ def audit(
         bool, typer.Option("--samples", help="Show which data set samples are suspected or left out instead.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check the journals' hash chains and the skip records instead.")
+        bool, typer.Option("--verify", help="Check the journals' hash chains and the records beside them instead.")
     ] = False,
 ) -> None:
     """Show incidents, what was skipped and why, and what it all cost.
