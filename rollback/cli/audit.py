@@ -33,7 +33,7 @@ def audit(
         Path | None,
         typer.Option("--output", "-o", help="Write to this file, which is replaced.", show_default="stdout"),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show every skipped batch and index in the text.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show long lists in full in the text.")] = False,
     samples: Annotated[
         bool, typer.Option("--samples", help="Show which data set samples are suspected or left out instead.")
     ] = False,
