@@ -111,6 +111,8 @@ class History:
     """Whether the ranks of any attempt have attached."""
     furthest: int | None = None
     """The furthest step that a fact of the ranks names as reached."""
+    stood: tuple[int, int] | None = None
+    """The step and batch of the last checkpoint, start or restore."""
     drained: dict[str, set[str]] = field(default_factory=dict)
     """By place of a durable ring, the checkpoints that were copied there."""
     left_ring: dict[str, set[str]] = field(default_factory=dict)
@@ -209,6 +211,7 @@ def _apply(history: History, record: JournalEntry) -> None:
             _note_screened_out(_case(history, fact.incident), fact)
         case Restored() as fact:
             _case(history, fact.incident).restored = fact
+            history.stood = (fact.step, fact.batch)
         case Concluded() as fact:
             _case(history, fact.incident).outcome = fact
         case Attached() | Stopped() | Finished() as fact:
@@ -235,6 +238,7 @@ def _note_course(history: History, fact: Attached | Stopped | Finished) -> None:
     match fact:
         case Attached():
             history.settings, history.given_up, history.attached = fact.settings, None, True
+            history.stood = (fact.step, fact.batch)
             history.init = fact.init or history.init
             if history.first_writes is None:
                 history.first_writes = fact.writes
@@ -250,6 +254,7 @@ def _note_checkpoint(
     match fact:
         case Committed():
             history.committed[fact.checkpoint] = fact
+            history.stood = (fact.step, fact.batch)
             history.finished = None
             if fact.step == 0:
                 history.good.add(fact.checkpoint)

@@ -25,7 +25,7 @@ from rollback.report.account import TimeAccount, account
 from rollback.report.cards import cards
 from rollback.report.chart import DrawnCurves, chart, curves_of
 from rollback.report.tables import blocks
-from rollback.rundir.journal.journal import read_facts
+from rollback.rundir.journal.journal import of_kind, read_entries
 from rollback.rundir.metrics.metric_columns import joined, last_steps, metric_pieces
 from rollback.rundir.paths import RunPaths
 from rollback.system.collector import no_collection
@@ -52,8 +52,10 @@ def _read_curves(paths: RunPaths) -> tuple[DrawnCurves | None, Progress]:
     """Before all facts are read: of a long run, they and the metrics take half a GB each."""
     notices: list[str] = []
     columns = joined(readable(paths.metrics, metric_pieces, notices))
-    incidents = read_facts(paths.train_journal, Incident)
-    return curves_of(columns, incidents), Progress(last_steps([columns]), notices)
+    incidents = read_entries(paths.train_journal, {Incident})
+    return curves_of(columns, (fact for _, fact in of_kind(incidents, Incident))), Progress(
+        last_steps([columns]), notices
+    )
 
 
 def render(ledger: AuditReport, material: Material, curves: DrawnCurves | None) -> str:

@@ -6,7 +6,7 @@ from rollback.facts import training as facts
 from rollback.inspect.audit.report import Ended, Ending
 from rollback.rundir.journal.journal import of_kinds
 
-TURNS = frozenset({
+TURNS: frozenset[type[facts.Fact]] = frozenset({
     facts.AttemptStarted, facts.Attached, facts.Finished, facts.FinalStateLost, facts.ScriptLeft, facts.Stopped,
     facts.AttemptEnded, facts.RunEnded,
 })  # fmt: skip

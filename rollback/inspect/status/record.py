@@ -10,10 +10,12 @@ from rollback.inspect.audit.reading import merge
 from rollback.inspect.audit.report import Ending, Point
 from rollback.rundir.journal.journal import of_kind, of_kinds
 
-_SHOWN = frozenset({
+_SHOWN: frozenset[type[facts.Fact]] = frozenset({
     facts.Attached, facts.Restored, facts.Advice, facts.AttemptStarted, facts.RunEnded, facts.AttemptEnded,
     facts.SpareNodes, facts.LastSnapshotMade, facts.RestartScheduled, facts.Drained, facts.DrainFailed,
 })  # fmt: skip
+TOLD: frozenset[type[facts.Fact]] = facts.KINDS - {facts.Committed, facts.BecameGood, facts.Evicted}
+"""All but those that come with each checkpoint. Of these, the history tells enough."""
 
 
 @dataclass
@@ -24,8 +26,6 @@ class RunRecord:
     ending: Ending | None = None
     passed_over: list[facts.Window] = field(default_factory=list)
     advice: dict[str, str] = field(default_factory=dict)
-    point: Point | None = None
-    """The position of the run at the last fact."""
     begun: facts.JournalEntry | None = None
     """The line that began the present stretch of training."""
     waiting: facts.JournalEntry | None = None
@@ -51,11 +51,16 @@ class RunRecord:
         """Add the new entries of both journals, and return them in one order. Raises JournalDamaged where facts
         contradict each other."""
         fold(train, self.history)
+        return self.begin(train, supervisor)
+
+    def begin(
+        self, train: Sequence[facts.JournalEntry], supervisor: Sequence[facts.JournalEntry]
+    ) -> list[facts.JournalEntry]:
+        """As `take_in`, where the history has the ranks' facts already. Of these, only the entries of `TOLD` are
+        needed."""
         news = merge(train, supervisor)
         for record in of_kinds(news, _SHOWN):
             self._take(record)
-        for record in of_kinds(news, {facts.Attached, facts.Restored, facts.Committed})[-1:]:
-            self.point = Point.of(record.fact)
         passed = [fact.window for _, fact in of_kind(news, facts.PassedOver)]
         if passed:
             self.passed_over = merge_windows([*self.passed_over, *passed])
@@ -65,6 +70,11 @@ class RunRecord:
             turns.extend(of_kinds(journal, TURNS))
         self.ending = ending_of(merge(*self._turns))
         return news
+
+    @property
+    def point(self) -> Point | None:
+        """The position of the run at the last fact."""
+        return Point(step=self.history.stood[0], batch=self.history.stood[1]) if self.history.stood else None
 
     def _take(self, record: facts.JournalEntry) -> None:
         match record.fact:

@@ -17,15 +17,17 @@ from rollback.system.collector import no_collection
 from rollback.system.durable import read_small_file, write_file
 
 _LIMIT = 1 << 30
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass
 class FoldedJournal:
-    """What a journal amounts to. reading: its state as a file, and the entries that were read one by one."""
+    """What a journal amounts to. reading: its state as a file, and the entries that were read one by one. kept: number
+    of blocks before these, of which there was a history."""
 
     history: History
     reading: JournalContent
+    kept: int
     _path: Path
     _beginning: bytes | None = None
 
@@ -57,7 +59,7 @@ def fold_journal(path: Path, *, to_keep: bool = False) -> FoldedJournal:
     fold(reading.records[:covered], history)
     beginning = _body(path, blocks, history) if to_keep and len(blocks) > known else None
     fold(reading.records[covered:], history)
-    return FoldedJournal(history, reading, path, beginning)
+    return FoldedJournal(history, reading, known, path, beginning)
 
 
 def _kept_history(path: Path, index: tuple[IndexedLines, ...]) -> tuple[History, int]:

@@ -6,6 +6,7 @@ The rules for torn tails and damage are those of docs/format.md, "Journals".
 import hashlib
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -91,13 +92,19 @@ def read_journal(path: Path) -> JournalContent:
     return reading
 
 
-def read_facts(path: Path, kind: type[_F]) -> list[_F]:
-    """The facts of one kind. Of the lines that the index vouches for, others are not parsed: of a rare kind it takes a
-    tenth of the time, and no memory for the others. Raises as `read_journal`."""
-    reading = _read(path, 0, 0, GENESIS, read_index(path), only=kind.model_fields["kind"].default)
+def read_entries(path: Path, kinds: Collection[type[Fact]], blocks: int | None = None) -> list[JournalEntry]:
+    """The entries of some kinds. Of the lines that the index vouches for, others are not parsed: of rare kinds it takes
+    a tenth of the time, and no memory for the others. Raises as `read_journal`.
+
+    blocks: of the index, behind which nothing is wanted; None: all is.
+    """
+    names = b"|".join(sorted(kind.model_fields["kind"].default.encode() for kind in kinds))
+    only, index = re.compile(rb'"kind"\s*:\s*"(?:%b)"' % names), read_index(path)
+    end = None if blocks is None else sum(block.bytes for block in index[:blocks])
+    reading = _read(path, 0, 0, GENESIS, index, only=only, end=end)
     if reading.damage is not None:
         raise _damaged(path, reading.damage)
-    return [fact for _, fact in of_kind(reading.records, kind)]
+    return of_kinds(reading.records, kinds)
 
 
 def read_journal_after(path: Path, index: Sequence[IndexedLines], known: int) -> JournalContent | None:
@@ -180,19 +187,21 @@ def examine_journal(path: Path) -> JournalContent:
 
 def _read(
     path: Path, start: int, lines: int, chain: str, index: Sequence[IndexedLines] = (), known: int = 0,
-    only: str = "",
+    only: re.Pattern[bytes] | None = None, end: int | None = None,
 ) -> JournalContent:  # fmt: skip
     """The content of a journal from byte `start` on, after `lines` lines that end with `chain`; an absent file is
     empty. index: of the lines from the start on. known: number of its blocks whose entries are not wanted; if one of
-    these does not hold, the result lacks it, and means nothing. only: the one kind that is wanted; empty: all are.
-    Raises as `examine_journal`."""
+    these does not hold, the result lacks it, and means nothing. only: in which lines of the index's blocks entries are
+    wanted; None: in all. end: the byte at which to stop; None: the file's end. Raises as `examine_journal`."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if not start <= size <= _LIMIT:
                 raise ValueError(f"{path} has {size} bytes; at least {start} and at most {_LIMIT} are believed")
             file.seek(start)
-            return _scan(file, start, size, lines, chain, path.stem, index, known, only)
+            return _scan(
+                file, start, size if end is None else min(size, end), lines, chain, path.stem, index, known, only
+            )
     except FileNotFoundError:
         if start == 0:
             return JournalContent([], 0, 0, chain)
@@ -205,7 +214,7 @@ def _read(
 
 def _scan(
     file: BinaryIO, start: int, size: int, lines: int, chain: str, what: str, index: Sequence[IndexedLines] = (),
-    known: int = 0, only: str = "",
+    known: int = 0, only: re.Pattern[bytes] | None = None,
 ) -> JournalContent:  # fmt: skip
     """The entries from byte `start` up to `size`, line by line. what: which journal it is."""
     records: list[JournalEntry] = []
@@ -241,8 +250,7 @@ def _scan(
             others = lines - len(records)
             rest = size - position if torn else 0
             return JournalContent(records, position, rest, chain_before, damage, seals, indexing, others)
-        if only in ("", record.fact.kind):
-            records.append(record)
+        records.append(record)
         lines += 1
         seals += stated is not None
         indexing.add(line, chain, sealed=stated is not None)
@@ -250,19 +258,16 @@ def _scan(
     return JournalContent(records, position, 0, chain, None, seals, indexing, lines - len(records))
 
 
-def _entries(text: bytes, before: int, only: str) -> list[JournalEntry]:
+def _entries(text: bytes, before: int, only: re.Pattern[bytes] | None) -> list[JournalEntry]:
     """The entries of lines that have been verified. before: the number of lines before them. only: as in `_read`."""
-    context, mark = _context(text), json.dumps(only).encode() if only else b""
-    found = []
+    context, found = _context(text), []
     for seq, line in enumerate(text.split(b"\n")[:-1], start=before):
-        if mark not in line:
+        if only is not None and not only.search(line):
             continue
         try:
             body = from_json(line)
         except ValueError:  # a lone surrogate
             body = parse_json(line)
-        if only not in ("", body["kind"]):
-            continue
         if body["seq"] != seq:
             raise ValueError(f"sequence number {body['seq']!r} where {seq} should stand")
         for name in _BESIDE_THE_FACT:
