@@ -33,12 +33,12 @@ def audit(
         Path | None,
         typer.Option("--output", "-o", help="Write to this file, which is replaced.", show_default="stdout"),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show every skipped batch and index in the text.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show long lists in full in the text.")] = False,
     samples: Annotated[
         bool, typer.Option("--samples", help="Show which data set samples are suspected or left out instead.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check the journals' hash chains and the skip records instead.")
+        bool, typer.Option("--verify", help="Check the journals' hash chains and the records beside them instead.")
     ] = False,
 ) -> None:
     """Show incidents, what was skipped and why, and what it all cost.

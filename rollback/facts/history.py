@@ -6,7 +6,7 @@ journals.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast, get_args
 
 from pydantic import TypeAdapter
 
@@ -111,6 +111,8 @@ class History:
     """Whether the ranks of any attempt have attached."""
     furthest: int | None = None
     """The furthest step that a fact of the ranks names as reached."""
+    stood: tuple[int, int] | None = None
+    """The step and batch of the last checkpoint, start or restore."""
     drained: dict[str, set[str]] = field(default_factory=dict)
     """By place of a durable ring, the checkpoints that were copied there."""
     left_ring: dict[str, set[str]] = field(default_factory=dict)
@@ -156,7 +158,8 @@ class History:
         return [fact.window for fact in self.added] + [window for case in self.cases for window in case.skips]
 
 
-_REACHED = (Attached, Committed, Finished, FinalStateLost, ScriptLeft, Stopped)
+_Reaching = Attached | Committed | Finished | FinalStateLost | ScriptLeft | Stopped
+_REACHING = frozenset(get_args(_Reaching))  # to look a type up is several times as fast as `isinstance`
 history_as_json: TypeAdapter[History] = TypeAdapter(History)
 
 
@@ -166,8 +169,8 @@ def fold(records: Iterable[JournalEntry], history: History | None = None) -> His
     history = history or History()
     for record in records:
         history.last_attempt = max(history.last_attempt, record.attempt)
-        if isinstance(record.fact, _REACHED):
-            history.furthest = max(record.fact.step, history.furthest or 0)
+        if type(record.fact) in _REACHING:
+            history.furthest = max(cast(_Reaching, record.fact).step, history.furthest or 0)
         _apply(history, record)
     return history
 
@@ -208,6 +211,7 @@ def _apply(history: History, record: JournalEntry) -> None:
             _note_screened_out(_case(history, fact.incident), fact)
         case Restored() as fact:
             _case(history, fact.incident).restored = fact
+            history.stood = (fact.step, fact.batch)
         case Concluded() as fact:
             _case(history, fact.incident).outcome = fact
         case Attached() | Stopped() | Finished() as fact:
@@ -234,6 +238,7 @@ def _note_course(history: History, fact: Attached | Stopped | Finished) -> None:
     match fact:
         case Attached():
             history.settings, history.given_up, history.attached = fact.settings, None, True
+            history.stood = (fact.step, fact.batch)
             history.init = fact.init or history.init
             if history.first_writes is None:
                 history.first_writes = fact.writes
@@ -249,6 +254,7 @@ def _note_checkpoint(
     match fact:
         case Committed():
             history.committed[fact.checkpoint] = fact
+            history.stood = (fact.step, fact.batch)
             history.finished = None
             if fact.step == 0:
                 history.good.add(fact.checkpoint)
@@ -291,7 +297,7 @@ def _case(history: History, incident: int) -> Case:
 
 def furthest_of(records: Iterable[JournalEntry]) -> int | None:
     """As `History.furthest`, of some entries."""
-    return max((record.fact.step for record in records if isinstance(record.fact, _REACHED)), default=None)
+    return max((record.fact.step for record in records if isinstance(record.fact, _Reaching)), default=None)
 
 
 def merge_windows(windows: Iterable[Window]) -> list[Window]:

@@ -8,7 +8,7 @@ A fact says what happened. Nobody edits or removes a fact. The state of a run is
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Union, get_args
 
 from pydantic import Field, TypeAdapter, model_validator
 
@@ -373,6 +373,9 @@ AnyFact = Annotated[
     ],
     Field(discriminator="kind"),
 ]  # fmt: skip
+
+
+KINDS: frozenset[type[Fact]] = frozenset(get_args(get_args(AnyFact)[0]))
 
 
 @dataclass(frozen=True, slots=True)  # a long run has half a million

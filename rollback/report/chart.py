@@ -2,48 +2,68 @@
 
 import base64
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rollback.facts.ring import Drained
-from rollback.facts.training import JournalEntry, PassedOver
+from rollback.facts.training import Incident, JournalEntry, PassedOver
 from rollback.inspect.audit.report import AuditReport
-from rollback.report.series import Series, Stretch, series, stretches, table
-from rollback.rundir.metrics.metric_columns import Floats, Integers, MetricColumns
+from rollback.report.series import Series, SeriesRow, Stretch, near, series, stretches, table
+from rollback.rundir.journal.journal import of_kind
+from rollback.rundir.metrics.metric_columns import Integers, MetricColumns
 from rollback.terminal.quantities import number
 
 _ROWS = 60  # of the curve in numbers
 _NONFINITE_ROWS = 200
 
 
-def chart(
-    ledger: AuditReport, records: Sequence[JournalEntry], columns: MetricColumns
-) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """What the script draws, and what stands around it in the page; None where no step has been judged."""
+@dataclass(frozen=True)
+class DrawnCurves:
+    """What the page shows of the metrics. They themselves are no longer needed."""
+
+    series: dict[str, Series]
+    rows: list[list[SeriesRow]]
+    """The curves in numbers, in the same order."""
+    attempts: list[list[int]]
+    """Attempt, first and last step of each unbroken run of steps, one for each restore and restart."""
+    first: int
+    last: int
+
+
+def curves_of(columns: MetricColumns, incidents: Iterable[Incident]) -> DrawnCurves | None:
+    """None where no step has been judged. incidents: around which no value is left out."""
     if not len(columns):
         return None
     parts = stretches(columns)
-    spans = [(entry.onset.step, entry.detection.step) for entry in ledger.incidents]
+    keep = near(columns.step, parts, ((fact.onset_step, fact.detection_step) for fact in incidents))
     own = {
         "Loss": (columns.loss, columns.no_loss),
         "Gradient norm": (columns.grad_norm, columns.no_grad_norm),
     }
-    curves = {
-        name: series(columns, values, missing, parts, spans)
-        for name, (values, missing) in own.items()
-        if not missing.all()
-    }
+    known = {name: each for name, each in own.items() if not each[1].all()}
+    return DrawnCurves(
+        series={name: series(columns, *each, parts, keep) for name, each in known.items()},
+        rows=[table(columns, *each, parts, _ROWS) for each in known.values()],
+        attempts=_attempts(columns, parts),
+        first=int(columns.step.min()),
+        last=int(columns.step.max()),
+    )
+
+
+def chart(
+    ledger: AuditReport, records: Sequence[JournalEntry], curves: DrawnCurves
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the script draws, and what stands around it in the page."""
     fates: dict[str, list[int]] = defaultdict(list)
     for entry in ledger.checkpoints:
         if entry.step is not None:
             fates[entry.status].append(entry.step)
-    for record in records:
-        if isinstance(record.fact, Drained):
-            fates["drained"].append(record.fact.step)
+    fates["drained"] += [fact.step for _, fact in of_kind(records, Drained)]
     drawn = {
-        "curves": [_curve(name, curve) for name, curve in curves.items()],
+        "curves": [_curve(name, curve) for name, curve in curves.series.items()],
         "incidents": [
             {
                 "number": entry.incident,
@@ -53,41 +73,31 @@ def chart(
             }
             for entry in ledger.incidents
         ],
-        "skips": [
-            [record.fact.step, record.fact.first, record.fact.last]
-            for record in records
-            if isinstance(record.fact, PassedOver)
+        "skips": [[fact.step, fact.first, fact.last] for _, fact in of_kind(records, PassedOver)],
+        "checkpoints": [
+            {"fate": fate, "steps": _packed(np.array(steps))} for fate, steps in sorted(fates.items()) if steps
         ],
-        "checkpoints": [{"fate": fate, "steps": _packed(np.array(steps))} for fate, steps in sorted(fates.items())],
-        "attempts": _attempts(columns, parts),
-        "first": int(columns.step.min()),
-        "last": int(columns.step.max()),
+        "attempts": curves.attempts,
+        "first": curves.first,
+        "last": curves.last,
     }
-    return drawn, _around(columns, own, curves, parts, fates)
+    return drawn, _around(curves, {fate: len(steps) for fate, steps in fates.items() if steps})
 
 
-def _around(
-    columns: MetricColumns,
-    own: dict[str, tuple[Floats, Any]],
-    curves: dict[str, Series],
-    parts: Sequence[Stretch],
-    fates: dict[str, list[int]],
-) -> dict[str, Any]:
-    first, last = int(columns.step.min()), int(columns.step.max())
-    shown, total = sum(c.shown for c in curves.values()), sum(c.total for c in curves.values())
-    names = list(curves)
+def _around(curves: DrawnCurves, fates: Mapping[str, int]) -> dict[str, Any]:
+    own = curves.series
+    shown, total = sum(c.shown for c in own.values()), sum(c.total for c in own.values())
     thinned = f"Of {total:,} values {shown:,} are drawn: the extremes of each stretch, and all near incidents."
-    rows = [table(columns, *own[name], parts, _ROWS) for name in names]
-    ranges = [(name, item) for name in names for item in curves[name].nonfinite]
+    ranges = [(name, item) for name in own for item in own[name].nonfinite]
     return {
-        "label": f"{' and '.join(names).lower()} over steps {first:,} to {last:,}",
+        "label": f"{' and '.join(own).lower()} over steps {curves.first:,} to {curves.last:,}",
         "shown": "" if shown >= total else thinned,
-        "names": [name.lower() for name in names],
+        "names": [name.lower() for name in own],
         "rows": [
             [f"{row[0].first:,} to {row[0].last:,}", *(cell for each in row for cell in _cells(each))]
-            for row in zip(*rows, strict=True)
+            for row in zip(*curves.rows, strict=True)
         ],
-        "fates": [(fate, f"{len(fates[fate]):,}") for fate in sorted(fates)],
+        "fates": [(fate, f"{fates[fate]:,}") for fate in sorted(fates)],
         "nonfinite": [
             (
                 f"{item.first:,}" + (f" to {item.last:,}" if item.last > item.first else ""),
@@ -124,7 +134,6 @@ def _curve(name: str, curve: Series) -> dict[str, Any]:
 
 
 def _attempts(columns: MetricColumns, parts: Sequence[Stretch]) -> list[list[int]]:
-    """Attempt, first and last step of each unbroken run of steps, one for each restore and restart."""
     bars: list[list[int]] = []
     for part in parts:
         first, last = int(columns.step[part.rows.start]), int(columns.step[part.rows.stop - 1])

@@ -17,14 +17,18 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from rollback import __version__
+from rollback.facts.training import Incident
 from rollback.inspect.audit.compile import compile_ledger
-from rollback.inspect.audit.reading import Material, read_material
+from rollback.inspect.audit.reading import Material, Progress, read_material, readable, require_run_directory
 from rollback.inspect.audit.report import AuditReport
 from rollback.report.account import TimeAccount, account
 from rollback.report.cards import cards
-from rollback.report.chart import chart
+from rollback.report.chart import DrawnCurves, chart, curves_of
 from rollback.report.tables import blocks
+from rollback.rundir.journal.journal import of_kind, read_entries
+from rollback.rundir.metrics.metric_columns import joined, last_steps, metric_pieces
 from rollback.rundir.paths import RunPaths
+from rollback.system.collector import no_collection
 from rollback.terminal.escape import printable
 from rollback.terminal.quantities import at_least, duration
 
@@ -35,16 +39,28 @@ _ENDINGS = {
 _NO_ENDING = {"tone": "calm", "badge": "no end on record", "text": "It is running, or died without a word."}
 
 
+@no_collection()
 def make_page(root: Path) -> str:
     """The report of a run. Raises as `read_material`."""
-    material = read_material(root, curve=True)
-    return render(compile_ledger(material), material)
+    paths = require_run_directory(root)
+    curves, progress = _read_curves(paths)
+    material = read_material(root, progress)
+    return render(compile_ledger(material), material, curves)
 
 
-def render(ledger: AuditReport, material: Material) -> str:
-    """The page of a ledger and what it was made from."""
-    picture = chart(ledger, material.records, material.metrics) if material.metrics is not None else None
-    drawn, around = picture or (None, None)
+def _read_curves(paths: RunPaths) -> tuple[DrawnCurves | None, Progress]:
+    """Before all facts are read: of a long run, they and the metrics take half a GB each."""
+    notices: list[str] = []
+    columns = joined(readable(paths.metrics, metric_pieces, notices))
+    incidents = read_entries(paths.train_journal, {Incident})
+    return curves_of(columns, (fact for _, fact in of_kind(incidents, Incident))), Progress(
+        last_steps([columns]), notices
+    )
+
+
+def render(ledger: AuditReport, material: Material, curves: DrawnCurves | None) -> str:
+    """The page of a ledger, what it was made from, and the curves."""
+    drawn, around = chart(ledger, material.records, curves) if curves is not None else (None, None)
     tables = list(blocks(ledger, material.records, RunPaths(Path(material.directory))))
     spent, shown = account(ledger), cards(ledger, material)
     style, script = _asset("report.css"), _asset("report.js")

@@ -1,16 +1,17 @@
 """The curve of a run, thinned for a picture: extremes, ends and everything that is not finite are kept. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollback.rundir.metrics.metric_columns import Floats, Integers, MetricColumns
+from rollback.rundir.metrics.metric_columns import Flags, Floats, Integers, MetricColumns
 
 BUCKETS = 12_000  # of the whole run, for each curve; two points each
 DETAIL = 400  # steps around an incident that are kept one by one
 ALL_DETAIL = 200_000  # of these, around all incidents together
 RANGES = 2_000  # of non-finite values, for each curve
+_AT_ONCE = 1 << 20  # rows
 
 
 @dataclass(frozen=True)
@@ -74,27 +75,58 @@ def stretches(columns: MetricColumns) -> list[Stretch]:
     return found[::-1]
 
 
-def thin(steps: Integers, values: Floats, buckets: int, keep: Iterable[tuple[int, int]] = ()) -> Integers:
-    """Indices of the points to draw, ascending: of each bucket the lowest and the highest finite value, the first and
-    the last finite value, and all that lie in one of the ranges of steps `keep` (both ends included).
+def thin(steps: Integers, values: Floats, starts: Integers, buckets: Integers, keep: Flags) -> Integers:
+    """Rows to draw, ascending: of each bucket the lowest and the highest finite value, the first and the last finite
+    value of each stretch, and the finite ones of `keep`.
 
-    steps: ascending. buckets: at least 1, of equal width in steps.
+    starts: where the stretches begin, in rows; the steps of each ascend. buckets: of each stretch, of equal width in
+    steps; one with at most twice as many finite values has no need of them. keep: by row.
     """
     finite = np.flatnonzero(np.isfinite(values))
-    if len(finite) <= 2 * buckets:
+    if not len(finite):
         return finite
-    at, value = steps[finite], values[finite]
-    span = int(at[-1]) - int(at[0]) + 1
-    bucket = (at - at[0]) * buckets // span
-    starts = np.flatnonzero(np.diff(bucket, prepend=-1))
-    chosen = [np.array([0, len(finite) - 1])]
-    order = np.lexsort((value, bucket))
-    ends = np.append(starts[1:], len(finite)) - 1
-    chosen += [order[starts], order[ends]]
-    for first, last in keep:
-        chosen.append(np.arange(np.searchsorted(at, first), np.searchsorted(at, last, side="right")))
-    drawn: Integers = finite[np.unique(np.concatenate(chosen))]
+    stretch = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(values)))[finite]
+    begins = np.flatnonzero(np.diff(stretch, prepend=-1))  # of each stretch that has any, among the finite values
+    sizes, own = np.diff(begins, append=len(finite)), buckets[stretch[begins]]
+    at, ends = steps[finite], begins + sizes - 1
+    bucket = (at - np.repeat(at[begins], sizes)) * np.repeat(own, sizes)
+    bucket //= np.repeat(at[ends] - at[begins] + 1, sizes)
+    chosen = keep[finite] | np.repeat(sizes <= 2 * own, sizes)
+    chosen[begins] = chosen[ends] = True
+    turns = np.diff(bucket, prepend=-1) != 0
+    turns[begins] = True
+    groups = np.flatnonzero(turns)
+    lowest = _equal(values[finite], np.minimum.reduceat(values[finite], groups), groups)
+    highest = _equal(values[finite], np.maximum.reduceat(values[finite], groups), groups)
+    chosen[lowest[0]] = chosen[highest[1]] = True
+    drawn: Integers = finite[chosen]
     return drawn
+
+
+def _equal(values: Floats, sought: Floats, groups: Integers) -> tuple[Integers, Integers]:
+    """Where each group has the value that is sought in it, for the first and for the last time. groups: where they
+    begin."""
+    hits = np.flatnonzero(values == np.repeat(sought, np.diff(groups, append=len(values))))
+    group = np.searchsorted(groups, hits, side="right")
+    return hits[np.diff(group, prepend=-1) != 0], hits[np.diff(group, append=-1) != 0]
+
+
+def near(steps: Integers, parts: Sequence[Stretch], incidents: Iterable[tuple[int, int]]) -> Flags:
+    """By row, whether it is so near to an incident that nothing is left out. incidents: their steps of onset and
+    detection."""
+    kept = np.zeros(len(steps), bool)
+    spans = np.array(sorted(incidents), np.int64).reshape(-1, 2)
+    if not len(spans):
+        return kept
+    margin = min(DETAIL, ALL_DETAIL // len(spans)) // 2
+    first, last = spans[:, 0] - margin, spans[:, 1] + margin
+    reach = np.maximum.accumulate(last)
+    for part in parts:
+        own = steps[part.rows]
+        for place in range(np.searchsorted(reach, own[0]), np.searchsorted(first, own[-1], side="right")):
+            begin, end = np.searchsorted(own, first[place]), np.searchsorted(own, last[place], side="right")
+            kept[part.rows.start + begin : part.rows.start + end] = True
+    return kept
 
 
 def nonfinite_ranges(steps: Integers, values: Floats, known: np.ndarray, most: int) -> list[NonFinite]:
@@ -123,31 +155,43 @@ def nonfinite_ranges(steps: Integers, values: Floats, known: np.ndarray, most: i
     ]
 
 
-def series(
-    columns: MetricColumns,
-    values: Floats,
-    missing: np.ndarray,
-    parts: Sequence[Stretch],
-    incidents: Iterable[tuple[int, int]],
-) -> Series:
-    """A column of a run as a curve. incidents: the steps of onset and detection, around which nothing is left out."""
-    spans = np.array(list(incidents), np.int64).reshape(-1, 2)
-    margin = min(DETAIL, ALL_DETAIL // max(1, len(spans))) // 2
-    spans += np.array([-margin, margin])
+def series(columns: MetricColumns, values: Floats, missing: Flags, parts: Sequence[Stretch], keep: Flags) -> Series:
+    """A column of a run as a curve. keep: rows of which none is left out."""
     total = max(1, len(columns))
-    lines, ranges = [], []
-    for part in parts:
-        steps, own = columns.step[part.rows], values[part.rows]
-        share = max(2, round(BUCKETS * len(steps) / total))
-        near = (spans[:, 0] <= steps[-1]) & (spans[:, 1] >= steps[0])
-        index = thin(steps, own, share, spans[near].tolist())
-        if len(index):
-            lines.append(Line(part, steps[index], own[index]))
-        most = max(8, round(RANGES * len(steps) / total))
-        found = nonfinite_ranges(steps, own, ~missing[part.rows], most)
-        ranges += [replace(item, undone=part.undone) for item in found]
+    lines: list[Line] = []
+    ranges: list[NonFinite] = []
+    for some in _batches(parts):
+        begin = some[0].rows.start
+        rows = slice(begin, some[-1].rows.stop)
+        steps, own, known = columns.step[rows], values[rows], ~missing[rows]
+        starts = np.array([part.rows.start - begin for part in some])
+        lengths = np.diff(starts, append=len(own))
+        index = thin(steps, own, starts, np.maximum(2, np.rint(BUCKETS * lengths / total).astype(np.int64)), keep[rows])
+        cuts = np.searchsorted(index, [*starts, len(own)])
+        broken = np.add.reduceat(known & ~np.isfinite(own), starts)
+        for place, part in enumerate(some):
+            drawn = index[cuts[place] : cuts[place + 1]]
+            if len(drawn):
+                lines.append(Line(part, steps[drawn], own[drawn]))
+            if broken[place]:
+                inner = slice(starts[place], starts[place] + lengths[place])
+                most = max(8, round(RANGES * int(lengths[place]) / total))
+                found = nonfinite_ranges(steps[inner], own[inner], known[inner], most)
+                ranges += [replace(item, undone=part.undone) for item in found]
     shown = sum(len(line.steps) for line in lines) + sum(item.count for item in ranges)
     return Series(lines, ranges, shown, int(len(values) - missing.sum()))
+
+
+def _batches(parts: Sequence[Stretch]) -> Iterator[list[Stretch]]:
+    """Neighbours, as many together as have a million rows: a call for thousands of short ones, and no large copies."""
+    some: list[Stretch] = []
+    for part in parts:
+        if some and part.rows.stop - some[0].rows.start > _AT_ONCE:
+            yield some
+            some = []
+        some.append(part)
+    if some:
+        yield some
 
 
 @dataclass(frozen=True)

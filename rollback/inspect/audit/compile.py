@@ -16,11 +16,13 @@ from rollback.inspect.audit.metrics import last_judged
 from rollback.inspect.audit.quarantine import sample_entries
 from rollback.inspect.audit.reading import Material, by_attempt
 from rollback.inspect.audit.requests import request_entries
-from rollback.rundir.journal.journal import last_fact, of_kind
+from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
 from rollback.rundir.paths import CheckpointName
 from rollback.rundir.records import SkippedBatch
+from rollback.system.collector import no_collection
 
 
+@no_collection()
 def compile_ledger(material: Material) -> report.AuditReport:
     """The report of a run. Raises JournalDamaged where facts contradict each other."""
     records = material.records
@@ -31,9 +33,7 @@ def compile_ledger(material: Material) -> report.AuditReport:
     skipped = _skipped(material, history, notices)
     incidents = _incidents(material, history, costs, passed)
     attempts = _attempts(records, costs, material.held)
-    begun = next(
-        (record for record in reversed(records) if isinstance(record.fact, facts.Attached | facts.Restored)), None
-    )
+    begun = next(reversed(of_kinds(records, {facts.Attached, facts.Restored})), None)
     return report.AuditReport(
         run=_run(material),
         totals=_totals(material, costs, incidents, attempts, skipped, passed, notices),
@@ -67,7 +67,7 @@ def compile_ledger(material: Material) -> report.AuditReport:
 
 def _probes(records: Sequence[facts.JournalEntry]) -> list[report.ProbeEntry]:
     entries = []
-    for record in records:
+    for record in of_kinds(records, {facts.Probed, facts.NotProbed}):
         match record.fact:
             case facts.Probed() as fact:
                 entries.append(report.ProbeEntry.of(fact, at=record.at))
@@ -189,31 +189,33 @@ def _is_repeat(case: Case, before: Case) -> bool:
     return concluded or (case.plan is not None and case.plan.escalation > 0)
 
 
+_FATES = frozenset({facts.Committed, facts.Evicted, facts.CheckpointLost, facts.Quarantined, facts.Dropped})
+
+
 def _checkpoints(records: Sequence[facts.JournalEntry], history: History) -> list[report.CheckpointEntry]:
     entries: dict[str, dict[str, Any]] = {}
-    for record in records:
+    for record in of_kinds(records, _FATES):
         match record.fact:
             case facts.Committed() as fact:
                 status = "good" if fact.checkpoint in history.good else "candidate"
                 status = "discarded" if fact.checkpoint in history.discarded else status
                 entries[fact.checkpoint] = {
-                    **fact.model_dump(exclude={"kind", "timeline"}), "at": record.at, "status": status, "reason": None
+                    "checkpoint": fact.checkpoint, "step": fact.step, "batch": fact.batch, "at": record.at,
+                    "status": status, "reason": None, "bytes": fact.bytes, "seconds": fact.seconds, "tier": fact.tier,
                 }  # fmt: skip
             case (facts.Evicted() | facts.CheckpointLost()) as fact if (
                 fact.tier == "fast" and entries.get(fact.checkpoint, {}).get("tier") == "durable"
             ):
                 pass  # the ring still has it
             case facts.Evicted() | facts.CheckpointLost() | facts.Quarantined() | facts.Dropped() as fact:
-                name = CheckpointName.parse(fact.checkpoint)
-                known = entries.setdefault(
-                    fact.checkpoint,
-                    {
+                if (known := entries.get(fact.checkpoint)) is None:
+                    name = CheckpointName.parse(fact.checkpoint)
+                    known = entries[fact.checkpoint] = {
                         "checkpoint": fact.checkpoint, "step": name.step if name else None, "batch": None,
                         "at": record.at, "bytes": None, "seconds": None, "tier": None,
-                    },
-                )  # fmt: skip
+                    }  # fmt: skip
                 known.update(status="lost" if isinstance(fact, facts.CheckpointLost) else fact.kind, reason=fact.reason)
-    return [report.CheckpointEntry(**entry) for entry in entries.values()]
+    return [report.CheckpointEntry.model_validate(entry) for entry in entries.values()]
 
 
 def _attempts(records: Sequence[facts.JournalEntry], costs: Costs, held: bool) -> list[report.AttemptEntry]:
@@ -225,9 +227,16 @@ def _attempts(records: Sequence[facts.JournalEntry], costs: Costs, held: bool) -
     ]
 
 
+_OF_ATTEMPTS = frozenset({
+    facts.AttemptStarted, facts.Attached, facts.AttemptEnded, facts.RestartScheduled, facts.Finished, facts.Stopped,
+    facts.LastSnapshotMade, facts.Signalled, *ABOUT_NODES,
+})  # fmt: skip
+
+
 def _attempt(
     number: int, records: list[facts.JournalEntry], costs: Costs, *, is_last: bool, held: bool
 ) -> report.AttemptEntry:
+    began, records = records[0].at, of_kinds(records, _OF_ATTEMPTS)
     started, attached = last_fact(records, facts.AttemptStarted), last_fact(records, facts.Attached)
     ended, restart = last_fact(records, facts.AttemptEnded), last_fact(records, facts.RestartScheduled)
     finished, stopped = last_fact(records, facts.Finished), last_fact(records, facts.Stopped)
@@ -248,7 +257,7 @@ def _attempt(
     return report.AttemptEntry(
         attempt=number,
         supervised=started is not None or (attached is not None and attached.supervised),
-        started=records[0].at,
+        started=began,
         **report.said(started or attached, "host", "pid"),
         changed=list(started.changed) if started else [],
         **report.said(attached, "checkpoint", "init", "sharding"),

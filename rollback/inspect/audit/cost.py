@@ -19,6 +19,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from rollback.facts import training as facts
+from rollback.rundir.journal.journal import of_kinds
+
+_PRICED = frozenset({facts.Committed, facts.Planned, facts.Restored, facts.Attached, facts.Hung, facts.AttemptEnded})
+_POSITIONS = _PRICED - {facts.Hung} | {facts.Incident, facts.Finished, facts.Stopped}
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,9 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
     hung: dict[int, float] = {}  # when it was called, by attempt
     for record in records:
         at = seconds_since_epoch(record.at)
-        match record.fact:
+        match record.fact if type(record.fact) in _PRICED else None:
+            case None:  # most lines of a long run
+                pass
             case facts.Committed() as fact if at is not None:
                 taken.setdefault(fact.checkpoint, at - fact.seconds)
             case facts.Planned() as fact:
@@ -108,8 +114,7 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
                 seconds = None if before.seconds is None or lost is None else before.seconds + lost
                 costs.restores[fact.incident] = Price((before.steps or 0) + fact.steps_lost, seconds)
             case facts.Attached() as fact:
-                if began is None:
-                    began = at
+                began = at if began is None else began
                 if trained is not None:
                     death = last_seen.get(trained)
                     costs.seconds_down += charged.charge(death, at) or 0.0
@@ -143,7 +148,7 @@ def _reached(records: Iterable[facts.JournalEntry], progress: Mapping[int, tuple
     """By attempt, the step in progress at its last sign of life."""
     reached: dict[int, int] = {}
     timelines: dict[int, int] = {}  # of attempts that planned to go back: the furthest step of such a one says nothing
-    for record in records:
+    for record in of_kinds(records, _POSITIONS):
         match record.fact:
             case facts.Attached(step=step) | facts.Restored(step=step):
                 reached[record.attempt] = step

@@ -4,12 +4,19 @@ from collections.abc import Iterable
 
 from rollback.facts import training as facts
 from rollback.inspect.audit.report import Ended, Ending
+from rollback.rundir.journal.journal import of_kinds
+
+TURNS: frozenset[type[facts.Fact]] = frozenset({
+    facts.AttemptStarted, facts.Attached, facts.Finished, facts.FinalStateLost, facts.ScriptLeft, facts.Stopped,
+    facts.AttemptEnded, facts.RunEnded,
+})  # fmt: skip
+"""Facts that a run has ended, or that it has not."""
 
 
 def ending_of(records: Iterable[facts.JournalEntry]) -> Ending | None:
     """How the run ended; None: it is running, or its end is not on record."""
     ending: Ending | None = None
-    for record in records:
+    for record in of_kinds(records, TURNS):
         match record.fact:
             case facts.AttemptStarted() | facts.Attached():
                 ending = None

@@ -15,9 +15,10 @@ from rollback.rundir.elsewhere import read_elsewhere
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.journal.journal import read_journal
-from rollback.rundir.metrics.metric_columns import MetricColumns, last_steps, read_metric_columns
+from rollback.rundir.metrics.metric_columns import last_steps, metric_pieces
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric, SkippedBatch, read_skipped
+from rollback.system.collector import no_collection
 from rollback.system.files import size_of
 
 _WITH_EVIDENCE = 500  # incidents
@@ -38,8 +39,6 @@ class Material:
     """What could not be read, in words."""
     evidence: dict[int, dict[int, RankEvidence]] = field(default_factory=dict)
     """The evidence of each incident, by rank."""
-    metrics: MetricColumns | None = None
-    """All judged steps; None: nobody asked for them."""
     last_metrics: list[Metric] = field(default_factory=list)
     held: bool = False
     """Whether somebody holds the run directory, or was killed while holding it."""
@@ -73,24 +72,32 @@ def require_run_directory(root: Path) -> RunPaths:
     return paths
 
 
-def read_material(root: Path, *, curve: bool = False) -> Material:
-    """Read everything on record about a run. curve: also all judged steps, which take much memory.
+@dataclass(frozen=True)
+class Progress:
+    """How far each attempt came, by the metrics."""
+
+    by_attempt: dict[int, tuple[int, int]]
+    """The timeline and step of its last judged step."""
+    notices: list[str]
+    """What could not be read, in words."""
+
+
+@no_collection()
+def read_material(root: Path, progress: Progress | None = None) -> Material:
+    """Read everything on record about a run, but for its curve. progress: if it is known already.
 
     Raises UsageError, RunDirectoryError, JournalDamaged, or RunDoesNotFit where another version of rollback wrote it.
     Damaged metrics and skip records become notices, since no run depends on them.
     """
     paths = require_run_directory(root)
     notices: list[str] = []
-    told: list[str] = []
-    metrics = _metrics(paths, told)  # before the facts, so that the memory for both is not needed at once
-    progress, kept = last_steps(metrics), metrics if curve else None
-    del metrics
     records = read_records(paths, notices)
     identity = read_identity(paths)
     if identity is None:
         notices.append("there is no run.json: the ranks never agreed to start, or it was removed")
     skipped, left_out = _skipped(paths, notices)
-    notices += told
+    progress = progress or read_progress(paths)
+    notices += progress.notices
     incidents = [record.fact.incident for record in records if isinstance(record.fact, Incident)]
     if len(incidents) > _WITH_EVIDENCE:
         notices.append(
@@ -103,10 +110,9 @@ def read_material(root: Path, *, curve: bool = False) -> Material:
         identity,
         records,
         skipped,
-        progress,
+        progress.by_attempt,
         notices,
         evidence,
-        kept,
         read_last_metrics(paths),
         paths.holder.exists(),
         left_out,
@@ -160,15 +166,9 @@ def merge(train: Iterable[JournalEntry], supervisor: Iterable[JournalEntry]) -> 
     return [record for _, record in sorted(keyed, key=lambda pair: pair[0])]
 
 
-def _metrics(paths: RunPaths, notices: list[str]) -> MetricColumns:
-    damaged: list[str] = []
-    try:
-        metrics = read_metric_columns(paths.metrics, damaged)
-    except (OSError, ValueError) as error:
-        damaged.append(f"{paths.metrics}: {getattr(error, 'strerror', None) or error}")
-        metrics = read_metric_columns(paths.root / "nothing", [])
-    _note_damage(damaged, notices)
-    return metrics
+def read_progress(paths: RunPaths) -> Progress:
+    notices: list[str] = []
+    return Progress(last_steps(readable(paths.metrics, metric_pieces, notices)), notices)
 
 
 def readable(path: Path, read: Callable[[Path, list[str]], Iterator[_Line]], notices: list[str]) -> Iterator[_Line]:
@@ -178,11 +178,6 @@ def readable(path: Path, read: Callable[[Path, list[str]], Iterator[_Line]], not
         yield from read(path, damaged)
     except (OSError, ValueError) as error:
         damaged.append(f"{path}: {getattr(error, 'strerror', None) or error}")
-    _note_damage(damaged, notices)
-
-
-def _note_damage(damaged: list[str], notices: list[str]) -> None:
-    """At most one notice about the damaged lines of a file."""
     if damaged:
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
         notices.append(f"{damaged[0]}{more}; what it held is missing here")

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from rollback.facts.fact import InitialState, Sharding
 from rollback.facts.training import Action, Order, Outcome, Tier, Window
 from rollback.rundir.evidence import Explosion, Where
+from rollback.system.collector import no_collection
 
 SCHEMA = 1
 
@@ -35,6 +36,7 @@ class ReportItem(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strin
         """Made of the fields of a fact or record that have the same names, and of others."""
         return cls(**source.model_dump(include=cls.model_fields.keys() - own.keys()), **own)
 
+    @no_collection()
     def to_json(self) -> str:
         """JSON in ASCII only, so that text from a journal cannot control a terminal."""
         return json.dumps(json.loads(self.model_dump_json(by_alias=True)), indent=2)

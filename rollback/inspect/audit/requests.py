@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable
 from rollback.facts.training import Answered, JournalEntry, Requested
 from rollback.inspect.audit.report import Point, RequestEntry
 from rollback.rundir import requests
+from rollback.rundir.journal.journal import of_kinds
 from rollback.rundir.paths import RunPaths
 
 _SHOWN = 8
@@ -13,7 +14,7 @@ _SHOWN = 8
 def request_entries(records: Iterable[JournalEntry]) -> list[RequestEntry]:
     """All requests that the ranks have taken up or refused, in that order."""
     entries: dict[str, RequestEntry] = {}
-    for record in records:
+    for record in of_kinds(records, {Requested, Answered}):
         match record.fact:
             case Requested() as fact:
                 entries.setdefault(

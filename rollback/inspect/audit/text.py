@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -15,6 +16,7 @@ from rollback.terminal.escape import printable, quoted
 from rollback.terminal.quantities import at_least, duration, number, or_unknown
 
 SHOWN_BATCHES = 12
+_LATEST = 200  # incidents, attempts and so on, unless all are asked for: nobody reads more
 _SHOWN_VALUES = 12  # of the window before an incident
 _SHOWN_FILES = 4
 _SHOWN_INDICES = 6  # of a batch on a rank, unless all are asked for
@@ -38,31 +40,38 @@ VERDICTS = {
 
 
 def print_ledger(console: Console, ledger: report.AuditReport, *, everything: bool = False) -> None:
-    """Print a report. everything: all skipped batches and indices, not only the first few."""
+    """Print a report. everything: all of long lists, not only the first or last few."""
     _print_head(console, ledger)
-    for story in ledger.stories():
+    stories = ledger.stories()
+    shown = stories if everything else stories[-_LATEST:]
+    if len(shown) < len(stories):
+        earlier = sum(map(len, stories[:-_LATEST]))
+        console.print(f"\n{earlier} earlier incidents: --all or --json shows them")
+    for story in shown:
         console.print()
         for place, entry in enumerate(story):
             _print_incident(console, entry, continued=place > 0)
     if ledger.skipped:
         _section(console, "skipped batches, with the data set indices that each rank would have read")
         _print_skipped(console, ledger.skipped, everything)
+    section = partial(_print_section, console, everything=everything)
     windows = [(w.span, f"{span_in_words(w.span)} by {w.who}: {w.why}") for w in ledger.user_windows]
-    _print_section(console, "skip windows that no incident gave", [(str(span.first), text) for span, text in windows])
+    section("skip windows that no incident gave", [(str(span.first), text) for span, text in windows])
     samples = [(str(entry.sample), sample_in_words(entry)) for entry in ledger.samples]
-    _print_section(console, "data set samples that are suspected or left out", samples)
+    section("data set samples that are suspected or left out", samples)
     _print_left_alone(console, ledger)
     phases = [(f"step {p.step}", p.phase or "(no name on record)") for p in ledger.phases]
-    _print_section(console, "phases that the script announced", phases)
+    section("phases that the script announced", phases)
     requests = [(entry.request.partition("-")[0], _request(entry)) for entry in ledger.requests]
-    _print_section(console, "what operators asked for", requests)
-    _print_section(console, "attempts", [(str(e.attempt), _attempt(e)) for e in ledger.attempts], always=True)
+    section("what operators asked for", requests)
+    section("attempts", [(str(e.attempt), _attempt(e)) for e in ledger.attempts], always=True)
     odd = [(e.checkpoint, f"{e.status}: {e.reason}") for e in ledger.checkpoints if e.status in _PUT_ASIDE]
     taken = sum(entry.status != "dropped" for entry in ledger.checkpoints)
-    _print_section(console, f"checkpoints: {taken} taken", odd, always=True)
-    _print_section(console, "advice", [(m.subject, m.text) for m in ledger.advice])
-    troubles = [(m.subject, m.text) for m in ledger.troubles]
-    _print_section(console, "troubles of rollback itself, which training went on without", troubles)
+    section(f"checkpoints: {taken} taken", odd, always=True)
+    section("advice", [(m.subject, m.text) for m in ledger.advice])
+    section(
+        "troubles of rollback itself, which training went on without", [(m.subject, m.text) for m in ledger.troubles]
+    )
 
 
 def _print_head(console: Console, ledger: report.AuditReport) -> None:
@@ -282,12 +291,17 @@ def _attempt(entry: report.AttemptEntry) -> str:
     return "; ".join(parts)
 
 
-def _print_section(console: Console, title: str, rows: Sequence[tuple[str, str]], *, always: bool = False) -> None:
+def _print_section(
+    console: Console, title: str, rows: Sequence[tuple[str, str]], *, everything: bool, always: bool = False
+) -> None:
     """Print labels and text from the record below a title. always: print the title also where there are none."""
+    shown = rows if everything else rows[-_LATEST:]
     if rows or always:
         _section(console, title)
+    if len(shown) < len(rows):
+        console.print(f"  {len(rows) - len(shown)} earlier ones: --all or --json shows them")
     if rows:
-        print_rows(console, [(label, quoted(text)) for label, text in rows])
+        print_rows(console, [(label, quoted(text)) for label, text in shown])
 
 
 def _section(console: Console, title: str) -> None:

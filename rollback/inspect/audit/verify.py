@@ -6,7 +6,7 @@ secret in it: it cannot show that somebody has rewritten a journal from some lin
 
 Then it compares the skip records with the journal: every recorded batch must be in a window of the skip list, a batch
 that was recorded twice must have the same samples, and every batch that the journal calls skipped must be in the record
-of every rank.
+of every rank. The lines of the metrics must be those of which their columns were made.
 """
 
 import itertools
@@ -24,8 +24,10 @@ from rollback.inspect.audit.report import Document, ReportItem
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.journal import examine_journal
+from rollback.rundir.metrics.column_file import read_blocks
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
+from rollback.system.durable import open_regular
 from rollback.terminal.escape import printable
 
 _Journal = Literal["train", "supervisor"]
@@ -95,6 +97,7 @@ def check_integrity(root: Path) -> Integrity:
     disagreements = list(_order(records[0], "train")) + list(_order(records[1], "supervisor"))
     if not any(state.broken for state in states):
         disagreements += _skips(paths, merge(*records))
+        disagreements += _shorten(_columns(paths.metrics), "blocks")
     return Integrity(directory=str(root), journals=states, disagreements=disagreements)
 
 
@@ -122,7 +125,7 @@ def _skips(paths: RunPaths, records: list[JournalEntry]) -> list[str]:
     for rank in range(max([identity.job.world_size, *ranks_of.values()]) if identity else 0):
         # An attempt may have had fewer ranks than another.
         seen = merge_windows(window for attempt, window in passed if ranks_of.get(attempt, rank + 1) > rank)
-        found += _shorten(_rank(paths, rank, seen, history))
+        found += _shorten(_rank(paths, rank, seen, history), "of this rank")
     return found
 
 
@@ -147,6 +150,21 @@ def _rank(paths: RunPaths, rank: int, told: list[Window], history: History) -> I
             yield f"{path}: batches {gap} were passed over and are not in it"
 
 
+def _columns(metrics: Path) -> Iterator[str]:
+    """Where the metrics are not, byte for byte, the lines of which there are columns."""
+    try:
+        with open_regular(metrics) as file:
+            for block in read_blocks(metrics):
+                file.seek(block.start)
+                if not block.is_of(file.read(block.length)):
+                    last = block.start + block.length - 1
+                    yield f"{metrics}: bytes {block.start} to {last} are not the lines of which there are columns"
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        yield f"{metrics}: {getattr(error, 'strerror', None) or error}"
+
+
 def _gaps(window: Window, seen: list[Window]) -> Iterator[Window]:
     """The parts of a window that are in none of these sorted windows."""
     first = window.first
@@ -160,9 +178,9 @@ def _gaps(window: Window, seen: list[Window]) -> Iterator[Window]:
         yield Window(first=first, last=window.last)
 
 
-def _shorten(found: Iterator[str]) -> list[str]:
+def _shorten(found: Iterator[str], of: str) -> list[str]:
     lines = list(found)
-    more = [f"and {len(lines) - _SHOWN} more of this rank"] if len(lines) > _SHOWN else []
+    more = [f"and {len(lines) - _SHOWN} more {of}"] if len(lines) > _SHOWN else []
     return lines[:_SHOWN] + more
 
 
@@ -178,7 +196,7 @@ def in_words(found: Integrity) -> str:
     lines += [f"DISAGREES: {text}" for text in found.disagreements]
     match found.exit_code:
         case ExitCode.DONE:
-            lines.append("sound: the journals are what was written, and the skip records agree with them")
+            lines.append("sound: the journals are what was written, and the records beside them agree")
         case ExitCode.IO:
             lines.append("damaged: the skip records were not looked at")
         case _:

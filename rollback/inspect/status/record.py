@@ -5,20 +5,17 @@ from dataclasses import dataclass, field
 
 from rollback.facts import training as facts
 from rollback.facts.history import History, fold, merge_windows
-from rollback.inspect.audit.ending import ending_of
+from rollback.inspect.audit.ending import TURNS, ending_of
 from rollback.inspect.audit.reading import merge
 from rollback.inspect.audit.report import Ending, Point
+from rollback.rundir.journal.journal import of_kind, of_kinds
 
-_TURNS = (
-    facts.AttemptStarted,
-    facts.Attached,
-    facts.Finished,
-    facts.FinalStateLost,
-    facts.ScriptLeft,
-    facts.Stopped,
-    facts.AttemptEnded,
-    facts.RunEnded,
-)
+_SHOWN: frozenset[type[facts.Fact]] = frozenset({
+    facts.Attached, facts.Restored, facts.Advice, facts.AttemptStarted, facts.RunEnded, facts.AttemptEnded,
+    facts.SpareNodes, facts.LastSnapshotMade, facts.RestartScheduled, facts.Drained, facts.DrainFailed,
+})  # fmt: skip
+TOLD: frozenset[type[facts.Fact]] = facts.KINDS - {facts.Committed, facts.BecameGood, facts.Evicted}
+"""All but those that come with each checkpoint. Of these, the history tells enough."""
 
 
 @dataclass
@@ -29,8 +26,6 @@ class RunRecord:
     ending: Ending | None = None
     passed_over: list[facts.Window] = field(default_factory=list)
     advice: dict[str, str] = field(default_factory=dict)
-    point: Point | None = None
-    """The position of the run at the last fact."""
     begun: facts.JournalEntry | None = None
     """The line that began the present stretch of training."""
     waiting: facts.JournalEntry | None = None
@@ -50,33 +45,45 @@ class RunRecord:
     _reached: int | None = None
     _turns: tuple[list[facts.JournalEntry], list[facts.JournalEntry]] = field(default_factory=lambda: ([], []))
 
-    def take_in(self, train: Sequence[facts.JournalEntry], supervisor: Sequence[facts.JournalEntry]) -> None:
-        """Add the new entries of both journals. Raises JournalDamaged where facts contradict each other."""
+    def take_in(
+        self, train: Sequence[facts.JournalEntry], supervisor: Sequence[facts.JournalEntry]
+    ) -> list[facts.JournalEntry]:
+        """Add the new entries of both journals, and return them in one order. Raises JournalDamaged where facts
+        contradict each other."""
         fold(train, self.history)
+        return self.begin(train, supervisor)
+
+    def begin(
+        self, train: Sequence[facts.JournalEntry], supervisor: Sequence[facts.JournalEntry]
+    ) -> list[facts.JournalEntry]:
+        """As `take_in`, where the history has the ranks' facts already. Of these, only the entries of `TOLD` are
+        needed."""
         news = merge(train, supervisor)
-        for record in news:
+        for record in of_kinds(news, _SHOWN):
             self._take(record)
-        passed = [record.fact.window for record in news if isinstance(record.fact, facts.PassedOver)]
+        passed = [fact.window for _, fact in of_kind(news, facts.PassedOver)]
         if passed:
             self.passed_over = merge_windows([*self.passed_over, *passed])
         self.history.last_attempt = max([self.history.last_attempt, *(record.attempt for record in supervisor)])
         self.began = self.began or min((record.at for record in news), default=None)
         for turns, journal in zip(self._turns, (train, supervisor), strict=True):
-            turns += [r for r in journal if isinstance(r.fact, _TURNS)]
+            turns.extend(of_kinds(journal, TURNS))
         self.ending = ending_of(merge(*self._turns))
+        return news
+
+    @property
+    def point(self) -> Point | None:
+        """The position of the run at the last fact."""
+        return Point(step=self.history.stood[0], batch=self.history.stood[1]) if self.history.stood else None
 
     def _take(self, record: facts.JournalEntry) -> None:
         match record.fact:
             case facts.Attached() as fact:
-                self._stand_at(fact.step, fact.batch)
                 self.begun = record
                 self.lost = _stretch(fact.step, self._reached)
             case facts.Restored() as fact:
-                self._stand_at(fact.step, fact.batch)
                 self.begun = record
                 self.lost = _stretch(fact.step, fact.step + fact.steps_lost)
-            case facts.Committed() as fact:
-                self._stand_at(fact.step, fact.batch)
             case facts.Advice() as fact:
                 self.advice[fact.code] = fact.text
             case facts.AttemptStarted() | facts.RunEnded():
@@ -93,9 +100,6 @@ class RunRecord:
                 self.drained, self.undrained = record, None
             case facts.DrainFailed() as fact:
                 self.undrained = fact.error
-
-    def _stand_at(self, step: int, batch: int) -> None:
-        self.point = Point(step=step, batch=batch)
 
 
 def _stretch(step: int, reached: int | None) -> facts.Window | None:

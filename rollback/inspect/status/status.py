@@ -23,17 +23,19 @@ from rollback.facts.training import Attached, Drained, JournalEntry, RestartSche
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.ending import confirmed
 from rollback.inspect.audit.metrics import last_judged, read_last_metrics
-from rollback.inspect.audit.reading import merge, require_run_directory, torn_notice
+from rollback.inspect.audit.reading import require_run_directory, torn_notice
 from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem, said
 from rollback.inspect.audit.requests import open_requests
-from rollback.inspect.status.record import RunRecord
+from rollback.inspect.status.record import TOLD, RunRecord
 from rollback.rundir import seal
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.identity import read_identity
-from rollback.rundir.journal.journal import JournalTail
+from rollback.rundir.journal.folded_journal import fold_journal
+from rollback.rundir.journal.journal import JournalTail, read_entries
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
 from rollback.rundir.records import Heartbeat
+from rollback.system.collector import no_collection
 from rollback.system.processes import runs, start_of
 
 Alive = Literal["yes", "no", "unknown"]
@@ -160,40 +162,57 @@ class StatusReader:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._tails = [JournalTail(path) for path in _journals(RunPaths(root))]
+        self._tails: list[JournalTail] = []
         self._past = RunRecord()
         self._seals = 0
-        self._tiers: dict[str, list[Tier]] = {}
+        self._ring: list[HeldCheckpoint] = []
         self.news: list[JournalEntry] = []
-        """The journal entries that the last call read."""
+        """The journal entries that the last call read; at the first one, of the ranks' that a kept history covers
+        only the `TOLD`."""
 
+    @no_collection()
     def read(self) -> Status:
         """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
         paths = require_run_directory(self._root)
-        news = [tail.new() for tail in self._tails]
+        self.news = self._past.take_in(*(tail.new() for tail in self._tails)) if self._tails else self._begin(paths)
         self._seals += sum(tail.seals for tail in self._tails)
-        self._past.take_in(*news)
-        self.news = merge(*news)
         if self.news:
-            self._tiers = _tiers(paths)
+            self._ring = _ring(paths, self._past.history)
         torn = [(path, tail.torn_bytes) for path, tail in zip(_journals(paths), self._tails, strict=True)]
         notices = [torn_notice(path, size) for path, size in torn if size] + seal.in_words(self._seals)
-        return _status(self._root, paths, self._past, self._tiers, notices)
+        return _status(self._root, paths, self._past, self._ring, notices)
+
+    def _begin(self, paths: RunPaths) -> list[JournalEntry]:
+        """Read what is there, and from the ranks' journal only what a kept history lacks."""
+        past = fold_journal(paths.train_journal)
+        told = [*read_entries(paths.train_journal, TOLD, past.kept), *past.reading.records]
+        tails = [JournalTail(paths.train_journal, past.reading), JournalTail(paths.supervisor_journal)]
+        self._past, supervisor = RunRecord(past.history), tails[1].new()
+        self._tails = tails
+        return self._past.begin(told, supervisor)
 
 
 def _journals(paths: RunPaths) -> tuple[Path, Path]:
     return paths.train_journal, paths.supervisor_journal
 
 
-def _tiers(paths: RunPaths) -> dict[str, list[Tier]]:
+def _ring(paths: RunPaths, history: History) -> list[HeldCheckpoint]:
     tiers: dict[str, list[Tier]] = {}
     with contextlib.suppress(OSError, RunDirectoryError):
         for place in locate(paths):
             tiers.setdefault(place.name, []).append(place.tier)
-    return tiers
+    return [
+        HeldCheckpoint(
+            checkpoint=name,
+            step=history.committed[name].step,
+            good=name in history.good,
+            tiers=tiers.get(name, []),
+        )
+        for name in sorted(history.committed.keys() - history.discarded - history.gone)
+    ]
 
 
-def _status(root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[Tier]], notices: list[str]) -> Status:
+def _status(root: Path, paths: RunPaths, past: RunRecord, ring: list[HeldCheckpoint], notices: list[str]) -> Status:
     history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())
@@ -208,7 +227,6 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[
     good = history.committed[newest_good] if newest_good else None
     ending = confirmed(past.ending, held=holder is not None, reached=point.step if point else None)
     state = _state(holder, ranks, ending)
-    held = sorted(set(history.committed) - history.discarded - history.gone)
     return Status(
         directory=str(root),
         run_id=identity.run_id if identity else None,
@@ -225,16 +243,8 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[
         last_good=Point.of(good) if good else None,
         last_good_checkpoint=newest_good,
         last_good_age=max(0, point.step - good.step) if point and good else None,
-        candidates=[name for name in held if name not in history.good],
-        ring=[
-            HeldCheckpoint(
-                checkpoint=name,
-                step=history.committed[name].step,
-                good=name in history.good,
-                tiers=tiers.get(name, []),
-            )
-            for name in held
-        ],
+        candidates=[held.checkpoint for held in ring if not held.good],
+        ring=ring,
         durable=_durable(paths, past),
         work=_work(paths, past, state, point, now),
         began=past.began,

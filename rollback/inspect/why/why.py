@@ -13,15 +13,16 @@ from pydantic import Field
 from rollback.errors import UsageError
 from rollback.facts import training as facts
 from rollback.facts.supervisor import ABOUT_NODES, Why
-from rollback.inspect.audit.reading import by_attempt, read_records
+from rollback.inspect.audit.reading import by_attempt
 from rollback.inspect.audit.report import Document, ReportItem, said
-from rollback.inspect.status.status import read_status
+from rollback.inspect.status.status import StatusReader
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.failure_class import in_order_of_blame
 from rollback.rundir.failures import FailureRecord, read_failures
 from rollback.rundir.journal.journal import last_fact, of_kind
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
+from rollback.system.collector import no_collection
 from rollback.system.durable import read_tail
 
 _LAST_WORDS = 8 << 10
@@ -100,14 +101,16 @@ class AttemptAccount(Document):
     notices: list[str]
 
 
+@no_collection()
 def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     """Why `attempt` ended (default: the last one that failed).
 
-    Raises UsageError for an attempt that there was not, and as `read_status`.
+    Raises UsageError for an attempt that there was not, and as `StatusReader.read`.
     """
-    status = read_status(root)
+    reader = StatusReader(root)
+    status = reader.read()
     paths, notices = RunPaths(root), list(status.notices)
-    attempts = by_attempt(read_records(paths, []))
+    attempts = by_attempt(reader.news)
     alive = status.state in ("running", "starting")
     failed = {
         number: cause

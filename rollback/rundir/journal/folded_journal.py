@@ -3,10 +3,8 @@ reads what came after, however long the run is. docs/format.md, "Indexes", says 
 """
 
 import contextlib
-import gc
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +13,21 @@ from rollback.facts.history import History, fold, history_as_json
 from rollback.rundir import seal
 from rollback.rundir.journal.journal import JournalContent, read_journal, read_journal_after
 from rollback.rundir.journal.journal_index import IndexedLines, read_index
+from rollback.system.collector import no_collection
 from rollback.system.durable import read_small_file, write_file
 
 _LIMIT = 1 << 30
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass
 class FoldedJournal:
-    """What a journal amounts to. reading: its state as a file, and the entries that were read one by one."""
+    """What a journal amounts to. reading: its state as a file, and the entries that were read one by one. kept: number
+    of blocks before these, of which there was a history."""
 
     history: History
     reading: JournalContent
+    kept: int
     _path: Path
     _beginning: bytes | None = None
 
@@ -48,7 +49,7 @@ def fold_journal(path: Path, *, to_keep: bool = False) -> FoldedJournal:
     to_keep: `keep` will be called.
     """
     index = read_index(path)
-    with _no_collection():
+    with no_collection():
         history, known = _kept_history(path, index)
         reading = read_journal_after(path, index, known) if known else None
         if reading is None:
@@ -58,19 +59,7 @@ def fold_journal(path: Path, *, to_keep: bool = False) -> FoldedJournal:
     fold(reading.records[:covered], history)
     beginning = _body(path, blocks, history) if to_keep and len(blocks) > known else None
     fold(reading.records[covered:], history)
-    return FoldedJournal(history, reading, path, beginning)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Entries have no cycles, and the collector would walk over all of them again and again: a third of the time."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
+    return FoldedJournal(history, reading, known, path, beginning)
 
 
 def _kept_history(path: Path, index: tuple[IndexedLines, ...]) -> tuple[History, int]:

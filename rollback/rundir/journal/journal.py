@@ -6,12 +6,13 @@ The rules for torn tails and damage are those of docs/format.md, "Journals".
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -61,7 +62,7 @@ class JournalContent:
     indexing: Indexing = field(default_factory=Indexing, repr=False, compare=False)
     """The blocks of the index that hold, and those that it lacks."""
     before: int = 0
-    """Number of lines before `records`."""
+    """Number of lines that are not in `records`: those before them, or of other kinds."""
 
     @property
     def lines(self) -> int:
@@ -89,6 +90,21 @@ def read_journal(path: Path) -> JournalContent:
     if reading.damage is not None:
         raise _damaged(path, reading.damage)
     return reading
+
+
+def read_entries(path: Path, kinds: Collection[type[Fact]], blocks: int | None = None) -> list[JournalEntry]:
+    """The entries of some kinds. Of the lines that the index vouches for, others are not parsed: of rare kinds it takes
+    a tenth of the time, and no memory for the others. Raises as `read_journal`.
+
+    blocks: of the index, behind which nothing is wanted; None: all is.
+    """
+    names = b"|".join(sorted(kind.model_fields["kind"].default.encode() for kind in kinds))
+    only, index = re.compile(rb'"kind"\s*:\s*"(?:%b)"' % names), read_index(path)
+    end = None if blocks is None else sum(block.bytes for block in index[:blocks])
+    reading = _read(path, 0, 0, GENESIS, index, only=only, end=end)
+    if reading.damage is not None:
+        raise _damaged(path, reading.damage)
+    return of_kinds(reading.records, kinds)
 
 
 def read_journal_after(path: Path, index: Sequence[IndexedLines], known: int) -> JournalContent | None:
@@ -138,7 +154,13 @@ class JournalTail:
 
 def of_kind(records: Iterable[JournalEntry], kind: type[_F]) -> list[tuple[JournalEntry, _F]]:
     """The lines that hold a fact of that kind, with it."""
-    return [(record, record.fact) for record in records if isinstance(record.fact, kind)]
+    return [(record, cast(_F, record.fact)) for record in records if type(record.fact) is kind]
+
+
+def of_kinds(records: Iterable[JournalEntry], kinds: Collection[type]) -> list[JournalEntry]:
+    """The lines that hold a fact of one of these kinds. To ask for the type is several times as fast as `isinstance`,
+    which pydantic answers in Python."""
+    return [record for record in records if type(record.fact) in kinds]
 
 
 def last_fact(records: Iterable[JournalEntry], kind: type[_F]) -> _F | None:
@@ -164,18 +186,22 @@ def examine_journal(path: Path) -> JournalContent:
 
 
 def _read(
-    path: Path, start: int, lines: int, chain: str, index: Sequence[IndexedLines] = (), known: int = 0
-) -> JournalContent:
+    path: Path, start: int, lines: int, chain: str, index: Sequence[IndexedLines] = (), known: int = 0,
+    only: re.Pattern[bytes] | None = None, end: int | None = None,
+) -> JournalContent:  # fmt: skip
     """The content of a journal from byte `start` on, after `lines` lines that end with `chain`; an absent file is
     empty. index: of the lines from the start on. known: number of its blocks whose entries are not wanted; if one of
-    these does not hold, the result lacks it, and means nothing. Raises as `examine_journal`."""
+    these does not hold, the result lacks it, and means nothing. only: in which lines of the index's blocks entries are
+    wanted; None: in all. end: the byte at which to stop; None: the file's end. Raises as `examine_journal`."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if not start <= size <= _LIMIT:
                 raise ValueError(f"{path} has {size} bytes; at least {start} and at most {_LIMIT} are believed")
             file.seek(start)
-            return _scan(file, start, size, lines, chain, path.stem, index, known)
+            return _scan(
+                file, start, size if end is None else min(size, end), lines, chain, path.stem, index, known, only
+            )
     except FileNotFoundError:
         if start == 0:
             return JournalContent([], 0, 0, chain)
@@ -188,7 +214,7 @@ def _read(
 
 def _scan(
     file: BinaryIO, start: int, size: int, lines: int, chain: str, what: str, index: Sequence[IndexedLines] = (),
-    known: int = 0,
+    known: int = 0, only: re.Pattern[bytes] | None = None,
 ) -> JournalContent:  # fmt: skip
     """The entries from byte `start` up to `size`, line by line. what: which journal it is."""
     records: list[JournalEntry] = []
@@ -200,10 +226,9 @@ def _scan(
             if number < known:
                 return JournalContent([], position, 0, chain, indexing=indexing)
             break
-        if number < known:
-            lines += block.lines
-        else:
-            records += _entries(text, lines + len(records))
+        if number >= known:
+            records += _entries(text, lines, only)
+        lines += block.lines
         position, chain, seals = position + block.bytes, block.chain, seals + block.seals
         indexing.keep(block)
     file.seek(position)
@@ -214,27 +239,31 @@ def _scan(
         try:
             if not line.endswith(b"\n"):
                 raise ValueError("the line has no end" if last else f"it has more than {_LINE_LIMIT} bytes")
-            body, stated = _parse(line, lines + len(records))
+            body, stated = _parse(line, lines)
             chain = _verified(body, chain)
             if key is not None and not key.is_on(what, chain, stated):
                 raise ValueError("its seal is missing, or not of this key")
             record = _record(body, _context(line))
         except ValueError as error:
-            if last or not line:
-                return JournalContent(records, position, size - position, chain_before, None, seals, indexing, lines)
-            damage = Damage(lines + len(records) + 1, position, str(error))
-            return JournalContent(records, position, 0, chain_before, damage, seals, indexing, lines)
+            torn = last or not line
+            damage = None if torn else Damage(lines + 1, position, str(error))
+            others = lines - len(records)
+            rest = size - position if torn else 0
+            return JournalContent(records, position, rest, chain_before, damage, seals, indexing, others)
         records.append(record)
+        lines += 1
         seals += stated is not None
         indexing.add(line, chain, sealed=stated is not None)
         position += len(line)
-    return JournalContent(records, position, 0, chain, None, seals, indexing, lines)
+    return JournalContent(records, position, 0, chain, None, seals, indexing, lines - len(records))
 
 
-def _entries(text: bytes, before: int) -> Iterator[JournalEntry]:
-    """The entries of lines that have been verified. before: the number of lines before them."""
-    context = _context(text)
+def _entries(text: bytes, before: int, only: re.Pattern[bytes] | None) -> list[JournalEntry]:
+    """The entries of lines that have been verified. before: the number of lines before them. only: as in `_read`."""
+    context, found = _context(text), []
     for seq, line in enumerate(text.split(b"\n")[:-1], start=before):
+        if only is not None and not only.search(line):
+            continue
         try:
             body = from_json(line)
         except ValueError:  # a lone surrogate
@@ -243,7 +272,8 @@ def _entries(text: bytes, before: int) -> Iterator[JournalEntry]:
             raise ValueError(f"sequence number {body['seq']!r} where {seq} should stand")
         for name in _BESIDE_THE_FACT:
             body.pop(name, None)
-        yield _record(body, context)
+        found.append(_record(body, context))
+    return found
 
 
 def _context(text: bytes) -> str | None:

@@ -4,6 +4,7 @@ docs/format.md has the layout, and says when a block is believed.
 """
 
 import contextlib
+import json
 import os
 import struct
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from rollback.rundir.metrics.metric_rows import COLUMNS, Column, columns_of
+from rollback.rundir.metrics.metric_rows import COLUMNS, IDENTITY, LINE_LIMIT, Column, columns_of, row_of
 from rollback.system import files
 from rollback.system.durable import open_regular, write_all
 
@@ -39,8 +40,19 @@ class ColumnBlock:
     columns: dict[str, Column]
     _text: bytes
 
+    def stands_in(self, metrics: int) -> bool:
+        """Whether the last of its lines is where it was, in the metrics open there. If anything before it had been put
+        in, taken out or exchanged for another run's, it would not be. Raises OSError."""
+        size = min(self.length, LINE_LIMIT)
+        text = os.pread(metrics, size, self.start + self.length - size)
+        *_, line, rest = [b"", *text.split(b"\n")]
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            stated = row_of(json.loads(line))
+            return not rest and all(self.columns[name][-1] == stated[place] for place, name in enumerate(IDENTITY))
+        return False
+
     def is_of(self, text: bytes) -> bool:
-        """Whether these are the lines that the block was made of."""
+        """Whether these are, byte for byte, the lines that the block was made of."""
         return xxhash.xxh3_128_digest(text) == self._text
 
 

@@ -13,6 +13,10 @@ COLUMNS = {
     "no_loss": "?", "no_grad_norm": "?",
 }  # fmt: skip
 """The columns and their types: `no_...` where a line has null, and the other column NaN."""
+IDENTITY = ("step", "batch", "attempt", "timeline")
+"""The first columns. No two lines of a run have all of them in common."""
+LINE_LIMIT = 1 << 12
+"""Bytes of a line."""
 
 
 def columns_of(lines: Sequence[bytes]) -> dict[str, Column] | None:
@@ -31,7 +35,7 @@ def as_columns(rows: Sequence[tuple[Any, ...]]) -> dict[str, Column]:
 
 def row_of(body: dict[str, Any]) -> tuple[Any, ...]:
     """The values of a line. Raises TypeError, KeyError, ValueError or OverflowError where it is not one of ours."""
-    whole = tuple(body[name] for name in ("step", "batch", "attempt", "timeline"))
+    whole = tuple(body[name] for name in IDENTITY)
     if any(type(value) is not int or not 0 <= value < 1 << 62 for value in whole) or max(whole[2:]) >= 1 << 31:
         raise ValueError("not a number of a step")
     loss, grad_norm = body["loss"], body["grad_norm"]

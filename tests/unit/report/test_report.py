@@ -30,7 +30,7 @@ from rollback.inspect.audit.reading import read_material
 from rollback.report.account import account
 from rollback.report.page import make_page
 from rollback.report.series import nonfinite_ranges, series, stretches, table, thin
-from rollback.rundir.metrics.metric_columns import MetricColumns, last_steps, read_metric_columns
+from rollback.rundir.metrics.metric_columns import MetricColumns, joined, last_steps, metric_pieces
 from rollback.rundir.records import LineWriter, metric_line, read_metrics
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
@@ -42,7 +42,7 @@ def columns(lines: list[tuple[int, int, int, float | None]]) -> MetricColumns:
     attempt, timeline, step, loss = (list(each) for each in zip(*lines, strict=True)) if lines else ([], [], [], [])
     numbers = np.array([math.nan if value is None else value for value in loss], float)
     missing = np.array([value is None for value in loss], bool)
-    whole = [np.array(each, np.int64) for each in (step, step, attempt, timeline)]
+    whole = [np.array(each, np.int64) for each in (step, attempt, timeline)]
     return MetricColumns(*whole, numbers, numbers, missing, missing)
 
 
@@ -50,14 +50,28 @@ def columns(lines: list[tuple[int, int, int, float | None]]) -> MetricColumns:
 
 
 @settings(deadline=None)
-@given(st.lists(values, max_size=120), st.integers(1, 6), st.integers(1, 9))
+@given(
+    st.lists(st.tuples(st.lists(values, min_size=1, max_size=60), st.integers(1, 6)), min_size=1, max_size=4),
+    st.integers(1, 9),
+)
 def test_thinning_keeps_extremes_and_ends_of_every_bucket_and_all_that_is_asked_for(
-    curve: list[float], buckets: int, gap: int
+    curves: list[tuple[list[float], int]], gap: int
 ) -> None:
-    steps, own = np.arange(len(curve)) * gap, np.array(curve, float)
-    index = thin(steps, own, buckets, keep=[(3 * gap, 5 * gap)])
-    finite = np.flatnonzero(np.isfinite(own))
+    """Of several stretches at once, each as if it were alone."""
+    lengths = [len(curve) for curve, _ in curves]
+    starts = np.cumsum([0, *lengths[:-1]])
+    steps = np.concatenate([np.arange(length) * gap for length in lengths])
+    keep = (steps >= 3 * gap) & (steps <= 5 * gap)
+    own = np.concatenate([np.array(curve, float) for curve, _ in curves])
+    index = thin(steps, own, starts, np.array([buckets for _, buckets in curves]), keep)
     assert list(index) == sorted(set(index))
+    for start, (curve, buckets) in zip(starts, curves, strict=True):
+        inside = (index >= start) & (index < start + len(curve))
+        _is_thinned(index[inside] - start, np.array(curve, float), buckets, gap)
+
+
+def _is_thinned(index: np.ndarray, own: np.ndarray, buckets: int, gap: int) -> None:
+    steps, finite = np.arange(len(own)) * gap, np.flatnonzero(np.isfinite(own))
     assert set(index) <= set(finite)
     assert len(index) <= 2 * buckets + 2 + 3
     if len(finite):
@@ -112,7 +126,7 @@ def test_a_curve_in_numbers_tells_of_the_steps_that_count() -> None:
         (0, 3, 1.0, 4.0, 0),
         (4, 6, 3.0, 5.0, 1),
     ]
-    curve = series(own, own.loss, own.no_loss, stretches(own), [])
+    curve = series(own, own.loss, own.no_loss, stretches(own), np.zeros(len(own), bool))
     assert [(item.first, item.kind, item.undone) for item in curve.nonfinite] == [(5, "NaN", False)]
     assert curve.shown == curve.total == 12
     assert not stretches(columns([]))
@@ -133,16 +147,16 @@ def test_columns_are_what_the_lines_say_and_damage_is_passed_over(tmp_path: Path
     with open(path, "a") as file:
         file.write('{"step": "7"}\nrubbish\n[1]\n{"step": 18, "batch": 1, "loss": 1')  # the last line is torn
     damaged: list[str] = []
-    own = read_metric_columns(path, damaged)
+    own = joined(metric_pieces(path, damaged))
     lines = list(read_metrics(path, []))
     assert len(own) == len(lines) == 18
     assert [line.step for line in lines] == own.step.tolist()
     for line, loss, missing in zip(lines, own.loss, own.no_loss, strict=True):
         assert (line.loss is None) == missing
         assert missing or loss == line.loss or (math.isnan(loss) and math.isnan(line.loss or 0.0))
-    assert last_steps(own) == {1: (1, 8), 2: (2, 17)}
+    assert last_steps([own]) == {1: (1, 8), 2: (2, 17)}
     assert [re.findall(r"line (\d+) is damaged", text) for text in damaged] == [["19"], ["20"], ["21"]]
-    assert len(read_metric_columns(tmp_path / "none", damaged)) == 0
+    assert len(joined(metric_pieces(tmp_path / "none", damaged))) == 0
 
 
 # The account ----------------------------------------------------------------------------------------------------------
@@ -150,7 +164,7 @@ def test_columns_are_what_the_lines_say_and_damage_is_passed_over(tmp_path: Path
 
 def test_the_account_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eventful_run(tmp_path / "run", monkeypatch)
-    material = read_material(tmp_path / "run", curve=True)
+    material = read_material(tmp_path / "run")
     ledger = compile_ledger(material)
     spent = account(ledger)
     assert spent is not None
@@ -177,7 +191,7 @@ def test_what_a_hang_kept_waiting_is_told_apart(tmp_path: Path, monkeypatch: pyt
         rank=1, pid=7, command="python", is_rank=True, state="S", waits_in=None, offset=0, size=60, why_none=None
     )
     write_processes(run.paths.processes(1), [seen])
-    material = read_material(run.paths.root, curve=True)
+    material = read_material(run.paths.root)
     spent = account(compile_ledger(material))
     assert spent is not None
     assert {part.key: part.seconds for part in spent.parts} == pytest.approx(

@@ -13,7 +13,8 @@ from recorded_run import RecordedRun, eventful_run
 from rollback.cli import app
 from rollback.facts.training import PassedOver
 from rollback.inspect.audit.verify import check_integrity
-from rollback.rundir.records import LineWriter, SkippedBatch
+from rollback.rundir.metrics.column_file import LINES, ColumnWriter
+from rollback.rundir.records import LineWriter, SkippedBatch, metric_line
 
 
 @pytest.fixture
@@ -111,6 +112,26 @@ def test_a_lost_record_is_named_and_a_hostile_one_is_shown_and_not_obeyed(run: R
 def test_a_passing_over_that_no_window_explains_is_named(run: RecordedRun) -> None:
     run.pass_over(170, 500, 501, attempt=2, timeline=2)
     assert "batches 500:501 were passed over, and the skip list does not" in verify(run).stdout
+
+
+def test_metrics_that_are_not_those_of_their_columns_are_named(run: RecordedRun) -> None:
+    judged = {"batch": 0, "loss": 1.0, "grad_norm": 1.0, "verdict": "healthy", "attempt": 1, "timeline": 0}
+    lines = [metric_line(step=step, **judged) + "\n" for step in range(3 * LINES)]  # type: ignore[arg-type]
+    run.paths.metrics.write_text("".join(lines))
+    writer = ColumnWriter(run.paths.metrics)
+    writer.catch_up(3)
+    writer.close()
+    assert verify(run).exit_code == 0
+    changed = LINES + 7
+    lines[changed] = lines[changed].replace("1.0", "1.5", 1)
+    run.paths.metrics.write_text("".join(lines))
+    done = verify(run)
+    assert done.exit_code == 1
+    first, end = len("".join(lines[:LINES])), len("".join(lines[: 2 * LINES]))
+    assert done.stdout.count("DISAGREES") == 1
+    assert f"train.jsonl: bytes {first} to {end - 1} are not the lines of which there are columns" in done.stdout
+    run.paths.metrics.unlink()
+    assert verify(run).exit_code == 0, "they may be deleted"
 
 
 def test_attempts_that_go_backwards_are_named(run: RecordedRun) -> None:

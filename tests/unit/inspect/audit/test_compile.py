@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,23 @@ def test_the_command_prints_the_whole_story_as_text(eventful: RecordedRun) -> No
 )  # fmt: skip
 def test_indices_are_shown_as_a_range_where_they_are_one(indices: list[int] | None, shown: str) -> None:
     assert indices_in_words(indices, everything=False) == shown
+
+
+def test_of_very_many_the_last_are_printed_unless_all_are_asked_for(eventful: RecordedRun) -> None:
+    ledger = ledger_of(eventful)
+    first, attempt = ledger.incidents[0], ledger.attempts[0]
+    many = ledger.model_copy(
+        update={
+            "incidents": [first.model_copy(update={"incident": n, "repeats": None}) for n in range(450)],
+            "attempts": [attempt.model_copy(update={"attempt": n}) for n in range(1, 204)],
+        }
+    )
+    text, whole = text_of(many), text_of(many, everything=True)
+    assert re.findall(r"^incident (\d+):", text, re.MULTILINE) == [str(n) for n in range(250, 450)]
+    assert "250 earlier incidents: --all or --json shows them" in text
+    assert "3 earlier ones: --all or --json shows them" in text
+    assert re.findall(r"^incident (\d+):", whole, re.MULTILINE) == [str(n) for n in range(450)]
+    assert "earlier" not in whole
 
 
 @pytest.mark.parametrize("no_color", [True, False])

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import time
+from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from rollback.cli import app
 from rollback.facts.training import Drained, Finished
 from rollback.inspect.audit.metrics import read_last_metrics
 from rollback.inspect.status import status as status_module
-from rollback.inspect.status.status import Status, read_status
+from rollback.inspect.status.status import Status, StatusReader, read_status
+from rollback.rundir.journal import journal, journal_index
+from rollback.rundir.journal.folded_journal import fold_journal
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, write_heartbeat
@@ -75,6 +79,38 @@ def test_the_rate_is_that_of_the_present_stretch_of_training(run: RecordedRun, m
     monkeypatch.setattr(status_module.time, "time", lambda: began + 20)
     beat(run, 0)
     assert status_of(run).steps_per_second == pytest.approx(36 / (20 - 2), rel=0.01)
+
+
+@pytest.mark.parametrize("blocks", range(6))
+def test_a_kept_history_stands_for_the_lines_that_it_was_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    """Wherever it ends, and also while the run goes on: with it, checkpoints that came and went are not parsed."""
+    monkeypatch.setattr(journal_index, "LINES", 4)
+    run = eventful_run(tmp_path / "run", monkeypatch)
+    path = run.paths.train_journal
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    without = status_of(run)
+    path.write_bytes(b"".join(lines[: 4 * blocks]))
+    past = fold_journal(path, to_keep=True)
+    Journal(path, 1, past.reading).close()
+    past.keep()
+    reader = StatusReader(run.paths.root)
+    reader.read()
+    path.write_bytes(whole)
+    assert reader.read() == without, "a reader from before the run went on"
+    parsed: list[str] = []
+    really = journal._record
+
+    def note(body: dict[str, Any], context: str | None) -> Any:
+        parsed.append(body["kind"])
+        return really(body, context)
+
+    monkeypatch.setattr(journal, "_record", note)
+    assert status_of(run) == without
+    behind = Counter(json.loads(line)["kind"] for line in lines[4 * blocks :])
+    assert Counter(parsed)["committed"] == behind["committed"]
 
 
 def test_another_process_under_the_same_pid_is_not_the_rank(run: RecordedRun) -> None:

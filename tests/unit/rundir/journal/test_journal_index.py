@@ -12,11 +12,11 @@ from selection import soak
 from recorded_run import incident, rollback_plan
 from rollback.errors import JournalDamaged
 from rollback.facts.history import History, fold
-from rollback.facts.training import BecameGood, Committed, Concluded, Evicted, Restored, Stopped
+from rollback.facts.training import BecameGood, Committed, Concluded, Evicted, Incident, Restored, Stopped
 from rollback.rundir import seal
 from rollback.rundir.journal import folded_journal, journal, journal_index
 from rollback.rundir.journal.folded_journal import fold_journal, history_path
-from rollback.rundir.journal.journal import Journal, JournalTail, examine_journal, read_journal
+from rollback.rundir.journal.journal import Journal, JournalTail, examine_journal, of_kinds, read_entries, read_journal
 from rollback.rundir.journal.journal_index import index_path
 from rollback.rundir.paths import CheckpointName
 
@@ -68,6 +68,8 @@ def outcome(path: Path) -> tuple[Any, ...]:
         assert tail.new() == whole.records
         assert folded.reading.lines == whole.lines
         assert folded.history == fold(whole.records, History())
+        for kinds in ({Incident}, {Evicted, Stopped}):
+            assert read_entries(path, kinds) == of_kinds(whole.records, kinds)
         place = (folded.reading.sound_bytes, folded.reading.torn_bytes, folded.reading.chain)
         assert place == (whole.sound_bytes, whole.torn_bytes, whole.chain)
     except JournalDamaged as error:
@@ -114,6 +116,20 @@ def test_a_start_reads_only_what_came_after_the_history_that_the_last_start_kept
     assert past.history == fold(read_journal(path).records)
     assert past.reading.before == 40
     assert len(past.reading.records) == len(list(facts())) - 40
+
+
+def test_facts_of_some_kinds_are_read_without_the_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    really = journal._record
+
+    def note(body: dict[str, Any], context: str | None) -> Any:
+        parsed.append(body["kind"])
+        return really(body, context)
+
+    monkeypatch.setattr(journal, "_record", note)
+    assert [record.fact.incident for record in read_entries(path, {Incident})] == [0, 1]  # type: ignore[union-attr]
+    assert set(parsed[:2]) == {"incident"}
+    assert len(parsed) == 2 + len(list(facts())) % BLOCK, "of the lines that no index vouches for, all are"
 
 
 def test_readers_of_an_index_find_what_readers_without_it_find(path: Path) -> None:
