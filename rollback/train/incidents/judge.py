@@ -77,7 +77,8 @@ class Judge:
         self._max_steps = max_steps
         self.timeline = run.history.timeline
         self._observed = False  # in a trouble that was reported and is left alone: each step of it would be another
-        self.calm = True
+        self._verdict = Kind.HEALTHY
+        """On the step that was judged last."""
         self._attempt = run.attempt
         self._turn = 0  # odd while a step is being judged
         self.beat: Beat | None = None  # the last one that was read
@@ -136,12 +137,18 @@ class Judge:
             self._turn += 1
 
     @property
+    def calm(self) -> bool:
+        """Whether nothing stood out in the step that was judged last."""
+        return self._verdict is Kind.HEALTHY
+
+    @property
     def sent(self) -> bytes:
         """What this rank has put into the beat under way. Not collective."""
         return self._pulse.sent
 
     def foresee(self, sent: Sequence[bytes]) -> Foreseen:
-        """The sentinel as it will be when the last step is judged, where that is healthy. Any thread; nothing changes.
+        """The sentinel as it will be when the last step is judged, where training goes on then. Any thread; nothing
+        changes.
 
         sent: what all ranks have put into the beat of that step. The beat itself may not arrive any more.
 
@@ -167,7 +174,7 @@ class Judge:
             )  # fmt: skip
         if turn != self._turn:
             raise NotProved("the last step was being judged")
-        if not (self.calm if verdict is None else verdict.kind is Kind.HEALTHY):
+        if (verdict.kind if verdict is not None else self._verdict) in _ACTED_ON:
             raise NotProved("the last step was not healthy")
         return Foreseen(sentinel.state_dict(), metric)
 
@@ -192,7 +199,7 @@ class Judge:
         if event.cause is RollbackCause.PROBE:
             return
         if event.cause is not RollbackCause.SCREEN:
-            self.calm, self.question = True, None
+            self._verdict, self.question = Kind.HEALTHY, None
             self._scale.restart()
         self._next_batch = event.batch
         while self._marks and self._marks[-1].step >= event.step:
@@ -258,7 +265,7 @@ class Judge:
         if self._advisor is not None and mark.habit is not None:
             for code, text in self._advisor.judge(mark.habit, beat, verdict):
                 self._record.advise(code, text)
-        self.calm = verdict.kind is Kind.HEALTHY
+        self._verdict = verdict.kind
         self._evidence.suspect(verdict.onset)
         if self.kept.wanted:
             self.kept.judged(mark, beat.loss, self._sentinel)

@@ -653,20 +653,25 @@ def test_a_closed_guard_leaves_no_thread_no_descriptor_and_no_model(tmp_path: Pa
     assert not any(str(memory) in each for each in descriptors())
 
 
-def test_a_state_whose_last_step_stood_out_is_not_kept(
-    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "is_kept"), [(Kind.WATCH, True), (Kind.SPIKE, False), (Kind.NONFINITE, False)])
+@pytest.mark.parametrize("judged", [False, True])
+def test_a_state_is_kept_while_the_loss_stands_out_and_not_where_a_trouble_is_to_be_answered(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, is_kept: bool, judged: bool
 ) -> None:
+    """The sentinel is in the checkpoint, in the middle of what stands out. judged: else the verdict is foreseen."""
     update = Sentinel.update
 
     def act(guard: rollback.Guard) -> None:
-        watched = lambda self, seen: replace(update(self, seen), kind=Kind.WATCH)  # noqa: E731
+        said = lambda self, seen: replace(update(self, seen), kind=kind)  # noqa: E731
         with monkeypatch.context() as patched:
-            patched.setattr(Sentinel, "update", watched)
+            patched.setattr(Sentinel, "update", said)
+            if judged:
+                guard._judge.settle()
             keep(guard)
 
-    (account,) = kept(tmp_path / "run", memory, act)
-    assert account.checkpoint is None
-    assert account.why_not == "the last step was not healthy"
+    (account,) = kept(tmp_path / "run", memory, act, TOY.with_settings(observe_only=True))
+    assert (account.checkpoint is not None) is is_kept
+    assert account.why_not == (None if is_kept else "the last step was not healthy")
 
 
 def hold(computed: int = 0, effort: int = 0) -> Hold:
