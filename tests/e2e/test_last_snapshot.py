@@ -20,7 +20,15 @@ from test_hangs import IMPATIENT
 from toy import Toy, facts, require_same
 from warm_server import WarmPopen
 
-from rollback.facts.training import Attached, AttemptEnded, Committed, Fact, LastSnapshotMade, NoLastSnapshot
+from rollback.facts.training import (
+    Attached,
+    AttemptEnded,
+    Committed,
+    Fact,
+    Incident,
+    LastSnapshotMade,
+    NoLastSnapshot,
+)
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
@@ -240,6 +248,26 @@ def test_a_grace_that_is_too_short_for_the_step_in_progress_costs_no_step(
     assert (outcome.step, outcome.reason) == (KILL, "the grace is over")
     launched.finish()
     assert launched.resumed_at == [KILL]
+    launched.require(undisturbed)
+
+
+@pytest.mark.soak
+def test_a_rank_that_dies_while_the_loss_stands_out_costs_no_step_and_the_trouble_is_answered_as_without(
+    tmp_path: Path,
+) -> None:
+    """The sentinel has seen two of the bad batches, and calls in the next attempt."""
+    settings = {"snapshot_every": 10, "probation": 10, "policy": "surgical"}
+    toy = TOY.but(samples=8 * 80, garbage=(50, 60), patient=True, settings=settings)
+    undisturbed = Launched(tmp_path / "undisturbed", toy)
+    launched = Launched(tmp_path / "killed", toy, signal=[1, 52, signal.SIGKILL, 1])
+    for each in (undisturbed, launched):
+        each.finish()
+    assert launched.resumed_at == [52], launched.outcomes
+    called = [
+        [(fact.onset_step, fact.detection_step) for fact in facts(each.run, Incident)]
+        for each in (undisturbed, launched)
+    ]
+    assert called[0] == called[1] != []
     launched.require(undisturbed)
 
 
