@@ -89,7 +89,7 @@ class LastSnapshotMade(Fact):
     step: int | None
     """Its step; null as above."""
     rank: int | None = None
-    """The rank that wrote it."""
+    """The rank that wrote it; of several hosts, one of those that did."""
     seconds: float = 0.0
     """From the moment when that rank knew of the reason."""
     why_not: str | None = None

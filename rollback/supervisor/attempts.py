@@ -22,7 +22,6 @@ from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, E
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
-from rollback.supervisor.last_snapshot import outcome
 from rollback.supervisor.nodes.lead import Nodes
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.signals import StopSignals
@@ -171,8 +170,8 @@ class Attempts:
         evidence = gather(self._paths, self._journal, attempt, left=left, told_to_stop=told, hung=hung)
         first = first_cause(evidence, rank_ends(self._paths, attempt, left))
         record = first.record if first else None
-        if (last := outcome(self._paths, attempt, evidence.kept)) is not None:
-            self._ledger.note(last)
+        if left.kept is not None:
+            self._ledger.note(last := left.kept.as_fact(evidence.kept))
             self._say(last.in_words())
         self._ledger.note(
             facts.AttemptEnded(

@@ -1,12 +1,13 @@
-"""The supervisor's part in the last snapshot: it asks the ranks for one before it ends them, and reads the outcome."""
+"""The supervisor's part in the last snapshot: it asks the ranks of its host for one before it ends them, and reads what
+they made of it."""
 
 import time
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
-from rollback.facts.training import LastSnapshotMade
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.diagnosis.outcome import KeptOnHost
 
 _ANSWER = 1.0  # seconds for a rank to begin
 _PATIENCE = 30.0
@@ -30,19 +31,15 @@ def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes) -> None:
         time.sleep(_POLL)
 
 
-def outcome(paths: RunPaths, attempt: int, kept: int | None) -> LastSnapshotMade | None:
-    """What became of the last snapshot of an attempt whose processes are gone; None: nobody has tried to make one.
-
-    kept: the step of the newest checkpoint.
-    """
+def kept_on_host(paths: RunPaths, attempt: int) -> KeptOnHost | None:
+    """What this host's ranks made of the last snapshot of an attempt, when they are gone; None: nobody has tried."""
     if (marks := _marks(paths)) is None or not (accounts := end_marks.read_accounts(marks, attempt)):
         return None
     account = next((account for account in accounts if account.checkpoint is not None), accounts[0])
     ends = [end.step for rank in end_marks.ranks_of(marks) for end in end_marks.read_ends(marks, rank)]
-    return LastSnapshotMade(
+    return KeptOnHost(
         reason=account.reason, checkpoint=account.checkpoint, step=account.step, rank=account.rank,
-        seconds=account.seconds, why_not=account.why_not,
-        steps_lost=max(0, max(ends) - kept) if ends and kept is not None else None,
+        seconds=account.seconds, why_not=account.why_not, furthest=max(ends, default=None),
     )  # fmt: skip
 
 

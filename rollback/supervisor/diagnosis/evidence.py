@@ -24,7 +24,7 @@ from rollback.rundir.journal.folded_journal import FoldedJournal
 from rollback.rundir.journal.journal import JournalTail, read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.supervisor.diagnosis.first_cause import RankEnd
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, Refusal
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, KeptOnHost, Left, Refusal
 from rollback.system.small_json import sound_model
 
 _LIMIT = 1 << 20
@@ -149,14 +149,23 @@ def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
 
 
 def left_on_host(
-    status: int, *, refusal: Path, failures: Path, guarded: bool, stopped: tuple[int, ...], oom_kills: int
+    status: int,
+    *,
+    refusal: Path,
+    failures: Path,
+    guarded: bool,
+    stopped: tuple[int, ...],
+    oom_kills: int,
+    kept: KeptOnHost | None,
 ) -> Left:
-    """What rank 0 and torchrun's process recorded on this host, and what the host saw. status: torchrun's."""
+    """What rank 0 and torchrun's process recorded on this host, and what the host saw. status: torchrun's. kept: what
+    the ranks made of the last snapshot."""
     return Left(
         status=status,
         guarded=guarded,
         stopped=stopped,
         oom_kills=oom_kills,
+        kept=kept,
         refusal=sound_model(refusal, Refusal, _LIMIT),  # who wrote it may have been killed meanwhile
         failures=sound_model(failures, Failures, _LIMIT),
     )

@@ -27,6 +27,7 @@ stop, so it goes on.
 """
 
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,7 +35,7 @@ from pydantic import BaseModel
 
 from rollback.errors import ExitCode, RollbackError
 from rollback.facts.ending import GivingUp
-from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, Stopped
+from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, LastSnapshotMade, Stopped
 
 Ending = Literal["refused", "ended", "resumable", "unsaved", "unkept", "done", "left", "failed"] | GivingUp
 
@@ -85,6 +86,33 @@ class Failures(BaseModel, frozen=True):
     failures: tuple[RankFailure, ...]
 
 
+class KeptOnHost(BaseModel, frozen=True):
+    """What the ranks of one host, or (merged) of all hosts, made of the last snapshot."""
+
+    reason: str
+    """Why there was one to make."""
+    checkpoint: str | None
+    step: int | None
+    rank: int
+    """The rank that tells."""
+    seconds: float
+    why_not: str | None
+    furthest: int | None
+    """The furthest step that a rank has come to the end of."""
+
+    def as_fact(self, kept: int | None) -> LastSnapshotMade:
+        """kept: the step of the newest checkpoint."""
+        lost = max(0, self.furthest - kept) if self.furthest is not None and kept is not None else None
+        return LastSnapshotMade(steps_lost=lost, **self.model_dump(exclude={"furthest"}))
+
+
+def merged_kept(hosts: Iterable[KeptOnHost | None]) -> KeptOnHost | None:
+    """One account of those of all hosts: a checkpoint that one of them tells of is on all. Else the first says why."""
+    told = sorted((host for host in hosts if host is not None), key=lambda host: host.checkpoint is None)
+    ends = [host.furthest for host in told if host.furthest is not None]
+    return told[0].model_copy(update={"furthest": max(ends, default=None)}) if told else None
+
+
 class Left(BaseModel, frozen=True):
     """What an attempt left on one host, or (merged) on all hosts."""
 
@@ -100,6 +128,8 @@ class Left(BaseModel, frozen=True):
     """How often the kernel's OOM killer struck in the memory cgroups of this host's ranks."""
     lost_nodes: tuple[str, ...] = ()
     """The nodes that left no account."""
+    kept: KeptOnHost | None = None
+    """What became of the last snapshot; None: nobody has tried to make one."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from rollback.errors import ExitCode, RollbackError
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.wire import Buddies
-from rollback.supervisor.diagnosis.outcome import Failures, Left
+from rollback.supervisor.diagnosis.outcome import Failures, Left, merged_kept
 
 Phase = Literal["gather", "run", "stop", "end", "over"]
 State = Literal["ready", "running", "ended"]
@@ -203,5 +203,6 @@ def merged(own: Left, others: Mapping[str, Left | None]) -> Left:
             "refusal": next((left.refusal for left in lefts if left.refusal), None),
             "failures": Failures(error=errors[0], failures=tuple(failures)) if errors else None,
             "lost_nodes": lost,
+            "kept": merged_kept(left.kept for left in lefts),
         }
     )

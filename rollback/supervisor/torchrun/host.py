@@ -21,7 +21,7 @@ from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.memory import OomCounters
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.diagnosis.stacks import take_stacks
-from rollback.supervisor.last_snapshot import ask_for_last_snapshot
+from rollback.supervisor.last_snapshot import ask_for_last_snapshot, kept_on_host
 from rollback.supervisor.torchrun.command import (
     LaunchedJob,
     NodeGroup,
@@ -298,4 +298,5 @@ class Host:
             guarded=self.guarded,
             stopped=running.stopped(),
             oom_kills=running.oom_kills(),
+            kept=kept_on_host(self._paths, running.attempt),
         )

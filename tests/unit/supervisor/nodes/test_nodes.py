@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.errors import RunInUse, UsageError
+from rollback.facts.training import LastSnapshotMade
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, SharedDirectory, Watchtower, read_in_place, write_in_place
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal
+from rollback.supervisor.diagnosis.outcome import Failures, KeptOnHost, Left, RankFailure, Refusal
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import membership, place_among_nodes
@@ -123,6 +124,30 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
     assert (lost.status, lost.lost_nodes) == (-9, ("node-1",))
     refusal = Refusal(exit_code=78, message="another model")
     assert merged(Left(status=0), {"node-1": Left(status=0, refusal=refusal)}).refusal == refusal
+
+
+def test_what_the_hosts_made_of_the_last_snapshot_is_one_fact() -> None:
+    """A host that tells of a checkpoint knows that all have it; the furthest step may be known on another one."""
+
+    def left(rank: int, step: int | None, furthest: int | None) -> Left:
+        kept = KeptOnHost(
+            reason="rank 3 is gone", checkpoint=None if step is None else "c", step=step, rank=rank, seconds=0.5,
+            why_not="it was in its update" if step is None else None, furthest=furthest,
+        )  # fmt: skip
+        return Left(status=1, kept=kept)
+
+    whole = merged(left(0, None, 21), {"node-1": left(2, 21, None), "node-2": Left(status=0), "node-3": None}).kept
+    assert whole is not None
+    assert whole.as_fact(21) == LastSnapshotMade(
+        reason="rank 3 is gone", checkpoint="c", step=21, rank=2, seconds=0.5, steps_lost=0
+    )
+    none = merged(left(0, None, 19), {"node-1": left(2, None, 21)}).kept
+    assert none is not None
+    assert none.as_fact(10).in_words() == (
+        "the state of the last step could not be kept (rank 3 is gone): it was in its update; 11 steps are lost"
+    )
+    assert none.as_fact(None).steps_lost is None
+    assert merged(Left(status=1), {"node-1": None}).kept is None
 
 
 def test_a_record_that_does_not_change_is_silent_by_the_reader_s_own_clock(tmp_path: Path) -> None:
