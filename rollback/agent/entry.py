@@ -12,7 +12,6 @@
 
 import contextlib
 import ctypes
-import fcntl
 import importlib
 import json
 import os
@@ -20,7 +19,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
@@ -35,6 +33,7 @@ from rollback.agent.fork_server import (
     settle_objects,
     start_ranks_from,
 )
+from rollback.agent.last_snapshot import Starter, start_anew, wait_for_last_snapshot
 from rollback.errors import UsageError
 from rollback.instructions import ENV_PRELOAD, ENV_STANDBY, ENV_TORCHRUN, LOGS_SPECS, Instructions
 from rollback.system.durable import write_file
@@ -85,8 +84,8 @@ def leave_stopping_to(supervisor: int) -> list[int]:
     return noted
 
 
-def leave_patience_to(instructions: Instructions, stopping: Sequence[int], *, given: bool) -> None:
-    """How long ranks have to end when one of them has failed. given: the user says so.
+def leave_patience_to(instructions: Instructions, stopping: Sequence[int], start: Starter, *, given: bool) -> None:
+    """How long ranks have to end when one of them has failed. start: a script. given: the user says so.
 
     stopping: not empty once they were told to stop. Then the first one to end is no reason to signal the others again:
     they get SIGCONT, which does nothing, and the time that they were told.
@@ -96,33 +95,13 @@ def leave_patience_to(instructions: Instructions, stopping: Sequence[int], *, gi
 
     def patiently(self: Any, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         if os.path.exists(instructions.guard):
-            wait_for_last_snapshot(timeout)
+            wait_for_last_snapshot(timeout, start)
             timeout = timeout if given else min(timeout, _PATIENCE_UNDER_A_GUARD)
         elif stopping:
             death_sig, timeout = signal.SIGCONT, max(timeout, instructions.grace)
         close(self, death_sig, timeout)
 
     context.close = patiently
-
-
-def wait_for_last_snapshot(limit: float) -> None:
-    """Wait while ranks keep what they still hold, at most so many seconds. See `checkpoints.fast_tier.end_marks`."""
-    deadline = time.monotonic() + limit
-    try:
-        tier = json.loads(Path(os.environ["ROLLBACK_RUN"], "fast-tier.json").read_text())["directory"]
-        fd = os.open(Path(tier, "last", "busy"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError, TypeError, KeyError):
-        return
-    try:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.01)
-            else:
-                return
-    finally:
-        os.close(fd)
 
 
 def leave_restarting_to_supervisor(restarts: int) -> list[bool]:
@@ -352,6 +331,7 @@ def main() -> None:
     patience_is_given = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in os.environ
     started: list[bool] = []
     sent: dict[int, int] = {}
+    start: Starter = start_anew
     try:
         arguments = read_arguments(sys.argv[1:], instructions.run_id)
         if preload:
@@ -361,11 +341,12 @@ def main() -> None:
             first.unlink(missing_ok=True)
             os.environ.setdefault("TORCHELASTIC_ERROR_FILE", str(first))
             import_ahead()
-            start_ranks_from(ForkServer())  # before anything starts a thread, and with what is ignored ignored
+            start_ranks_from(server := ForkServer())  # before anything starts a thread, what is ignored ignored
+            start = server.start_script
         sys.meta_path.append(LogsSpecsFinder())
         name_methods_quickly()
         patience_is_given |= getattr(arguments, "shutdown_timeout", None) is not None
-        leave_patience_to(instructions, stopping, given=patience_is_given)
+        leave_patience_to(instructions, stopping, start, given=patience_is_given)
         started, sent = leave_restarting_to_supervisor(instructions.restarts), note_whom_torchrun_ends()
         check_configuration()
         launcher: Any = importlib.import_module("torch.distributed.run")

@@ -106,6 +106,10 @@ class ForkServer:
         # A rank may exist all the same, so it is not started in another way.
         raise ForkServerGone("a process that was forking a rank was killed, or its fork failed")
 
+    def start_script(self, arguments: Sequence[str]) -> "ForkedRank":
+        """Not a rank, but what else has to be there at once. Raises ForkServerGone."""
+        return self.start(arguments, os.environ, 1, 2)
+
 
 class ForkedRank:
     """What torchrun wants of a `subprocess.Popen`, for a child that somebody else has forked."""

@@ -3,6 +3,7 @@ share the run directory."""
 
 import json
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ LIMIT = 600.0  # seconds; with all cores busy, a host takes minutes to start
 class Fleet:
     """One job on hosts. The first host has the store of the rendezvous.
 
-    ring: the URL of the bucket. shared: the hosts share the run directory instead. spares: so many hosts wait. faulty:
-    `(node, batch)`: no rank on that host gets further than this batch.
+    ring: the URL of the bucket. shared: the hosts share the run directory instead. each: ranks on every host. spares:
+    so many hosts wait. faulty: `(node, batch)`: no rank on that host gets further than this batch.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class Fleet:
         ring: str | None = None,
         *,
         shared: bool = False,
+        each: int = 1,
         spares: int = 0,
         faulty: tuple[int, int] | None = None,
         **more: object,
     ) -> None:
         self.hosts, self.folder, self.toy, self.shared, self.spares = hosts, folder, toy, shared, spares
-        self.ranks = len(hosts) - spares
+        self.nodes, self.each = len(hosts) - spares, each
+        self.ranks = self.nodes * each
         self.ring = ring or f"file://{folder}/bucket"
         self.scenarios = Scenarios(folder)
         if faulty is not None:
@@ -53,11 +56,15 @@ class Fleet:
         """The run directory of a host."""
         return RunPaths(self.folder / ("shared" if self.shared else f"disk-{node}") / "run")
 
+    def leads(self) -> RunPaths:
+        """The run directory of the host that has the journals."""
+        return next(run for run in map(self.run, range(len(self.hosts))) if run.train_journal.exists())
+
     def launch(self, *nodes: int, flags: tuple[str, ...] = ()) -> None:
         """Start the job on some of the hosts; on all, if none are named."""
         for node in nodes or range(len(self.hosts)):
             command = [
-                *LAUNCH[1:], "--nnodes", str(self.ranks), "--node-rank", str(node), "--nproc", "1",
+                *LAUNCH[1:], "--nnodes", str(self.nodes), "--node-rank", str(node), "--nproc", str(self.each),
                 "--rdzv-endpoint", f"{self.hosts[0].address}:29400", *([] if self.shared else ["--ring", self.ring]),
                 "--spare-nodes", str(self.spares), "--run", str(self.run(node).root), *flags,
                 str(JOB), str(self.scenarios.path),
@@ -72,6 +79,9 @@ class Fleet:
         if self.shared:
             return
         shutil.rmtree(self.folder / f"disk-{node}", ignore_errors=True)
+
+    def signal_rank(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+        self.hosts[rank // self.each].tell_all(f"rank {rank}", number)
 
     def wait(self, *nodes: int) -> list[int]:
         """The exit codes of some of the hosts; of all, if none are named."""

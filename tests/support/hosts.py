@@ -4,6 +4,7 @@ What makes a host one is that it can be lost: `Host.lose` ends every process on 
 goes its /dev/shm, which is a tmpfs of its own. Needs root.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -75,6 +76,13 @@ class Host:
         """Send a signal to the program."""
         self._program.send_signal(number)
 
+    def tell_all(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to the processes of that name on this host (as `ps -o comm` shows it)."""
+        for process in self._program.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() == name:
+                    process.send_signal(number)
+
     def lose(self) -> None:
         """End all that runs on it, without a word. Nothing does any more on return."""
         if not self.running:
@@ -129,8 +137,10 @@ def hosts_on_a_switch(count: int) -> Iterator[tuple[Host, ...]]:
             _ip("-n", host.name, "link", "set", CABLE, "up")
         yield hosts
     finally:
-        for host in hosts:
+        for number, host in enumerate(hosts):
             host.lose()
+            # A namespace is gone some time after it was deleted, and what is in it only then.
+            subprocess.run(["ip", "link", "delete", f"{tag}p{number}"], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "delete", switch], capture_output=True, check=False)
 

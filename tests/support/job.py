@@ -40,6 +40,7 @@ from unreadable import unreadable
 
 import rollback
 from rollback.errors import RollbackError
+from rollback.train.last_snapshot.exchange import Exchange
 from rollback.train.restore import restore
 from rollback.train.sharded import detached
 from rollback.train.snapshots import pipeline
@@ -57,6 +58,9 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
     if scenario.get("evaluates", [None])[0] == rank and os.environ.get("ROLLBACK_ATTEMPT") == "1":
         evaluating = partialmethod(evaluate, Loop.evaluate, itertools.count(1), *scenario["evaluates"][1:])
         Loop.evaluate = evaluating  # type: ignore[method-assign, assignment]
+    ranks, method, *moment = scenario.get("dies_keeping", [[], ""])
+    if rank in ranks and os.environ.get("ROLLBACK_ATTEMPT") == "1":
+        setattr(Exchange, method, partialmethod(die_once, getattr(Exchange, method), *moment))
     try:
         log = folder / f"{scenario['name']}-{rank}.log"
         with unreadable(*what) if reader == rank else contextlib.nullcontext():
@@ -108,6 +112,14 @@ def die(load: Any, moment: str, *given: Any) -> None:
     if moment == "after":
         load(*given)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_once(exchange: Exchange, really: Any, moment: str, once: str, *given: Any) -> Any:
+    try:
+        os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return really(exchange, *given)
+    return die(really, moment, exchange, *given)
 
 
 def evaluate(loop: Loop, really: Any, count: Iterator[int], at: int, seconds: float) -> None:

@@ -4,6 +4,7 @@
     TIER/last/bell-00001      a pipe: a byte in it asks rank 1 for a last snapshot
     TIER/last/busy            held, shared, by all ranks that have a part in a last snapshot just now
     TIER/last/lock            held by the one that writes it
+    TIER/last/hosts.json      how the ranks of several hosts reach each other
     TIER/last/account-00001   what rank 1 made of it, for the supervisor and the next start
 
 A mark has two halves, which are written in turn, and two further parts for *early marks*, also in turn: what the rank
@@ -47,9 +48,10 @@ _LEFT_AT = 2048  # in the first page
 _STOPPED_AT, _STOPPED_MOST = 2056, 2000
 _SIZE = 4096 + 2 * _EARLY * _PART
 _ACCOUNT_LIMIT = 4 << 20
+ELSEWHERE = b"o"
 REASONS = {
     b"h": "the ranks hang", b"g": "the grace is over", b"e": "the attempt is ended",
-    b"!": "another rank is about to end",
+    b"!": "another rank is about to end", ELSEWHERE: "a rank of another host is about to end",
 }  # fmt: skip
 """Why a bell is rung."""
 STOPPED = b"s"
@@ -129,6 +131,10 @@ class EndMarkPaths:
 
     def account(self, rank: int) -> Path:
         return self.root / f"account-{rank:05d}"
+
+    @property
+    def hosts(self) -> Path:
+        return self.root / "hosts.json"
 
     @property
     def lock(self) -> Path:
@@ -303,6 +309,11 @@ def read_stopped(paths: EndMarkPaths, rank: int) -> str | None:
     """Why a rank leaves no marks any more; None: it does."""
     text = _read(paths, rank, _STOPPED_AT, _STOPPED_MOST).partition(b"\0")[0]
     return text.decode(errors="replace") or None
+
+
+def is_heard(paths: EndMarkPaths, rank: int) -> bool:
+    """Whether there is a process that hears a rank's bell."""
+    return ring_bell(paths, rank, b"")
 
 
 def ring_bell(paths: EndMarkPaths, rank: int, why: bytes = b"!") -> bool:

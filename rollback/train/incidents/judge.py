@@ -29,8 +29,7 @@ from rollback.train.incidents.cases import Cases
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, StepMark, Undo
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.kept_updates import KeptUpdates
-from rollback.train.last_snapshot.survivor import Foreseen
-from rollback.train.last_snapshot.write import NotProved
+from rollback.train.last_snapshot.write import Foreseen, NotProved
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots

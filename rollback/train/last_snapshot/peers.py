@@ -1,24 +1,36 @@
 """The other ranks of a host, as a rank sees them that cannot talk to them: by their processes and by their marks."""
 
+import contextlib
 import os
 import select
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import psutil
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.train.comm.ranks import Ranks
-from rollback.train.last_snapshot.early import split
+from rollback.train.last_snapshot.early import of_gone, of_living, require_quiet, split
 from rollback.train.last_snapshot.write import NotProved
 
 POLL = 0.002
 _MOMENT = 0.1
 
 
+class HostMarks(NamedTuple):
+    """What this host's ranks have left at a step's end. sent: of those that came there. bodies: what each alone knew,
+    by rank. early: whether an early mark is among them. loud: why none may be; None: one may."""
+
+    sent: list[bytes]
+    bodies: Mapping[int, bytes]
+    early: bool
+    loud: str | None
+
+
 class Peers:
-    """Any thread may ask. pidfds: of the other ranks' processes; none before `watch`."""
+    """Any thread may ask. pidfds: of the processes of the host's other ranks; none before `watch`."""
 
     def __init__(self, paths: EndMarkPaths, ranks: Ranks) -> None:
         self._paths, self._ranks = paths, ranks
@@ -26,11 +38,11 @@ class Peers:
         self.pids: Sequence[int] = ()
 
     def watch(self, pids: Sequence[int]) -> None:
-        """Know the processes of all ranks from now on. Raises OSError."""
+        """Know the processes of this host's ranks from now on. pids: of all ranks. Raises OSError."""
         self.pids = pids
-        for rank, pid in enumerate(pids):
+        for rank in self._ranks.on_this_host:
             if rank != self._ranks.rank:
-                self.pidfds[rank] = os.pidfd_open(pid)
+                self.pidfds[rank] = os.pidfd_open(pids[rank])
 
     def close(self) -> None:
         for fd in self.pidfds.values():
@@ -44,7 +56,7 @@ class Peers:
         fd = self.pidfds.get(rank)
         return fd is not None and _any_ended([fd])
 
-    def computed(self, rank: int) -> int | None:
+    def _computed(self, rank: int) -> int | None:
         """What a rank's process has used of the processor's time, in nanoseconds; None: it is gone by now."""
         try:
             used = psutil.Process(self.pids[rank]).cpu_times()
@@ -52,19 +64,39 @@ class Peers:
             return None
         return None if self.is_gone(rank) else int((used.user + used.system) * 1e9)
 
-    def lost(self) -> list[int]:
-        """The ranks that are gone and did not end as they should."""
-        if self.pidfds:  # a dying rank's connections end a moment before it does
+    def lost(self, in_a_moment: bool = True) -> list[int]:
+        """The ranks that are gone and did not end as they should. in_a_moment: one is about to end."""
+        if self.pidfds and in_a_moment:  # a dying rank's connections end a moment before it does
             _any_ended(self.pidfds.values(), _MOMENT)
         return [rank for rank in self.pidfds if self.is_gone(rank) and not end_marks.has_left(self._paths, rank)]
 
-    def marks_of(self, end: StepEnd) -> tuple[dict[int, tuple[bytes, bytes]], list[int]]:
-        """What all ranks have left at a step's end, and the ranks that have left nothing there."""
-        found = {rank: end_marks.read_ends(self._paths, rank).get(end) for rank in range(self._ranks.world_size)}
-        there = {rank: split(body) for rank, body in found.items() if body is not None}
-        return there, [rank for rank in found if rank not in there]
+    def marks_of(self, end: StepEnd, began: float, *, early: bool, over: bool) -> tuple[HostMarks, list[int]]:
+        """What this host's ranks have left at a step's end, and the ranks that have left nothing there.
 
-    def is_behind(self, rank: int, end: StepEnd) -> bool:
+        began: when it was known that something is wrong. early: whether early marks tell of that end. over: whether all
+        have had the time to come there. Raises NotProved.
+        """
+        ranks = sorted((self._ranks.rank, *self.pidfds))
+
+        def stand_in(rank: int) -> bytes | None:
+            return self._stand_in(rank, end, began, over) if early else None
+
+        return host_marks(self._paths, ranks, end, stand_in)
+
+    def all_ends(self, began: float, *, over: bool = False) -> dict[StepEnd, HostMarks]:
+        """The ends of steps of which all ranks of this host have left marks. The rest is as for `marks_of`."""
+        ranks = sorted((self._ranks.rank, *self.pidfds))
+        return all_ends(self._paths, ranks, lambda rank, end: self._stand_in(rank, end, began, over))
+
+    def _stand_in(self, rank: int, end: StepEnd, began: float, over: bool) -> bytes | None:
+        """The early mark of a rank in place of its mark of that end, if that can be proved."""
+        if not self._is_behind(rank, end):
+            return None
+        if self.is_gone(rank):
+            return of_gone(self._paths, rank, end, int(began * 1e9))
+        return of_living(self._paths, rank, end, self._computed(rank) if over else None)
+
+    def _is_behind(self, rank: int, end: StepEnd) -> bool:
         """Whether a rank has not come to that step's end, nor further."""
         ends = end_marks.read_ends(self._paths, rank)
         return all((other.returns, other.step) < (end.returns, end.step) for other in ends)
@@ -93,6 +125,53 @@ class Peers:
             if time.monotonic() > deadline:
                 return  # stopped, or in a call that does not end: as if it were gone
             time.sleep(POLL)
+
+
+def host_marks(
+    paths: EndMarkPaths, ranks: Sequence[int], end: StepEnd, stand_in: Callable[[int], bytes | None]
+) -> tuple[HostMarks, list[int]]:
+    """What these ranks have left at a step's end, and those that have left nothing there. stand_in: an early mark in
+    place of a rank's mark of that end, if that can be proved. Raises NotProved."""
+    found = {rank: end_marks.read_ends(paths, rank).get(end) for rank in ranks}
+    ended = {rank: split(body) for rank, body in found.items() if body is not None}
+    missing = [rank for rank in ranks if rank not in ended]
+    early = {rank: split(body) for rank in missing if (body := stand_in(rank)) is not None}
+    loud = _why_loud(paths, ended, end)
+    if early and loud is not None:  # their gradients are in the sums, or none would have come to that end
+        raise NotProved(loud)
+    bodies = {rank: own for rank, (_, own) in sorted({**ended, **early}.items())}
+    marks = HostMarks([sent for sent, _ in ended.values()], bodies, bool(early), loud)
+    return marks, [rank for rank in missing if rank not in early]
+
+
+def all_ends(
+    paths: EndMarkPaths, ranks: Sequence[int], stand_in: Callable[[int, StepEnd], bytes | None]
+) -> dict[StepEnd, HostMarks]:
+    """The ends of steps of which all these ranks have left marks, newest first, and what they have left."""
+    known = {end for rank in ranks for read in (end_marks.read_ends, end_marks.read_early) for end in read(paths, rank)}
+    found = {}
+    for end in sorted(known, reverse=True):
+        with contextlib.suppress(NotProved):
+            marks, missing = host_marks(paths, ranks, end, lambda rank, end=end: stand_in(rank, end))  # type: ignore[misc]
+            if not missing:
+                found[end] = marks
+    return found
+
+
+def _why_loud(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> str | None:
+    try:
+        require_quiet(paths, ranks, end)
+    except NotProved as error:
+        return str(error)
+    return None
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def in_words(gone: Sequence[int]) -> str:
+    return f"{ranks_in_words(gone)} {'are' if len(gone) > 1 else 'is'} gone"
 
 
 def _any_ended(pidfds: Iterable[int], seconds: float = 0.0) -> bool:

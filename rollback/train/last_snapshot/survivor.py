@@ -13,24 +13,33 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.checkpoints.fast_tier.end_marks import EndMark, LastAccount, StepEnd
-from rollback.errors import RollbackError, UsageError
-from rollback.facts.training import NoLastSnapshot
+from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, REASONS, EndMark, LastAccount, StepEnd
+from rollback.checkpoints.format.manifest import Manifest
+from rollback.facts.training import NoLastSnapshot, Tier
 from rollback.rundir.records import metric_line
 from rollback.train.events import RollbackApplied
-from rollback.train.last_snapshot.early import EarlyMarks, mark_body, of_gone, of_living, require_quiet, split
-from rollback.train.last_snapshot.peers import POLL, Peers
+from rollback.train.last_snapshot.agreement import DECIDES
+from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
+from rollback.train.last_snapshot.early import EarlyMarks, mark_body
+from rollback.train.last_snapshot.exchange import Exchange, keep_together
+from rollback.train.last_snapshot.hosts import Hosts, StoreGone
+from rollback.train.last_snapshot.peers import POLL, HostMarks, in_words, ranks_in_words
 from rollback.train.last_snapshot.small_state import SharedState, SmallStateReader
-from rollback.train.last_snapshot.write import LastWrite, NotProved, digest_of_large_state, digest_of_parameters
+from rollback.train.last_snapshot.write import (
+    Foreseen,
+    LastWrite,
+    NotProved,
+    digests_of_large_state,
+    digests_of_parameters,
+    together,
+)
 from rollback.train.run import AttachedRun
-from rollback.train.sharded import is_sharded
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.closures import before_update
@@ -38,16 +47,9 @@ from rollback.train.updates.hooks import weak_hook
 
 _SETTLE = 2.0  # seconds for ranks that still live to come to the end of the step that they are in
 _PATIENCE = 30.0  # for all of it: as long as torchrun gives its ranks
+_REST = 2.0  # of it, for the other ranks of a host when the hosts could not agree
 _LEAST_WAIT = 0.5  # for the digests of the others
 _version = attrgetter("_version")
-
-
-@dataclass(frozen=True)
-class Foreseen:
-    """The sentinel once the last step is judged. metric: that step's line for the metrics, if it is not written yet."""
-
-    sentinel: Mapping[str, Any]
-    metric: str | None
 
 
 class _Standing(NamedTuple):
@@ -61,6 +63,13 @@ class _Standing(NamedTuple):
     digest: int | None
     """Of the parameters and the optimizer's tensors, behind an epoch's last step: in the work between two epochs a
     script may exchange weights, by writes that torch does not count. None: not needed."""
+
+
+class _CommonEnd(NamedTuple):
+    """A step's end at which this rank stands and of which all ranks of its host have told."""
+
+    standing: _Standing
+    marks: HostMarks
 
 
 class LastSnapshot:
@@ -92,17 +101,18 @@ class LastSnapshot:
         self._parameters = list(state.model.parameters())
         self._mark: EndMark | None = None
         self._early: EarlyMarks | None = None
-        self._peers: Peers
         self._once, self._done, self._over = threading.Lock(), False, False
+        self._gone: tuple[int, ...] = ()
         self._pid = os.getpid()
         self._thread: threading.Thread
-        if (why := self._begin()) is not None:
-            self._mark = None
-            run.record.note(NoLastSnapshot(reason=why), None if why == _SWITCHED_OFF else f"no last snapshots: {why}")
+        met = meet(run, state, snapshots, self._small_state)
+        if isinstance(met, str):
+            run.record.note(NoLastSnapshot(reason=met), None if met == SWITCHED_OFF else f"no last snapshots: {met}")
             return
+        self._paths, self._mark, self._peers, self._hosts = met.paths, met.mark, met.peers, met.hosts
+        self._tier = snapshots.slots_of_host.paths
         before_update(state.optimizer, weak_hook(self._before_update))
-        assert self._mark is not None
-        if self._peers.pidfds:
+        if run.ranks.world_size > 1:
             self._early = EarlyMarks(self._mark, telltale, self._small_state, self._coming)
         self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)
         self._thread.start()
@@ -119,7 +129,7 @@ class LastSnapshot:
             self._stop(f"{size >> 10} KiB of buffers and other small state would be copied at every step")
             return
         end = self._end_of(self._state.counters.step)
-        digest = digest_of_large_state(self._state) if self._state.cursor.at_end else None
+        digest = together(digests_of_large_state(self._state)) if self._state.cursor.at_end else None
         shared, trees = self._small_state.shared(), self._small_state.buffer_trees
         standing = _Standing(end, self._changes, self._versions(), shared, trees, digest)
         self._mark.write(end, body, local.stays)
@@ -181,16 +191,21 @@ class LastSnapshot:
                 self._try_to_keep(reason)
 
     def _try_to_keep(self, reason: str) -> None:
-        known = next((why for why, words in end_marks.REASONS.items() if words == reason), b"!")
+        known = next((why for why, words in REASONS.items() if words == reason), b"!")
         self._peers.ring(known)
         began = time.monotonic()
-        if gone := self._peers.lost():  # then what this rank has met follows from it
-            reason = f"{_ranks(gone)} {'are' if len(gone) > 1 else 'is'} gone"
+        self._gone = tuple(self._peers.lost(known == b"!"))
+        if self._gone:  # then what this rank has met follows from it
+            reason = in_words(self._gone)
         account = LastAccount(attempt=self._run.attempt, rank=self._run.ranks.rank, reason=reason)
         try:
+            if self._hosts is not None and known != ELSEWHERE:
+                self._hosts.ring()
             account = self._keep(account, began)
         except NotProved as error:
             account = account.model_copy(update={"why_not": str(error)})
+            if self._hosts is not None:
+                self._hosts.refuse(str(error))
         except Exception as error:  # noqa: BLE001 - the rank ends either way; the record says why nothing was kept
             account = account.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
         if account.checkpoint is None:  # else it is written already
@@ -207,6 +222,8 @@ class LastSnapshot:
             if not self._done:
                 self._mark.leave()
             self._mark.wake()
+        if self._hosts is not None:
+            self._hosts.close()
         self._thread.join()
         self._peers.close()
         self._mark.close()
@@ -214,81 +231,118 @@ class LastSnapshot:
     def _keep(self, account: LastAccount, began: float) -> LastAccount:
         """Again, if this rank has come to another step's end meanwhile: it was behind the one that is gone."""
         while True:
-            standing, sent, bodies = self._await_common_end(began, time.monotonic() + _SETTLE)
             try:
-                return self._keep_at(standing, sent, bodies, account, began)
+                ends = self._await_common_ends(began, time.monotonic() + _SETTLE)
             except NotProved:
-                if standing.changes == self._changes or time.monotonic() > began + _PATIENCE:
+                told = self._peers.all_ends(began, over=True)
+                if self._hosts is None or self._hosts.own == DECIDES or not told:
+                    raise
+                return self._keep_by_marks(self._hosts, told, account, began)
+            try:
+                return self._keep_one(ends, account, began)
+            except NotProved:
+                if ends[0].standing.changes == self._changes or time.monotonic() > began + _PATIENCE:
                     raise
 
-    def _keep_at(
-        self, standing: _Standing, sent: list[bytes], bodies: list[bytes], account: LastAccount, began: float
-    ) -> LastAccount:
-        def require() -> None:
-            self._require_unchanged(standing)
-
+    def _keep_one(self, ends: Sequence[_CommonEnd], account: LastAccount, began: float) -> LastAccount:
+        """Keep the state of the first of these ends; of several hosts, of that one which all have."""
         told = time.monotonic()
-        if standing.digest not in (None, digest_of_large_state(self._state)):
-            raise NotProved(f"weights or optimizer are not those of step {standing.end.step} any more")
-        digest = digest_of_parameters(self._state)
-        require()
+        ends = self._as_they_were(ends)
+        first = ends[0].standing
+        digests = digests_of_parameters(self._state)
+        digest = together(digests)
+        self._require_unchanged(first)
         assert self._mark is not None
-        self._mark.tell_digest(standing.end, digest)
+        self._mark.tell_digest(first.end, digest)
         wait = max(_LEAST_WAIT, 3 * (time.monotonic() - told))
         with end_marks.alone(self._paths, began + _PATIENCE):
-            if any(other.checkpoint for other in end_marks.read_accounts(self._paths, self._run.attempt)):
-                return account  # another rank has done it
-            self._peers.require_same(standing.end, digest, time.monotonic() + wait)
-            foreseen = self._foresee(sent)
-            write = LastWrite(self._run, self._state, self._snapshots, standing.buffer_trees)
-            manifest, tier = write.write(standing.end, bodies, standing.small, foreseen.sentinel, digest, require)
-            metrics = [metric_line(**row) for row in self._run.record.recent]
-            if foreseen.metric is not None:
-                metrics.append(foreseen.metric)
-            account = account.model_copy(
-                update={
-                    "checkpoint": manifest.name, "step": manifest.step, "tier": tier, "metrics": tuple(metrics),
-                    "seconds": round(time.monotonic() - began, 4),
-                }
+            if self._another_has_kept():
+                return account
+            self._peers.require_same(first.end, digest, time.monotonic() + wait)
+            writes = {standing.end: self._write_at(standing, marks, digests) for standing, marks in ends}
+            if self._hosts is None:
+                foreseen = self._foresee(ends[0].marks.sent)
+                manifest, tier = writes[first.end].write_alone(foreseen.sentinel)
+                return self._tell(account, began, manifest, foreseen, tier=tier)
+            exchange = Exchange(self._hosts, self._foresee, began + _PATIENCE - _REST - time.monotonic())
+            marks_of = self._peers.all_ends(began) | {standing.end: marks for standing, marks in ends}
+            plan, manifest = keep_together(
+                exchange, self._tier, self._run.ranks.on_this_host, self._gone, marks_of, writes=writes, digest=digest,
+                next_seq=self._snapshots.next_seq, stands=lambda: first.changes == self._changes,
+                buffer_trees={standing.end: standing.buffer_trees for standing, _ in ends},
             )  # fmt: skip
-            end_marks.write_account(self._paths, account)  # before another rank is let in
-            return account
+            return self._tell(account, began, manifest, exchange.foreseen, plan.gone)
 
-    def _await_common_end(self, began: float, deadline: float) -> tuple[_Standing, list[bytes], list[bytes]]:
-        """A step's end at which this rank stands and which all ranks have told of; what those that came there have sent
-        the others; and what each alone knew. Where another rank is further, this one will be there in a moment."""
+    def _keep_by_marks(
+        self, hosts: Hosts, ends: Mapping[StepEnd, HostMarks], account: LastAccount, began: float
+    ) -> LastAccount:
+        """No rank of this host stands at these ends. Those of other hosts may, and lack nothing but these marks."""
+        with end_marks.alone(self._paths, began + _PATIENCE):
+            if self._another_has_kept():
+                return account
+            exchange = Exchange(hosts, self._foresee, began + _PATIENCE - _REST - time.monotonic())
+            plan, manifest = keep_together(exchange, self._tier, self._run.ranks.on_this_host, self._gone, ends)
+            return self._tell(account, began, manifest, None, plan.gone)
+
+    def _another_has_kept(self) -> bool:
+        return any(other.checkpoint for other in end_marks.read_accounts(self._paths, self._run.attempt))
+
+    def _tell(
+        self, account: LastAccount, began: float, manifest: Manifest, foreseen: Foreseen | None,
+        gone: Sequence[int] = (), tier: Tier = "fast",
+    ) -> LastAccount:  # fmt: skip
+        """Before another rank is let in. foreseen: where the last step was judged. gone: as all hosts know of them."""
+        metrics = [metric_line(**row) for row in self._run.record.recent]
+        if foreseen is not None and foreseen.metric is not None:
+            metrics.append(foreseen.metric)
+        told = {
+            "checkpoint": manifest.name, "step": manifest.step, "tier": tier, "metrics": tuple(metrics),
+            "seconds": round(time.monotonic() - began, 4), "reason": in_words(gone) if gone else account.reason,
+        }  # fmt: skip
+        account = account.model_copy(update=told)
+        end_marks.write_account(self._paths, account)
+        return account
+
+    def _write_at(self, standing: _Standing, marks: HostMarks, digests: Mapping[str, bytes]) -> LastWrite:
+        return LastWrite(
+            self._run, self._state, self._snapshots, standing.end, marks.bodies, standing.small,
+            standing.buffer_trees, digests, lambda: self._require_unchanged(standing),
+        )  # fmt: skip
+
+    def _as_they_were(self, ends: Sequence[_CommonEnd]) -> Sequence[_CommonEnd]:
+        """Those of these ends whose weights and optimizer this rank still has. Raises NotProved: it has none."""
+        if all(standing.digest is None for standing, _ in ends):
+            return ends
+        digest = together(digests_of_large_state(self._state))
+        if not (same := [each for each in ends if each.standing.digest in (None, digest)]):
+            step = ends[0].standing.end.step
+            raise NotProved(f"weights or optimizer are not those of step {step} any more")
+        return same
+
+    def _await_common_ends(self, began: float, deadline: float) -> list[_CommonEnd]:
+        """The steps' ends at which this rank stands and which all ranks of this host have told of, and what they told;
+        newest first. Where another rank is further, this one will be there in a moment."""
         why = "this rank has not come to the end of a step"
         while True:
             over, standings = time.monotonic() > deadline, self._standings
             stands = bool(standings) and standings[0].changes == self._changes
+            found: list[_CommonEnd] = []
             for standing in standings if stands else ():
-                end = standing.end
-                ended, missing = self._peers.marks_of(end)
-                told = missing if standing is standings[-1] else ()  # an early mark tells of the first of these ends
-                early = {
-                    rank: split(body) for rank in told if (body := self._stand_in(rank, end, began, over)) is not None
-                }
-                if early:  # their gradients are in the sums, or this rank would not have come here
-                    require_quiet(self._paths, ended, end)
-                missing = [rank for rank in missing if rank not in early]
+                end, first = standing.end, standing is standings[-1]  # early marks tell of the first of these ends
+                marks, missing = self._peers.marks_of(end, began, early=first, over=over)
                 if not missing and (over or not self._peers.any_is_beyond(end)):
-                    return standing, [sent for sent, _ in ended.values()], [
-                        own for _, (_, own) in sorted({**ended, **early}.items())
-                    ]  # fmt: skip
-                why = f"{_ranks(missing)} had not come to the end of step {end.step}"
+                    found.append(_CommonEnd(standing, marks))
+                    if self._hosts is None:
+                        break
+                else:
+                    why = f"{ranks_in_words(missing)} had not come to the end of step {end.step}"
+            if found:
+                return found
             if standings and not stands:
                 why = f"this rank was in its update behind step {standings[0].end.step}, or had not ended that step"
             if over:
                 raise NotProved(why)
             time.sleep(POLL)
-
-    def _stand_in(self, rank: int, end: StepEnd, began: float, over: bool) -> bytes | None:
-        """The early mark of a rank in place of its mark of that end, if that can be proved."""
-        if not self._peers.is_behind(rank, end):
-            return None
-        if self._peers.is_gone(rank):
-            return of_gone(self._paths, rank, end, int(began * 1e9))
-        return of_living(self._paths, rank, end, self._peers.computed(rank) if over else None)
 
     def _require_unchanged(self, standing: _Standing) -> None:
         if standing.changes != self._changes or standing.versions != self._versions():
@@ -320,64 +374,24 @@ class LastSnapshot:
         if end_marks.STOPPED in rung:
             for rank in self._peers.pidfds:
                 if (why := end_marks.read_stopped(self._paths, rank)) is not None:
-                    self._note_stopped(f"rank {rank}: {why}")
+                    note_stopped(self._run, f"rank {rank}: {why}")
         return rung.replace(end_marks.STOPPED, b"")
-
-    # The beginning ---------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> str | None:
-        """Collective: make the marks. Returns why there can be no last snapshot; the same on all ranks."""
-        run, ranks = self._run, self._run.ranks
-        if run.settings.last_snapshot == "off" or not run.settings.snapshot_every:
-            return _SWITCHED_OFF
-        if ranks.host_count > 1:
-            return "the ranks are on several hosts, and what a lost one knew is nowhere else"
-        if not self._snapshots.drained:
-            return "there is no fast tier"
-        why = "the model is sharded" if any(map(is_sharded, self._parameters)) else self._small_state.why_too_large()
-        if (why := ranks.first_fault(why)) is not None:
-            return why
-        self._paths = end_marks.marks_of(self._snapshots.slots_of_host.paths)
-        self._peers = Peers(self._paths, ranks)
-        why = ranks.first_fault(self._try(lambda: end_marks.prepare(self._paths)) if ranks.first_of_host else None)
-        return why or ranks.first_fault(self._try(self._open)) or self._meet()
-
-    def _open(self) -> None:
-        self._mark = EndMark(self._paths, self._run.ranks.rank)
-
-    def _meet(self) -> str | None:
-        pids = self._run.ranks.from_each(os.getpid())
-        return self._run.ranks.first_fault(self._try(lambda: self._peers.watch(pids)))
-
-    @staticmethod
-    def _try(act: Callable[[], None]) -> str | None:
-        try:
-            act()
-        except (OSError, RollbackError, UsageError) as error:
-            return f"the memory for it cannot be had: {error}"
-        return None
 
     def _stop(self, why: str) -> None:
         """Not collective: without the marks of one rank there is none."""
         assert self._mark is not None
+        rank = self._run.ranks.rank
         if self._run.ranks.first:
-            self._note_stopped(why)
-        else:
+            note_stopped(self._run, why)
+        elif self._hosts is None or self._hosts.own == 0:
             self._mark.tell_stopped(why)
             end_marks.ring_bell(self._paths, 0, end_marks.STOPPED)
+        else:
+            with contextlib.suppress(StoreGone):
+                self._hosts.tell_stopped(f"rank {rank}: {why}")
         self.leave()
-
-    def _note_stopped(self, why: str) -> None:
-        self._run.record.note(NoLastSnapshot(reason=why), f"no last snapshots from now on: {why}")
-
-
-_SWITCHED_OFF = "it is switched off"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _words_of(asked: bytes) -> str:
     """Why a bell was rung, in words."""
-    return end_marks.REASONS.get(asked[-1:], "another rank is about to end")
+    return REASONS.get(asked[-1:], "another rank is about to end")

@@ -1,10 +1,13 @@
-"""Writes the last snapshot: one rank writes the shards of all, since it has all that is shared, and all marks.
+"""Writes the last snapshot: one rank of each host writes the shards of its host's ranks, since it has their marks, and
+all that is shared.
 
 It becomes a checkpoint by the ordinary commit, and only if nothing has changed until then.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from rollback.checkpoints import ring
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.end_marks import StepEnd
 from rollback.checkpoints.fast_tier.sizing import free_memory
+from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.format.shard import ShardPiece, ShardReader, write_shard
 from rollback.facts.training import Tier
@@ -22,6 +26,7 @@ from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.system import files
 from rollback.train.last_snapshot.small_state import SharedState, SmallState, large_state, piece_of, shared_tree
 from rollback.train.run import AttachedRun
+from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.capture import PARAMETERS, as_it_is_stored, bytes_of, owners
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.tier_choice import cores_here
@@ -37,121 +42,213 @@ class NotProved(Exception):
     """Why the state is not known to be that of one step's end on all ranks, in words."""
 
 
-def digest_of_parameters(state: TrainingState) -> int:
-    """Of all bits of this rank's parameters, where they lie."""
-    return digest_of_large_state(state, PARAMETERS)
+@dataclass(frozen=True)
+class Foreseen:
+    """The sentinel once the last step is judged. metric: that step's line for the metrics, if it is not written yet."""
+
+    sentinel: Mapping[str, Any]
+    metric: str | None
 
 
-def digest_of_large_state(state: TrainingState, only: str = "") -> int:
-    """Of all bits of this rank's parameters and of the optimizer's tensors. only: what names begin with."""
-    together = xxhash.xxh3_64()
-    for name, item in sorted(large_state(state)[1].items()):
-        if name.startswith(only):
-            together.update(xxhash.xxh3_64_digest(bytes_of(as_it_is_stored(item))))
-    return together.intdigest()
+def digests_of_parameters(state: TrainingState) -> dict[str, bytes]:
+    """Of all bits of this rank's parameters, where they lie, by name."""
+    return digests_of_large_state(state, PARAMETERS)
 
 
-class LastWrite:
-    """buffer_trees: the trees of the model's buffers at that step's end, which have to be the same on all ranks."""
+def digests_of_large_state(state: TrainingState, only: str = "") -> dict[str, bytes]:
+    """Of all bits of this rank's parameters and of the optimizer's tensors, by name. only: what names begin with."""
+    return {
+        name: xxhash.xxh3_64_digest(bytes_of(as_it_is_stored(item)))
+        for name, item in large_state(state)[1].items() if name.startswith(only)
+    }  # fmt: skip
 
-    def __init__(
-        self, run: AttachedRun, state: TrainingState, snapshots: Snapshots, buffer_trees: Mapping[str, Any]
-    ) -> None:
-        self._run, self._state, self._snapshots, self._buffer_trees = run, state, snapshots, buffer_trees
 
-    def write(
-        self,
-        end: StepEnd,
-        bodies: Sequence[bytes],
-        small: SharedState,
-        sentinel: Mapping[str, Any],
-        digest: int,
-        require_unchanged: Callable[[], None],
-    ) -> tuple[Manifest, Tier]:
-        """Write and commit the state at that step's end. bodies: what each rank alone knew. small: of this rank.
+def together(digests: Mapping[str, bytes]) -> int:
+    """One digest in place of many."""
+    return xxhash.xxh3_64_intdigest(b"".join(digest for _, digest in sorted(digests.items())))
 
-        digest: of the parameters. require_unchanged: raises NotProved if anything has begun to change the state. Raises
-        NotProved, OSError.
-        """
-        marks = [SmallState.of(body) for body in bodies]
-        if any(mark.buffer_names != marks[0].buffer_names for mark in marks):
+
+def sweep_slots(tier: FastTier) -> None:
+    """Before an attempt: remove what others of the hosts do not have, or what is half written. One rank of each host.
+
+    Raises OSError.
+    """
+    for number in SLOTS:
+        if not tier.holds(number) and slots.uncommit(tier.paths, number):
+            slots.discard(tier.paths, number)
+
+
+class HostWrite:
+    """The shards of this host's ranks as they were at a step's end, with what each alone knew: nobody here has more.
+
+    bodies: what that was, by rank. buffer_trees: the same on all ranks. Raises NotProved.
+    """
+
+    def __init__(self, tier: SlotPaths, bodies: Mapping[int, bytes], buffer_trees: Mapping[str, Any]) -> None:
+        self._tier, self._buffer_trees = tier, buffer_trees
+        self._marks = {rank: SmallState.of(body) for rank, body in sorted(bodies.items())}
+        names = next(iter(self._marks.values())).buffer_names
+        if any(mark.buffer_names != names for mark in self._marks.values()):
             raise NotProved("the ranks have not the same buffers")
-        shards, size = self._shards(marks, small, sentinel)
-        require_unchanged()
-        name = CheckpointName.of(self._snapshots.next_seq, end.step)
-        slot = self._free_slot(size)
-        directory = self._slot(slot) if slot is not None else ring.begin_writing(self._run.paths, name, end.attempt)
-        try:
-            written = [
-                write_shard(directory / shard_name(rank), pieces, metadata)
-                for rank, (pieces, metadata) in enumerate(shards)
-            ]
-            records = tuple(ShardRecord.of(rank, made) for rank, made in enumerate(written))
-            self._require_copied(directory, records, digest)
-            require_unchanged()
-            manifest = self._manifest(end, name, records, marks[0])
-            if slot is None:
-                ring.commit(self._run.paths, manifest)
-            else:
-                slots.commit(self._snapshots.slots_of_host.paths, slot, manifest, range(len(records)))
-        except BaseException:
-            files.remove_directory(directory)
-            raise
-        return manifest, "durable" if slot is None else "fast"
+        self.buffers = xxhash.xxh3_64_hexdigest("\n".join(names).encode())
+        """A digest of the names of the buffers."""
 
-    def _shards(
-        self, marks: Sequence[SmallState], small: SharedState, sentinel: Mapping[str, Any]
-    ) -> tuple[list[tuple[list[ShardPiece], dict[str, str]]], int]:
-        """Tensors and metadata of each rank's shard, and the bytes of all."""
-        (large, tensors), (_, small_tensors) = large_state(self._state), small.encoded()
-        tensors = {name: item for name, item in tensors.items() if name not in small_tensors}
-        if found := self._state.finite.found(tensors):
-            raise NotProved(f"{self._state.finite.in_words(min(found))} has values that are not finite")
-        owner = owners(tensors, range(len(marks)))
-        shards: list[tuple[list[ShardPiece], dict[str, str]]] = []
-        for rank, mark in enumerate(marks):
-            local, pieces = mark.local(self._buffer_trees)
-            pieces += [piece_of(name, item) for name, item in tensors.items() if owner[name] == rank]
-            metadata = {"local": json.dumps(local)}
-            if rank == 0:
-                pieces += [piece_of(name, item) for name, item in small_tensors.items()]
-                metadata["shared"] = json.dumps(shared_tree(large, small, sentinel))
-            shards.append((pieces, metadata))
-        held = (data[2].nbytes for mark in marks for data in mark.tensors.values())
-        return shards, sum(item.nbytes for item in tensors.values()) + sum(held)
+    def free_slots(self) -> list[int]:
+        """The slots that hold no checkpoint, if there is memory for what is to be written."""
+        size = self._size()
+        if free_memory(self._tier.root) < size + size // 8 + _SPARE:
+            return []
+        return [number for number in SLOTS if not slots.is_committed(self._tier, number)]
 
-    def _require_copied(self, directory: Path, records: Sequence[ShardRecord], digest: int) -> None:
-        """Raise NotProved unless the parameters in the files are those of the digest."""
-        found: dict[str, bytes] = {}
-        for record in records:
-            with ShardReader(directory / record.file, record.written, threads=cores_here()) as shard:
-                names = [name for name in shard.entries if name.startswith(PARAMETERS)]
-                room = memoryview(bytearray(max((shard.entries[name].nbytes for name in names), default=0)))
-                for name in names:
-                    shard.read_into(name, read := room[: shard.entries[name].nbytes])
-                    found[name] = xxhash.xxh3_64_digest(read)
-        together = xxhash.xxh3_64(b"".join(part for _, part in sorted(found.items())))
-        if together.intdigest() != digest:
-            raise NotProved("the copy of the parameters is not what was compared")
+    def write_part(
+        self, slot: int, stores: Sequence[int], sentinel: Mapping[str, Any] | None
+    ) -> dict[int, ShardRecord]:
+        """Write this host's shards into a slot, where there are several hosts.
 
-    def _free_slot(self, size: int) -> int | None:
-        """A slot that holds no checkpoint; None: the run directory gets it."""
-        tier = self._snapshots.slots_of_host.paths
-        if self._snapshots.tier != "fast" or free_memory(tier.root) < size + size // 8 + _SPARE:
-            return None
-        return next((number for number in SLOTS if not slots.is_committed(tier, number)), None)
+        stores: the ranks whose shards have what is the same on all. sentinel: for rank 0's shard. Raises NotProved,
+        OSError; then there is nothing in the slot.
+        """
+        return self._write(self._slot(slot), sentinel)
+
+    def commit_part(self, slot: int, manifest: Manifest) -> None:
+        """Raises OSError."""
+        slots.commit(self._tier, slot, manifest, self._marks)
+
+    def discard_part(self, slot: int) -> None:
+        """Raises OSError."""
+        if slots.uncommit(self._tier, slot):
+            slots.discard(self._tier, slot)
+
+    def _size(self) -> int:
+        return sum(data[2].nbytes for mark in self._marks.values() for data in mark.tensors.values())
+
+    def _write(self, directory: Path, sentinel: Mapping[str, Any] | None) -> dict[int, ShardRecord]:
+        with _or_removed(directory):
+            records = {}
+            for rank in self._marks:
+                pieces, metadata = self._shard(rank, sentinel)
+                records[rank] = ShardRecord.of(rank, write_shard(directory / shard_name(rank), pieces, metadata))
+        return records
+
+    def _shard(self, rank: int, sentinel: Mapping[str, Any] | None) -> tuple[list[ShardPiece], dict[str, str]]:
+        """Tensors and metadata of a rank's shard."""
+        local, pieces = self._marks[rank].local(self._buffer_trees)
+        return pieces, {"local": json.dumps(local)}
 
     def _slot(self, number: int) -> Path:
-        directory = self._snapshots.slots_of_host.paths.slot(number)
+        directory = self._tier.slot(number)
         files.remove_directory(directory)
         directory.mkdir(0o700)
         return directory
 
-    def _manifest(
-        self, end: StepEnd, name: CheckpointName, shards: tuple[ShardRecord, ...], mark: SmallState
-    ) -> Manifest:
+
+class LastWrite(HostWrite):
+    """The same by a rank that stands there, and so has what is the same on all.
+
+    small, buffer_trees: of this rank. digests: of the parameters. require_unchanged: raises NotProved if anything has
+    begun to change the state. Raises NotProved.
+    """
+
+    def __init__(
+        self,
+        run: AttachedRun,
+        state: TrainingState,
+        snapshots: Snapshots,
+        end: StepEnd,
+        bodies: Mapping[int, bytes],
+        small: SharedState,
+        buffer_trees: Mapping[str, Any],
+        digests: Mapping[str, bytes],
+        require_unchanged: Callable[[], None],
+    ) -> None:
+        super().__init__(snapshots.slots_of_host.paths, bodies, buffer_trees)
+        self._run, self._state, self._snapshots, self._end, self._small = run, state, snapshots, end, small
+        self._digests, self._require_unchanged = digests, require_unchanged
+        (self._large, tensors), (_, self._small_tensors) = large_state(state), small.encoded()
+        self._tensors = {name: item for name, item in tensors.items() if name not in self._small_tensors}
+        self._assign(range(run.ranks.world_size))
+
+    def write_alone(self, sentinel: Mapping[str, Any]) -> tuple[Manifest, Tier]:
+        """Write and commit the state, on the only host there is. Raises NotProved, OSError."""
+        manifest = self.manifest(self._snapshots.next_seq)
+        slot = next(iter(self.free_slots()), None)
+        directory = (
+            self._slot(slot)
+            if slot is not None
+            else ring.begin_writing(self._run.paths, manifest.name, self._end.attempt)
+        )
+        records = self._write(directory, sentinel)
+        manifest = manifest.model_copy(update={"shards": tuple(records[rank] for rank in sorted(records))})
+        with _or_removed(directory):
+            if slot is None:
+                ring.commit(self._run.paths, manifest)
+            else:
+                slots.commit(self._tier, slot, manifest, self._marks)
+        return manifest, "durable" if slot is None else "fast"
+
+    def write_part(
+        self, slot: int, stores: Sequence[int], sentinel: Mapping[str, Any] | None
+    ) -> dict[int, ShardRecord]:
+        self._assign(stores)
+        return super().write_part(slot, stores, sentinel)
+
+    def free_slots(self) -> list[int]:
+        return super().free_slots() if self._snapshots.tier == "fast" else []
+
+    def manifest(self, seq: int) -> Manifest:
+        """Without its shards. Where rank 0 is."""
+        end, name = self._end, CheckpointName.of(seq, self._end.step)
         return Manifest(
-            name=name, seq=name.seq, step=end.step, batch=end.batch, epoch=mark.trees["cursor"]["epoch"],
-            timeline=end.timeline, attempt=end.attempt, world_size=len(shards), shards=shards,
+            name=name, seq=seq, step=end.step, batch=end.batch, epoch=self._marks[0].trees["cursor"]["epoch"],
+            timeline=end.timeline, attempt=end.attempt, world_size=self._run.ranks.world_size, shards=(),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )  # fmt: skip
+
+    def _assign(self, stores: Sequence[int]) -> None:
+        owner = owners(self._tensors, stores)
+        self._owned = {rank: [name for name in self._tensors if owner[name] == rank] for rank in self._marks}
+
+    def _size(self) -> int:
+        owned = (self._tensors[name].nbytes for names in self._owned.values() for name in names)
+        return super()._size() + sum(owned)
+
+    def _write(self, directory: Path, sentinel: Mapping[str, Any] | None) -> dict[int, ShardRecord]:
+        """Nothing has changed until it returns. Raises NotProved, OSError, and then there is no directory."""
+        with _or_removed(directory):
+            if found := self._state.finite.found(self._tensors):
+                raise NotProved(f"{self._state.finite.in_words(min(found))} has values that are not finite")
+            self._require_unchanged()
+            records = super()._write(directory, sentinel)
+            self._require_copied(directory, records)
+            self._require_unchanged()
+        return records
+
+    def _shard(self, rank: int, sentinel: Mapping[str, Any] | None) -> tuple[list[ShardPiece], dict[str, str]]:
+        pieces, metadata = super()._shard(rank, sentinel)
+        pieces += [piece_of(name, self._tensors[name]) for name in self._owned[rank]]
+        if rank == 0:
+            assert sentinel is not None
+            pieces += [piece_of(name, item) for name, item in self._small_tensors.items()]
+            metadata["shared"] = json.dumps(shared_tree(self._large, self._small, sentinel))
+        return pieces, metadata
+
+    def _require_copied(self, directory: Path, records: Mapping[int, ShardRecord]) -> None:
+        """Raise NotProved unless the parameters in the files are those of the digests."""
+        for rank, record in records.items():
+            with ShardReader(directory / record.file, record.written, threads=cores_here()) as shard:
+                names = [name for name in self._owned[rank] if name.startswith(PARAMETERS)]
+                room = memoryview(bytearray(max((shard.entries[name].nbytes for name in names), default=0)))
+                for name in names:
+                    shard.read_into(name, read := room[: shard.entries[name].nbytes])
+                    if xxhash.xxh3_64_digest(read) != self._digests[name]:
+                        raise NotProved("the copy of the parameters is not what was compared")
+
+
+@contextlib.contextmanager
+def _or_removed(directory: Path) -> Iterator[None]:
+    """Remove what is half written."""
+    try:
+        yield
+    except BaseException:
+        files.remove_directory(directory)
+        raise

@@ -176,6 +176,10 @@ class FastTier:
         """This rank's shard in a slot, if this process has the slot mapped."""
         return self._regions.get(number)
 
+    def holds(self, number: int) -> bool:
+        """Whether a slot holds a checkpoint that the catalogue knows; the same on all ranks."""
+        return number in self._taken
+
     def has_checkpoint(self, number: int) -> bool:
         """Whether a slot still holds a checkpoint. This rank looks at the manifest and at its own shard."""
         try:

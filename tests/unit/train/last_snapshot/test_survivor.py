@@ -21,26 +21,30 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from test_agreement import MANIFEST
 from torch import nn
 from toy import Loop, Toy, facts, require_same, train
 
 import rollback
 from rollback.checkpoints import ring
-from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier import end_marks, slots
 from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, Hold, LastAccount, StepEnd
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.facts.training import NoLastSnapshot
+from rollback.rundir.paths import shard_name
 from rollback.sentinel import Kind, Sentinel
 from rollback.train.comm.pulse import FIELDS, Pulse, beat_of
 from rollback.train.data import rng
 from rollback.train.data.raw_random import RawRandom, tree_of
 from rollback.train.incidents import rollback as returns
-from rollback.train.last_snapshot import write
+from rollback.train.last_snapshot import survivor, write
+from rollback.train.last_snapshot.begin import meet
 from rollback.train.last_snapshot.early import TRIED, EarlyMarks, mark_body, of_living, split
 from rollback.train.last_snapshot.small_state import LocalState, SmallState
-from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.last_snapshot.write import NotProved
+from rollback.train.run import AttachedRun
+from rollback.train.snapshots.buffers import FastTier
 from rollback.train.state import tree
 from rollback.train.state.held import HeldState
 
@@ -471,7 +475,7 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
 def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other: int, differs: bool) -> None:
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
-        digest = write.digest_of_parameters(guard._state)
+        digest = write.together(write.digests_of_parameters(guard._state))
         second.tell_digest(guard._last._standings[0].end, digest ^ differs)
         keep(guard)
         guard._run.ranks.world_size = 1
@@ -488,7 +492,7 @@ def test_a_digest_that_another_rank_told_at_another_step_s_end_says_nothing(
 
     def act(guard: rollback.Guard) -> None:
         second, end = as_one_of_two(guard, other), guard._last._standings[0].end
-        second.tell_digest(end._replace(returns=1), write.digest_of_parameters(guard._state) ^ 1)
+        second.tell_digest(end._replace(returns=1), write.together(write.digests_of_parameters(guard._state)) ^ 1)
         keep(guard)
         guard._run.ranks.world_size = 1
 
@@ -974,7 +978,10 @@ def test_the_early_mark_is_there_before_any_gradient_of_its_bucket_is_given_to_t
 
 COVERED: dict[str, tuple[dict[str, Any], str]] = {
     "a model that is sharded": ({"sharding": "fsdp"}, "the model is sharded"),
-    "several hosts": ({}, "the ranks are on several hosts, and what a lost one knew is nowhere else"),
+    "several hosts": (
+        {},
+        "the ranks are on several hosts, which can agree only by torchrun's own store, and these ranks have none",
+    ),
 }
 
 
@@ -985,14 +992,13 @@ def test_where_there_can_be_no_last_snapshot_the_journal_says_so_at_the_start(
     changes, why = COVERED[what]
     toy = TOY.but(samples=12, **changes)
     if what == "several hosts":
-        begin = LastSnapshot._begin
 
-        def elsewhere(last: LastSnapshot) -> str | None:
+        def elsewhere(run: AttachedRun, *given: Any) -> Any:
             with monkeypatch.context() as patched:
-                patched.setattr(last._run.ranks, "host_count", 2)
-                return begin(last)
+                patched.setattr(run.ranks, "host_count", 2)
+                return meet(run, *given)
 
-        monkeypatch.setattr(LastSnapshot, "_begin", elsewhere)
+        monkeypatch.setattr(survivor, "meet", elsewhere)
     if "sharding" in changes:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -1038,6 +1044,48 @@ def test_a_rank_that_does_not_write_the_journal_tells_the_one_that_does(
 
     kept(tmp_path / "run", memory, act)
     assert rung == [(0, end_marks.STOPPED)]
+
+
+def test_on_another_host_it_tells_that_of_rank_0(tmp_path: Path, memory: Path) -> None:
+    class Elsewhere:
+        own = 2
+
+        def tell_stopped(self, why: str) -> None:
+            told.append(why)
+
+        def close(self) -> None:
+            told.append("closed")
+
+    told: list[str] = []
+
+    def act(guard: rollback.Guard) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(type(guard._run.ranks), "first", property(lambda _: False))
+            patched.setattr(guard._last, "_hosts", Elsewhere())
+            guard._last._stop("too much")
+
+    kept(tmp_path / "run", memory, act)
+    assert told == ["rank 0: too much", "closed"]
+
+
+def test_what_not_all_hosts_have_and_what_is_half_written_is_removed_before_an_attempt(memory: Path) -> None:
+    tier = FastTier(SlotPaths(memory), 0, leads=True, here=[0], taken={1, 91})
+    stray, half, held = 90, 90, 91
+
+    def fill(number: int, *, committed: bool) -> None:
+        directory = tier.paths.slot(number)
+        directory.mkdir(0o700)
+        (directory / shard_name(0)).write_bytes(b"a shard")
+        if committed:
+            slots.commit(tier.paths, number, MANIFEST, [0])
+
+    fill(held, committed=True)
+    for number, committed in ((stray, True), (half, False)):
+        fill(number, committed=committed)
+        write.sweep_slots(tier)
+        assert tier.paths.numbers() == [held]
+    assert slots.is_committed(tier.paths, held)
+    tier.close()
 
 
 _sent = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=5)

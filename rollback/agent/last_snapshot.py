@@ -1,0 +1,66 @@
+"""What torchrun's process does for a last snapshot: it waits for ranks that make one, and where none is left that could
+speak for this host, it has another process do it. See `checkpoints.fast_tier.end_marks`.
+"""
+
+import fcntl
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollback.instructions import STAND_IN_MODULE
+
+Starter = Callable[[Sequence[str]], Any]
+"""Starts Python with these arguments, and returns something with `wait(timeout)` and `pid`."""
+
+
+def wait_for_last_snapshot(limit: float, start: Starter) -> None:
+    """Wait while this host's part in a last snapshot is made, at most so many seconds. A rank has failed.
+
+    start: for a script.
+    """
+    noticed = time.monotonic()
+    try:
+        last = Path(json.loads(Path(os.environ["ROLLBACK_RUN"], "fast-tier.json").read_text())["directory"], "last")
+        _wait_while_busy(last, noticed + limit)
+        if _is_left_alone(last):
+            script = str(importlib.import_module(STAND_IN_MODULE).__file__)
+            start([script, str(last), str(noticed), str(limit)]).wait(limit)
+    except Exception:  # noqa: BLE001 - whatever it is, the ranks have to be ended
+        return
+
+
+def _wait_while_busy(last: Path, deadline: float) -> None:
+    fd = os.open(last / "busy", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+            else:
+                return
+    finally:
+        os.close(fd)
+
+
+def _is_left_alone(last: Path) -> bool:
+    """Whether other hosts wait to hear from this one, and no rank of it lives that could tell them anything."""
+    hosts = last / "hosts.json"
+    if not hosts.exists() or json.loads(hosts.read_text())["attempt"] != int(os.environ["ROLLBACK_ATTEMPT"]):
+        return False
+    end_marks: Any = importlib.import_module("rollback.checkpoints.fast_tier.end_marks")
+    paths = end_marks.EndMarkPaths(last)
+    ranks = end_marks.ranks_of(paths)
+    left = all(end_marks.has_left(paths, rank) for rank in ranks)
+    return not (left or end_marks.read_accounts(paths) or any(end_marks.is_heard(paths, rank) for rank in ranks))
+
+
+def start_anew(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A `Starter` where nothing forks ranks."""
+    return subprocess.Popen([sys.executable, *arguments])

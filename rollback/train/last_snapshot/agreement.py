@@ -1,0 +1,160 @@
+"""What the hosts of a job tell each other about a last snapshot, and what they conclude. Pure.
+
+A host is named by its first rank. One rank of each host speaks for it; the host of rank 0 decides.
+
+| told           | by            | content                                                        |
+|----------------|---------------|----------------------------------------------------------------|
+| `HostOffer`    | every host    | the steps' ends that it can keep, and what has to fit together |
+| `JointPlan`         | rank 0's host | what all are to write, or why nothing is kept                  |
+| `HostShards`   | every host    | its shards are whole, or why not                               |
+| `Commitment`   | rank 0's host | the manifest, or why there is none                             |
+
+Then each host commits in its own slot, and tells. A checkpoint that only some of them have means nothing to a reader.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from rollback.checkpoints.fast_tier.end_marks import StepEnd
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.rundir.paths import shard_name
+from rollback.train.last_snapshot.write import NotProved
+
+DECIDES = 0
+"""The host that decides: that of rank 0, whose shard has what is the same on all ranks."""
+
+NOBODY_DECIDES = f"no rank stands at that step on the host of rank {DECIDES}"
+
+
+class EndOffer(BaseModel, frozen=True, ser_json_bytes="base64", val_json_bytes="base64"):
+    """A step's end of which all ranks of a host have left marks."""
+
+    end: StepEnd
+    buffers: str
+    """A digest of the names of the buffers that its ranks have."""
+    sent: tuple[bytes, ...]
+    """What each of its ranks that came to that end has told the others of the step."""
+    early: bool
+    """Whether an early mark stands for that of a rank that does not come there."""
+    loud: str | None
+    """Why early marks may not be relied on, as seen in the ranks of this host; None: they may."""
+    digest: int | None
+    """Of the parameters; None: no rank that speaks here stands at that end, so there are marks alone."""
+
+
+class HostOffer(BaseModel, frozen=True):
+    """What a host can keep. It offers anew if it comes to another step's end before there is a plan."""
+
+    ranks: tuple[int, ...]
+    ends: tuple[EndOffer, ...]
+    slots: tuple[int, ...]
+    """The slots that it can write."""
+    next_seq: int
+    gone: tuple[int, ...]
+    """Its ranks that are gone."""
+
+    def at(self, end: StepEnd) -> EndOffer:
+        return next(offer for offer in self.ends if offer.end == end)
+
+
+class JointPlan(BaseModel, frozen=True):
+    """What all hosts are to keep. why_not: why nothing; then the rest says nothing."""
+
+    why_not: str | None = None
+    end: StepEnd | None = None
+    digest: int = 0
+    stores: tuple[int, ...] = ()
+    """The ranks whose shards have, between them, what is the same on all."""
+    slot: int = 0
+    seq: int = 0
+    gone: tuple[int, ...] = ()
+    buffer_trees: dict[str, Any] = {}
+    """For hosts that have marks alone."""
+
+    @property
+    def at(self) -> StepEnd:
+        """The end, where there is one."""
+        assert self.end is not None
+        return self.end
+
+
+class HostShards(BaseModel, frozen=True):
+    """The shards of a host's ranks, by rank. why_not: why they are not whole."""
+
+    shards: dict[int, ShardRecord] = {}
+    why_not: str | None = None
+
+
+class Commitment(BaseModel, frozen=True):
+    """The manifest that every host commits. why_not: why there is none."""
+
+    manifest: Manifest | None = None
+    why_not: str | None = None
+
+
+def common_end(offers: Mapping[int, HostOffer], hosts: Collection[int]) -> StepEnd | None:
+    """The newest step's end that all hosts offer. None: it is worth waiting, a host may come to one in a moment."""
+    if offers.keys() != {*hosts}:
+        return None
+    return max(set.intersection(*({each.end for each in offer.ends} for offer in offers.values())), default=None)
+
+
+def somebody_is_ahead(offers: Mapping[int, HostOffer], end: StepEnd) -> bool:
+    """Whether a rank of some host has come to the end of a later step: all have been given its sums, and may come."""
+    return any(each.end.step > end.step for offer in offers.values() for each in offer.ends)
+
+
+def plan_of(offers: Mapping[int, HostOffer], hosts: Collection[int], refusals: Mapping[int, str]) -> JointPlan:
+    """What is kept by these offers. refusals: why a host has offered nothing. Raises NotProved."""
+    for host in sorted({*hosts} - offers.keys()):
+        raise NotProved(f"{refusals.get(host, 'no rank has answered')} (on the host of rank {host})")
+    if (end := common_end(offers, hosts)) is None:
+        newest = {host: max(each.end.step for each in offer.ends) for host, offer in sorted(offers.items())}
+        stand = ", ".join(f"that of rank {host} at step {step}" for host, step in newest.items())
+        raise NotProved(f"the hosts do not stand at the same step: {stand}")
+    there = {host: offer.at(end) for host, offer in sorted(offers.items())}
+    first = there[DECIDES]
+    if first.digest is None:
+        raise NotProved(NOBODY_DECIDES)
+    for host, at_end in there.items():
+        if at_end.digest not in (None, first.digest):
+            raise NotProved(f"the parameters on the host of rank {host} are others, though they are replicas")
+    if len({offer.buffers for offer in there.values()}) > 1:
+        raise NotProved("the ranks have not the same buffers")
+    if any(offer.early for offer in there.values()):
+        for why in (offer.loud for offer in there.values() if offer.loud is not None):
+            raise NotProved(why)
+    free = set.intersection(*({*offer.slots} for offer in offers.values()))
+    if not free:
+        raise NotProved("there is no slot that is free on every host, or no memory for one")
+    return JointPlan(
+        end=end, digest=first.digest, slot=min(free), seq=max(offer.next_seq for offer in offers.values()),
+        stores=tuple(sorted(rank for host in there if there[host].digest is not None for rank in offers[host].ranks)),
+        gone=tuple(sorted(rank for offer in offers.values() for rank in offer.gone)),
+    )  # fmt: skip
+
+
+def commitment_of(manifest: Manifest, told: Mapping[int, HostShards], hosts: Collection[int]) -> Commitment:
+    """What follows from what the hosts have told of their shards. manifest: without shards."""
+    for host in sorted(hosts):
+        if (shards := told.get(host)) is None or shards.why_not is not None:
+            why = "has not told in time whether its shards are whole" if shards is None else f": {shards.why_not}"
+            return Commitment(why_not=f"the host of rank {host}{' ' * (shards is None)}{why}")
+    records = {rank: record for shards in told.values() for rank, record in shards.shards.items()}
+    if sorted(records) != [*range(manifest.world_size)]:
+        return Commitment(why_not="the hosts have not told of every rank's shard")
+    return Commitment(manifest=manifest.model_copy(update={"shards": tuple(records[rank] for rank in sorted(records))}))
+
+
+def require_as_planned(manifest: Manifest, plan: JointPlan, own: Mapping[int, ShardRecord]) -> None:
+    """Before a host commits it, and seals it. own: the shards that were written here. Raises NotProved."""
+    told = manifest.attempt, manifest.step, manifest.batch, manifest.timeline, manifest.seq
+    end = plan.at
+    if told != (end.attempt, end.step, end.batch, end.timeline, plan.seq):
+        raise NotProved("the manifest is of another step than the plan")
+    if [shard.file for shard in manifest.shards] != [*map(shard_name, range(manifest.world_size))]:
+        raise NotProved("the manifest has not a shard of each rank")
+    if any(manifest.shards[rank] != record for rank, record in own.items()):
+        raise NotProved("the manifest has other shards than those that were written here")

@@ -1,0 +1,105 @@
+"""The beginning: whether there can be last snapshots, and what a rank has for them."""
+
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, EndMark, EndMarkPaths
+from rollback.errors import RollbackError, UsageError
+from rollback.facts.training import NoLastSnapshot
+from rollback.system.durable import write_file
+from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, StoreGone, place_of_store
+from rollback.train.last_snapshot.peers import Peers
+from rollback.train.last_snapshot.small_state import SmallStateReader
+from rollback.train.last_snapshot.write import sweep_slots
+from rollback.train.run import AttachedRun
+from rollback.train.sharded import is_sharded
+from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.state.state import TrainingState
+
+SWITCHED_OFF = "it is switched off"
+NO_STORE = "the ranks are on several hosts, which can agree only by torchrun's own store, and these ranks have none"
+
+
+@dataclass(frozen=True)
+class MarkAndPeers:
+    """This rank's mark, and how it reaches the others. hosts: None where there is one host."""
+
+    paths: EndMarkPaths
+    mark: EndMark
+    peers: Peers
+    hosts: Hosts | None
+
+
+def meet(
+    run: AttachedRun, state: TrainingState, snapshots: Snapshots, small_state: SmallStateReader
+) -> MarkAndPeers | str:
+    """Collective: make the marks. Or why there can be no last snapshot; the same on all ranks."""
+    ranks = run.ranks
+    if run.settings.last_snapshot == "off" or not run.settings.snapshot_every:
+        return SWITCHED_OFF
+    if not snapshots.drained:
+        return "there is no fast tier"
+    sharded = any(map(is_sharded, state.model.parameters()))
+    if (why := ranks.first_fault("the model is sharded" if sharded else small_state.why_too_large())) is not None:
+        return why
+    tier, made = snapshots.slots_of_host, []
+    paths = end_marks.marks_of(tier.paths)
+    peers = Peers(paths, ranks)
+
+    def prepare() -> None:
+        end_marks.prepare(paths)
+        sweep_slots(tier)
+
+    for act in (prepare if ranks.first_of_host else _nothing, lambda: made.append(EndMark(paths, ranks.rank))):
+        if (why := ranks.first_fault(_fault_of(act))) is not None:
+            return why
+    pids = ranks.from_each(os.getpid())
+    if (why := ranks.first_fault(_fault_of(lambda: peers.watch(pids)))) is not None:
+        return why
+    hosts = _meet_hosts(run, paths) if ranks.host_count > 1 else None
+    return hosts if isinstance(hosts, str) else MarkAndPeers(paths, made[0], peers, hosts)
+
+
+def _meet_hosts(run: AttachedRun, paths: EndMarkPaths) -> Hosts | str:
+    ranks, place = run.ranks, place_of_store()
+    keys = ranks.from_first(f"rollback-last/{uuid.uuid4()}")
+    firsts = sorted({*ranks.from_each(ranks.on_this_host[0])})
+    if (why := ranks.first_fault(None if place is not None else NO_STORE)) is not None or place is None:
+        return why or NO_STORE
+    hosts = Hosts(place, keys, firsts, ranks.on_this_host[0])
+
+    def rung() -> None:
+        for rank in ranks.on_this_host:
+            end_marks.ring_bell(paths, rank, ELSEWHERE)
+
+    try:
+        if ranks.first_of_host:
+            here = tuple(ranks.on_this_host)
+            told = HostsOfJob(place=place, keys=keys, hosts=tuple(firsts), own=here[0], ranks=here, attempt=run.attempt)
+            write_file(paths.hosts, told.model_dump_json().encode(), durable=False)
+            hosts.wait_for_bell(rung, lambda text: note_stopped(run, text))
+    except (StoreGone, OSError) as error:
+        why = str(error)
+    if (why := ranks.first_fault(why)) is not None:
+        hosts.close()
+    return why or hosts
+
+
+def note_stopped(run: AttachedRun, why: str) -> None:
+    """Journal that a rank leaves no marks any more. On rank 0; any thread."""
+    run.record.note(NoLastSnapshot(reason=why), f"no last snapshots from now on: {why}")
+
+
+def _nothing() -> None:
+    """What the other ranks of a host do meanwhile."""
+
+
+def _fault_of(act: Callable[[], None]) -> str | None:
+    try:
+        act()
+    except (OSError, RollbackError, UsageError) as error:
+        return f"the memory for it cannot be had: {error}"
+    return None

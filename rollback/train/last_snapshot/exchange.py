@@ -1,0 +1,252 @@
+"""What one host tells the others, and hears from them, until all have kept one last snapshot, or none has.
+
+`agreement` has what is said and what follows from it; this is the order in which it is said, in the store (`hosts`).
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel
+
+from rollback.checkpoints.fast_tier.end_marks import StepEnd
+from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.train.last_snapshot.agreement import (
+    DECIDES,
+    NOBODY_DECIDES,
+    Commitment,
+    EndOffer,
+    HostOffer,
+    HostShards,
+    JointPlan,
+    commitment_of,
+    common_end,
+    plan_of,
+    require_as_planned,
+    somebody_is_ahead,
+)
+from rollback.train.last_snapshot.hosts import YES, Hosts
+from rollback.train.last_snapshot.peers import HostMarks
+from rollback.train.last_snapshot.write import SLOTS, Foreseen, HostWrite, LastWrite, NotProved
+
+_ANSWER = 2.0  # seconds in which a host must have heard of it, and in which one that is behind may come further
+_OFFER = 4.0  # in which it must have offered a step that fits, if a rank of it has none to offer
+_MARGIN = 2.0  # that the other hosts have to hear in time that nothing comes of it
+_Told = TypeVar("_Told", bound=BaseModel)
+
+
+class Exchange:
+    """One host's part in a last snapshot that all keep together. The rank that has its host's lock makes it.
+
+    foresee: as for `LastSnapshot`. seconds: for all of it. Making it raises StoreGone, as all methods do.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        foresee: Callable[[Sequence[bytes]], Foreseen],
+        seconds: float,
+    ) -> None:
+        self._hosts, self._foresee = hosts, foresee
+        self._store = hosts.connect()
+        self._began = time.monotonic()  # a name server that does not answer has cost seconds until now
+        self._deadline = self._began + seconds
+        self._own, self._decides = hosts.own, hosts.own == DECIDES
+        self.foreseen: Foreseen | None = None
+        """On the host that decides."""
+
+    def agree(
+        self, offer: HostOffer, stands: Callable[[], bool], buffer_trees: Mapping[StepEnd, Mapping[str, Any]]
+    ) -> JointPlan:
+        """Tell what this host can keep, and wait for the plan. stands: whether it still can. buffer_trees: of each end.
+
+        Raises NotProved.
+        """
+        self._tell(f"offer/{self._own}", offer)
+        while (plan := self._read("plan", JointPlan)) is None:
+            if not stands():
+                self._store.forget(f"offer/{self._own}")
+                raise NotProved(f"this host was in the update behind step {offer.ends[0].end.step}")
+            if self._decides:
+                self._decide(buffer_trees)
+            else:
+                self._require_somebody_decides()
+            time.sleep(self._hosts.pace)
+        if plan.why_not is not None:
+            raise NotProved(plan.why_not)
+        own = next((each for each in offer.ends if each.end == plan.end), None)
+        if self._decides and (own is None or own.digest is None) and self._store.get("commitment") is None:
+            self._fail(why := NOBODY_DECIDES)
+            raise NotProved(why)
+        if self._store.get(f"shards/{self._own}") is not None:  # by a rank that is gone: what is left is to commit
+            return plan
+        stores = bool({*offer.ranks} & {*plan.stores})
+        if own is None or own.digest != (plan.digest if stores else None):
+            self._fail(why := "another rank of this host, which is gone, had offered another state")
+            raise NotProved(why)
+        if self._decides and self.foreseen is None:  # who has made the plan is gone
+            self._foresee_by(self._read_all("offer", HostOffer), plan.at)
+        return plan
+
+    def _decide(self, buffer_trees: Mapping[StepEnd, Mapping[str, Any]]) -> None:
+        offers = self._read_all("offer", HostOffer)
+        if (end := common_end(offers, self._hosts.hosts)) is None:
+            waits = self._may_still_offer(offers)
+        else:
+            waits = somebody_is_ahead(offers, end) and time.monotonic() < self._began + _ANSWER
+        if waits:
+            return
+        try:
+            plan = plan_of(offers, self._hosts.hosts, self._refusals())
+            self._foresee_by(offers, plan.at)
+            if any(offer.at(plan.at).digest is None for offer in offers.values()):
+                plan = plan.model_copy(update={"buffer_trees": buffer_trees[plan.at]})
+        except NotProved as error:
+            plan = JointPlan(why_not=str(error))
+        self._tell("plan", plan)
+
+    def _foresee_by(self, offers: Mapping[int, HostOffer], end: StepEnd) -> None:
+        self.foreseen = self._foresee([sent for offer in offers.values() for sent in offer.at(end).sent])
+
+    def _may_still_offer(self, offers: Mapping[int, HostOffer]) -> bool:
+        """Whether something that fits may still be offered by a host."""
+        waited, missing = time.monotonic() - self._began, {*self._hosts.hosts} - offers.keys()
+        if waited < _OFFER:
+            return waited < _ANSWER or all(map(self._is_here, missing))
+        at_it = all(map(self._is_here, missing)) and not missing & self._refusals().keys()
+        return bool(missing) and at_it and time.monotonic() < self._deadline - _MARGIN
+
+    def _require_somebody_decides(self) -> None:
+        waited, why = time.monotonic() - self._began, None
+        silent = time.monotonic() > self._deadline or (waited > _ANSWER and not self._is_here(DECIDES))
+        if waited > _OFFER and self._store.get(f"offer/{DECIDES}") is None:
+            why = self._refusals().get(DECIDES)
+        if silent or why is not None:
+            raise NotProved(f"{why or 'no rank has answered'} (on the host of rank {DECIDES})")
+
+    def _is_here(self, host: int) -> bool:
+        return self._store.get(f"here/{host}") is not None
+
+    def _refusals(self) -> dict[int, str]:
+        told = {host: self._store.get(f"refusal/{host}") for host in self._hosts.hosts}
+        return {host: why.decode() for host, why in told.items() if why is not None}
+
+    def keep(self, plan: JointPlan, write: HostWrite) -> Manifest:
+        """Write this host's shards, and commit them when those of all hosts are whole. write: at the plan's end.
+
+        Whatever happens at whatever moment: a host commits only what all hosts have written, and what only some have
+        committed means nothing to the next start. Raises NotProved.
+        """
+        told = self._read(f"shards/{self._own}", HostShards)  # by a rank that is gone, and whole
+        shards = told.shards if told is not None else self._write_shards(plan, write)
+        try:
+            commitment = self._await_commitment(plan, write)
+            if commitment.manifest is None:
+                raise NotProved(commitment.why_not or "")
+            require_as_planned(commitment.manifest, plan, shards)
+            write.commit_part(plan.slot, commitment.manifest)
+        except BaseException:
+            write.discard_part(plan.slot)
+            raise
+        self._await_done(plan, write)
+        return commitment.manifest
+
+    def _write_shards(self, plan: JointPlan, write: HostWrite) -> dict[int, ShardRecord]:
+        try:
+            if plan.slot not in SLOTS:
+                raise NotProved(f"slot {plan.slot} is not for last snapshots")
+            shards = write.write_part(plan.slot, plan.stores, self.foreseen.sentinel if self.foreseen else None)
+        except Exception as error:
+            self._fail(str(error) or type(error).__name__)
+            raise
+        self._tell(f"shards/{self._own}", HostShards(shards=shards))
+        return shards
+
+    def _fail(self, why: str) -> None:
+        """Tell that this host writes no shards, unless another rank has; and where it decides, that nothing comes of
+        it, unless another rank has told what does."""
+        if self._store.get(f"shards/{self._own}") is None:
+            self._tell(f"shards/{self._own}", HostShards(why_not=why))
+        if self._decides and self._store.get("commitment") is None:
+            self._tell("commitment", Commitment(why_not=why))
+
+    def _await_commitment(self, plan: JointPlan, write: HostWrite) -> Commitment:
+        while (commitment := self._read("commitment", Commitment)) is None:
+            now = time.monotonic()
+            if now > self._deadline:
+                raise NotProved(f"the host of rank {DECIDES} has not told in time that all shards are whole")
+            if self._decides:
+                told = self._read_all("shards", HostShards)
+                failed = any(shards.why_not is not None for shards in told.values())
+                if failed or len(told) == len(self._hosts.hosts) or now > self._deadline - _MARGIN:
+                    manifest = cast(LastWrite, write).manifest(plan.seq)  # here is rank 0's host
+                    self._tell("commitment", commitment_of(manifest, told, self._hosts.hosts))
+                    continue
+            time.sleep(self._hosts.pace)
+        return commitment
+
+    def _await_done(self, plan: JointPlan, write: HostWrite) -> None:
+        """Raises NotProved. The host that decides takes its part back then; the others leave theirs to the next start,
+        which looks whether all have it."""
+        self._store.set({f"committed/{self._own}": YES})
+        while self._store.get("done") is None:
+            if self._decides and all(self._store.get(f"committed/{host}") for host in self._hosts.hosts):
+                self._store.set({"done": YES})
+            elif time.monotonic() <= self._deadline:
+                time.sleep(self._hosts.pace)
+            elif self._decides:
+                write.discard_part(plan.slot)
+                raise NotProved("not all hosts have told in time that they have kept it")
+            else:
+                raise NotProved("it is not known whether all hosts have kept it")
+
+    def _tell(self, name: str, told: BaseModel) -> None:
+        self._store.set({name: told.model_dump_json().encode()})
+
+    def _read(self, name: str, kind: type[_Told]) -> _Told | None:
+        body = self._store.get(name)
+        return kind.model_validate_json(body) if body is not None else None
+
+    def _read_all(self, name: str, kind: type[_Told]) -> dict[int, _Told]:
+        found = {host: self._read(f"{name}/{host}", kind) for host in self._hosts.hosts}
+        return {host: told for host, told in found.items() if told is not None}
+
+
+def keep_together(
+    exchange: Exchange,
+    tier: SlotPaths,
+    ranks: Sequence[int],
+    gone: Sequence[int],
+    ends: Mapping[StepEnd, HostMarks],
+    *,
+    writes: Mapping[StepEnd, LastWrite] = MappingProxyType({}),
+    digest: int | None = None,
+    next_seq: int = 0,
+    stands: Callable[[], bool] = lambda: True,
+    buffer_trees: Mapping[StepEnd, Mapping[str, Any]] = MappingProxyType({}),
+) -> tuple[JointPlan, Manifest]:
+    """Agree on one of these ends with the other hosts, and keep this host's part of it.
+
+    ranks, gone: of this host. ends: of which all of them have left marks. The rest is of those at which the rank that
+    calls stands: what writes their shards, the digest of the parameters, whether it still stands there, and the trees
+    of the buffers. At the other ends another host has the parameters. Raises NotProved.
+    """
+    by_marks = {end: HostWrite(tier, marks.bodies, {}) for end, marks in ends.items() if end not in writes}
+    every: dict[StepEnd, HostWrite] = {**by_marks, **writes}
+    offers = [
+        EndOffer(
+            end=end, buffers=every[end].buffers, sent=tuple(marks.sent), early=marks.early, loud=marks.loud,
+            digest=digest if end in writes else None,
+        )
+        for end, marks in ends.items()
+    ]  # fmt: skip
+    largest = next(iter(writes.values()), None) or every[max(ends)]
+    offer = HostOffer(
+        ranks=tuple(ranks), ends=tuple(offers), slots=tuple(largest.free_slots()), next_seq=next_seq, gone=tuple(gone)
+    )
+    plan = exchange.agree(offer, stands, buffer_trees)
+    marks = ends.get(plan.at) or ends[max(ends)]  # another end only where the shards are written already
+    write = writes.get(plan.at) or HostWrite(tier, marks.bodies, plan.buffer_trees)
+    return plan, exchange.keep(plan, write)

@@ -1,0 +1,164 @@
+"""The other hosts of a job, as a rank reaches them when its own job is broken: by torchrun's store.
+
+It is the store at which the ranks met when they started, in torchrun's process on the host of rank 0, which waits for
+ranks that are busy with a last snapshot. No rank sees the death of one on another host. So the first rank of each host
+has a thread that waits in the store for its host's *bell*: one connection for each host, and no traffic until somebody
+rings. What the hosts say to each other then is in `exchange`.
+
+| key         | H: a host's first rank                                              |
+|-------------|---------------------------------------------------------------------|
+| `bell/H`    | rings the ranks of a host; whoever waits for it takes it away       |
+| `here/H`    | its ranks have heard of it                                          |
+| `refusal/H` | why a rank of it, the last one that told, has nothing to offer      |
+| `stopped`   | why a rank leaves no marks any more; the bell of rank 0's host tells |
+"""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+from pydantic import BaseModel
+
+from rollback.checkpoints.fast_tier import end_marks
+from rollback.train.last_snapshot.agreement import DECIDES
+from rollback.train.last_snapshot.write import NotProved
+
+_REACH = 5.0  # seconds to reach the store's host
+_CONNECT = 15.0  # to connect: for a name server that does not answer, torch waits five and more on either side
+_FOR_EVER = timedelta(days=1000)
+_ASKED = 2000  # how often all hosts together may ask the store, in a second
+_POLL = 0.01
+YES = b"1"
+"""What is told where it matters only that it is."""
+_OVER = b"."
+_MOMENT = 2.0
+
+
+class StoreGone(NotProved):
+    """The store cannot be reached, or can be no longer."""
+
+
+class HostStore:
+    """A connection to torchrun's store. One thread uses it at a time. Raises StoreGone, as all methods do."""
+
+    def __init__(self, place: tuple[str, int], keys: str) -> None:
+        self._keys, self._words = keys, f"the store at {place[0]}:{place[1]}, by which the hosts agree"
+        distributed: Any = torch.distributed
+        try:
+            socket.create_connection(place, _REACH).close()  # torch's own complaint is forty lines
+            self._store: Any = distributed.TCPStore(*place, timeout=timedelta(seconds=_CONNECT), wait_for_workers=False)
+        except (OSError, RuntimeError) as error:
+            raise self._gone(error) from error
+
+    def set(self, told: Mapping[str, bytes]) -> None:
+        with self._reaching():
+            self._store.multi_set([f"{self._keys}/{name}" for name in told], [*told.values()])
+
+    def get(self, name: str) -> bytes | None:
+        """What was told by that name; None: nothing yet."""
+        with self._reaching():
+            key = f"{self._keys}/{name}"
+            return self._store.get(key) if self._store.check([key]) else None
+
+    def await_once(self, name: str) -> bytes:
+        """Wait for ever until something is told by that name, and forget it."""
+        with self._reaching():
+            key = f"{self._keys}/{name}"
+            self._store.wait([key], _FOR_EVER)
+            told: bytes = self._store.get(key)
+            self._store.delete_key(key)
+            return told
+
+    def forget(self, name: str) -> None:
+        with self._reaching():
+            self._store.delete_key(f"{self._keys}/{name}")
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # DistError and its kind
+            raise self._gone(error) from error
+
+    def _gone(self, error: Exception) -> StoreGone:
+        return StoreGone(f"{self._words}, cannot be reached: {str(error).splitlines()[0]}")
+
+
+def place_of_store() -> tuple[str, int] | None:
+    """Where torchrun's store is; None: the ranks have none that outlives them."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+class HostsOfJob(BaseModel, frozen=True):
+    """What a rank of this host knows of the others: for who speaks here when no rank is left (`stand_in`)."""
+
+    place: tuple[str, int]
+    keys: str
+    hosts: tuple[int, ...]
+    own: int
+    ranks: tuple[int, ...]
+    """Of this host."""
+    attempt: int
+
+
+class Hosts:
+    """All hosts of the job, from a rank of one of them.
+
+    keys: what the keys begin with, which no other guard of this attempt uses. hosts: the first rank of each. own: of
+    this one. Any thread may call.
+    """
+
+    def __init__(self, place: tuple[str, int], keys: str, hosts: Sequence[int], own: int) -> None:
+        self._place, self._keys, self.hosts, self.own = place, keys, sorted(hosts), own
+        self.pace = max(_POLL, len(hosts) / _ASKED)
+        self._bell: threading.Thread | None = None
+
+    def connect(self) -> HostStore:
+        return HostStore(self._place, self._keys)
+
+    # The bell --------------------------------------------------------------------------------------------------------
+
+    def wait_for_bell(self, rung: Callable[[], None], stopped: Callable[[str], None]) -> None:
+        """The first rank of each host: have a thread wait. rung: a rank of another host is about to end. stopped: a
+        rank of another host leaves no marks any more; on rank 0. Raises StoreGone."""
+        store = self.connect()
+        self._bell = threading.Thread(
+            target=self._wait, args=(store, rung, stopped), name="rollback-hosts", daemon=True
+        )
+        self._bell.start()
+
+    def _wait(self, store: HostStore, rung: Callable[[], None], stopped: Callable[[str], None]) -> None:
+        with contextlib.suppress(StoreGone):  # then the attempt is over
+            while (why := store.await_once(f"bell/{self.own}")) == end_marks.STOPPED:
+                stopped((store.get("stopped") or b"").decode())
+            if why != _OVER:
+                store.set({f"here/{self.own}": YES})
+                rung()
+
+    def ring(self) -> None:
+        """Have the ranks of all other hosts keep what they hold. Raises StoreGone."""
+        bells = {f"bell/{host}": end_marks.ELSEWHERE for host in self.hosts if host != self.own}
+        self.connect().set({f"here/{self.own}": YES, f"bell/{self.own}": _OVER, **bells})
+
+    def tell_stopped(self, why: str) -> None:
+        """Raises StoreGone."""
+        self.connect().set({"stopped": why.encode(), f"bell/{DECIDES}": end_marks.STOPPED})
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._bell is not None and self._bell.is_alive():
+            with contextlib.suppress(StoreGone):
+                self.connect().set({f"bell/{self.own}": _OVER})
+            self._bell.join(_MOMENT)
+
+    def refuse(self, why: str) -> None:
+        """Tell why this rank has nothing to offer."""
+        with contextlib.suppress(StoreGone):
+            self.connect().set({f"refusal/{self.own}": why.encode()})

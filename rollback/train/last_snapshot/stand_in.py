@@ -1,0 +1,67 @@
+"""Speaks for a host on which no rank is left, in a process that torchrun's starts: `stand_in.py LAST NOTICED SECONDS`.
+
+What only these ranks knew lies in the host's memory, and the parameters are on the other hosts. So it offers every end
+of a step of which all its ranks have left marks, goes along with the others, and writes shards with what its ranks
+alone knew. It decides nothing: where rank 0 is, a rank has to live.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, LastAccount, StepEnd
+from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.system.small_json import sound_model
+from rollback.train.last_snapshot.early import of_gone
+from rollback.train.last_snapshot.exchange import Exchange, keep_together
+from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob
+from rollback.train.last_snapshot.peers import all_ends, in_words
+from rollback.train.last_snapshot.write import Foreseen, NotProved
+
+_LIMIT = 1 << 20
+_REST = 1.0  # seconds, for the account
+
+
+def stand_in(paths: EndMarkPaths, noticed: float, deadline: float) -> None:
+    """noticed: when it was known that the ranks are gone. deadline: monotonic seconds, too. Raises OSError."""
+    if (job := sound_model(paths.hosts, HostsOfJob, _LIMIT)) is None:
+        return
+    gone = [rank for rank in job.ranks if not end_marks.has_left(paths, rank)]
+    account = LastAccount(attempt=job.attempt, rank=job.own, reason=in_words(gone))
+    with end_marks.busy(paths):
+        try:
+            with end_marks.alone(paths, deadline):
+                account = _keep(paths, job, gone, account, noticed, deadline)
+        except NotProved as error:
+            account = account.model_copy(update={"why_not": str(error)})
+        except Exception as error:  # noqa: BLE001 - the record says why nothing was kept
+            account = account.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
+        end_marks.write_account(paths, account)
+
+
+def _keep(
+    paths: EndMarkPaths, job: HostsOfJob, gone: Sequence[int], account: LastAccount, noticed: float, deadline: float
+) -> LastAccount:
+    hosts = Hosts(job.place, job.keys, job.hosts, job.own)
+    hosts.ring()
+    exchange = Exchange(hosts, _foresee, deadline - time.monotonic())
+
+    def of_rank(rank: int, end: StepEnd) -> bytes:
+        return of_gone(paths, rank, end, int(noticed * 1e9))
+
+    if not (ends := all_ends(paths, job.ranks, of_rank)):
+        raise NotProved("its ranks are gone, and they had not come to the end of one step")
+    plan, manifest = keep_together(exchange, SlotPaths(paths.root.parent), job.ranks, gone, ends)
+    seconds = round(time.monotonic() - noticed, 4)
+    told = {"reason": in_words(plan.gone), "checkpoint": manifest.name, "step": manifest.step, "seconds": seconds}
+    return account.model_copy(update=told)
+
+
+def _foresee(sent: Sequence[bytes]) -> Foreseen:
+    raise NotProved("nobody is left here who could judge the last step")
+
+
+if __name__ == "__main__":
+    stand_in(EndMarkPaths(Path(sys.argv[1])), float(sys.argv[2]), float(sys.argv[2]) + float(sys.argv[3]) - _REST)

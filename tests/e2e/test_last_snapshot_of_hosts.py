@@ -1,0 +1,230 @@
+"""A rank of one of several hosts dies, and all hosts keep the state together: no step is lost."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import hosts
+import pytest
+from fleet import Fleet, fleet_of
+from hosts import hosts_on_a_switch
+from job_results import Scenarios
+from selection import by_default, soak
+from test_many_nodes import supervisors_facts
+from toy import Toy, facts, require_same
+
+from rollback.facts.training import Attached, Committed, LastSnapshotMade, NoLastSnapshot
+
+pytestmark = pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
+
+STEPS, KILL, EPOCH = 30, 21, 10
+# Random states of three libraries, a buffer that moves in every forward, a scheduler.
+TOY = Toy(samples=16 * STEPS, sampler="distributed", augment=True, patient=False, settings={"snapshot_every": 50})
+
+
+def outcome_of(fleet: Fleet) -> LastSnapshotMade:
+    (outcome,) = supervisors_facts(fleet.leads().root, LastSnapshotMade)
+    assert isinstance(outcome, LastSnapshotMade)
+    return outcome
+
+
+@pytest.mark.parametrize("rank", [3, *soak(0, 1, 2)])
+def test_a_killed_rank_of_several_hosts_costs_no_step(tmp_path: Path, rank: int) -> None:
+    with fleet_of(2, tmp_path, TOY, each=2, signal=[rank, KILL, signal.SIGKILL, 1]) as fleet:
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        run = fleet.run(0)
+        assert [fact.step for fact in facts(run.root, Attached)][1:] == [KILL], fleet.told()
+        outcome = outcome_of(fleet)
+        assert (outcome.step, outcome.steps_lost) == (KILL, 0)
+        assert f"rank {rank} is gone" in outcome.reason
+        assert outcome.checkpoint in [fact.checkpoint for fact in facts(run.root, Committed)]
+        assert not facts(run.root, NoLastSnapshot)
+        rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(STEPS))
+        fleet.require_as_undisturbed()
+
+
+@pytest.mark.parametrize("shared", [True, *soak(False)], ids=["shared", "apart"])
+@pytest.mark.parametrize(
+    ("how", "step"),
+    [
+        ("kill in its update", KILL + 1),
+        *soak(("raise", KILL), ("raise in its update", KILL + 1), ("stop", KILL), ("hold", KILL)),
+    ],
+)
+def test_a_rank_of_the_second_host_that_ends_in_another_way_costs_no_step(
+    tmp_path: Path, how: str, step: int, shared: bool
+) -> None:
+    """It dies in its update, when all have its gradients; it raises; it is stopped or hangs, and the leader ends the
+    attempt."""
+    with fleet_of(2, tmp_path, TOY, each=2, shared=shared, ends=[3, KILL, how]) as fleet:
+        fleet.launch(flags=("--hang-after", "8") if how in ("stop", "hold") else ())
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert [fact.step for fact in facts(fleet.leads().root, Attached)][1:] == [step], fleet.told()
+        outcome = outcome_of(fleet)
+        assert (outcome.step, outcome.steps_lost) == (step, 0), outcome
+        fleet.require_as_undisturbed()
+
+
+@pytest.mark.parametrize("seconds", [0.5, *soak(0.0)])
+def test_a_rank_of_several_hosts_that_dies_between_two_epochs_costs_no_step(tmp_path: Path, seconds: float) -> None:
+    """The ranks of the other host have begun the next epoch meanwhile: they stand at two ends, and it at the first."""
+    toy = TOY.but(samples=16 * EPOCH, epochs=3, loop="rehearsed epochs", between=True)
+    with fleet_of(2, tmp_path, toy, each=2, evaluates=[3, 2, seconds]) as fleet:
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert [fact.step for fact in facts(fleet.leads().root, Attached)][1:] == [2 * EPOCH], fleet.told()
+        assert outcome_of(fleet).steps_lost == 0
+        fleet.require_as_undisturbed()
+
+
+@pytest.mark.parametrize("shared", [False, *soak(True)], ids=["apart", "shared"])
+@pytest.mark.parametrize(
+    ("how", "step"), [("kill", KILL), *soak(("kill in its update", KILL + 1), ("raise in its update", KILL + 1))]
+)
+def test_a_host_that_has_lost_its_only_rank_still_has_what_it_knew(
+    tmp_path: Path, how: str, step: int, shared: bool
+) -> None:
+    toy = TOY.but(samples=8 * STEPS)
+    with fleet_of(2, tmp_path, toy, shared=shared, ends=[1, KILL, how]) as fleet:
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert [fact.step for fact in facts(fleet.leads().root, Attached)][1:] == [step], fleet.told()
+        outcome = outcome_of(fleet)
+        assert (outcome.step, outcome.steps_lost) == (step, 0)
+        assert outcome.reason == "rank 1 is gone" or "raise" in how
+        fleet.require_as_undisturbed()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_that_was_a_step_behind_the_dead_rank_comes_there(tmp_path: Path, rank: int) -> None:
+    """The rank that lags on that host begins its update when the hosts have begun to agree."""
+    killed = [3 - 2 * rank, KILL, signal.SIGKILL, 1]
+    with fleet_of(2, tmp_path, TOY, each=2, signal=killed, lags=[2 * rank, KILL - 1]) as fleet:
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert [fact.step for fact in facts(fleet.run(0).root, Attached)][1:] == [KILL], fleet.told()
+        assert outcome_of(fleet).steps_lost == 0
+        fleet.require_as_undisturbed()
+
+
+# What the rank that speaks for its host is at when it is killed, and whether the others have it whole all the same.
+MOMENTS = {
+    "it has told what its host can keep": ("agree", "after"),
+    "it has not written yet": ("_write_shards", "before"),
+    "its shards are whole": ("_write_shards", "after"),
+    "all shards are whole": ("_await_commitment", "after"),
+    "it has committed": ("_await_done", "before"),
+    "all have committed": ("_await_done", "after"),
+}
+
+
+@pytest.mark.parametrize("moment", by_default(MOMENTS, "it has committed"))
+@pytest.mark.parametrize("host", [0, *soak(1)])
+def test_whoever_speaks_for_its_host_is_killed_and_the_other_rank_there_goes_on(
+    tmp_path: Path, host: int, moment: str
+) -> None:
+    dies = [[2 * host, 2 * host + 1], *MOMENTS[moment], str(tmp_path / "died")]
+    killed = [3 - 2 * host, KILL, signal.SIGKILL, 1]
+    with fleet_of(2, tmp_path, TOY, each=2, signal=killed, dies_keeping=dies) as fleet:
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert (tmp_path / "died").exists()
+        assert [fact.step for fact in facts(fleet.run(0).root, Attached)][1:] == [KILL], fleet.told()
+        outcome = outcome_of(fleet)
+        assert (outcome.step, outcome.steps_lost) == (KILL, 0)
+        fleet.require_as_undisturbed()
+
+
+@pytest.mark.parametrize(
+    ("host", "moment", "why"),
+    [
+        (1, "its shards are whole", None),
+        *soak(
+            (1, "it has committed", None),
+            (0, "all shards are whole", None),
+            (0, "its shards are whole", "no rank stands at that step on the host of rank 0"),
+        ),
+        (1, "it has not written yet", "another rank of this host, which is gone, had offered another state"),
+    ],
+)
+def test_what_the_last_rank_of_a_host_has_written_is_committed_and_else_the_older_checkpoint_serves(
+    tmp_path: Path, host: int, moment: str, why: str | None
+) -> None:
+    """It dies when it speaks for its host. Then nobody there has the parameters any more."""
+    dies = [[2 * host], *MOMENTS[moment], str(tmp_path / "died")]
+    killed = [2 * host + 1, KILL, signal.SIGKILL, 1]
+    with fleet_of(2, tmp_path, TOY, each=2, signal=killed, dies_keeping=dies) as fleet:
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert (tmp_path / "died").exists()
+        step = KILL if why is None else 0
+        assert [fact.step for fact in facts(fleet.run(0).root, Attached)][1:] == [step], fleet.told()
+        outcome = outcome_of(fleet)
+        assert outcome.steps_lost == KILL - step, outcome
+        assert (why or "") in (outcome.why_not or ""), outcome
+        fleet.require_as_undisturbed()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "each", "stopped", "why"),
+    [
+        (2, 1, (), "no rank stands at that step on the host of rank 0"),
+        *soak((4, 2, (2, 3), "no rank has answered (on the host of rank 2)")),
+    ],
+    ids=["rank 0 was alone there", "its ranks are stopped"],
+)
+def test_a_host_that_does_not_answer_leaves_the_older_checkpoint(
+    tmp_path: Path, ranks: int, each: int, stopped: tuple[int, ...], why: str
+) -> None:
+    killed = each - 1
+    stops = [part for rank in stopped for part in (rank, KILL, "kill -STOP $PPID")]
+    toy = TOY.but(samples=4 * ranks * STEPS)
+    with fleet_of(2, tmp_path, toy, each=each, signal=[killed, KILL, signal.SIGKILL, 1], shell=stops) as fleet:
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert [fact.step for fact in facts(fleet.run(0).root, Attached)][1:] == [0], fleet.told()
+        outcome = outcome_of(fleet)
+        assert (outcome.checkpoint, outcome.why_not, outcome.steps_lost) == (None, why, KILL)
+        fleet.require_as_undisturbed()
+
+
+LONG = TOY.but(samples=3200, epochs=2, loop="epochs", between=True)
+SEEDS = int(os.environ.get("KILLS_OF_HOSTS", "4"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+def test_a_rank_of_several_hosts_killed_at_a_random_moment_costs_no_step(tmp_path: Path, shared: bool) -> None:
+    """Every kill ends bit for bit as if nothing had been. Prints the steps lost, and why."""
+    lost: list[int] = []
+    undisturbed = Scenarios(tmp_path / "undisturbed")
+    undisturbed.folder.mkdir()
+    undisturbed.add("job", LONG)
+    undisturbed.torchrun(4)
+    with hosts_on_a_switch(2) as two:
+        for seed in range(SEEDS):
+            chance = random.Random(seed)
+            folder = tmp_path / str(seed)
+            folder.mkdir()
+            fleet = Fleet(two, folder, LONG, shared=shared, each=2)
+            fleet.launch()
+            fleet.until(lambda fleet=fleet: fleet.reached(1))
+            time.sleep(chance.uniform(0, 1.5))
+            rank = chance.randrange(4)
+            fleet.signal_rank(rank)
+            assert fleet.wait() == [0, 0], fleet.told()
+            for outcome in supervisors_facts(fleet.leads().root, LastSnapshotMade):
+                assert isinstance(outcome, LastSnapshotMade)
+                lost.append(outcome.steps_lost if outcome.steps_lost is not None else -1)
+                print(f"seed {seed}, rank {rank}, {outcome.seconds:.2f} s: {outcome.in_words()}")
+            for number in range(4):
+                require_same(
+                    fleet.scenarios.portrait("job", number), undisturbed.portrait("job", number), f"rank {number}"
+                )
+    print(f"{len(lost)} kills, {sum(lost) / max(1, len(lost)):.2f} steps lost in the mean: {lost}")

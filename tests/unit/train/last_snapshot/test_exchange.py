@@ -1,0 +1,320 @@
+"""Hosts agree by a real store, each with a thread in place of its ranks."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+import torch.distributed
+from test_agreement import AT_END, END, MANIFEST, offer
+
+from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier.end_marks import StepEnd
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.rundir.paths import shard_name
+from rollback.train.last_snapshot import exchange as exchange_module
+from rollback.train.last_snapshot.agreement import HostOffer
+from rollback.train.last_snapshot.exchange import Exchange
+from rollback.train.last_snapshot.hosts import Hosts, HostStore, StoreGone
+from rollback.train.last_snapshot.write import Foreseen, HostWrite, NotProved
+
+LIMIT = 30.0
+distributed: Any = torch.distributed
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")  # torch asks for the name of whoever connects
+    return distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def both(store: Any) -> tuple[Hosts, Hosts]:
+    place = "127.0.0.1", store.port
+    return Hosts(place, "keys", (0, 2), 0), Hosts(place, "keys", (0, 2), 2)
+
+
+class Shards:
+    """In place of a host's shards."""
+
+    def __init__(self, *ranks: int, fault: str | None = None) -> None:
+        self.ranks, self.fault, self.done, self.step = ranks, fault, list[str](), END.step
+
+    stores: tuple[int, ...] = ()
+
+    def write_part(
+        self, slot: int, stores: Sequence[int], sentinel: Mapping[str, Any] | None
+    ) -> dict[int, ShardRecord]:
+        self.stores = (*stores,)
+        self.done.append(f"written in {slot}{' with the sentinel' * (sentinel is not None)}")
+        if self.fault is not None:
+            raise NotProved(self.fault)
+        return {rank: ShardRecord(file=shard_name(rank), size=8, hash="0" * 32) for rank in self.ranks}
+
+    def commit_part(self, slot: int, manifest: Manifest) -> None:
+        assert len(manifest.shards) == 4
+        self.done.append(f"committed {manifest.name}")
+
+    def discard_part(self, slot: int) -> None:
+        self.done.append("discarded")
+
+    def manifest(self, seq: int) -> Manifest:
+        return MANIFEST.model_copy(update={"step": self.step, "seq": seq})
+
+
+def of(hosts: Hosts, **changes: Any) -> HostOffer:
+    return offer(ranks=(hosts.own, hosts.own + 1), **changes)
+
+
+def by_marks(hosts: Hosts, *ends: StepEnd) -> HostOffer:
+    return of(hosts, ends=tuple(AT_END.model_copy(update={"end": end, "digest": None}) for end in ends))
+
+
+def foresee(sent: Sequence[bytes]) -> Foreseen:
+    return Foreseen({"sent": len(sent)}, None)
+
+
+def speak(
+    hosts: Hosts,
+    shards: Shards,
+    told: HostOffer | None = None,
+    *,
+    stands: Callable[[], bool] = lambda: True,
+    judge: Callable[[Sequence[bytes]], Foreseen] = foresee,
+    seconds: float = LIMIT,
+    trees: Mapping[StepEnd, Mapping[str, Any]] | None = None,
+) -> Manifest | str:
+    """What a host keeps, or why nothing."""
+    try:
+        exchange = Exchange(hosts, judge, seconds)
+        exchange._store.set({f"here/{hosts.own}": b"1"})
+        return exchange.keep(exchange.agree(told or of(hosts), stands, trees or {}), cast(HostWrite, shards))
+    except NotProved as error:
+        return str(error)
+
+
+def speak_both(
+    both: tuple[Hosts, Hosts],
+    first: Shards,
+    other: Shards,
+    told: tuple[HostOffer | None, HostOffer | None] = (None, None),
+    **of_first: Any,
+) -> list[Manifest | str]:
+    with ThreadPoolExecutor() as threads:
+        jobs = (
+            threads.submit(speak, both[0], first, told[0], **of_first), threads.submit(speak, both[1], other, told[1])
+        )  # fmt: skip
+        return [job.result(LIMIT) for job in jobs]
+
+
+def test_both_keep_what_both_have(both: tuple[Hosts, Hosts]) -> None:
+    first, other = Shards(0, 1), Shards(2, 3)
+    one, two = speak_both(both, first, other)
+    assert isinstance(one, Manifest)
+    assert one == two
+    assert first.done == ["written in 90 with the sentinel", f"committed {one.name}"]
+    assert other.done == ["written in 90", f"committed {one.name}"]
+
+
+def test_a_step_that_was_not_healthy_is_kept_by_nobody(both: tuple[Hosts, Hosts]) -> None:
+    def judge(sent: Sequence[bytes]) -> Foreseen:
+        assert len(sent) == 2
+        raise NotProved("the last step was not healthy")
+
+    first, other = Shards(0, 1), Shards(2, 3)
+    assert speak_both(both, first, other, judge=judge) == ["the last step was not healthy"] * 2
+    assert first.done == other.done == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_host_that_cannot_write_leaves_nothing_on_either_at_once(both: tuple[Hosts, Hosts], failing: int) -> None:
+    shards = [Shards(0, 1), Shards(2, 3)]
+    shards[failing].fault = "it was changed while it was read"
+    found = speak_both(both, *shards)
+    assert "it was changed while it was read" in str(found[0])
+    assert "it was changed while it was read" in str(found[1])
+    done = shards[1 - failing].done
+    assert done == [] or done[1:] == ["discarded"]
+    assert "committed" not in str([each.done for each in shards])
+
+
+def test_a_host_that_comes_to_the_step_of_the_other_offers_it_then(both: tuple[Hosts, Hosts]) -> None:
+    begins, looking = threading.Event(), both[0].connect()
+
+    def behind() -> Manifest | str:
+        early = of(both[1], end=END._replace(step=7))
+        moved = speak(both[1], Shards(2, 3), early, stands=lambda: not begins.is_set())
+        assert "in the update behind step 7" in str(moved)
+        return speak(both[1], Shards(2, 3))
+
+    with ThreadPoolExecutor() as threads:
+        jobs = threads.submit(behind), threads.submit(speak, both[0], Shards(0, 1))
+        while looking.get("offer/2") is None or looking.get("offer/0") is None:
+            pass
+        begins.set()
+        one, other = (job.result(LIMIT) for job in jobs)
+    assert isinstance(one, Manifest)
+    assert one == other
+
+
+def test_a_host_that_is_behind_the_marks_of_another_one_has_time_to_come_there(both: tuple[Hosts, Hosts]) -> None:
+    """The rank that is gone had been a step further: its sums are there, so the others will be there in a moment."""
+    begins, looking = threading.Event(), both[0].connect()
+    before = of(both[0], end=END._replace(step=7))
+    marks = by_marks(both[1], END, before.ends[0].end)
+
+    def behind() -> Manifest | str:
+        moved = speak(both[0], Shards(0, 1), before, stands=lambda: not begins.is_set())
+        assert "in the update behind step 7" in str(moved)
+        return speak(both[0], Shards(0, 1), trees={END: {"buffers": {}}})
+
+    with ThreadPoolExecutor() as threads:
+        jobs = threads.submit(behind), threads.submit(speak, both[1], Shards(2, 3), marks)
+        while looking.get("offer/2") is None or looking.get("offer/0") is None:
+            pass
+        begins.set()
+        one, other = (job.result(LIMIT) for job in jobs)
+    assert isinstance(one, Manifest)
+    assert one == other
+
+
+def test_a_host_that_does_not_come_further_is_kept_where_it_stands(
+    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_module, "_ANSWER", 0.05)
+    before = of(both[0], end=END._replace(step=7))
+    marks = by_marks(both[1], END, before.ends[0].end)
+    both[0].connect().set({"here/2": b"1"})
+    first = Shards(0, 1)
+    first.step = 7
+    one, other = speak_both(both, first, Shards(2, 3), told=(before, marks), trees={before.ends[0].end: {}})
+    assert isinstance(one, Manifest), one
+    assert one == other
+
+
+def test_a_host_that_is_a_step_ahead_has_the_marks_of_the_step_before(
+    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums of a step may have come to the ranks of one host alone. The other one has the parameters from before."""
+    monkeypatch.setattr(exchange_module, "_ANSWER", 0.05)
+    before = of(both[0], end=END._replace(step=7))
+    ahead = of(both[1], ends=(*of(both[1]).ends, *by_marks(both[1], before.ends[0].end).ends))
+    both[0].connect().set({"here/2": b"1"})
+    first, other = Shards(0, 1), Shards(2, 3)
+    first.step = 7
+    one, two = speak_both(both, first, other, told=(before, ahead), trees={before.ends[0].end: {}})
+    assert isinstance(one, Manifest), one
+    assert (one, first.stores, other.stores) == (two, (0, 1), (0, 1))
+
+
+def test_whoever_speaks_next_for_a_host_writes_nothing_again(both: tuple[Hosts, Hosts]) -> None:
+    """The first one is gone behind its shards; its slot may be taken already."""
+    gone, first, other = Shards(0, 1), Shards(0, 1), Shards(2, 3)
+    with ThreadPoolExecutor() as threads:
+        job = threads.submit(speak, both[1], other)
+        exchange = Exchange(both[0], foresee, LIMIT)
+        exchange._store.set({"here/0": b"1"})
+        exchange._write_shards(exchange.agree(of(both[0]), lambda: True, {}), cast(HostWrite, gone))
+        kept = speak(both[0], first, of(both[0], slots=(91,)))
+        assert kept == job.result(LIMIT)
+    assert isinstance(kept, Manifest)
+    assert (gone.done, first.done) == (["written in 90 with the sentinel"], [f"committed {kept.name}"])
+
+
+@pytest.mark.parametrize("speaks", [0, 1])
+def test_a_host_that_has_not_heard_of_it_is_not_waited_for(
+    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch, speaks: int
+) -> None:
+    monkeypatch.setattr(exchange_module, "_ANSWER", 0.05)
+    monkeypatch.setattr(exchange_module, "_OFFER", LIMIT)
+    silent, began = both[1 - speaks].own, time.monotonic()
+    assert speak(both[speaks], Shards()) == f"no rank has answered (on the host of rank {silent})"
+    assert time.monotonic() - began < LIMIT / 2
+
+
+@pytest.mark.parametrize("speaks", [0, 1])
+def test_a_host_that_has_nothing_to_offer_says_why(
+    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch, speaks: int
+) -> None:
+    monkeypatch.setattr(exchange_module, "_OFFER", 0.05)
+    other = both[1 - speaks]
+    other.connect().set({f"here/{other.own}": b"1"})
+    other.refuse("it was in its update")
+    assert speak(both[speaks], Shards()) == f"it was in its update (on the host of rank {other.own})"
+
+
+@pytest.mark.parametrize("speaks", [0, 1])
+def test_a_host_that_is_at_it_is_waited_for_until_the_time_is_over(
+    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch, speaks: int
+) -> None:
+    for name, seconds in {"_ANSWER": 0.01, "_OFFER": 0.02, "_MARGIN": 0.01}.items():
+        monkeypatch.setattr(exchange_module, name, seconds)
+    other = both[1 - speaks]
+    other.connect().set({f"here/{other.own}": b"1"})
+    assert speak(both[speaks], Shards(), seconds=0.3) == f"no rank has answered (on the host of rank {other.own})"
+
+
+def test_what_only_the_deciding_host_has_committed_is_taken_back(
+    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, gone = Shards(0, 1), Shards(2, 3)
+    with ThreadPoolExecutor() as threads:
+        job = threads.submit(speak, both[0], first, seconds=2.5)
+        exchange = Exchange(both[1], foresee, LIMIT)
+        exchange._store.set({"here/2": b"1"})
+        exchange._write_shards(exchange.agree(of(both[1]), lambda: True, {}), cast(HostWrite, gone))
+        assert job.result(LIMIT) == "not all hosts have told in time that they have kept it"
+    assert first.done[1:] == [f"committed {MANIFEST.name}", "discarded"]
+
+
+def test_a_bell_reaches_all_other_hosts_and_none_but_once(both: tuple[Hosts, Hosts]) -> None:
+    rung = [threading.Event(), threading.Event()]
+    for hosts, event in zip(both, rung, strict=True):
+        hosts.wait_for_bell(event.set, lambda text: None)
+    both[1].ring()
+    assert rung[0].wait(LIMIT)
+    store = both[0].connect()
+    assert (store.get("here/0"), store.get("here/2")) == (b"1", b"1")
+    for hosts in both:
+        assert hosts._bell is not None
+        hosts._bell.join(LIMIT)
+        assert not hosts._bell.is_alive()
+    assert not rung[1].is_set()
+
+
+def test_a_rank_that_leaves_no_marks_any_more_is_told_to_the_host_of_rank_0_and_the_bell_still_rings(
+    both: tuple[Hosts, Hosts],
+) -> None:
+    told: list[str] = []
+    heard, rung = threading.Event(), threading.Event()
+    both[0].wait_for_bell(rung.set, lambda text: (told.append(text), heard.set())[0])
+    both[1].tell_stopped("rank 2: its buffers have grown")
+    assert heard.wait(LIMIT)
+    both[1].ring()
+    assert rung.wait(LIMIT)
+    assert told == ["rank 2: its buffers have grown"]
+
+
+def test_a_host_that_ends_as_it_should_ends_its_thread(both: tuple[Hosts, Hosts]) -> None:
+    both[1].wait_for_bell(lambda: pytest.fail("nobody has rung"), lambda text: None)
+    both[1].close()
+    assert both[1]._bell is not None
+    assert not both[1]._bell.is_alive()
+
+
+def test_a_store_that_is_gone_is_told_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(
+        StoreGone, match=f"the store at 127.0.0.1:{port}, by which the hosts agree, cannot be reached: "
+    ):
+        HostStore(("127.0.0.1", port), "keys")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bell_that_another_host_rings_has_a_reason_in_words() -> None:
+    assert end_marks.REASONS[end_marks.ELSEWHERE] == "a rank of another host is about to end"
