@@ -5,7 +5,7 @@ A host is named by its first rank. One rank of each host speaks for it; the host
 | told           | by            | content                                                        |
 |----------------|---------------|----------------------------------------------------------------|
 | `HostOffer`    | every host    | the steps' ends that it can keep, and what has to fit together |
-| `JointPlan`         | rank 0's host | what all are to write, or why nothing is kept                  |
+| `JointPlan`    | rank 0's host | what all are to write, or why nothing is kept                  |
 | `HostShards`   | every host    | its shards are whole, or why not                               |
 | `Commitment`   | rank 0's host | the manifest, or why there is none                             |
 

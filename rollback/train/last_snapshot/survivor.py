@@ -383,7 +383,7 @@ class LastSnapshot:
         rank = self._run.ranks.rank
         if self._run.ranks.first:
             note_stopped(self._run, why)
-        elif self._hosts is None or self._hosts.own == 0:
+        elif self._hosts is None or self._hosts.own == DECIDES:
             self._mark.tell_stopped(why)
             end_marks.ring_bell(self._paths, 0, end_marks.STOPPED)
         else:

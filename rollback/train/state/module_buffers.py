@@ -53,11 +53,14 @@ def match(
     module: nn.Module, persistent: Mapping[str, Tensor], others: Mapping[str, Tensor | None], own: Container[str]
 ) -> None:
     """Register the buffers of a checkpoint that this module has not, and remove those that the checkpoint has not: a
-    forward has made them, since or then. `put` gives them their values.
+    forward has made them, since or then. `put` gives them their values. A module with a state_dict of its own making
+    (an average of weights, a metric) loads what is in it by itself.
 
     persistent, others: the checkpoint's, by whether they were in the state_dict. own: the buffers that the module was
     made with: they stay. Raises RunDoesNotFit for a buffer of a module that is not there.
     """
+    if type(module).state_dict is not nn.Module.state_dict:
+        return
     state, there = module.state_dict(), all_of(module)
     kept = (there & state.keys()) | nonpersistent(module, state).keys()
     for name in kept - persistent.keys() - others.keys():

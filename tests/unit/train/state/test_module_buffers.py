@@ -146,6 +146,26 @@ def test_a_buffer_of_a_module_that_is_not_there_is_named() -> None:
         match(nn.ModuleDict({"outer": nn.Linear(1, 1)}), image[1]["buffers"], {}, ())
 
 
+def test_a_module_that_makes_its_state_dict_itself_loads_itself() -> None:
+    """As an average of weights that begins with its first update."""
+
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shadow: dict[str, Tensor] = {}
+
+        def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
+            return dict(self.shadow)
+
+        def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:
+            self.shadow = dict(state)
+
+    average, other = Average(), Average()
+    average.shadow = {"inner.weight": torch.ones(2), "shadow": torch.full((1,), 3.0)}
+    state_of(Model(), average=other).load(*through_disk(state_of(Model(), average=average).image()))
+    assert {name: item.tolist() for name, item in other.shadow.items()} == {"inner.weight": [1.0, 1.0], "shadow": [3.0]}
+
+
 def test_what_a_state_dict_has_and_is_no_buffer_is_left_alone() -> None:
     class Metric(nn.Module):
         """As torchmetrics does it: a state is a plain attribute."""
