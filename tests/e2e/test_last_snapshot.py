@@ -128,7 +128,6 @@ def test_a_rank_that_raises_or_leaves_costs_no_step(tmp_path: Path, undisturbed:
 
 
 def test_a_rank_that_the_kernel_kills_for_memory_costs_no_step(tmp_path: Path, undisturbed: Launched) -> None:
-    """The whole job is in the cgroup that is full. So the others have room again only once that rank is gone."""
     launched = Launched(tmp_path, TOY, ends=[1, KILL, "eat"])
     with memory_cgroup(1 << 30) as members:
         launched.launch = [sys.executable, "-c", IN_CGROUP.format(members=str(members)), "launch"]

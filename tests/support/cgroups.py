@@ -1,4 +1,4 @@
-"""A memory cgroup with a limit, so that the kernel's OOM killer strikes a job and nothing else. Needs root."""
+"""A memory cgroup with a limit, so that the kernel's OOM killer strikes one process of a job. Needs root."""
 
 import os
 from collections.abc import Iterator
@@ -9,12 +9,13 @@ import pytest
 
 from rollback.supervisor.diagnosis.memory import counter_files
 
-# `rollback` in the cgroup whose file of pids is {members!r}.
+# `rollback` in the cgroup whose file of pids is {members!r}; its ranks know it as CGROUP, for eating.py.
 IN_CGROUP = """
 import os
 from pathlib import Path
 from rollback import cli
 
+os.environ["CGROUP"] = {members!r}
 Path({members!r}).write_text(str(os.getpid()))
 cli.main()
 """

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from asking import asking, hand_in
+from eating import eat
 from scenarios import perform_all
 from toy import Hook, Loop, Toy, told_from_the_start, train
 from unreadable import unreadable
@@ -132,7 +133,7 @@ def evaluate(loop: Loop, really: Any, count: Iterator[int], at: int, seconds: fl
 
 
 def end(guard: rollback.Guard | None, how: str, device: str) -> None:
-    """kill, stop, raise, leave (by os._exit), eat (all memory that it can get), sleep, hold (the interpreter's lock in
+    """kill, stop, raise, leave (by os._exit), eat (all memory of its cgroup), sleep, hold (the interpreter's lock in
     a deadlock); assertion, memory: it breaks an assertion of the device's, or asks it for too much. Each of them also
     `in its update`."""
     if how.endswith(within := " in its update"):
@@ -149,9 +150,7 @@ def end(guard: rollback.Guard | None, how: str, device: str) -> None:
         case "leave":
             os._exit(3)
         case "eat":
-            eaten = []
-            while True:
-                eaten.append(bytearray(b"x") * (16 << 20))
+            eat()
         case "sleep":
             threading.Event().wait()
         case "hold":

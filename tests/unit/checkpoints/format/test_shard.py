@@ -1,11 +1,11 @@
 """Shards: the safetensors library reads what we write and we read what it writes; nothing damaged is believed."""
 
-import contextlib
 import json
 import math
 import os
-import resource
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -291,17 +291,21 @@ def test_opening_and_refusing_leaks_no_file_descriptor(shard: tuple[Path, Writte
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+READS_MANY = """
+import contextlib, resource, sys
+from pathlib import Path
+from rollback.checkpoints.format.shard import ShardPiece, ShardReader, write_shard
+
+path, most = Path(sys.argv[1]), 400
+written = write_shard(path, [ShardPiece("w", "U8", (2,), memoryview(b"ab"))], {})
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+with contextlib.ExitStack() as opened:
+    shards = [opened.enter_context(ShardReader(path, written)) for _ in range(2 * most)]
+    others = [opened.enter_context(open(path, "rb")) for _ in range(100)]
+    assert {bytes(shard.data("w")) for shard in shards} == {b"ab"}
+"""
+
+
 def test_more_shards_than_the_soft_limit_of_open_files_are_read_and_others_can_open_files(tmp_path: Path) -> None:
-    path, most = tmp_path / "shard", 400
-    written = write_shard(path, [ShardPiece("w", "U8", (2,), memoryview(b"ab"))], {})
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with open(path, "rb") as file:  # tests before this one may have left many open
-        resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno() + most, before[1]))
-    try:
-        with contextlib.ExitStack() as opened:
-            shards = [opened.enter_context(ShardReader(path, written)) for _ in range(2 * most)]
-            others = [opened.enter_context(open(path, "rb")) for _ in range(100)]
-            assert {bytes(shard.data("w")) for shard in shards} == {b"ab"}
-            assert len(others) == 100
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    """In a process of its own, whose limit and open files are no other test's."""
+    subprocess.run([sys.executable, "-c", READS_MANY, str(tmp_path / "shard")], check=True)
