@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from rollback.facts.fact import Fact, Writer
+from rollback.facts.fact import Count, Fact, Writer
 
 Tier = Literal["fast", "durable"]
 
@@ -12,8 +12,8 @@ class Committed(Fact):
 
     kind: Literal["committed"] = "committed"
     checkpoint: str
-    step: int
-    batch: int
+    step: Count
+    batch: Count
     timeline: int
     bytes: int
     seconds: float
@@ -26,7 +26,7 @@ class BecameGood(Fact):
 
     kind: Literal["good"] = "good"
     checkpoint: str
-    step: int
+    step: Count
 
 
 class Dropped(Fact):
@@ -34,7 +34,7 @@ class Dropped(Fact):
 
     kind: Literal["dropped"] = "dropped"
     checkpoint: str
-    step: int
+    step: Count
     reason: str
 
 
@@ -86,7 +86,7 @@ class LastSnapshotMade(Fact):
     """Why the attempt was about to end, in words."""
     checkpoint: str | None
     """The checkpoint of that state; null: none was made."""
-    step: int | None
+    step: Count | None
     """Its step; null as above."""
     rank: int | None = None
     """The rank that wrote it; of several hosts, one of those that did."""
@@ -94,7 +94,7 @@ class LastSnapshotMade(Fact):
     """From the moment when that rank knew of the reason."""
     why_not: str | None = None
     """Why none was made."""
-    steps_lost: int | None = None
+    steps_lost: Count | None = None
     """Completed updates that are in no checkpoint and have to be done again; null: not known."""
 
     def in_words(self) -> str:
@@ -121,7 +121,7 @@ class Drifted(Fact):
 
     kind: Literal["drifted"] = "drifted"
     checkpoint: str
-    step: int
+    step: Count
     ranks: tuple[int, ...]
     """The ranks that differ from the majority; all ranks, where there is no majority."""
 

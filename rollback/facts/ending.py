@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rollback.facts.fact import Fact
+from rollback.facts.fact import Count, Fact
 
 GivingUp = Literal["structural", "no_checkpoint"]
 """Why an incident stops the run: more skipping would not cure it, or would cost too much; or no good checkpoint from
@@ -15,8 +15,8 @@ class Stopped(Fact):
     kind: Literal["stopped"] = "stopped"
     reason: Literal["preempted"] | GivingUp
     """`structural`: more skipping would not help, or would cost too much. `no_checkpoint`: no good one is left."""
-    step: int
-    batch: int
+    step: Count
+    batch: Count
     checkpoint: str | None
     account: str
 
@@ -25,11 +25,11 @@ class LastSaveFailed(Fact):
     """The ranks were told to stop, and the last save failed. A `stopped` fact follows."""
 
     kind: Literal["last_save_failed"] = "last_save_failed"
-    step: int
-    batch: int
+    step: Count
+    batch: Count
     checkpoint: str | None
     """The newest checkpoint that exists; null: there is none."""
-    steps: int
+    steps: Count
     """Updates after that checkpoint, which no checkpoint has."""
     reason: str
 
@@ -49,15 +49,15 @@ class Finished(Fact):
     """Training is complete. The run is no longer complete when it goes on after this fact."""
 
     kind: Literal["finished"] = "finished"
-    step: int
-    batch: int
+    step: Count
+    batch: Count
     checkpoint: str | None = None
     """The state at the end of training; null: the run takes no checkpoints."""
     by: str = ""
     """What ended training, in the script's words."""
     calm: bool = True
     """Whether the last step was judged healthy."""
-    left_over: int = 0
+    left_over: Count = 0
     """Batches after the last update; their gradients are in no update."""
 
 
@@ -65,11 +65,11 @@ class FinalStateLost(Fact):
     """Training is complete, but the final state could not be saved."""
 
     kind: Literal["final_state_lost"] = "final_state_lost"
-    step: int
-    batch: int
+    step: Count
+    batch: Count
     checkpoint: str | None
     """The newest checkpoint; null: there is none."""
-    steps: int
+    steps: Count
     """Updates after that checkpoint, which no checkpoint has."""
     reason: str
 
@@ -78,9 +78,9 @@ class ScriptLeft(Fact):
     """The script ended without an exception before its loop over the guard ended."""
 
     kind: Literal["script_left"] = "script_left"
-    step: int
-    batch: int
-    unjudged: int
+    step: Count
+    batch: Count
+    unjudged: Count
     """Updates without a verdict."""
     checkpoint: str | None
     """The newest checkpoint; null: there is none."""

@@ -9,6 +9,10 @@ Writer = Literal["train", "supervisor", "either"]
 """Which journal a fact belongs to; `either`: the journal of the process that writes the fact."""
 
 
+Count = Annotated[int, Field(ge=0)]
+"""A step, a batch, or a number of them."""
+
+
 class Window(BaseModel, frozen=True, extra="forbid"):
     """Inclusive range of batches, `first` to `last`."""
 

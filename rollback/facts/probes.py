@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rollback.facts.fact import Fact
+from rollback.facts.fact import Count, Fact
 
 
 class Probed(Fact):
@@ -10,15 +10,15 @@ class Probed(Fact):
     The step that this took was undone."""
 
     kind: Literal["probed"] = "probed"
-    step: int
+    step: Count
     """The step that came next."""
-    onset_step: int
+    onset_step: Count
     """Where the rise began."""
     level: float
     """The loss before it."""
     now: float
     """The loss that the question was about."""
-    kept_step: int
+    kept_step: Count
     """The step in which the probe batch was trained on."""
     loss_then: float
     """Its loss then, the mean over the ranks, as is the next."""
@@ -35,7 +35,7 @@ class NotProbed(Fact):
     attempt."""
 
     kind: Literal["not_probed"] = "not_probed"
-    step: int
-    onset_step: int
+    step: Count
+    onset_step: Count
     """Where the rise began that the question was about."""
     reason: str

@@ -6,7 +6,7 @@ where there is no supervisor.
 
 from typing import ClassVar, Literal
 
-from rollback.facts.fact import Fact, Writer
+from rollback.facts.fact import Count, Fact, Writer
 
 
 class Drained(Fact):
@@ -15,7 +15,7 @@ class Drained(Fact):
     writer: ClassVar[Writer] = "either"
     kind: Literal["drained"] = "drained"
     checkpoint: str
-    step: int
+    step: Count
     place: str
     bytes: int
     seconds: float
@@ -48,7 +48,7 @@ class Fetched(Fact):
 
     kind: Literal["fetched"] = "fetched"
     checkpoint: str
-    step: int
+    step: Count
     place: str
     bytes: int
     seconds: float

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rollback.facts.fact import Fact, Window, Writer
+from rollback.facts.fact import Count, Fact, Window, Writer
 
 Why = Literal[
     "stopped", "hang", "hardware", "oom_kill", "signal", "out_of_memory", "exception", "exit", "aborted", "timeout",
@@ -46,13 +46,13 @@ class AttemptEnded(Fact):
     status: int
     cause: str
     """In words, from the evidence in the run directory."""
-    step: int | None
+    step: Count | None
     seconds: float
     why: Why | None = None
     """The class of the cause; null: the attempt ended as it should."""
     rank: int | None = None
     """The rank of the first cause: not always the one that failed first."""
-    batch: int | None = None
+    batch: Count | None = None
     """The batch that this rank was working on."""
     followed: tuple[int, ...] = ()
     """The ranks whose failure is a consequence."""
@@ -106,9 +106,9 @@ class Blamed(Fact):
     kind: Literal["blamed"] = "blamed"
     window: Window
     """From this window on, the next attempt leaves `samples` out; where it knows no samples, it skips the window."""
-    batch: int
+    batch: Count
     rank: int
-    step: int
+    step: Count
     fingerprint: str
     error: str
     attempts: tuple[int, ...]
@@ -174,7 +174,7 @@ class PartBroughtBack(Fact):
     kind: Literal["part_brought_back"] = "part_brought_back"
     node: str
     checkpoint: str
-    step: int
+    step: Count
     bytes: int
     seconds: float
     source: str

@@ -27,7 +27,7 @@ from rollback.facts.checkpoints import (
     Tier,
 )
 from rollback.facts.ending import FinalStateLost, Finished, GivingUp, LastSaveFailed, ScriptLeft, Stopped
-from rollback.facts.fact import Fact, InitialState, Sharding, Window
+from rollback.facts.fact import Count, Fact, InitialState, Sharding, Window
 from rollback.facts.probes import NotProbed, Probed
 from rollback.facts.ring import Drained, DrainFailed, Fetched, LeftDurableRing
 from rollback.facts.supervisor import (
@@ -60,8 +60,8 @@ class Attached(Fact):
     pid: int
     supervised: bool
     checkpoint: str | None
-    step: int
-    batch: int
+    step: Count
+    batch: Count
     torch: str
     settings: dict[str, Any]
     ranks_before: int | None = None
@@ -95,8 +95,8 @@ class Noticed(Fact):
     """An unusual event that the sentinel saw and left alone."""
 
     kind: Literal["noticed"] = "noticed"
-    first_step: int
-    last_step: int
+    first_step: Count
+    last_step: Count
     peak: float
     threshold: float
     rule: str
@@ -107,16 +107,16 @@ class ScalerSkipped(Fact):
     """The gradient scaler dropped this update because of a non-finite gradient. This is routine."""
 
     kind: Literal["scaler_skipped"] = "scaler_skipped"
-    step: int
-    batch: int
+    step: Count
+    batch: Count
 
 
 class PhaseAnnounced(Fact):
     """The script announced a new phase, which begins with this step: the sentinel learns anew."""
 
     kind: Literal["announced"] = "announced"
-    step: int
-    batch: int
+    step: Count
+    batch: Count
     phase: str | None
 
 
@@ -137,11 +137,11 @@ class Incident(Fact):
     """The verdict in words; of a request, the operator's reason."""
     window: tuple[float, ...]
     ranks: tuple[int, ...]
-    onset_step: int
-    onset_batch: int
-    detection_step: int
-    detection_batch: int
-    step: int
+    onset_step: Count
+    onset_batch: Count
+    detection_step: Count
+    detection_batch: Count
+    step: Count
     timeline: int
     request: str | None = None
     """The name of the request file, where there is a request."""
@@ -162,8 +162,8 @@ class Planned(Fact):
     action: Action
     escalation: int
     checkpoint: str | None
-    step: int | None
-    batch: int | None
+    step: Count | None
+    batch: Count | None
     skip: Window | None
     discards: tuple[str, ...]
     through: int
@@ -176,7 +176,7 @@ class Planned(Fact):
     screen: Window | None = None
     """The batches whose updates are judged one by one before they count; then there is no `skip`. Each `screened_out`
     may move its end."""
-    undone: int = 0
+    undone: Count = 0
     """Updates that this answer and the earlier ones to the same trouble undo together."""
     giving_up: GivingUp | None = None
     """Why the action is `stop`."""
@@ -231,7 +231,7 @@ class ScreenedOut(Fact):
     value: float | None
     threshold: float | None
     explanation: str
-    step: int
+    step: Count
     timeline: int
     through: int
     """The last batch of the screen from now on."""
@@ -243,9 +243,9 @@ class Restored(Fact):
     kind: Literal["restored"] = "restored"
     incident: int
     checkpoint: str
-    step: int
-    batch: int
-    steps_lost: int
+    step: Count
+    batch: Count
+    steps_lost: Count
     """Updates that do not count any more."""
     seconds: float
     route: Literal["in_process", "relaunch"]
@@ -259,7 +259,7 @@ class Concluded(Fact):
     kind: Literal["outcome"] = "outcome"
     incident: int
     outcome: Outcome
-    step: int
+    step: Count
 
 
 class SkipAdded(Fact):
@@ -281,7 +281,7 @@ class SampleQuarantine(Fact):
     """The samples that are left out of batches from now on. A neighbour takes the place of each."""
 
     kind: Literal["sample_quarantine"] = "sample_quarantine"
-    batch: int
+    batch: Count
     """The first batch that leaves them out."""
     samples: tuple[int, ...]
     """All samples that are left out."""
@@ -310,9 +310,9 @@ class Requested(Fact):
     skip: Window | None
     who: str
     why: str
-    step: int
+    step: Count
     """The step at which they accepted it."""
-    batch: int
+    batch: Count
     samples: tuple[int, ...] = ()
 
 
@@ -331,7 +331,7 @@ class PassedOver(Fact):
     kind: Literal["skipped"] = "skipped"
     first: int
     last: int
-    step: int
+    step: Count
     timeline: int
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
+from rollback.facts.fact import Count
 from rollback.system import files
 from rollback.system.durable import end_of_lines, open_regular, write_file
 from rollback.system.small_json import parse_model, sound_models
@@ -39,7 +40,7 @@ class Metric(BaseModel, frozen=True, ser_json_inf_nan="strings"):
 class SkippedBatch(BaseModel, frozen=True):
     """A line of skips/rank-NNNNN.jsonl."""
 
-    batch: int
+    batch: Count
     epoch: int
     offset: int
     indices: list[int] | None

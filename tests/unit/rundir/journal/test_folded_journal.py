@@ -13,7 +13,7 @@ from rollback.facts.fact import Fact
 from rollback.facts.history import Case, History
 from rollback.rundir.journal import folded_journal
 
-KNOWN = {4: "f0aede28723e66c2"}
+KNOWN = {5: "461000adb88dbffb"}
 """By format, what a history consists of."""
 
 

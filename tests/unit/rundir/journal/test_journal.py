@@ -331,16 +331,21 @@ def test_a_line_that_is_too_long_is_named_as_such(path: Path, written: bytes, mo
     assert damage == Damage(2, len(lines[0]), "it has more than 1000 bytes")
 
 
-def test_a_fact_whose_values_cannot_be_is_damage_that_names_the_first_of_them(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("values", "wrong"), [({"step": "many", "batch": "few"}, "valid integer"), ({"step": -1}, "greater than or equal")]
+)
+def test_a_fact_whose_values_cannot_be_is_damage_that_names_the_first_of_them(
+    path: Path, values: dict[str, Any], wrong: str
+) -> None:
     journal = Journal(path, 1)
     with warnings.catch_warnings(action="ignore"):  # pydantic's, of the values
-        journal.append(Finished(step=1, batch=1).model_copy(update={"step": "many", "batch": "few"}))
+        journal.append(Finished(step=1, batch=1).model_copy(update=values))
     journal.append(FACTS[0])
     journal.close()
     damage = examine_journal(path).damage
     assert damage is not None
     assert "step" in damage.reason
-    assert "valid integer" in damage.reason
+    assert wrong in damage.reason
 
 
 def test_an_opened_journal_is_on_disk_with_the_directories_that_were_made_for_it(
