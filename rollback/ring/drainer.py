@@ -37,6 +37,7 @@ _POLL = 0.2
 _NICENESS = 10
 _RECORD_EVERY = 30.0
 _FIRST_WAIT, _LONGEST_WAIT = 5.0, 300.0
+_DOUBLED = 10  # times at most: a float takes a thousand, and a ring may be away for days
 
 
 DurableRing = RingInRun | RingAtUrl
@@ -176,7 +177,7 @@ class Drainer:
             self._complain(None, error)
             self._opened = False  # whether what was under way was done there is found out
             if phase is Phase.FOLLOWING:
-                self._pause(phase, min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** (self._failures - 1)))
+                self._pause(phase, min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(self._failures - 1, _DOUBLED)))
         else:
             if phase in (Phase.FOLLOWING, Phase.FINISHED):
                 self._pause(phase, _POLL)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 FIRST_DELAY = 1.0
 LONGEST_DELAY = 60.0
+_DOUBLED = 10  # times at most: a float takes a thousand, and a budget may be larger
 STARTS_WITHOUT_ATTACHING = 2
 
 
@@ -62,7 +63,7 @@ class Budget:
             spent = f"{self.limit} restarts brought no progress" if self.limit else "no restarts are allowed"
             return budget, GiveUp(spent)
         repeats = budget.limit - budget.left
-        delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (repeats - 1)) if repeats else 0.0
+        delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(repeats - 1, _DOUBLED)) if repeats else 0.0
         reason = "it got further than all before it" if progressed else f"no progress, restart {repeats + 1}"
         if blamed:
             delay, reason = 0.0, f"what is to blame is left out from now on; {reason}"

@@ -150,6 +150,13 @@ class TestBudget:
         assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_DELAY, LONGEST_DELAY]
         assert decision.reason == "9 restarts brought no progress"
 
+    def test_a_budget_of_thousands_is_used_up(self) -> None:
+        budget = Budget.full(2000)
+        for _ in range(2000):
+            budget, decision = budget.after_failure(progressed=False, attached=True, killed=False)
+            assert isinstance(decision, Restart)
+        assert decision.delay == LONGEST_DELAY
+
     def test_progress_refills_the_budget_and_makes_the_next_restart_immediate(self) -> None:
         budget = Budget.full(2)
         for _ in range(2):

@@ -1,0 +1,65 @@
+"""The thread that fills the durable ring, apart from what it copies."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollback.checkpoints.format.manifest import Manifest
+from rollback.errors import RingUnavailable
+from rollback.facts.training import Fact
+from rollback.ring import drainer as draining
+from rollback.ring.drainer import Drainer, Phase
+from rollback.ring.schedule import DrainPace
+from rollback.rundir.paths import RunPaths
+
+FAILURES = 1100  # more than a float can be doubled
+
+
+class AwayForDays:
+    """A ring that cannot be reached for so many tries."""
+
+    place = "away://"
+
+    def __init__(self) -> None:
+        self.tries = 0
+        self.reached = threading.Event()
+
+    def open(self) -> None:
+        self.tries += 1
+        if self.tries <= FAILURES:
+            raise RingUnavailable("nobody answers")
+        self.reached.set()
+
+    def held(self) -> Sequence[str]:
+        return ()
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        raise AssertionError("there is nothing to copy")
+
+    def evict(self, name: str) -> None:
+        raise AssertionError("there is nothing to remove")
+
+    def keep_record(self) -> None:
+        pass
+
+    def give_up(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_ring_that_was_away_for_days_is_filled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With five minutes between two tries, a thousand of them are three days and a half."""
+    monkeypatch.setattr(draining, "_LONGEST_WAIT", 0.0)
+    ring, facts = AwayForDays(), list[Fact]()
+    drainer = Drainer(RunPaths(tmp_path), ring, DrainPace.parse("10"), 3, facts.append, lambda text: None)  # type: ignore[arg-type]
+    drainer.start()
+    assert ring.reached.wait(60), f"it was tried {ring.tries} times"
+    assert not drainer.wait(Phase.CLOSED, 0)
+    drainer.finish()
+    assert drainer.wait(Phase.FINISHED, 60)
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 60)
