@@ -98,6 +98,7 @@ class _Conversation(socketserver.BaseRequestHandler):
             self._give(connection, tier, request, identity.model_dump_json().encode())
         elif self.server.arriving.acquire(blocking=False):
             try:
+                connection.require_wanted()  # `rest` has not waited for it, if that came before
                 self._keep(connection, tier, request.seat, request.keep)
             finally:
                 self.server.arriving.release()

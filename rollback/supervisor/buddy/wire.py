@@ -166,14 +166,18 @@ class BuddyConnection:
             raise Refused("it broke off")
         return count
 
+    def require_wanted(self) -> None:
+        """Raise Refused where it is given up."""
+        if self.given_up():
+            raise Refused("it was given up")
+
     def _once(self, event: int, move: Callable[[], int]) -> int:
         until = time.monotonic() + _SILENCE
         waiting = select.poll()
         waiting.register(self._socket, event)
         while True:
             if time.monotonic() >= self._next_look:
-                if self.given_up():
-                    raise Refused("it was given up")
+                self.require_wanted()
                 self._next_look = time.monotonic() + _LOOK
             try:
                 return move()

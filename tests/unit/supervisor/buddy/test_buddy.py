@@ -654,6 +654,19 @@ def test_when_a_host_rests_nothing_more_arrives_there(make: Make, monkeypatch: p
     assert not second.tier.root.exists()
 
 
+def test_who_was_let_in_when_the_host_begins_to_rest_leaves_nothing_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its copy had begun to arrive, so that nobody waited for its end."""
+    first, second = make("first", 0), make("second", 1)
+    told, body, shard = parcel_of(first)
+    second.buddy.get_ready(of(first, second))
+    after(server, "read_identity", second.buddy.rest, monkeypatch)
+    with pytest.raises(OSError, match=rf"given up|{GONE}"):
+        ask(second, BuddyRequest(run=IDENTITY.run_id, seat=0, keep=Parcel.model_validate(told)), body, shard)
+    assert second.has_copy_of(0) is None
+
+
 def test_the_memory_of_copies_and_of_what_was_arriving_is_given_back(make: Make) -> None:
     _, second = with_a_copy(make, 1)
     second.save(0, 1)
