@@ -66,7 +66,8 @@ def match(
     for name in kept - persistent.keys() - others.keys():
         if name not in own:
             path, _, key = name.rpartition(".")
-            delattr(module.get_submodule(path), key)
+            if key in (owner := module.get_submodule(path))._buffers:  # a module may have two names
+                delattr(owner, key)
     for name, value in [*persistent.items(), *others.items()]:
         if name in there or name in state:  # a state_dict may have what is no buffer
             continue

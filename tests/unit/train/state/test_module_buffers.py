@@ -138,6 +138,44 @@ def test_buffers_that_a_forward_has_made_come_with_a_checkpoint_and_go_with_one_
         assert [name for name, _ in module.named_buffers()] == ["own"]
 
 
+class Twice(nn.Module):
+    """One layer in two places, as in models that share weights between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = Lazy()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "count" not in self._buffers:
+            self.register_buffer("count", torch.zeros(1))
+        self.count.add_(1)  # type: ignore[union-attr, operator]
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_a_buffer_that_a_forward_has_made_in_a_module_of_two_names_comes_and_goes() -> None:
+    model = Twice()
+    state = state_of(model)
+    before = through_disk(state.image())
+    model(torch.ones(3, 2))
+    after = through_disk(state.image())
+    state.load(*before)
+    assert list(model.buffers()) == []
+    state.load(*after)
+    assert model.first.count.tolist() == [2.0]
+    fresh = Twice()
+    state_of(fresh).load(*after)
+    assert fresh.second.count.tolist() == [2.0]
+
+
 def test_a_buffer_of_a_module_that_is_not_there_is_named() -> None:
     model = Growing()
     model(torch.ones(3, 2))
