@@ -22,7 +22,7 @@ _TWISTER = 4 * (_WORDS + 1)
 
 class RawRandom:
     """Reads the random states of this process. `read` returns numbers for JSON and bytes; `tree_of` turns both into
-    what `rng.capture` would have returned at that moment, without CUDA."""
+    what `rng.capture` would have returned at that moment, without CUDA. Call `forget` behind each `rng.restore`."""
 
     def __init__(self) -> None:
         self._python = _python_reader()
@@ -39,13 +39,17 @@ class RawRandom:
             parts.append(words)
         return told, parts
 
+    def forget(self) -> None:
+        """The states were restored."""
+        self._numpy = b"", []
+
     def _read_numpy(self, numpy: Any) -> tuple[bytes, list[Any]]:
         """Words, and what else there is: the state has a number that was drawn and not given out yet, or has not."""
         if (source := numpy.random.get_bit_generator()) is not self._source:
             self._source, self._words = source, _memory_at(source.ctypes.state_address)
         words = self._words.raw
         before, rest = self._numpy
-        if words != before or not rest or rest[1]:  # without such a number, only a draw can make one
+        if words != before or not rest or rest[1]:  # without such a number, only a draw makes one, or a restore
             state = numpy.random.get_state(legacy=False)
             rest = [str(state["bit_generator"]), int(state["has_gauss"]), float(state["gauss"])]
             self._numpy = words, rest

@@ -164,8 +164,9 @@ class SmallStateReader:
         return SharedState({"objects": objects, "counters": vars(state.counters), "groups": groups})
 
     def forget(self) -> None:
-        """The cursor was put elsewhere."""
+        """The cursor was put elsewhere, and the random states were restored."""
         self._position = None
+        self._random.forget()
 
     def _find_buffers(self) -> None:
         image = self._state.image()

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from rollback.train.last_snapshot.small_state import SharedState, piece_of
+from rollback.sentinel import Sentinel
+from rollback.train.data import rng
+from rollback.train.data.cursor import cursor_for
+from rollback.train.last_snapshot.small_state import SharedState, SmallState, SmallStateReader, piece_of
 from rollback.train.state import tree
+from rollback.train.state.state import TrainingState
 
 
 def test_a_tensor_s_bytes_are_written_from_where_they_lie() -> None:
@@ -53,3 +57,26 @@ def test_what_is_shared_is_told_as_a_checkpoint_would_and_as_it_was(state: dict[
     assert found == trees
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], item) for name, item in expected.items())
+
+
+def test_behind_a_rollback_a_number_that_numpy_had_drawn_and_not_given_out_is_in_the_mark() -> None:
+    """NumPy draws normal numbers in pairs, so its state is the same words with the second one and without it."""
+    model = torch.nn.Linear(1, 1)
+    state = TrainingState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {}, cursor_for([1, 2, 3]), Sentinel("normal")
+    )
+    reader = SmallStateReader(state)
+
+    def marked() -> Any:
+        local = reader.local()
+        return SmallState.of(local.body({}) + local.stays).random["numpy"]
+
+    with rng.preserved():
+        np.random.normal()
+        before = rng.capture(cuda=False)
+        assert marked()["has_gauss"] == 1
+        np.random.normal()
+        assert marked()["has_gauss"] == 0
+        rng.restore(before)
+        reader.forget()
+        assert (marked()["has_gauss"], marked()["gauss"]) == (1, before["numpy"]["gauss"])
