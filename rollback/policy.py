@@ -20,8 +20,8 @@ The rules, in order:
    too. What a screen has let through, or is so early that nobody knows what is good, gets a window that is cut down to
    half of what is left, from the onset on. If the way to the detection costs too much too, or if the answers to this
    trouble would undo more than `max_undone` updates together, the run stops: BigScience's 104B run skipped 750, 1,849
-   and 2,850 iterations in turn and diverged all the same. Where `lr_after` is set, a repeat is first replayed with a
-   lower learning rate, and nothing more is skipped. Each further repeat lowers it again, down to `LEAST_RATE`.
+   and 2,850 iterations in turn and diverged all the same. Where `lr_after` is set, a repeat is replayed with a lower
+   learning rate before that, and nothing more is skipped. Each further repeat lowers it again, down to `LEAST_RATE`.
 
 A window covers whole optimizer steps, so gradient accumulation keeps its phase. Where an epoch is not a whole number of
 updates, scripts make a shorter update of the rest, and most find the end of the epoch by counting batches. A window
