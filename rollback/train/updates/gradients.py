@@ -17,7 +17,7 @@ import ctypes
 import math
 import operator
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from rollback.train.sharded import copies_of, is_sharded, local_of, version_of
 from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale
 from rollback.train.updates.clipping import lend_norm
 
+_HOST = torch.device("cpu")
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _grad, _version, _layout, _dtype, _device = map(operator.attrgetter, ("grad", "_version", "layout", "dtype", "device"))
 _params = operator.itemgetter("params")
@@ -72,6 +73,8 @@ class Gradients:
         self.written: bool | None = None
         """Whether `look` found the gradients changed since then; None: not known."""
         self._marks: _Marks = [], []
+        self._firsts: list[bytes] | None = None
+        """The first element of each gradient then, where their norm may be lent."""
         self._found: _Marks = [], []
         self._watch = BackwardWatch(model, self.telltale, self._backward_reached_telltale)
         lend_norm(self.norm_of)
@@ -99,10 +102,10 @@ class Gradients:
     def norm_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """For `clipping`: the norm over gradients that nobody has written to since they were measured."""
         seen = self.seen
-        if seen is None or self.scale is not None or not seen.each.is_cpu or seen.each.dtype is not torch.float32:
+        if seen is None or self.scale is not None or self._firsts is None or seen.each.dtype is not torch.float32:
             return None
         parameters, own = _with_gradients(seen.parameters)
-        if {*map(_dtype, own)} != {torch.float32} or self._marks_of(parameters, own) != self._marks:
+        if self._marks_of(parameters, own) != self._marks or _first_of_each(own, self._marks) != self._firsts:
             return None
         if len(gradients) == len(own) and all(map(operator.is_, gradients, own)):
             return seen.total.clone()
@@ -168,6 +171,7 @@ class Gradients:
         each, total = _measure(gradients, self.scale)
         self.seen = GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
         self._marks = self._marks_of(parameters, gradients)
+        self._firsts = _first_of_each(gradients, self._marks)
 
     def _only_scaled(self, gradients: list[Tensor]) -> bool:
         """Whether these are backward's gradients, unchanged or each written to equally often."""
@@ -219,6 +223,18 @@ def _with_gradients(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter],
 def mark_of(gradient: Tensor) -> tuple[int, int]:
     """A value that changes when a gradient is replaced or written to."""
     return local_of(gradient).data_ptr(), version_of(gradient)
+
+
+def _first_of_each(gradients: list[Tensor], marks: _Marks) -> list[bytes] | None:
+    """The bits of the first element of each, in single precision and in the host's memory; else None.
+
+    torch does not count a write through `.data`, by NumPy or by another library's kernel. One to a whole tensor (what
+    ranks do that average by hand, or who scales by the number of tokens) shows here. One to some of its elements alone
+    may not.
+    """
+    if {*map(_dtype, gradients)} != {torch.float32} or {*map(_device, gradients)} != {_HOST}:
+        return None
+    return [*map(ctypes.string_at, filter(None, marks[0]), repeat(4))]  # what is empty has no address
 
 
 def _scaled_on_host(seen: GradientNorms, before: float, after: float) -> GradientNorms:

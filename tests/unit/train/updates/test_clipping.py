@@ -110,12 +110,25 @@ def replace(model: nn.Module) -> None:
     parameter.grad = parameter.grad * 3  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("change", [write, replace])
+def write_uncounted(model: nn.Module) -> None:
+    next(iter(model.parameters())).grad.data.mul_(4)  # type: ignore[union-attr]
+
+
+def write_by_numpy(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.numpy()[...] *= 0.5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", [write, replace, write_uncounted, write_by_numpy])
 def test_gradients_that_the_script_has_changed_are_read_again(
     change: Callable[[nn.Module], None], passes: list[int]
 ) -> None:
     model, optimizer = trained(in_order)
-    _kept = Updates(optimizer, None)
+    updates = Updates(optimizer, None)
+    backward(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # the first time, torch computes it in any case
+    updates.forget()
+    optimizer.zero_grad()
     backward(model)
     change(model)
     del passes[:]
