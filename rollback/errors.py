@@ -82,7 +82,13 @@ class RingUnavailable(RollbackError, exit_code=ExitCode.IO):
 
 
 class JournalDamaged(RunDirectoryError):
-    """A journal line other than the last is damaged."""
+    """A journal line that no crash has torn is damaged."""
+
+
+RESTORE_THE_JOURNAL = (
+    "restore the file from a copy; if there is none, move the run directory aside and start anew from a checkpoint in "
+    "its ring"
+)
 
 
 class RunDoesNotFit(RollbackError, exit_code=ExitCode.UNFIT):

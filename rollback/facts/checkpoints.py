@@ -14,8 +14,8 @@ class Committed(Fact):
     checkpoint: str
     step: Count
     batch: Count
-    timeline: int
-    bytes: int
+    timeline: Count
+    bytes: Count
     seconds: float
     tier: Tier = "durable"
     """In a slot (`fast`) or in the ring (`durable`)."""

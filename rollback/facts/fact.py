@@ -7,6 +7,9 @@ from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
 Writer = Literal["train", "supervisor", "either"]
 """Which journal a fact belongs to; `either`: the journal of the process that writes the fact."""
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""A number of steps, batches or bytes, or a position among them. What is below 0, or what JSON readers would round, is
+damage: to be found where a line is read, and not where somebody reckons with it."""
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -63,7 +66,7 @@ class InitialState(JournalledModel):
     path: str
     layout: InitialLayout
     files: int
-    bytes: int
+    bytes: Count
     hash: str
     """Of one file, as of a shard; of several, over their names and hashes."""
     tensors: int

@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 
 from pydantic import TypeAdapter
 
-from rollback.errors import JournalDamaged
+from rollback.errors import RESTORE_THE_JOURNAL, JournalDamaged
 from rollback.facts.fact import InitialState
 from rollback.facts.training import (
     Accepted,
@@ -158,6 +158,10 @@ class History:
         return [fact.window for fact in self.added] + [window for case in self.cases for window in case.skips]
 
 
+class _Contradiction(Exception):
+    """A fact does not fit the history before it."""
+
+
 _Reaching = Attached | Committed | Finished | FinalStateLost | ScriptLeft | Stopped
 _REACHING = frozenset(get_args(_Reaching))  # to look a type up is several times as fast as `isinstance`
 history_as_json: TypeAdapter[History] = TypeAdapter(History)
@@ -171,7 +175,11 @@ def fold(records: Iterable[JournalEntry], history: History | None = None) -> His
         history.last_attempt = max(history.last_attempt, record.attempt)
         if type(record.fact) in _REACHING:
             history.furthest = max(cast(_Reaching, record.fact).step, history.furthest or 0)
-        _apply(history, record)
+        try:
+            _apply(history, record)
+        except _Contradiction as error:
+            line = f"journal/{record.fact.writer}.jsonl, line {record.seq + 1} ({record.fact.kind})"
+            raise JournalDamaged(f"{line} contradicts what is before it: {error}", hint=RESTORE_THE_JOURNAL) from error
     return history
 
 
@@ -229,7 +237,7 @@ def _apply(history: History, record: JournalEntry) -> None:
 
 def _note_screened_out(case: Case, fact: ScreenedOut) -> None:
     if case.plan is None or case.plan.screen is None:
-        raise JournalDamaged(f"the journal has an update screened out for incident {fact.incident}, without a screen")
+        raise _Contradiction(f"incident: an update of {fact.incident} without a screen")
     case.screened_out.append(fact)
     case.plan = case.plan.screened_through(fact.through)
 
@@ -292,7 +300,7 @@ def _case(history: History, incident: int) -> Case:
     for case in reversed(history.cases):
         if case.incident.incident == incident:
             return case
-    raise JournalDamaged(f"the journal has a fact about incident {incident}, which it does not report")
+    raise _Contradiction(f"incident: {incident} is not reported")
 
 
 def furthest_of(records: Iterable[JournalEntry]) -> int | None:

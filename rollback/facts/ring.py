@@ -17,7 +17,7 @@ class Drained(Fact):
     checkpoint: str
     step: Count
     place: str
-    bytes: int
+    bytes: Count
     seconds: float
     """How long the copy took."""
 
@@ -50,5 +50,5 @@ class Fetched(Fact):
     checkpoint: str
     step: Count
     place: str
-    bytes: int
+    bytes: Count
     seconds: float

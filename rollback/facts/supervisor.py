@@ -175,7 +175,7 @@ class PartBroughtBack(Fact):
     node: str
     checkpoint: str
     step: Count
-    bytes: int
+    bytes: Count
     seconds: float
     source: str
     """The host that had it."""

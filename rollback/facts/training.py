@@ -124,7 +124,7 @@ class Incident(Fact):
     """A verdict that demands action, with its evidence."""
 
     kind: Literal["incident"] = "incident"
-    incident: int
+    incident: Count
     verdict: Literal["spike", "nonfinite", "damaged", "requested"]
     """What the sentinel said; `damaged` where the model did worse on a probe batch; `requested` where an operator asked
     for a rewind."""
@@ -142,7 +142,7 @@ class Incident(Fact):
     detection_step: Count
     detection_batch: Count
     step: Count
-    timeline: int
+    timeline: Count
     request: str | None = None
     """The name of the request file, where there is a request."""
     in_hand: bool = False
@@ -156,8 +156,8 @@ class Planned(Fact):
     """What will be done about an incident (for `observe`: would have been done). Journalled before anything is done."""
 
     kind: Literal["plan"] = "plan"
-    incident: int
-    repeats: int | None = None
+    incident: Count
+    repeats: Count | None = None
     """The earlier incident that had the same trouble."""
     action: Action
     escalation: int
@@ -166,9 +166,9 @@ class Planned(Fact):
     batch: Count | None
     skip: Window | None
     discards: tuple[str, ...]
-    through: int
+    through: Count
     """The last batch of the detection step."""
-    timeline: int
+    timeline: Count
     """The timeline that begins when the plan is carried out."""
     reason: str
     in_hand: bool = False
@@ -221,7 +221,7 @@ class ScreenedOut(Fact):
     """In a screen, this update stood out: it is undone, and its batches are skipped. Journalled before it is undone."""
 
     kind: Literal["screened_out"] = "screened_out"
-    incident: int
+    incident: Count
     window: Window
     """The batches of the update, and what else must be skipped so that the rest of the epoch is whole updates."""
     verdict: Literal["spike", "nonfinite"]
@@ -232,8 +232,8 @@ class ScreenedOut(Fact):
     threshold: float | None
     explanation: str
     step: Count
-    timeline: int
-    through: int
+    timeline: Count
+    through: Count
     """The last batch of the screen from now on."""
 
 
@@ -241,11 +241,11 @@ class Restored(Fact):
     """Every rank carried out the plan."""
 
     kind: Literal["restored"] = "restored"
-    incident: int
+    incident: Count
     checkpoint: str
     step: Count
     batch: Count
-    steps_lost: Count
+    steps_lost: int
     """Updates that do not count any more."""
     seconds: float
     route: Literal["in_process", "relaunch"]
@@ -257,7 +257,7 @@ class Concluded(Fact):
     """How an incident ended."""
 
     kind: Literal["outcome"] = "outcome"
-    incident: int
+    incident: Count
     outcome: Outcome
     step: Count
 
@@ -292,7 +292,7 @@ class SampleQuarantine(Fact):
     who: str
     """Who ordered it; for an incident, the suspicion."""
     why: str
-    incident: int | None = None
+    incident: Count | None = None
     request: str | None = None
 
     def in_words(self) -> str:
@@ -306,7 +306,7 @@ class Requested(Fact):
     kind: Literal["request"] = "request"
     request: str
     order: Order
-    to: int | None
+    to: Count | None
     skip: Window | None
     who: str
     why: str
@@ -332,7 +332,7 @@ class PassedOver(Fact):
     first: int
     last: int
     step: Count
-    timeline: int
+    timeline: Count
 
     @model_validator(mode="after")
     def _is_a_window(self) -> "PassedOver":

@@ -24,14 +24,16 @@ _TIME = slice(11, 19)  # of day, in a journal's line
 
 
 def watch_panel(root: Path, console: Console) -> Status | None:
-    """The panel, until the run has ended, or until `q` or Ctrl-C. Returns the last status."""
+    """The panel, until the run has ended, or until `q` or Ctrl-C. Returns the last status.
+
+    Raises as `read_status` where the first look fails; what goes wrong later may pass."""
     view, canvas = View(root), Canvas(console)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         pressed = stack.enter_context(_keys())
         canvas.start()
         stack.callback(canvas.stop)
         while True:
-            view.refresh()
+            _look(view)
             for record in view.news:
                 if (line := line_of(record)) is not None:
                     canvas.print(quoted(f"{record.at[_TIME]}  {line}", style="dim"))
@@ -46,7 +48,7 @@ def watch_lines(root: Path, out: TextIO) -> Status | None:
     view, due, said = View(root), time.monotonic(), ""
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            view.refresh()
+            _look(view)
             lines = [f"{record.at[_TIME]}  {line}" for record in view.news if (line := line_of(record)) is not None]
             over = _is_over(view)
             if view.status is not None and (over or time.monotonic() >= due):
@@ -78,6 +80,11 @@ def standing(status: Status) -> str:
         )  # fmt: skip
         parts.append(f"{status.work.what}: {left}")
     return " · ".join(parts)
+
+
+def _look(view: View) -> None:
+    if view.refresh() is None and view.fault is not None:
+        raise view.fault
 
 
 def _is_over(view: View) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from rollback.errors import JournalDamaged, RunDirectoryError, reporting
+from rollback.errors import RESTORE_THE_JOURNAL, JournalDamaged, RunDirectoryError, reporting
 from rollback.facts.fact import READ
 from rollback.facts.training import Fact, JournalEntry, parse_fact
 from rollback.rundir import seal
@@ -171,8 +171,7 @@ def last_fact(records: Iterable[JournalEntry], kind: type[_F]) -> _F | None:
 def _damaged(path: Path, damage: Damage) -> JournalDamaged:
     return JournalDamaged(
         f"reading the journal {path}: line {damage.line} is not what was written: {damage.reason}",
-        hint="restore the file from a copy; if there is none, move the run directory aside and start anew "
-        "from a checkpoint in its ring",
+        hint=RESTORE_THE_JOURNAL,
     )
 
 
@@ -226,8 +225,10 @@ def _scan(
             if number < known:
                 return JournalContent([], position, 0, chain, indexing=indexing)
             break
-        if number >= known:
-            records += _entries(text, lines, only)
+        try:
+            records += _entries(text, lines, only) if number >= known else []
+        except (ValueError, TypeError, KeyError):  # it vouches for what is no fact: the lines themselves tell which
+            break
         lines += block.lines
         position, chain, seals = position + block.bytes, block.chain, seals + block.seals
         indexing.keep(block)
@@ -235,7 +236,7 @@ def _scan(
     while position < size:
         line = file.readline(min(_LINE_LIMIT, size - position))
         last = position + len(line) >= size
-        chain_before = chain
+        chain_before, vouched = chain, False
         try:
             if not line.endswith(b"\n"):
                 raise ValueError("the line has no end" if last else f"it has more than {_LINE_LIMIT} bytes")
@@ -243,9 +244,10 @@ def _scan(
             chain = _verified(body, chain)
             if key is not None and not key.is_on(what, chain, stated):
                 raise ValueError("its seal is missing, or not of this key")
+            vouched = True  # by the chain: it is whole, whatever it says
             record = _record(body, _context(line))
         except ValueError as error:
-            torn = last or not line
+            torn = (last or not line) and not vouched
             damage = None if torn else Damage(lines + 1, position, str(error))
             others = lines - len(records)
             rest = size - position if torn else 0
@@ -304,13 +306,15 @@ def _verified(body: dict[str, Any], chain: str) -> str:
 def _record(body: dict[str, Any], context: str | None) -> JournalEntry:
     """The entry of a line with this content. Raises ValueError."""
     seq, at, attempt = body.pop("seq", None), body.pop("at", None), body.pop("attempt", None)
-    if type(seq) is not int or type(attempt) is not int or type(at) is not str:
+    if type(seq) is not int or type(attempt) is not int or type(at) is not str or not 0 <= attempt < 1 << 53:
         raise ValueError("seq, at or attempt is missing, or not what it should be")
     try:
         return JournalEntry(seq, at, attempt, _validated(body, context=context))
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        if first["type"] == "union_tag_invalid":
+            raise ValueError(f"kind: this version of rollback knows no fact {first['ctx']['tag']!r}") from error
+        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'kind'}: {first['msg']}") from error
 
 
 def journal_line(fact: Fact, seq: int, at: str, attempt: int, chain: str, what: str) -> tuple[bytes, str]:
