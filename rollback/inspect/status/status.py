@@ -4,10 +4,10 @@
 length of the run.
 """
 
-import contextlib
 import os
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from rollback.checkpoints.resume import of_present_timeline
 from rollback.checkpoints.tiers import locate
 from rollback.errors import RunDirectoryError
 from rollback.facts.fact import InitialState
@@ -69,7 +70,7 @@ class HeldCheckpoint(ReportItem):
     checkpoint: str
     step: int
     good: bool = Field(description="false: a candidate")
-    tiers: list[Tier] = Field(description="where it lies, as this host sees it")
+    tiers: list[Tier] = Field(description="where it lies")
 
 
 class Durable(ReportItem):
@@ -114,7 +115,7 @@ class Status(Document):
     last_good_checkpoint: str | None
     last_good_age: int | None = Field(description="steps done since it was taken")
     candidates: list[str]
-    ring: list[HeldCheckpoint] = Field(description="oldest first")
+    ring: list[HeldCheckpoint] = Field(description="those that this host can see, oldest first")
     durable: Durable | None = Field(description="null: nothing was copied to one yet")
     work: Work | None = Field(description="null: nothing but training")
     began: str | None = Field(description="time of the first fact")
@@ -166,6 +167,7 @@ class StatusReader:
         self._past = RunRecord()
         self._seals = 0
         self._ring: list[HeldCheckpoint] = []
+        self._unseen: list[str] = []
         self.news: list[JournalEntry] = []
         """The journal entries that the last call read; at the first one, of the ranks' that a kept history covers
         only the `TOLD`."""
@@ -177,10 +179,17 @@ class StatusReader:
         self.news = self._past.take_in(*(tail.new() for tail in self._tails)) if self._tails else self._begin(paths)
         self._seals += sum(tail.seals for tail in self._tails)
         if self.news:
-            self._ring = _ring(paths, self._past.history)
+            self._look_into_ring(paths)
         torn = [(path, tail.torn_bytes) for path, tail in zip(_journals(paths), self._tails, strict=True)]
-        notices = [torn_notice(path, size) for path, size in torn if size] + seal.in_words(self._seals)
+        notices = [torn_notice(path, size) for path, size in torn if size] + seal.in_words(self._seals) + self._unseen
         return _status(self._root, paths, self._past, self._ring, notices)
+
+    def _look_into_ring(self, paths: RunPaths) -> None:
+        try:
+            self._ring, self._unseen = _ring(paths, self._past.history), []
+        except (OSError, RunDirectoryError) as error:
+            why = error.message if isinstance(error, RunDirectoryError) else error
+            self._ring, self._unseen = [], [f"which checkpoints there are cannot be told: {why}"]
 
     def _begin(self, paths: RunPaths) -> list[JournalEntry]:
         """Read what is there, and from the ranks' journal only what a kept history lacks."""
@@ -197,18 +206,16 @@ def _journals(paths: RunPaths) -> tuple[Path, Path]:
 
 
 def _ring(paths: RunPaths, history: History) -> list[HeldCheckpoint]:
-    tiers: dict[str, list[Tier]] = {}
-    with contextlib.suppress(OSError, RunDirectoryError):
-        for place in locate(paths):
-            tiers.setdefault(place.name, []).append(place.tier)
+    """The checkpoints of the run that this host can see, as `rollback ring list` finds them. By the record alone they
+    could not be told: of one that left the memory it does not say whether the ring has it. Raises OSError or
+    RunDirectoryError."""
+    manifests, tiers = {}, defaultdict[str, list[Tier]](list)
+    for place in locate(paths):
+        manifests[place.name] = place.manifest
+        tiers[place.name].append(place.tier)
     return [
-        HeldCheckpoint(
-            checkpoint=name,
-            step=history.committed[name].step,
-            good=name in history.good,
-            tiers=tiers.get(name, []),
-        )
-        for name in sorted(history.committed.keys() - history.discarded - history.gone)
+        HeldCheckpoint(checkpoint=it.name, step=it.step, good=it.name in history.good, tiers=tiers[it.name])
+        for it in of_present_timeline(history, list(manifests.values()))
     ]
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
+from checkpoints import write_checkpoint
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.facts.ring import Drained, DrainFailed
 from rollback.facts.training import (
@@ -101,9 +102,8 @@ def test_a_curve_is_drawn_from_above_to_below_with_a_cross_for_what_is_not_finit
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     run = RecordedRun(tmp_path / "gpt", monkeypatch)
     run.attach(0, 1, None, 0)
-    run.commit(0, "c000000-s00000000", 0)
-    run.commit(20, "c000001-s00000020", 20)
-    run.commit(30, "c000002-s00000030", 30, good=False)
+    for seq, step in enumerate((0, 20, 30)):
+        run.commit(step, write_checkpoint(run.paths, seq, step), step, good=step < 30)
     run.judge(0, 34)
     beat(run, 36)
     return run

@@ -27,7 +27,7 @@ from rollback.errors import (
     RollbackError,
     UsageError,
 )
-from rollback.facts.training import BecameGood, Committed, Quarantined
+from rollback.facts.training import BecameGood, Committed, Evicted, Quarantined
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
@@ -437,6 +437,16 @@ def test_only_what_is_in_the_ring_can_be_pinned(paths: RunPaths, tier: SlotPaths
     outcome = command("pin", paths.root, NEW)
     assert isinstance(outcome.exception, UsageError)
     assert "in memory only" in (outcome.exception.hint or "")
+
+
+def test_the_status_has_the_checkpoints_that_there_are(paths: RunPaths, tier: SlotPaths) -> None:
+    tell(paths, Evicted(checkpoint=NEW, reason="its slot was needed", tier="fast"))
+    slots.uncommit(tier, 1)
+    listed = json.loads(command("list", paths.root, "--json").stdout)["checkpoints"]
+    status = json.loads(CliRunner().invoke(app, ["status", str(paths.root), "--json"]).stdout)
+    assert places(status["ring"]) == places(listed) == {OLD: ["durable"], MIDDLE: ["fast", "durable"]}
+    assert [(entry["step"], entry["good"]) for entry in status["ring"]] == [(10, True), (20, True)]
+    assert status["candidates"] == []
 
 
 def test_the_shards_that_other_hosts_have_in_memory_are_not_missing(paths: RunPaths, tier: SlotPaths) -> None:
