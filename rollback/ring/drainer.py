@@ -80,7 +80,7 @@ def drainer_for(
     ring: DurableRing = RingInRun(paths, others)
     if settings.ring is not None:
         store = Store(settings.ring)
-        ring = RingAtUrl(paths, store, others)
+        ring = RingAtUrl(paths, store, say, others)
         in_run = in_run if transport is None else RunFromUrl(paths, store, say)
     keep = settings.keep if settings.keep_durable is None else settings.keep_durable
     return Drainer(paths, ring, DrainPace.parse(settings.checkpoint_every), keep, note, say, in_run)

@@ -96,7 +96,7 @@ class Run:
 
     @contextmanager
     def ring_at_url(self) -> Iterator[RingAtUrl]:
-        at_url = RingAtUrl(self.paths, Store(URL))
+        at_url = RingAtUrl(self.paths, Store(URL), print)
         try:
             at_url.open()
             yield at_url

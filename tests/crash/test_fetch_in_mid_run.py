@@ -42,7 +42,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: Bucket) -> Ru
     """Of a run with three checkpoints, all good, at the URL only; the record says so."""
     run = RecordedRun(tmp_path / "run", monkeypatch)
     run.attach(0, 1, None, 0)
-    at_url = RingAtUrl(run.paths, Store(URL))
+    at_url = RingAtUrl(run.paths, Store(URL), print)
     at_url.open()
     for seq, name in enumerate(NAMES):
         write_checkpoint(run.paths, seq, 10 * seq)

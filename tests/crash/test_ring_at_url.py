@@ -63,8 +63,8 @@ def file_of(rank: int) -> str:
     return pack_name(range(RANKS)) if names.has_packs(RANKS) else shard_name(rank)
 
 
-def opened(paths: RunPaths) -> RingAtUrl:
-    at_url = RingAtUrl(paths, Store(URL))
+def opened(paths: RunPaths, say: Callable[[str], None] = print) -> RingAtUrl:
+    at_url = RingAtUrl(paths, Store(URL), say)
     at_url.open()
     return at_url
 
@@ -274,6 +274,33 @@ def test_who_may_not_list_deletes_what_is_known(
         put(at_url, run.paths, name)
     at_url.evict(NAMES[0])
     assert not [key for key in bucket.objects if f"ring/{NAMES[0]}" in key]
+
+
+def test_a_listing_that_an_outage_refused_is_asked_for_again_and_reported_once(
+    run: RecordedRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    at_url, works, asked = opened(run.paths, said.append), FaultyFileSystem.ls, []
+    for name in NAMES:
+        put(at_url, run.paths, name)
+        bucket.objects[f"runs/one/ring/{name}/{pack_name(range(7))}"] = b""  # of a try by other hosts
+
+    def unreachable(*_: object, **__: object) -> None:
+        asked.append(1)
+        raise TimeoutError("nobody answers")
+
+    monkeypatch.setattr(FaultyFileSystem, "ls", unreachable)
+    at_url.evict(NAMES[0])
+    tries = len(asked)
+    at_url.evict(NAMES[1])
+    assert tries > 1, "an outage is waited out"
+    assert len(asked) == tries + 1, "but not by every checkpoint that leaves"
+    assert len(said) == 1
+    assert f"listing {URL}/ring/{NAMES[0]}: nobody answers" in said[0]
+    monkeypatch.setattr(FaultyFileSystem, "ls", works)
+    at_url.evict(NAMES[2])
+    assert not [key for key in bucket.objects if f"ring/{NAMES[2]}" in key]
+    assert len(said) == 1
 
 
 @in_both_layouts

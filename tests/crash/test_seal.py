@@ -171,7 +171,7 @@ def test_a_run_without_a_key_is_as_it_was(tmp_path: Path, monkeypatch: pytest.Mo
 def bucket(run: RecordedRun) -> Bucket:
     """A sealed run's ring at a URL."""
     bucket = new_bucket("sealed")
-    at_url = RingAtUrl(run.paths, Store(URL))
+    at_url = RingAtUrl(run.paths, Store(URL), print)
     at_url.open()
     for name in ring.names(run.paths):
         manifest = read_manifest(run.paths.checkpoint(name))
@@ -212,7 +212,7 @@ def test_a_record_that_was_made_anew_in_the_bucket_is_refused_before_anything_is
     forge(run.paths.train_journal)
     monkeypatch.setattr(seal, "present", lambda: None)
     bucket.objects.clear()
-    at_url = RingAtUrl(run.paths, Store(URL))
+    at_url = RingAtUrl(run.paths, Store(URL), print)
     at_url.open()
     name = "c000001-s00000010"
     at_url.put(read_manifest(run.paths.checkpoint(name)), run.paths.checkpoint(name))

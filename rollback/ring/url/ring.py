@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rollback.checkpoints.format.manifest import CheckpointFile, FrozenRecord, Manifest
-from rollback.errors import CheckpointDamaged, RunDoesNotFit
+from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
 from rollback.ring.hosts import Others
 from rollback.ring.url import record
 from rollback.ring.url.fetch import bring, is_abandoned, read_manifest_at, relation_of, require_same_run
@@ -29,11 +29,15 @@ class RingAtUrl:
     """Checkpoints and record of a run at a URL. Call `open` first; every method may raise RingUnavailable.
 
     RunDoesNotFit, from any method, means that the URL belongs to another run: stop writing there.
+
+    say: takes a line for people.
     """
 
-    def __init__(self, paths: RunPaths, store: Store, others: Others | None = None) -> None:
+    def __init__(self, paths: RunPaths, store: Store, say: Callable[[str], None], others: Others | None = None) -> None:
         self._paths = paths
         self._store = store
+        self._say = say
+        self._can_list = True
         self._others = others or Others(paths, store.url)
         self._writer = new_writer()
         self._index: Index | None = None
@@ -173,9 +177,27 @@ class RingAtUrl:
     def _delete_files(self, name: str, known: Iterable[str]) -> None:
         """Delete these files of a checkpoint without a manifest, and what a listing shows of other tries to put it:
         hosts may have shared it out otherwise, and that is written nowhere. What it does not show stays for good."""
-        others = filter(files.OF_A_CHECKPOINT.fullmatch, self._store.names(checkpoint_folder(name)))
+        others = filter(files.OF_A_CHECKPOINT.fullmatch, self._listed(name))
         for file in sorted({*known, *others}):
             self._store.delete(checkpoint_key(name, file))
+
+    def _listed(self, name: str) -> list[str]:
+        """What a listing shows of a checkpoint; nothing where it fails. It may be forbidden, which each cloud says in
+        its own words, so no failure can be told from an outage: the first is waited out and reported, and from then on
+        each need asks once, until it works again."""
+        try:
+            shown = self._store.names(checkpoint_folder(name), patiently=self._can_list)
+        except RingUnavailable as error:
+            self._store.require_not_given_up()
+            if self._can_list:
+                self._say(
+                    f"the durable ring: {error.message}; files of interrupted copies may stay there. It is asked again "
+                    "with the next checkpoint that leaves"
+                )
+            self._can_list = False
+            return []
+        self._can_list = True
+        return shown
 
     def _shard_names(self) -> list[str]:
         """What may be there of a checkpoint without a manifest. Names of packs follow from nothing that is known."""

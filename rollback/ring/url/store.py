@@ -132,7 +132,6 @@ class Store:
         self.url = url.rstrip("/")
         self.patience = PATIENCE if patience is None else patience
         self._given_up = threading.Event()
-        self._may_list = True
         protocol = urlsplit(url).scheme
         self._makes_directories = protocol in _WITH_DIRECTORIES
         options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
@@ -189,7 +188,7 @@ class Store:
                 for begin, source in sources:
                     sink.write(bytes(begin - end))
                     for part in read_verified(source.path, source.expected, source.start):
-                        self._require_not_given_up()
+                        self.require_not_given_up()
                         sink.write(part)
                     end = begin + source.expected.size
 
@@ -275,18 +274,12 @@ class Store:
         except _Missing:
             return
 
-    def names(self, folder: str) -> list[str]:
-        """Names in a folder, as far as a listing shows them: it may be out of date, and it may be forbidden, which each
-        cloud says in its own words. So whatever fails shows nothing, and is not tried again by this process."""
-        if not self._may_list:
-            return []
+    def names(self, folder: str, *, patiently: bool = True) -> list[str]:
+        """Names in a folder, as far as a listing shows them: it may be out of date. patiently: with retries."""
+        patience = self.patience if patiently else 0.0
         try:
-            found = self._attempt("listing", folder, lambda: self._fs.ls(self._path(folder), detail=False))
+            found = self._attempt("listing", folder, lambda: self._fs.ls(self._path(folder), detail=False), patience)
         except _Missing:
-            return []
-        except RingUnavailable:
-            self._require_not_given_up()
-            self._may_list = False
             return []
         return [path.rpartition("/")[2] for path in found]
 
@@ -299,15 +292,16 @@ class Store:
             self._fs.makedirs(self._fs._parent(path), exist_ok=True)
         return _synced(self._fs.open(path, "wb", block_size=max(_BLOCK, size // _MOST_PARTS)), path)
 
-    def _require_not_given_up(self) -> None:
+    def require_not_given_up(self) -> None:
+        """Raise RingUnavailable after `give_up`."""
         if self._given_up.is_set():
             raise RingUnavailable(f"using the ring {self.url}: its time was up")
 
-    def _attempt(self, doing: str, key: str, act: Callable[[], _T]) -> _T:
-        """Do it, and retry with growing, random pauses while the error may go away."""
+    def _attempt(self, doing: str, key: str, act: Callable[[], _T], patience: float | None = None) -> _T:
+        """Do it, and retry with growing, random pauses while the error may go away. patience: not the store's."""
 
         def once() -> _T:
-            self._require_not_given_up()
+            self.require_not_given_up()
             try:
                 return act()
             except RollbackError:
@@ -323,7 +317,8 @@ class Store:
             retry=tenacity.retry_if_exception_type(_Transient),
             wait=_pause,
             stop=tenacity.stop_any(
-                tenacity.stop_after_delay(self.patience), tenacity.stop_when_event_set(self._given_up)
+                tenacity.stop_after_delay(self.patience if patience is None else patience),
+                tenacity.stop_when_event_set(self._given_up),
             ),
             sleep=tenacity.sleep_using_event(self._given_up),
             reraise=True,
