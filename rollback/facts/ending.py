@@ -80,7 +80,7 @@ class ScriptLeft(Fact):
     kind: Literal["script_left"] = "script_left"
     step: Count
     batch: Count
-    unjudged: int
+    unjudged: Count
     """Updates without a verdict."""
     checkpoint: str | None
     """The newest checkpoint; null: there is none."""

@@ -12,10 +12,6 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 damage: to be found where a line is read, and not where somebody reckons with it."""
 
 
-Count = Annotated[int, Field(ge=0)]
-"""A step, a batch, or a number of them."""
-
-
 class Window(BaseModel, frozen=True, extra="forbid"):
     """Inclusive range of batches, `first` to `last`."""
 

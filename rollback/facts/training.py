@@ -245,7 +245,7 @@ class Restored(Fact):
     checkpoint: str
     step: Count
     batch: Count
-    steps_lost: int
+    steps_lost: Count
     """Updates that do not count any more."""
     seconds: float
     route: Literal["in_process", "relaunch"]
