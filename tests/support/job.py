@@ -12,6 +12,9 @@ runs the command there, in the first attempt), `ends` (`[rank, batch, how]`: the
 ways of `end`, in the first attempt), `faulty_host` (`[host, batch]`: the rank that runs on that host is killed there,
 in every attempt), `holds` (`[batch, file]`, or several in a row: all ranks wait there until the file exists), `lags`
 (`[rank, batch]`: there that rank begins its update only when another rank has died and this has been noticed),
+`lags_behind` (`[batch, folder, method, ...]`, a method of each host: there its ranks, but for one that `ends`, begin
+their update only when who speaks for it has done that in `Exchange`; and who speaks goes on when its
+own rank has begun; "": they never do),
 `evaluates` (`[rank, n, seconds]`: so long behind its n-th evaluation that rank is killed, with 0 where it begins, in
 the first attempt), `slow` (seconds that each batch takes at least). Each rank writes `<name>-<rank>.json` beside it:
 `portrait`, or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
@@ -27,7 +30,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -90,8 +93,11 @@ def hook(scenario: dict[str, Any], toy: Toy, rank: int) -> Hook:
         time.sleep(scenario.get("slow", 0.0))
         if scenario.get("ends", [])[:2] == [rank, position] and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
             end(guard, scenario["ends"][2], toy.device)
+        elif scenario.get("lags_behind", [])[:1] == [position] and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
+            lag_behind(guard, *scenario["lags_behind"][1:])
         if scenario.get("lags") == [rank, position] and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
-            lag(guard)
+            assert guard is not None
+            lag(guard, lambda: guard._last._done)
         for who, batch, command in zip(*[iter(scenario.get("shell", []))] * 3, strict=True):
             if (who, batch) == (rank, position) and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
                 subprocess.run(["sh", "-c", command], check=True)
@@ -162,17 +168,38 @@ def end(guard: rollback.Guard | None, how: str, device: str) -> None:
             torch.empty(1 << 50, dtype=torch.uint8, device=device)
 
 
-def lag(guard: rollback.Guard | None) -> None:
+def lag(guard: rollback.Guard, until: Callable[[], bool]) -> None:
+    """Begin the next update only then."""
+
     def wait(*_: object) -> None:
-        while not last._done:
+        while not until():
             time.sleep(0.001)
 
-    assert guard is not None
-    last, optimizer = guard._last, guard._state.optimizer
+    optimizer = guard._state.optimizer
     others = [*optimizer._optimizer_step_pre_hooks.items()]
     optimizer._optimizer_step_pre_hooks.clear()
     optimizer.register_step_pre_hook(wait)
     optimizer._optimizer_step_pre_hooks.update(others)
+
+
+def lag_behind(guard: rollback.Guard | None, folder: str, *methods: str) -> None:
+    assert guard is not None
+    hosts = guard._last._hosts
+    assert hosts is not None
+    method, spoken, last = methods[hosts.hosts.index(hosts.own)], Path(folder, f"spoken-{hosts.own}"), guard._last
+    lag(guard, spoken.exists)
+    if method:
+        setattr(
+            Exchange, method, partialmethod(speak_then_move, getattr(Exchange, method), last, last._changes, spoken)
+        )
+
+
+def speak_then_move(exchange: Exchange, really: Any, last: Any, changes: int, spoken: Path, *given: Any) -> Any:
+    told = really(exchange, *given)
+    spoken.touch()
+    while last._changes == changes:
+        time.sleep(0.001)
+    return told
 
 
 def refuse(*_: object) -> Any:

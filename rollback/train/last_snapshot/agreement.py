@@ -7,9 +7,10 @@ A host is named by its first rank. One rank of each host speaks for it; the host
 | `HostOffer`    | every host    | the steps' ends that it can keep, and what has to fit together |
 | `JointPlan`    | rank 0's host | what all are to write, or why nothing is kept                  |
 | `HostShards`   | every host    | its shards are whole, or why not                               |
-| `Commitment`   | rank 0's host | the manifest, or why there is none                             |
+| `Commitment`   | rank 0's host | the manifest, or why there is none, or that they agree anew    |
 
 Then each host commits in its own slot, and tells. A checkpoint that only some of them have means nothing to a reader.
+If a host has gone on behind the plan, all of it is told once more, in a further *round*.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,7 +26,9 @@ from rollback.train.last_snapshot.write import NotProved
 DECIDES = 0
 """The host that decides: that of rank 0, whose shard has what is the same on all ranks."""
 
-NOBODY_DECIDES = f"no rank stands at that step on the host of rank {DECIDES}"
+ROUNDS = 8
+"""How often the hosts agree at most. Behind a rank's death each host goes on once at most, and most do at once; but a
+snapshot may also be asked of ranks that train on."""
 
 
 class EndOffer(BaseModel, frozen=True, ser_json_bytes="base64", val_json_bytes="base64"):
@@ -59,7 +62,7 @@ class HostOffer(BaseModel, frozen=True):
         return next(offer for offer in self.ends if offer.end == end)
 
 
-class JointPlan(BaseModel, frozen=True):
+class JointPlan(BaseModel, frozen=True, ser_json_bytes="base64", val_json_bytes="base64"):
     """What all hosts are to keep. why_not: why nothing; then the rest says nothing."""
 
     why_not: str | None = None
@@ -70,6 +73,10 @@ class JointPlan(BaseModel, frozen=True):
     slot: int = 0
     seq: int = 0
     gone: tuple[int, ...] = ()
+    sent: tuple[bytes, ...] = ()
+    """What all ranks that came to that end have told the others of the step."""
+    manifest: Manifest | None = None
+    """Without its shards."""
     buffer_trees: dict[str, Any] = {}
     """For hosts that have marks alone."""
 
@@ -81,17 +88,19 @@ class JointPlan(BaseModel, frozen=True):
 
 
 class HostShards(BaseModel, frozen=True):
-    """The shards of a host's ranks, by rank. why_not: why they are not whole."""
+    """The shards of a host's ranks, by rank. why_not: why they are not whole. anew: because the host has gone on."""
 
     shards: dict[int, ShardRecord] = {}
     why_not: str | None = None
+    anew: bool = False
 
 
 class Commitment(BaseModel, frozen=True):
-    """The manifest that every host commits. why_not: why there is none."""
+    """The manifest that every host commits. why_not: why there is none. anew: a further round begins."""
 
     manifest: Manifest | None = None
     why_not: str | None = None
+    anew: bool = False
 
 
 def common_end(offers: Mapping[int, HostOffer], hosts: Collection[int]) -> StepEnd | None:
@@ -117,7 +126,7 @@ def plan_of(offers: Mapping[int, HostOffer], hosts: Collection[int], refusals: M
     there = {host: offer.at(end) for host, offer in sorted(offers.items())}
     first = there[DECIDES]
     if first.digest is None:
-        raise NotProved(NOBODY_DECIDES)
+        raise NotProved(f"no rank stands at that step on the host of rank {DECIDES}")
     for host, at_end in there.items():
         if at_end.digest not in (None, first.digest):
             raise NotProved(f"the parameters on the host of rank {host} are others, though they are replicas")
@@ -133,15 +142,17 @@ def plan_of(offers: Mapping[int, HostOffer], hosts: Collection[int], refusals: M
         end=end, digest=first.digest, slot=min(free), seq=max(offer.next_seq for offer in offers.values()),
         stores=tuple(sorted(rank for host in there if there[host].digest is not None for rank in offers[host].ranks)),
         gone=tuple(sorted(rank for offer in offers.values() for rank in offer.gone)),
+        sent=tuple(sent for offer in there.values() for sent in offer.sent),
     )  # fmt: skip
 
 
 def commitment_of(manifest: Manifest, told: Mapping[int, HostShards], hosts: Collection[int]) -> Commitment:
     """What follows from what the hosts have told of their shards. manifest: without shards."""
-    for host in sorted(hosts):
-        if (shards := told.get(host)) is None or shards.why_not is not None:
-            why = "has not told in time whether its shards are whole" if shards is None else f": {shards.why_not}"
-            return Commitment(why_not=f"the host of rank {host}{' ' * (shards is None)}{why}")
+    faults = [(shards.anew, host, shards.why_not) for host, shards in told.items() if shards.why_not is not None]
+    for anew, host, why in sorted(faults):  # what another round would not mend comes first
+        return Commitment(why_not=f"the host of rank {host}: {why}", anew=anew)
+    for host in sorted({*hosts} - told.keys()):
+        return Commitment(why_not=f"the host of rank {host} has not told in time whether its shards are whole")
     records = {rank: record for shards in told.values() for rank, record in shards.shards.items()}
     if sorted(records) != [*range(manifest.world_size)]:
         return Commitment(why_not="the hosts have not told of every rank's shard")

@@ -1,21 +1,22 @@
 """What one host tells the others, and hears from them, until all have kept one last snapshot, or none has.
 
 `agreement` has what is said and what follows from it; this is the order in which it is said, in the store (`hosts`).
+A round begins with `agree` and ends with `keep`.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier.end_marks import StepEnd
 from rollback.checkpoints.fast_tier.slots import SlotPaths
-from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.train.last_snapshot.agreement import (
     DECIDES,
-    NOBODY_DECIDES,
+    ROUNDS,
     Commitment,
     EndOffer,
     HostOffer,
@@ -29,7 +30,7 @@ from rollback.train.last_snapshot.agreement import (
 )
 from rollback.train.last_snapshot.hosts import YES, Hosts
 from rollback.train.last_snapshot.peers import HostMarks
-from rollback.train.last_snapshot.write import SLOTS, Foreseen, HostWrite, LastWrite, NotProved
+from rollback.train.last_snapshot.write import SLOTS, Anew, Foreseen, HostWrite, LastWrite, NotProved
 
 _ANSWER = 2.0  # seconds in which a host must have heard of it, and in which one that is behind may come further
 _OFFER = 4.0  # in which it must have offered a step that fits, if a rank of it has none to offer
@@ -51,46 +52,47 @@ class Exchange:
     ) -> None:
         self._hosts, self._foresee = hosts, foresee
         self._store = hosts.connect()
-        self._began = time.monotonic()  # a name server that does not answer has cost seconds until now
-        self._deadline = self._began + seconds
+        self._deadline = time.monotonic() + seconds  # a name server that does not answer has cost some until now
         self._own, self._decides = hosts.own, hosts.own == DECIDES
         self.foreseen: Foreseen | None = None
         """On the host that decides."""
+        self._begin_round(1)
 
-    def agree(
-        self, offer: HostOffer, stands: Callable[[], bool], buffer_trees: Mapping[StepEnd, Mapping[str, Any]]
-    ) -> JointPlan:
-        """Tell what this host can keep, and wait for the plan. stands: whether it still can. buffer_trees: of each end.
+    def _begin_round(self, number: int) -> None:
+        self._number, self._round, self.foreseen = number, self._store.of_round(number), None
+        self._began = time.monotonic()
+
+    def agree(self, offer: HostOffer, stands: Callable[[], bool], writes: Mapping[StepEnd, LastWrite]) -> JointPlan:
+        """Tell what this host can keep, and wait for the plan. stands: whether it still can. writes: at the ends at
+        which it stands.
 
         Raises NotProved.
         """
+        while (over := self._read("commitment", Commitment)) is not None and over.anew:
+            self._begin_round(self._number + 1)
         self._tell(f"offer/{self._own}", offer)
         while (plan := self._read("plan", JointPlan)) is None:
             if not stands():
-                self._store.forget(f"offer/{self._own}")
+                self._round.forget(f"offer/{self._own}")
                 raise NotProved(f"this host was in the update behind step {offer.ends[0].end.step}")
             if self._decides:
-                self._decide(buffer_trees)
+                self._decide(stands, writes)
             else:
                 self._require_somebody_decides()
             time.sleep(self._hosts.pace)
         if plan.why_not is not None:
             raise NotProved(plan.why_not)
+        if plan.slot not in SLOTS:
+            raise NotProved(f"slot {plan.slot} is not for last snapshots")
         own = next((each for each in offer.ends if each.end == plan.end), None)
-        if self._decides and (own is None or own.digest is None) and self._store.get("commitment") is None:
-            self._fail(why := NOBODY_DECIDES)
-            raise NotProved(why)
-        if self._store.get(f"shards/{self._own}") is not None:  # by a rank that is gone: what is left is to commit
-            return plan
         stores = bool({*offer.ranks} & {*plan.stores})
-        if own is None or own.digest != (plan.digest if stores else None):
-            self._fail(why := "another rank of this host, which is gone, had offered another state")
-            raise NotProved(why)
-        if self._decides and self.foreseen is None:  # who has made the plan is gone
-            self._foresee_by(self._read_all("offer", HostOffer), plan.at)
+        as_planned = own is not None and own.digest == (plan.digest if stores else None)
+        if not as_planned and self._read(f"shards/{self._own}", HostShards) is None:
+            why = f"no rank of it stands any more where one stood when the hosts agreed on step {plan.at.step}"
+            self._tell(f"shards/{self._own}", HostShards(why_not=why, anew=True))
         return plan
 
-    def _decide(self, buffer_trees: Mapping[StepEnd, Mapping[str, Any]]) -> None:
+    def _decide(self, stands: Callable[[], bool], writes: Mapping[StepEnd, LastWrite]) -> None:
         offers = self._read_all("offer", HostOffer)
         if (end := common_end(offers, self._hosts.hosts)) is None:
             waits = self._may_still_offer(offers)
@@ -100,15 +102,15 @@ class Exchange:
             return
         try:
             plan = plan_of(offers, self._hosts.hosts, self._refusals())
-            self._foresee_by(offers, plan.at)
-            if any(offer.at(plan.at).digest is None for offer in offers.values()):
-                plan = plan.model_copy(update={"buffer_trees": buffer_trees[plan.at]})
+            self.foreseen, write = self._foresee(plan.sent), writes[plan.at]
+            by_marks = any(offer.at(plan.at).digest is None for offer in offers.values())
+            trees = write.buffer_trees if by_marks else {}
+            plan = plan.model_copy(update={"manifest": write.manifest(plan.seq), "buffer_trees": trees})
         except NotProved as error:
+            if not stands():
+                return
             plan = JointPlan(why_not=str(error))
         self._tell("plan", plan)
-
-    def _foresee_by(self, offers: Mapping[int, HostOffer], end: StepEnd) -> None:
-        self.foreseen = self._foresee([sent for offer in offers.values() for sent in offer.at(end).sent])
 
     def _may_still_offer(self, offers: Mapping[int, HostOffer]) -> bool:
         """Whether something that fits may still be offered by a host."""
@@ -121,7 +123,7 @@ class Exchange:
     def _require_somebody_decides(self) -> None:
         waited, why = time.monotonic() - self._began, None
         silent = time.monotonic() > self._deadline or (waited > _ANSWER and not self._is_here(DECIDES))
-        if waited > _OFFER and self._store.get(f"offer/{DECIDES}") is None:
+        if waited > _OFFER and self._round.get(f"offer/{DECIDES}") is None:
             why = self._refusals().get(DECIDES)
         if silent or why is not None:
             raise NotProved(f"{why or 'no rank has answered'} (on the host of rank {DECIDES})")
@@ -133,19 +135,21 @@ class Exchange:
         told = {host: self._store.get(f"refusal/{host}") for host in self._hosts.hosts}
         return {host: why.decode() for host, why in told.items() if why is not None}
 
-    def keep(self, plan: JointPlan, write: HostWrite) -> Manifest:
+    def keep(self, plan: JointPlan, write: HostWrite, stands: Callable[[], bool]) -> Manifest:
         """Write this host's shards, and commit them when those of all hosts are whole. write: at the plan's end.
+        stands: as for `agree`.
 
         Whatever happens at whatever moment: a host commits only what all hosts have written, and what only some have
-        committed means nothing to the next start. Raises NotProved.
+        committed means nothing to the next start. Raises NotProved, and Anew where another round may do.
         """
-        told = self._read(f"shards/{self._own}", HostShards)  # by a rank that is gone, and whole
-        shards = told.shards if told is not None else self._write_shards(plan, write)
+        told = self._read(f"shards/{self._own}", HostShards)  # by a rank that is gone
+        if told is None:
+            told = self._write_shards(plan, write, stands)
         try:
-            commitment = self._await_commitment(plan, write)
+            commitment = self._await_commitment(plan)
             if commitment.manifest is None:
-                raise NotProved(commitment.why_not or "")
-            require_as_planned(commitment.manifest, plan, shards)
+                raise (Anew if commitment.anew else NotProved)(commitment.why_not)
+            require_as_planned(commitment.manifest, plan, told.shards)
             write.commit_part(plan.slot, commitment.manifest)
         except BaseException:
             write.discard_part(plan.slot)
@@ -153,26 +157,18 @@ class Exchange:
         self._await_done(plan, write)
         return commitment.manifest
 
-    def _write_shards(self, plan: JointPlan, write: HostWrite) -> dict[int, ShardRecord]:
+    def _write_shards(self, plan: JointPlan, write: HostWrite, stands: Callable[[], bool]) -> HostShards:
         try:
-            if plan.slot not in SLOTS:
-                raise NotProved(f"slot {plan.slot} is not for last snapshots")
-            shards = write.write_part(plan.slot, plan.stores, self.foreseen.sentinel if self.foreseen else None)
-        except Exception as error:
-            self._fail(str(error) or type(error).__name__)
-            raise
-        self._tell(f"shards/{self._own}", HostShards(shards=shards))
-        return shards
+            if self._decides and self.foreseen is None:  # who has made the plan is gone
+                self.foreseen = self._foresee(plan.sent)
+            sentinel = self.foreseen.sentinel if self.foreseen else None
+            told = HostShards(shards=write.write_part(plan.slot, plan.stores, sentinel))
+        except Exception as error:  # noqa: BLE001 - it is told to all, and comes back to this host as well
+            told = HostShards(why_not=str(error) or type(error).__name__, anew=not stands())
+        self._tell(f"shards/{self._own}", told)
+        return told
 
-    def _fail(self, why: str) -> None:
-        """Tell that this host writes no shards, unless another rank has; and where it decides, that nothing comes of
-        it, unless another rank has told what does."""
-        if self._store.get(f"shards/{self._own}") is None:
-            self._tell(f"shards/{self._own}", HostShards(why_not=why))
-        if self._decides and self._store.get("commitment") is None:
-            self._tell("commitment", Commitment(why_not=why))
-
-    def _await_commitment(self, plan: JointPlan, write: HostWrite) -> Commitment:
+    def _await_commitment(self, plan: JointPlan) -> Commitment:
         while (commitment := self._read("commitment", Commitment)) is None:
             now = time.monotonic()
             if now > self._deadline:
@@ -181,8 +177,10 @@ class Exchange:
                 told = self._read_all("shards", HostShards)
                 failed = any(shards.why_not is not None for shards in told.values())
                 if failed or len(told) == len(self._hosts.hosts) or now > self._deadline - _MARGIN:
-                    manifest = cast(LastWrite, write).manifest(plan.seq)  # here is rank 0's host
-                    self._tell("commitment", commitment_of(manifest, told, self._hosts.hosts))
+                    assert plan.manifest is not None
+                    commitment = commitment_of(plan.manifest, told, self._hosts.hosts)
+                    anew = commitment.anew and self._number < ROUNDS and now < self._deadline - _MARGIN
+                    self._tell("commitment", commitment.model_copy(update={"anew": anew}))
                     continue
             time.sleep(self._hosts.pace)
         return commitment
@@ -190,10 +188,10 @@ class Exchange:
     def _await_done(self, plan: JointPlan, write: HostWrite) -> None:
         """Raises NotProved. The host that decides takes its part back then; the others leave theirs to the next start,
         which looks whether all have it."""
-        self._store.set({f"committed/{self._own}": YES})
-        while self._store.get("done") is None:
-            if self._decides and all(self._store.get(f"committed/{host}") for host in self._hosts.hosts):
-                self._store.set({"done": YES})
+        self._round.set({f"committed/{self._own}": YES})
+        while self._round.get("done") is None:
+            if self._decides and all(self._round.get(f"committed/{host}") for host in self._hosts.hosts):
+                self._round.set({"done": YES})
             elif time.monotonic() <= self._deadline:
                 time.sleep(self._hosts.pace)
             elif self._decides:
@@ -203,10 +201,10 @@ class Exchange:
                 raise NotProved("it is not known whether all hosts have kept it")
 
     def _tell(self, name: str, told: BaseModel) -> None:
-        self._store.set({name: told.model_dump_json().encode()})
+        self._round.set({name: told.model_dump_json().encode()})
 
     def _read(self, name: str, kind: type[_Told]) -> _Told | None:
-        body = self._store.get(name)
+        body = self._round.get(name)
         return kind.model_validate_json(body) if body is not None else None
 
     def _read_all(self, name: str, kind: type[_Told]) -> dict[int, _Told]:
@@ -225,13 +223,12 @@ def keep_together(
     digest: int | None = None,
     next_seq: int = 0,
     stands: Callable[[], bool] = lambda: True,
-    buffer_trees: Mapping[StepEnd, Mapping[str, Any]] = MappingProxyType({}),
 ) -> tuple[JointPlan, Manifest]:
     """Agree on one of these ends with the other hosts, and keep this host's part of it.
 
     ranks, gone: of this host. ends: of which all of them have left marks. The rest is of those at which the rank that
-    calls stands: what writes their shards, the digest of the parameters, whether it still stands there, and the trees
-    of the buffers. At the other ends another host has the parameters. Raises NotProved.
+    calls stands: what writes their shards, the digest of the parameters, and whether it still stands there. At the
+    other ends another host has the parameters. Raises NotProved.
     """
     by_marks = {end: HostWrite(tier, marks.bodies, {}) for end, marks in ends.items() if end not in writes}
     every: dict[StepEnd, HostWrite] = {**by_marks, **writes}
@@ -246,7 +243,12 @@ def keep_together(
     offer = HostOffer(
         ranks=tuple(ranks), ends=tuple(offers), slots=tuple(largest.free_slots()), next_seq=next_seq, gone=tuple(gone)
     )
-    plan = exchange.agree(offer, stands, buffer_trees)
-    marks = ends.get(plan.at) or ends[max(ends)]  # another end only where the shards are written already
-    write = writes.get(plan.at) or HostWrite(tier, marks.bodies, plan.buffer_trees)
-    return plan, exchange.keep(plan, write)
+    while True:
+        plan = exchange.agree(offer, stands, writes)
+        marks = ends.get(plan.at) or ends[max(ends)]  # another end only where nothing is written here any more
+        write = writes.get(plan.at) or HostWrite(tier, marks.bodies, plan.buffer_trees)
+        try:
+            return plan, exchange.keep(plan, write, stands)
+        except Anew:
+            if not stands():
+                raise

@@ -14,6 +14,7 @@ rings. What the hosts say to each other then is in `exchange`.
 """
 
 import contextlib
+import copy
 import os
 import socket
 import threading
@@ -77,6 +78,12 @@ class HostStore:
     def forget(self, name: str) -> None:
         with self._reaching():
             self._store.delete_key(f"{self._keys}/{name}")
+
+    def of_round(self, number: int) -> "HostStore":
+        """What is told in one round of an agreement, by the same connection."""
+        told = copy.copy(self)
+        told._keys = f"{self._keys}/{number}"
+        return told
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:

@@ -269,7 +269,6 @@ class LastSnapshot:
             plan, manifest = keep_together(
                 exchange, self._tier, self._run.ranks.on_this_host, self._gone, marks_of, writes=writes, digest=digest,
                 next_seq=self._snapshots.next_seq, stands=lambda: first.changes == self._changes,
-                buffer_trees={standing.end: standing.buffer_trees for standing, _ in ends},
             )  # fmt: skip
             return self._tell(account, began, manifest, exchange.foreseen, plan.gone)
 

@@ -42,6 +42,10 @@ class NotProved(Exception):
     """Why the state is not known to be that of one step's end on all ranks, in words."""
 
 
+class Anew(NotProved):
+    """Why a host could not keep what the hosts had agreed on, though it may have another step: they agree anew."""
+
+
 @dataclass(frozen=True)
 class Foreseen:
     """The sentinel once the last step is judged. metric: that step's line for the metrics, if it is not written yet."""
@@ -85,7 +89,7 @@ class HostWrite:
     """
 
     def __init__(self, tier: SlotPaths, bodies: Mapping[int, bytes], buffer_trees: Mapping[str, Any]) -> None:
-        self._tier, self._buffer_trees = tier, buffer_trees
+        self._tier, self.buffer_trees = tier, buffer_trees
         self._marks = {rank: SmallState.of(body) for rank, body in sorted(bodies.items())}
         names = next(iter(self._marks.values())).buffer_names
         if any(mark.buffer_names != names for mark in self._marks.values()):
@@ -132,7 +136,7 @@ class HostWrite:
 
     def _shard(self, rank: int, sentinel: Mapping[str, Any] | None) -> tuple[list[ShardPiece], dict[str, str]]:
         """Tensors and metadata of a rank's shard."""
-        local, pieces = self._marks[rank].local(self._buffer_trees)
+        local, pieces = self._marks[rank].local(self.buffer_trees)
         return pieces, {"local": json.dumps(local)}
 
     def _slot(self, number: int) -> Path:

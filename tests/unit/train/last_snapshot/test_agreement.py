@@ -63,7 +63,9 @@ def test_the_newest_end_that_all_hosts_offer_is_the_common_one(
 
 def test_the_plan_has_what_suits_all_hosts() -> None:
     offers = {0: offer(gone=(1,), slots=(90, 91)), 2: offer(ranks=(2, 3), next_seq=5, slots=(91,), gone=(3,))}
-    assert plan_of(offers, HOSTS, {}) == JointPlan(end=END, digest=7, slot=91, seq=5, gone=(1, 3), stores=(0, 1, 2, 3))
+    assert plan_of(offers, HOSTS, {}) == JointPlan(
+        end=END, digest=7, slot=91, seq=5, gone=(1, 3), stores=(0, 1, 2, 3), sent=(b"\0\xff",) * 2
+    )
 
 
 def test_a_host_without_anybody_who_has_the_parameters_stores_none() -> None:
@@ -130,10 +132,20 @@ def test_the_manifest_has_the_shards_of_all_ranks_in_their_order() -> None:
         ({0: shards(0, 1)}, "the host of rank 2 has not told in time whether its shards are whole"),
         ({0: shards(0, 1), 2: HostShards(why_not="the disk is full")}, "the host of rank 2: the disk is full"),
         ({0: shards(0, 1), 2: shards(2)}, "the hosts have not told of every rank's shard"),
+        ({0: HostShards(why_not="moved", anew=True), 2: HostShards(why_not="full")}, "the host of rank 2: full"),
+        ({2: HostShards(why_not="the disk is full")}, "the host of rank 2: the disk is full"),
     ],
 )
 def test_nothing_is_committed_where_a_shard_is_not_known_to_be_whole(told: Mapping[int, HostShards], why: str) -> None:
     assert commitment_of(MANIFEST, told, HOSTS) == Commitment(why_not=why)
+
+
+def test_a_host_that_has_gone_on_has_all_agree_anew_whatever_the_others_have_told_by_then() -> None:
+    moved = {2: HostShards(why_not="it has gone on", anew=True)}
+    for told in (moved, {0: shards(0, 1), **moved}):
+        assert commitment_of(MANIFEST, told, HOSTS) == Commitment(
+            why_not="the host of rank 2: it has gone on", anew=True
+        )
 
 
 WHOLE = MANIFEST.model_copy(update={"shards": tuple(shards(0, 1, 2, 3).shards.values())})

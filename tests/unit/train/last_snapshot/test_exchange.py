@@ -16,10 +16,10 @@ from rollback.checkpoints.fast_tier.end_marks import StepEnd
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import shard_name
 from rollback.train.last_snapshot import exchange as exchange_module
-from rollback.train.last_snapshot.agreement import HostOffer
+from rollback.train.last_snapshot.agreement import ROUNDS, HostOffer
 from rollback.train.last_snapshot.exchange import Exchange
 from rollback.train.last_snapshot.hosts import Hosts, HostStore, StoreGone
-from rollback.train.last_snapshot.write import Foreseen, HostWrite, NotProved
+from rollback.train.last_snapshot.write import Anew, Foreseen, HostWrite, LastWrite, NotProved
 
 LIMIT = 30.0
 distributed: Any = torch.distributed
@@ -42,6 +42,7 @@ class Shards:
 
     def __init__(self, *ranks: int, fault: str | None = None) -> None:
         self.ranks, self.fault, self.done, self.step = ranks, fault, list[str](), END.step
+        self.buffer_trees: Mapping[str, Any] = {}
 
     stores: tuple[int, ...] = ()
 
@@ -85,13 +86,21 @@ def speak(
     stands: Callable[[], bool] = lambda: True,
     judge: Callable[[Sequence[bytes]], Foreseen] = foresee,
     seconds: float = LIMIT,
-    trees: Mapping[StepEnd, Mapping[str, Any]] | None = None,
+    at: StepEnd | tuple[StepEnd, ...] = END,
 ) -> Manifest | str:
-    """What a host keeps, or why nothing."""
+    """What a host keeps, or why nothing. at: where it stands."""
     try:
         exchange = Exchange(hosts, judge, seconds)
         exchange._store.set({f"here/{hosts.own}": b"1"})
-        return exchange.keep(exchange.agree(told or of(hosts), stands, trees or {}), cast(HostWrite, shards))
+        write = cast(LastWrite, shards)
+        writes = dict.fromkeys([at] if isinstance(at, StepEnd) else at, write)
+        while True:
+            plan = exchange.agree(told or of(hosts), stands, writes)
+            try:
+                return exchange.keep(plan, write, stands)
+            except Anew:
+                if not stands():
+                    raise
     except NotProved as error:
         return str(error)
 
@@ -129,6 +138,76 @@ def test_a_step_that_was_not_healthy_is_kept_by_nobody(both: tuple[Hosts, Hosts]
     assert first.done == other.done == []
 
 
+LATER = END._replace(step=END.step + 1)
+
+
+class Moving(Shards):
+    """In place of the shards of a host that goes on while they are written."""
+
+    moved = False
+
+    def write_part(self, *given: Any) -> dict[int, ShardRecord]:
+        self.moved = True
+        raise NotProved("it was changed while it was read")
+
+
+@pytest.mark.parametrize("moving", [0, 1])
+def test_where_a_host_goes_on_behind_the_plan_all_agree_anew(both: tuple[Hosts, Hosts], moving: int) -> None:
+    moves, stays = Moving(2 * moving, 2 * moving + 1), Shards(2 - 2 * moving, 3 - 2 * moving)
+    moves.step = stays.step = LATER.step
+    ends = of(both[1 - moving], ends=(AT_END.model_copy(update={"end": LATER}), AT_END))
+
+    def move() -> Manifest | str:
+        assert "changed while it was read" in str(speak(both[moving], moves, stands=lambda: not moves.moved))
+        there = Shards(*moves.ranks)
+        there.step = LATER.step
+        return speak(both[moving], there, of(both[moving], end=LATER), at=LATER)
+
+    with ThreadPoolExecutor() as threads:
+        jobs = threads.submit(move), threads.submit(speak, both[1 - moving], stays, ends, at=(END, LATER))
+        one, other = (job.result(LIMIT) for job in jobs)
+    assert isinstance(one, Manifest), one
+    assert one == other
+    written = stays.done[0]
+    assert stays.done == [written, "discarded", written, f"committed {one.name}"]
+
+
+@pytest.mark.parametrize("moving", [0, 1])
+def test_hosts_that_never_stop_going_on_agree_a_bounded_number_of_times(both: tuple[Hosts, Hosts], moving: int) -> None:
+    moves, stays = Moving(2 * moving, 2 * moving + 1), Shards(2 - 2 * moving, 3 - 2 * moving)
+
+    def move() -> Manifest | str:
+        for _ in range(ROUNDS + 1):
+            moves.moved = False
+            why = speak(both[moving], moves, stands=lambda: not moves.moved)
+        return why
+
+    with ThreadPoolExecutor() as threads:
+        jobs = threads.submit(move), threads.submit(speak, both[1 - moving], stays)
+        found = [job.result(LIMIT) for job in jobs]
+    assert found == [f"the host of rank {both[moving].own}: it was changed while it was read"] * 2
+    assert [done for done in stays.done if "written" not in done] == ["discarded"] * ROUNDS
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_whoever_speaks_next_for_a_host_and_stands_elsewhere_has_all_agree_anew(
+    both: tuple[Hosts, Hosts], gone: int
+) -> None:
+    """The first one is gone before it has written anything."""
+    ends = of(both[1 - gone], ends=(AT_END.model_copy(update={"end": LATER}), AT_END))
+    first, other = Shards(2 * gone, 2 * gone + 1), Shards(2 - 2 * gone, 3 - 2 * gone)
+    first.step = other.step = LATER.step
+    with ThreadPoolExecutor() as threads:
+        job = threads.submit(speak, both[1 - gone], other, ends, at=(END, LATER))
+        exchange = Exchange(both[gone], foresee, LIMIT)
+        exchange._store.set({f"here/{both[gone].own}": b"1"})
+        exchange.agree(of(both[gone]), lambda: True, {END: cast(LastWrite, first)})
+        kept = speak(both[gone], first, of(both[gone], end=LATER), at=LATER)
+        assert kept == job.result(LIMIT)
+    assert isinstance(kept, Manifest), kept
+    assert other.done[1:] == ["discarded", other.done[0], f"committed {kept.name}"]
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_host_that_cannot_write_leaves_nothing_on_either_at_once(both: tuple[Hosts, Hosts], failing: int) -> None:
     shards = [Shards(0, 1), Shards(2, 3)]
@@ -142,7 +221,7 @@ def test_a_host_that_cannot_write_leaves_nothing_on_either_at_once(both: tuple[H
 
 
 def test_a_host_that_comes_to_the_step_of_the_other_offers_it_then(both: tuple[Hosts, Hosts]) -> None:
-    begins, looking = threading.Event(), both[0].connect()
+    begins, looking = threading.Event(), both[0].connect().of_round(1)
 
     def behind() -> Manifest | str:
         early = of(both[1], end=END._replace(step=7))
@@ -162,14 +241,14 @@ def test_a_host_that_comes_to_the_step_of_the_other_offers_it_then(both: tuple[H
 
 def test_a_host_that_is_behind_the_marks_of_another_one_has_time_to_come_there(both: tuple[Hosts, Hosts]) -> None:
     """The rank that is gone had been a step further: its sums are there, so the others will be there in a moment."""
-    begins, looking = threading.Event(), both[0].connect()
+    begins, looking = threading.Event(), both[0].connect().of_round(1)
     before = of(both[0], end=END._replace(step=7))
     marks = by_marks(both[1], END, before.ends[0].end)
 
     def behind() -> Manifest | str:
         moved = speak(both[0], Shards(0, 1), before, stands=lambda: not begins.is_set())
         assert "in the update behind step 7" in str(moved)
-        return speak(both[0], Shards(0, 1), trees={END: {"buffers": {}}})
+        return speak(both[0], Shards(0, 1))
 
     with ThreadPoolExecutor() as threads:
         jobs = threads.submit(behind), threads.submit(speak, both[1], Shards(2, 3), marks)
@@ -190,7 +269,7 @@ def test_a_host_that_does_not_come_further_is_kept_where_it_stands(
     both[0].connect().set({"here/2": b"1"})
     first = Shards(0, 1)
     first.step = 7
-    one, other = speak_both(both, first, Shards(2, 3), told=(before, marks), trees={before.ends[0].end: {}})
+    one, other = speak_both(both, first, Shards(2, 3), told=(before, marks), at=before.ends[0].end)
     assert isinstance(one, Manifest), one
     assert one == other
 
@@ -205,7 +284,7 @@ def test_a_host_that_is_a_step_ahead_has_the_marks_of_the_step_before(
     both[0].connect().set({"here/2": b"1"})
     first, other = Shards(0, 1), Shards(2, 3)
     first.step = 7
-    one, two = speak_both(both, first, other, told=(before, ahead), trees={before.ends[0].end: {}})
+    one, two = speak_both(both, first, other, told=(before, ahead), at=before.ends[0].end)
     assert isinstance(one, Manifest), one
     assert (one, first.stores, other.stores) == (two, (0, 1), (0, 1))
 
@@ -217,7 +296,9 @@ def test_whoever_speaks_next_for_a_host_writes_nothing_again(both: tuple[Hosts, 
         job = threads.submit(speak, both[1], other)
         exchange = Exchange(both[0], foresee, LIMIT)
         exchange._store.set({"here/0": b"1"})
-        exchange._write_shards(exchange.agree(of(both[0]), lambda: True, {}), cast(HostWrite, gone))
+        exchange._write_shards(
+            exchange.agree(of(both[0]), lambda: True, {END: cast(LastWrite, gone)}), cast(HostWrite, gone), bool
+        )
         kept = speak(both[0], first, of(both[0], slots=(91,)))
         assert kept == job.result(LIMIT)
     assert isinstance(kept, Manifest)
@@ -265,7 +346,7 @@ def test_what_only_the_deciding_host_has_committed_is_taken_back(
         job = threads.submit(speak, both[0], first, seconds=2.5)
         exchange = Exchange(both[1], foresee, LIMIT)
         exchange._store.set({"here/2": b"1"})
-        exchange._write_shards(exchange.agree(of(both[1]), lambda: True, {}), cast(HostWrite, gone))
+        exchange._write_shards(exchange.agree(of(both[1]), lambda: True, {}), cast(HostWrite, gone), bool)
         assert job.result(LIMIT) == "not all hosts have told in time that they have kept it"
     assert first.done[1:] == [f"committed {MANIFEST.name}", "discarded"]
 
