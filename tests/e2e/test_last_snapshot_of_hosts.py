@@ -118,8 +118,9 @@ def test_a_host_that_was_a_step_behind_the_dead_rank_comes_there(tmp_path: Path,
     [
         (("_write_shards", "agree"), KILL + 1),
         *soak((("agree", "_write_shards"), KILL + 1), (("agree", "agree"), KILL + 1), (("", "agree"), KILL)),
+        (("agree", ""), KILL + 1),
     ],
-    ids=["the other host", "the host of rank 0", "both", "one that the other never follows"],
+    ids=["the other host", "the host of rank 0", "both", "one that rank 0's never follows", "rank 0's alone"],
 )
 def test_a_host_that_begins_its_update_behind_the_plan_keeps_the_next_step(
     tmp_path: Path, methods: tuple[str, str], step: int

@@ -104,15 +104,17 @@ class Commitment(BaseModel, frozen=True):
 
 
 def common_end(offers: Mapping[int, HostOffer], hosts: Collection[int]) -> StepEnd | None:
-    """The newest step's end that all hosts offer. None: it is worth waiting, a host may come to one in a moment."""
+    """The newest step's end that all hosts offer, of those at which a rank of the host that decides stands, if there is
+    one. None: it is worth waiting, a host may come to one in a moment."""
     if offers.keys() != {*hosts}:
         return None
-    return max(set.intersection(*({each.end for each in offer.ends} for offer in offers.values())), default=None)
+    common = set.intersection(*({each.end for each in offer.ends} for offer in offers.values()))
+    return max(common, key=lambda end: (offers[DECIDES].at(end).digest is not None, end), default=None)
 
 
 def somebody_is_ahead(offers: Mapping[int, HostOffer], end: StepEnd) -> bool:
     """Whether a rank of some host has come to the end of a later step: all have been given its sums, and may come."""
-    return any(each.end.step > end.step for offer in offers.values() for each in offer.ends)
+    return any(each.end.step > end.step and each.sent for offer in offers.values() for each in offer.ends)
 
 
 def plan_of(offers: Mapping[int, HostOffer], hosts: Collection[int], refusals: Mapping[int, str]) -> JointPlan:

@@ -52,7 +52,8 @@ class Exchange:
     ) -> None:
         self._hosts, self._foresee = hosts, foresee
         self._store = hosts.connect()
-        self._deadline = time.monotonic() + seconds  # a name server that does not answer has cost some until now
+        self._met = time.monotonic()  # a name server that does not answer has cost seconds until now
+        self._deadline = self._met + seconds
         self._own, self._decides = hosts.own, hosts.own == DECIDES
         self.foreseen: Foreseen | None = None
         """On the host that decides."""
@@ -62,12 +63,18 @@ class Exchange:
         self._number, self._round, self.foreseen = number, self._store.of_round(number), None
         self._began = time.monotonic()
 
+    @property
+    def late(self) -> bool:
+        """Whether this host's ranks have had the time to come to the end of the step that they are in."""
+        return time.monotonic() > self._met + _ANSWER
+
     def agree(self, offer: HostOffer, stands: Callable[[], bool], writes: Mapping[StepEnd, LastWrite]) -> JointPlan:
         """Tell what this host can keep, and wait for the plan. stands: whether it still can. writes: at the ends at
         which it stands.
 
-        Raises NotProved.
+        Raises NotProved, and Anew once when it is late: there may be more to offer then.
         """
+        late = self.late or self._decides
         while (over := self._read("commitment", Commitment)) is not None and over.anew:
             self._begin_round(self._number + 1)
         self._tell(f"offer/{self._own}", offer)
@@ -75,6 +82,8 @@ class Exchange:
             if not stands():
                 self._round.forget(f"offer/{self._own}")
                 raise NotProved(f"this host was in the update behind step {offer.ends[0].end.step}")
+            if self.late and not late:
+                raise Anew("there is no plan yet")
             if self._decides:
                 self._decide(stands, writes)
             else:
@@ -97,7 +106,8 @@ class Exchange:
         if (end := common_end(offers, self._hosts.hosts)) is None:
             waits = self._may_still_offer(offers)
         else:
-            waits = somebody_is_ahead(offers, end) and time.monotonic() < self._began + _ANSWER
+            patience = _ANSWER if offers[DECIDES].at(end).digest is not None else _OFFER  # who is late may offer more
+            waits = somebody_is_ahead(offers, end) and time.monotonic() < self._began + patience
         if waits:
             return
         try:
@@ -217,37 +227,40 @@ def keep_together(
     tier: SlotPaths,
     ranks: Sequence[int],
     gone: Sequence[int],
-    ends: Mapping[StepEnd, HostMarks],
+    ends: Callable[[bool], Mapping[StepEnd, HostMarks]],
     *,
     writes: Mapping[StepEnd, LastWrite] = MappingProxyType({}),
     digest: int | None = None,
     next_seq: int = 0,
     stands: Callable[[], bool] = lambda: True,
 ) -> tuple[JointPlan, Manifest]:
-    """Agree on one of these ends with the other hosts, and keep this host's part of it.
+    """Agree on a step's end with the other hosts, and keep this host's part of it.
 
-    ranks, gone: of this host. ends: of which all of them have left marks. The rest is of those at which the rank that
-    calls stands: what writes their shards, the digest of the parameters, and whether it still stands there. At the
-    other ends another host has the parameters. Raises NotProved.
+    ranks, gone: of this host. ends: of which all of them have left marks, given whether it is late. The rest is of
+    those at which the rank that calls stands: what writes their shards, the digest of the parameters, and whether it
+    still stands there. At the other ends another host has the parameters. Raises NotProved.
     """
-    by_marks = {end: HostWrite(tier, marks.bodies, {}) for end, marks in ends.items() if end not in writes}
-    every: dict[StepEnd, HostWrite] = {**by_marks, **writes}
-    offers = [
-        EndOffer(
-            end=end, buffers=every[end].buffers, sent=tuple(marks.sent), early=marks.early, loud=marks.loud,
-            digest=digest if end in writes else None,
-        )
-        for end, marks in ends.items()
-    ]  # fmt: skip
-    largest = next(iter(writes.values()), None) or every[max(ends)]
-    offer = HostOffer(
-        ranks=tuple(ranks), ends=tuple(offers), slots=tuple(largest.free_slots()), next_seq=next_seq, gone=tuple(gone)
-    )
     while True:
-        plan = exchange.agree(offer, stands, writes)
-        marks = ends.get(plan.at) or ends[max(ends)]  # another end only where nothing is written here any more
-        write = writes.get(plan.at) or HostWrite(tier, marks.bodies, plan.buffer_trees)
+        if not (marks_of := ends(exchange.late)):
+            raise NotProved("its ranks have not come to the end of one step any more")
+        every: dict[StepEnd, HostWrite] = {end: HostWrite(tier, marks.bodies, {}) for end, marks in marks_of.items()}
+        every |= writes
+        offers = [
+            EndOffer(
+                end=end, buffers=every[end].buffers, sent=tuple(marks.sent), early=marks.early, loud=marks.loud,
+                digest=digest if end in writes else None,
+            )
+            for end, marks in marks_of.items()
+        ]  # fmt: skip
+        slots = (next(iter(writes.values()), None) or every[max(every)]).free_slots()  # who stands writes most
+        offer = HostOffer(
+            ranks=tuple(ranks), ends=tuple(offers), slots=tuple(slots), next_seq=next_seq, gone=tuple(gone)
+        )
         try:
+            plan = exchange.agree(offer, stands, writes)
+            write = every.get(plan.at) or every[max(every)]  # another end only where nothing is written any more
+            if plan.at not in writes:
+                write.buffer_trees = plan.buffer_trees
             return plan, exchange.keep(plan, write, stands)
         except Anew:
             if not stands():

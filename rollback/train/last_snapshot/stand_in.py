@@ -53,7 +53,7 @@ def _keep(
 
     if not (ends := all_ends(paths, job.ranks, of_rank)):
         raise NotProved("its ranks are gone, and they had not come to the end of one step")
-    plan, manifest = keep_together(exchange, SlotPaths(paths.root.parent), job.ranks, gone, ends)
+    plan, manifest = keep_together(exchange, SlotPaths(paths.root.parent), job.ranks, gone, lambda late: ends)
     seconds = round(time.monotonic() - noticed, 4)
     told = {"reason": in_words(plan.gone), "checkpoint": manifest.name, "step": manifest.step, "seconds": seconds}
     return account.model_copy(update=told)

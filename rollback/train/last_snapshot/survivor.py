@@ -234,10 +234,9 @@ class LastSnapshot:
             try:
                 ends = self._await_common_ends(began, time.monotonic() + _SETTLE)
             except NotProved:
-                told = self._peers.all_ends(began, over=True)
-                if self._hosts is None or self._hosts.own == DECIDES or not told:
+                if self._hosts is None or self._hosts.own == DECIDES or not self._peers.all_ends(began, over=True):
                     raise
-                return self._keep_by_marks(self._hosts, told, account, began)
+                return self._keep_by_marks(self._hosts, account, began)
             try:
                 return self._keep_one(ends, account, began)
             except NotProved:
@@ -265,22 +264,24 @@ class LastSnapshot:
                 manifest, tier = writes[first.end].write_alone(foreseen.sentinel)
                 return self._tell(account, began, manifest, foreseen, tier=tier)
             exchange = Exchange(self._hosts, self._foresee, began + _PATIENCE - _REST - time.monotonic())
-            marks_of = self._peers.all_ends(began) | {standing.end: marks for standing, marks in ends}
+            here = {standing.end: marks for standing, marks in ends}
             plan, manifest = keep_together(
-                exchange, self._tier, self._run.ranks.on_this_host, self._gone, marks_of, writes=writes, digest=digest,
+                exchange, self._tier, self._run.ranks.on_this_host, self._gone,
+                lambda late: self._peers.all_ends(began, over=late) | here, writes=writes, digest=digest,
                 next_seq=self._snapshots.next_seq, stands=lambda: first.changes == self._changes,
             )  # fmt: skip
             return self._tell(account, began, manifest, exchange.foreseen, plan.gone)
 
-    def _keep_by_marks(
-        self, hosts: Hosts, ends: Mapping[StepEnd, HostMarks], account: LastAccount, began: float
-    ) -> LastAccount:
+    def _keep_by_marks(self, hosts: Hosts, account: LastAccount, began: float) -> LastAccount:
         """No rank of this host stands at these ends. Those of other hosts may, and lack nothing but these marks."""
         with end_marks.alone(self._paths, began + _PATIENCE):
             if self._another_has_kept():
                 return account
             exchange = Exchange(hosts, self._foresee, began + _PATIENCE - _REST - time.monotonic())
-            plan, manifest = keep_together(exchange, self._tier, self._run.ranks.on_this_host, self._gone, ends)
+            plan, manifest = keep_together(
+                exchange, self._tier, self._run.ranks.on_this_host, self._gone,
+                lambda late: self._peers.all_ends(began, over=True),
+            )  # fmt: skip
             return self._tell(account, began, manifest, None, plan.gone)
 
     def _another_has_kept(self) -> bool:

@@ -43,7 +43,7 @@ class NotProved(Exception):
 
 
 class Anew(NotProved):
-    """Why a host could not keep what the hosts had agreed on, though it may have another step: they agree anew."""
+    """Why the hosts have not agreed, or not kept what they had agreed on, though it is worth another try."""
 
 
 @dataclass(frozen=True)

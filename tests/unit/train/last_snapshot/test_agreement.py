@@ -18,6 +18,7 @@ from rollback.train.last_snapshot.agreement import (
     common_end,
     plan_of,
     require_as_planned,
+    somebody_is_ahead,
 )
 from rollback.train.last_snapshot.write import NotProved
 
@@ -59,6 +60,17 @@ def test_the_newest_end_that_all_hosts_offer_is_the_common_one(
     offers: Mapping[int, HostOffer], common: StepEnd | None
 ) -> None:
     assert common_end(offers, HOSTS) == common
+
+
+def test_an_end_at_which_rank_0_s_host_stands_comes_before_a_newer_one_by_marks_alone() -> None:
+    """Ranks that hang in a step have told of its end early, on all hosts."""
+    early = AT_END.model_copy(update={"end": END._replace(step=9), "digest": None, "early": True, "sent": ()})
+    both = {host: offer(ends=(early, AT_END)) for host in HOSTS}
+    assert common_end(both, HOSTS) == END
+    assert not somebody_is_ahead(both, END)
+    assert common_end({host: offer(ends=(early,)) for host in HOSTS}, HOSTS) == early.end
+    there = {**both, 2: offer(ends=(early.model_copy(update={"sent": (b"1",)}), AT_END))}
+    assert somebody_is_ahead(there, END)
 
 
 def test_the_plan_has_what_suits_all_hosts() -> None:

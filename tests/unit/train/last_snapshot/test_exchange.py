@@ -95,8 +95,8 @@ def speak(
         write = cast(LastWrite, shards)
         writes = dict.fromkeys([at] if isinstance(at, StepEnd) else at, write)
         while True:
-            plan = exchange.agree(told or of(hosts), stands, writes)
             try:
+                plan = exchange.agree(told or of(hosts), stands, writes)
                 return exchange.keep(plan, write, stands)
             except Anew:
                 if not stands():
