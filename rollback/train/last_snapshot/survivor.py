@@ -31,6 +31,7 @@ from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.hosts import Hosts, StoreGone
 from rollback.train.last_snapshot.peers import POLL, HostMarks, in_words, ranks_in_words
 from rollback.train.last_snapshot.small_state import SharedState, SmallStateReader
+from rollback.train.last_snapshot.unseen_writes import UnseenWrites
 from rollback.train.last_snapshot.write import (
     Foreseen,
     LastWrite,
@@ -61,8 +62,8 @@ class _Standing(NamedTuple):
     small: SharedState
     buffer_trees: Mapping[str, Any]
     digest: int | None
-    """Of the parameters and the optimizer's tensors, behind an epoch's last step: in the work between two epochs a
-    script may exchange weights, by writes that torch does not count. None: not needed."""
+    """Of the parameters and the optimizer's tensors, where a script may write to them and torch does not count it:
+    in an attempt's first steps, and in the work between two epochs. None: not needed."""
 
 
 class _CommonEnd(NamedTuple):
@@ -112,6 +113,7 @@ class LastSnapshot:
         self._paths, self._mark, self._peers, self._hosts = met.paths, met.mark, met.peers, met.hosts
         self._tier = snapshots.slots_of_host.paths
         before_update(state.optimizer, weak_hook(self._before_update))
+        self._unseen = UnseenWrites(state, telltale, self._seems_unchanged, self._stop)
         if run.ranks.world_size > 1:
             self._early = EarlyMarks(self._mark, telltale, self._small_state, self._coming)
         self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)
@@ -129,7 +131,8 @@ class LastSnapshot:
             self._stop(f"{size >> 10} KiB of buffers and other small state would be copied at every step")
             return
         end = self._end_of(self._state.counters.step)
-        digest = together(digests_of_large_state(self._state)) if self._state.cursor.at_end else None
+        if (digest := self._unseen.at_end()) is None and self._state.cursor.at_end:
+            digest = together(digests_of_large_state(self._state))
         shared, trees = self._small_state.shared(), self._small_state.buffer_trees
         standing = _Standing(end, self._changes, self._versions(), shared, trees, digest)
         self._mark.write(end, body, local.stays)
@@ -165,6 +168,9 @@ class LastSnapshot:
     def _stands(self) -> bool:
         """Whether nothing has begun to change since this rank's newest mark."""
         return bool(self._standings) and self._standings[0].changes == self._changes
+
+    def _seems_unchanged(self) -> bool:
+        return self._stands and self._standings[0].versions == self._versions()
 
     def _versions(self) -> int:
         """Changes with every write to a parameter in place, as torch counts."""
@@ -361,7 +367,7 @@ class LastSnapshot:
             for fd, _ in poll.poll():
                 if (rank := ranks.get(fd)) is None:
                     if asked := self._take_news(os.read(fd, 4096)):
-                        self.keep(_words_of(asked))
+                        self.keep(REASONS.get(asked[-1:], "another rank is about to end"))
                 elif end_marks.has_left(self._paths, rank):
                     poll.unregister(fd)
                 else:
@@ -390,8 +396,3 @@ class LastSnapshot:
             with contextlib.suppress(StoreGone):
                 self._hosts.tell_stopped(f"rank {rank}: {why}")
         self.leave()
-
-
-def _words_of(asked: bytes) -> str:
-    """Why a bell was rung, in words."""
-    return REASONS.get(asked[-1:], "another rank is about to end")
