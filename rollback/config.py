@@ -67,11 +67,12 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         1000, ge=1, description="updates that the answers to one trouble may undo; after that it is structural"
     )
     max_skipped: str = Field(
-        "5%", pattern=r"^(100|\d{1,2}(\.\d{1,6})?)%$", json_schema_extra={"metavar": "X%"},
+        "5%", pattern=r"^(100|\d{1,2}(\.\d{1,6})?)%$", examples=["5%"], json_schema_extra={"metavar": "X%"},
         description="share of the batches that incidents may cost; what would skip more stops the run",
     )  # fmt: skip
     lr_after: str | None = Field(
-        None, pattern=r"^0\.\d{1,6}:[1-9]\d{0,8}$", json_schema_extra={"metavar": "FACTOR:STEPS"},
+        None, pattern=r"^0\.\d{1,6}:[1-9]\d{0,8}$", examples=["0.5:200"],
+        json_schema_extra={"metavar": "FACTOR:STEPS"},
         description="before a trouble is called structural, replay it with the learning rate times FACTOR for STEPS "
         "steps, then back over as many; lower still if it comes back",
     )  # fmt: skip
@@ -102,7 +103,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         json_schema_extra={"metavar": "URL"},
     )  # fmt: skip
     checkpoint_every: Annotated[str, BeforeValidator(str)] = Field(
-        "auto", pattern=r"^(auto|[1-9]\d{0,8}[smh]?)$", json_schema_extra={"metavar": "N|Nm|Nh|auto"},
+        "auto", pattern=r"^(auto|[1-9]\d{0,8}[smh]?)$", examples=["10m"],
+        json_schema_extra={"metavar": "N|Nm|Nh|auto"},
         description="steps or time between checkpoints for the ring at the URL; auto: at most 1/20 of the time",
     )  # fmt: skip
     keep_durable: int | None = Field(None, ge=3, description="capacity of the ring at the URL (default: as --keep)")
@@ -225,8 +227,13 @@ def explain(error: ValidationError) -> str:
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"there is no setting {name!r}"
-    return (
-        f"setting {name}: {first['msg']} (got {first['input']!r})"
-        if name
-        else first["msg"].removeprefix("Value error, ")
-    )
+    return f"setting {name}: {fault_of(error)}" if name else first["msg"].removeprefix("Value error, ")
+
+
+def fault_of(error: ValidationError) -> str:
+    """What is wrong with the value of the first setting at fault, in words."""
+    first = error.errors()[0]
+    if first["type"] != "string_pattern_mismatch":
+        return f"{first['msg']} (got {first['input']!r})"
+    schema = Settings.model_json_schema()["properties"][first["loc"][0]]
+    return f"{first['input']!r} is not of the form {schema['metavar']}, such as {schema['examples'][0]}"

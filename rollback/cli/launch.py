@@ -21,7 +21,7 @@ import rollback
 from rollback.checkpoints.tiers import base_of
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
 from rollback.cli.windows import cumulative, parse_samples, parse_window
-from rollback.config import Settings, explain
+from rollback.config import Settings, explain, fault_of
 from rollback.errors import ExitCode, RollbackError, UsageError
 from rollback.facts.fact import SamplesFrom
 from rollback.facts.history import History, merge_windows
@@ -232,8 +232,7 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
     except ValidationError as error:
         place = error.errors()[0]["loc"]
         if place:
-            first = error.errors()[0]
-            raise UsageError(f"{option(str(place[0]))}: {first['msg']} (got {first['input']!r})") from error
+            raise UsageError(f"{option(str(place[0]))}: {fault_of(error)}") from error
         raise UsageError(explain(error)) from error
 
 

@@ -44,7 +44,7 @@ class RunLock:
             ) from error
         except OSError as error:
             raise RunDirectoryError(
-                f"taking the lock {error.filename or paths.lock}: {error.strerror or error}",
+                f"taking the lock {paths.lock} ({error.filename or paths.lock.name}): {error.strerror or error}",
                 hint="the run directory must be a directory that this user can write to",
             ) from error
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")

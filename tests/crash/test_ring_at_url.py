@@ -560,6 +560,11 @@ def test_what_does_not_pass_is_said_at_once(run: RecordedRun, bucket: Bucket, mo
         Store("faulty://nowhere/run").probe()
 
 
+def test_a_file_system_that_cannot_write_is_said_in_words() -> None:
+    with pytest.raises(RingUnavailable, match=r"writing http://127\.0\.0\.1:9/x/.*: its file system cannot do that"):
+        Store("http://127.0.0.1:9/x").probe()
+
+
 def test_given_up_means_no_further_request(run: RecordedRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storing, "PATIENCE", 3600.0)
     at_url = opened(run.paths)

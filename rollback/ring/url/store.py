@@ -334,8 +334,9 @@ class Store:
 
     def _explain(self, doing: str, key: str, error: BaseException | None) -> RingUnavailable:
         place = f"{self.url}/{key}" if key else self.url
+        why = "its file system cannot do that" if isinstance(error, NotImplementedError) else str(error)
         return RingUnavailable(
-            f"{doing} {place}: {str(error) or type(error).__name__}",
+            f"{doing} {place}: {why or type(error).__name__}",
             hint="check the URL, the credentials, and that the bucket exists and is reachable from this machine",
         )
 

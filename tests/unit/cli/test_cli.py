@@ -160,6 +160,12 @@ class TestLaunchMistakes:
             (["--policy", "bold", "train.py"], "--policy: Input should be 'balanced', 'palm', 'surgical' or 'screen'"),
             (["--skip", "5", "train.py"], "--skip: '5' is not a range of batches"),
             (["--skip", "5:4", "train.py"], "--skip: '5:4' is not a range of batches"),
+            (
+                ["--checkpoint-every", "never", "train.py"],
+                "--checkpoint-every: 'never' is not of the form N|Nm|Nh",
+            ),
+            (["--lr-after", "2", "train.py"], "--lr-after: '2' is not of the form FACTOR:STEPS, such as 0.5:200"),
+            (["--max-skipped", "lots", "train.py"], "--max-skipped: 'lots' is not of the form X%, such as 5%"),
             (["--snapshot-every", "0", "train.py"], "snapshot_every=0 leaves nothing to restore"),
             (["--max-restarts", "-1", "train.py"], "--max-restarts: '-1' is not a number of restarts"),
             (["--skips-of", "nowhere", "train.py"], "--skips-of: nowhere is not a run directory"),

@@ -208,3 +208,8 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
             RunLock(paths, "test")
         link.unlink()
     assert private.read_text() == "a secret"
+
+
+def test_a_directory_that_cannot_be_made_is_named_with_its_whole_path() -> None:
+    with pytest.raises(RunDirectoryError, match="taking the lock /proc/nobody/run/lock"):
+        RunLock(RunPaths(Path("/proc/nobody/run")), role="supervisor")
