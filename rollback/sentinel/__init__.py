@@ -90,9 +90,10 @@ input or output: verdicts are a pure function of state and observation, so all r
 
 from rollback.sentinel.machine import Sentinel
 from rollback.sentinel.presets import PRESETS, Sensitivity
-from rollback.sentinel.verdict import Blip, Hint, Kind, Observation, Verdict, learning_rate_hint
+from rollback.sentinel.verdict import NORM_COLLAPSE, Blip, Hint, Kind, Observation, Verdict, learning_rate_hint
 
 __all__ = [
+    "NORM_COLLAPSE",
     "PRESETS",
     "Blip",
     "Hint",

@@ -4,7 +4,7 @@ import math
 
 from rollback.sentinel.excursion import Excursion, ExcursionEvidence, Found, MeasuredObservation, Scale
 from rollback.sentinel.slow import Slow
-from rollback.sentinel.verdict import Blip, Kind, Verdict
+from rollback.sentinel.verdict import NORM_COLLAPSE, Blip, Kind, Verdict
 
 _WITNESS_IN_WORDS = {"loss": "the loss", "grad_norm": "the gradient norm"}
 
@@ -116,7 +116,7 @@ def collapse(step: int, found: Slow) -> Verdict:
         Kind.SPIKE,
         step,
         found.onset,
-        "grad-norm-collapse",
+        NORM_COLLAPSE,
         "grad_norm",
         found.value,
         found.threshold,

@@ -81,6 +81,10 @@ class Blip:
     """`recovered`: the loss returned by itself; `accepted`: the level persisted and is the baseline now."""
 
 
+NORM_COLLAPSE = "grad-norm-collapse"
+"""The rule whose `Verdict.window` holds gradient norms; those of all others hold losses."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The verdict on one observation, and its reason."""

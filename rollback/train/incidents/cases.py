@@ -9,7 +9,7 @@ from rollback.facts.history import Case, History, merge_windows
 from rollback.facts.training import Concluded, Incident, Outcome, Planned, SampleQuarantine, ScreenedOut, Window
 from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.requests import Request
-from rollback.sentinel import Kind, Verdict
+from rollback.sentinel import NORM_COLLAPSE, Kind, Verdict
 from rollback.suspects import quarantine_after, suspects
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.skips import SkipList
@@ -43,10 +43,9 @@ class Cases:
     def fell_to(self) -> float | None:
         """The level of the loss directly before the trouble that the last plan answers, where it is known."""
         plan = self.last_plan
-        window = next(
-            (each.window for each in self._incidents if plan is not None and each.incident == plan.incident), ()
-        )
-        return statistics.median(window) if window else None
+        answered = next((each for each in self._incidents if plan and each.incident == plan.incident), None)
+        losses = answered.window if answered and answered.rule != NORM_COLLAPSE else ()
+        return statistics.median(losses) if losses else None
 
     def screen_out(self, verdict: Verdict, batches: Window, stream: DataStream, timeline: int) -> ScreenedOut | None:
         """Note that an update stood out in the screen, and skip its batches. On return the journal holds that. None:

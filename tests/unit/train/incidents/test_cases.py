@@ -21,7 +21,7 @@ from rollback.facts.training import (
 from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import Request
-from rollback.sentinel import Kind, Verdict
+from rollback.sentinel import NORM_COLLAPSE, Kind, Verdict
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.skips import SkipList
 from rollback.train.incidents.cases import Cases
@@ -407,6 +407,8 @@ def test_a_screen_knows_the_level_at_which_its_trouble_began() -> None:
     assert run.cases.fell_to is None
     run.answers(incident(0, 230, 233).model_copy(update={"window": (2.3, 0.4, 0.3, 0.2, 0.25)}))
     assert run.cases.fell_to == 0.3
+    run.answers(incident(1, 250, 253).model_copy(update={"window": (1e-3, 1e-4), "rule": NORM_COLLAPSE}))
+    assert run.cases.fell_to is None, "these are gradient norms"
 
 
 def test_the_next_attempt_goes_on_in_the_screen() -> None:
