@@ -20,5 +20,8 @@ def adopt(
     try:
         source = script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the training script {script} cannot be read: {error}") from error
+        why = (isinstance(error, OSError) and error.strerror) or error
+        raise UsageError(
+            f"the training script {script} cannot be read: {why}", hint="name a Python file: rollback adopt train.py"
+        ) from error
     print(diff_of(source, str(script)), end="")

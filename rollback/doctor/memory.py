@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rollback.checkpoints.fast_tier.sizing import LEAST_SLOTS, free_memory, slots_that_fit
+from rollback.config import ENV_FAST_TIER
 from rollback.doctor.findings import Finding, ok, size, warn
 
 _TOPIC = "fast tier"
@@ -11,6 +12,12 @@ _SMALL = 1 << 30
 
 def look_at_fast_tier(base: Path, state_bytes: int | None, keep: int, *, held: int = 0) -> Finding:
     """held: bytes that the run's slots take already."""
+    if base.exists() and not base.is_dir():
+        return warn(
+            _TOPIC,
+            f"{base} is not a directory: the ranks will write straight to the disk",
+            f"name a directory on a tmpfs ({ENV_FAST_TIER}), or leave it to be /dev/shm",
+        )
     try:
         free = free_memory(base) + held
     except OSError as error:

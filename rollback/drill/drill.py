@@ -17,7 +17,7 @@ from rollback.drill.faults import Expected, PlannedFault
 from rollback.drill.judge import Comparison, Difference, DrillRow, compare, differences, judge, parts
 from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
 from rollback.drill.trials import DrillStage, Trial
-from rollback.errors import RollbackError, UsageError, reporting
+from rollback.errors import ExitCode, RollbackError, UsageError, reporting
 from rollback.inspect.audit.report import Document
 from rollback.rundir.exercise import Exercise
 
@@ -196,6 +196,7 @@ class _Drill:
             raise RollbackError(
                 f"the undisturbed job failed with exit code {trial.codes[-1]}; its last lines:\n{trial.tail}",
                 hint=f"get `rollback launch` to run it first; all of its output is in {output}",
+                exit_code=ExitCode.USAGE if trial.codes[-1] == ExitCode.USAGE else None,
             )
         if not trial.ends:
             begun = trial.ledger is not None and any(attempt.begins for attempt in trial.ledger.attempts)

@@ -16,7 +16,7 @@ from rollback.checkpoints.format.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import RollbackError
 from rollback.facts.training import Finished, RunEnded
-from rollback.instructions import MODULE
+from rollback.instructions import LOGS_SPECS, MODULE
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import EarlierAttempts
@@ -96,8 +96,12 @@ def _difference(past: EarlierAttempts, job: LaunchedJob, settings: Settings) -> 
     started = past.last_start
     if started and started.job == fingerprint(job, settings, started.salt):
         return None
-    commands = (started.command if started else (), redacted(torchrun_command(job), job.secret_args))
-    before, now = map(_words, commands)
+    return change_in_words(started.command if started else (), redacted(torchrun_command(job), job.secret_args))
+
+
+def change_in_words(before: Sequence[str], now: Sequence[str]) -> str:
+    """What the user asked for otherwise, by torchrun's command lines."""
+    before, now = _words(before), _words(now)
     gone, new = ([word for word in one if word not in other] for one, other in ((before, now), (now, before)))
     if gone or new:
         return f"{' '.join(new) or 'nothing'} instead of {' '.join(gone) or 'nothing'}"
@@ -107,4 +111,7 @@ def _difference(past: EarlierAttempts, job: LaunchedJob, settings: Settings) -> 
 def _words(command: Sequence[str]) -> list[str]:
     """The user's part of torchrun's command line."""
     words = list(command)
-    return words[words.index(MODULE) + 1 :] if MODULE in words else words
+    words = words[words.index(MODULE) + 1 :] if MODULE in words else words
+    if (ours := f"--logs-specs={LOGS_SPECS}") in words:  # behind it stands the directory of that attempt
+        del words[words.index(ours) : words.index(ours) + 2]
+    return words

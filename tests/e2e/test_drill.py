@@ -20,7 +20,7 @@ from rollback.drill.drill import DrillOrder, DrillReport, drill
 from rollback.drill.faults import choose
 from rollback.drill.text import print_report
 from rollback.drill.trials import DrillStage
-from rollback.errors import RollbackError, UsageError
+from rollback.errors import ExitCode, RollbackError, UsageError
 
 JOBS = Path(__file__).parent / "jobs"
 WITH_TORCHRUN = ("-m", "rollback")
@@ -143,6 +143,14 @@ def test_a_script_without_a_guard_is_not_drilled(one_rank: Path) -> None:
     plain.write_text("print('no guard')")
     with pytest.raises(UsageError, match=r"no rank made a rollback\.Guard"):
         drilled(one_rank, ["nan-loss"], job=(str(plain),))
+
+
+def test_a_launch_that_is_wrong_is_wrong_as_a_drill_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").touch()
+    result: Any = CliRunner().invoke(app, ["drill", "--nproc", "0", "x.py"])
+    assert "0 ranks cannot be started" in result.exception.message
+    assert result.exception.exit_code == ExitCode.USAGE
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,13 @@ class TestFrame:
         assert said.out == ""
         assert said.err == "rollback: error: reading \\x1b[31mx: torn\n  hint: look at it\n"
 
+    @pytest.mark.parametrize(("script", "why"), [("nope.py", "No such file or directory"), (".", "Is a directory")])
+    def test_a_script_that_cannot_be_read_is_refused_in_words(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str, why: str
+    ) -> None:
+        assert run(monkeypatch, "adopt", script) == ExitCode.USAGE
+        assert f"the training script {script} cannot be read: {why}\n  hint: " in capsys.readouterr().err
+
     def test_what_a_terminal_would_obey_is_shown_and_not_sent(self) -> None:
         assert printable("naïve\nβ\x07\x9b") == "naïve\nβ\\x07\\x9b"
 

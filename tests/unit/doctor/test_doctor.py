@@ -148,7 +148,10 @@ def test_a_directory_that_cannot_be_written_fails(tmp_path: Path) -> None:
 
 
 def test_a_tmpfs_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     assert look_at_fast_tier(tmp_path / "missing", None, 6).level == "warn"
+    told = look_at_fast_tier(tmp_path / "file", None, 6)
+    assert (told.level, f"{tmp_path}/file is not a directory" in told.found) == ("warn", True)
 
 
 def test_a_ring_is_tried_and_left_as_it_was(tmp_path: Path) -> None:

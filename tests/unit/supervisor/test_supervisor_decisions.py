@@ -22,7 +22,9 @@ from rollback.facts.training import (
     LastSaveFailed,
     Stopped,
 )
+from rollback.instructions import LOGS_SPECS
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
+from rollback.supervisor.complete import change_in_words
 from rollback.supervisor.diagnosis.evidence import got_further
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure, Refusal, ending
 from rollback.supervisor.signals import StopSignals
@@ -342,3 +344,10 @@ class TestInsistence:
                 assert signals.received == []
         finally:
             signal.signal(signal.SIGHUP, before)
+
+
+def test_what_the_supervisor_adds_to_the_command_line_is_no_change_of_the_order() -> None:
+    flags = {"nproc-per-node": "2"}
+    done = LaunchedJob({**flags, "logs-specs": LOGS_SPECS, "log-dir": "/tmp/of-that-attempt"}, "a.py", ["--log-dir=x"])
+    now = LaunchedJob(flags, "a.py", ["--log-dir=x", "--epochs=5"])
+    assert change_in_words(torchrun_command(done), torchrun_command(now)) == "--epochs=5 instead of nothing"
