@@ -13,6 +13,9 @@ from rollback.sentinel import NORM_COLLAPSE, Kind, Verdict
 from rollback.suspects import quarantine_after, suspects
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.skips import SkipList
+from rollback.train.updates.scaler import SCALE_COLLAPSE
+
+_OTHER_WINDOWS = (NORM_COLLAPSE, SCALE_COLLAPSE)  # of gradient norms and of scales, not of losses
 
 
 class Cases:
@@ -44,7 +47,7 @@ class Cases:
         """The level of the loss directly before the trouble that the last plan answers, where it is known."""
         plan = self.last_plan
         answered = next((each for each in self._incidents if plan and each.incident == plan.incident), None)
-        losses = answered.window if answered and answered.rule != NORM_COLLAPSE else ()
+        losses = answered.window if answered and answered.rule not in _OTHER_WINDOWS else ()
         return statistics.median(losses) if losses else None
 
     def screen_out(self, verdict: Verdict, batches: Window, stream: DataStream, timeline: int) -> ScreenedOut | None:

@@ -11,6 +11,9 @@ WINDOW = 100
 FLOOR = 1.0
 """The scale below which it counts. A larger scale may still be adjusting."""
 
+SCALE_COLLAPSE = "scaler-collapse"
+"""The rule. What an incident by it was compared with are scales, and no losses."""
+
 
 class ScaleWatch:
     """Counts dropped updates. It uses reduced values only, so all ranks get the same. A restore resets it."""
@@ -39,7 +42,7 @@ class ScaleWatch:
             f"since step {onset} the gradient has something in it that is not finite at any scale"
         )
         value, threshold = (float(count), float(DROPPED)) if scale is None else (scale, FLOOR)
-        return Verdict(Kind.NONFINITE, step, onset, "scaler-collapse", "grad_norm", value, threshold, text, window)
+        return Verdict(Kind.NONFINITE, step, onset, SCALE_COLLAPSE, "grad_norm", value, threshold, text, window)
 
     def restart(self) -> None:
         """Reset the count."""

@@ -26,6 +26,7 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.data.skips import SkipList
 from rollback.train.incidents.cases import Cases
 from rollback.train.run import AttachedRun
+from rollback.train.updates.scaler import SCALE_COLLAPSE
 
 RING = [PolicyCheckpoint(CheckpointName.of(seq, 50 * seq), 50 * seq, 100 * seq, True) for seq in range(6)]
 PER_STEP = 2  # as in recorded_run
@@ -409,6 +410,8 @@ def test_a_screen_knows_the_level_at_which_its_trouble_began() -> None:
     assert run.cases.fell_to == 0.3
     run.answers(incident(1, 250, 253).model_copy(update={"window": (1e-3, 1e-4), "rule": NORM_COLLAPSE}))
     assert run.cases.fell_to is None, "these are gradient norms"
+    run.answers(incident(2, 270, 273).model_copy(update={"window": (2.0, 0.5), "rule": SCALE_COLLAPSE}))
+    assert run.cases.fell_to is None, "these are scales"
 
 
 def test_the_next_attempt_goes_on_in_the_screen() -> None:
