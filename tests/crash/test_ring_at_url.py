@@ -24,6 +24,7 @@ from rollback.ring.url.store import Store
 from rollback.rundir import paths as names
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths, pack_name, shard_name
+from rollback.rundir.records import metric_line
 from rollback.supervisor.nodes import waiting
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 
@@ -425,6 +426,50 @@ def test_a_run_directory_that_is_ahead_stays_and_one_that_is_behind_is_completed
     assert journal(old) == before
     assert ring.names(old) == [NAMES[1], "c000003-s00000030"]
     assert "is newer than the one in" in said[0]
+
+
+class HalfWay(Store):
+    """It can be reached until an object with this in its key is asked for."""
+
+    def __init__(self, url: str, last: str) -> None:
+        super().__init__(url)
+        self._last = last
+
+    def get(self, key: str, limit: int) -> bytes | None:
+        if self._last in key:
+            raise RingUnavailable(f"reading {key}")
+        return super().get(key, limit)
+
+
+def judged(paths: RunPaths, steps: range) -> None:
+    """Lines of steps are added to the metrics."""
+    paths.metrics.parent.mkdir(exist_ok=True)
+    with paths.metrics.open("a") as metrics:
+        metrics.writelines(
+            metric_line(
+                step=step, batch=step, loss=2.0, grad_norm=None, verdict="healthy", attempt=1, timeline=0
+            ) + "\n"
+            for step in steps
+        )  # fmt: skip
+
+
+def test_a_run_directory_that_is_behind_gets_the_metrics_of_the_steps_since(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    judged(run.paths, range(20))
+    put(opened(run.paths), run.paths, NAMES[1])
+    old = fetched(tmp_path / "old")
+    judged(run.paths, range(20, 30))
+    run.commit(40.0, "c000003-s00000030", 30)
+    write_checkpoint(run.paths, 3, 30)
+    put(opened(run.paths), run.paths, "c000003-s00000030")
+    judged(old, range(20, 50))  # what was lost with the host before anything of it was at the URL
+    with pytest.raises(RingUnavailable):
+        fetch(HalfWay(URL, "/metrics/"), old, lambda text: None)
+    fetch(Store(URL), old, lambda text: None)
+    opened(old).keep_record()
+    for paths in (old, fetched(tmp_path / "third")):
+        assert paths.metrics.read_text() == run.paths.metrics.read_text()
 
 
 def test_two_that_went_on_differently_are_both_left_alone(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:

@@ -104,9 +104,14 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
         return
     _require_sealed_journals(store, index, behind)
     say(f"the record at {store.url} is newer than the one in {paths.root}: taking it")
-    for kept in index.record:
-        if kept.path in behind or (kept.path not in _JOURNALS and not (paths.root / kept.path).exists()):
+    for kept in sorted(index.record, key=lambda kept: kept.path in _JOURNALS):  # these last: nothing is missing then
+        if kept.path in behind or (kept.path not in _JOURNALS and not _is_there(paths.root / kept.path)):
             record.download(store, kept, paths.root)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file of a record that is behind needs no download. Metrics and skip records have grown elsewhere."""
+    return path.suffix != ".jsonl" and path.exists()
 
 
 def _require_sealed_journals(store: Store, index: Index, paths: Iterable[str]) -> None:
