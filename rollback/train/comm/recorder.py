@@ -1,7 +1,6 @@
 """The recorder of rank 0: journal, metrics and notices. A full disk never stops the training."""
 
 import contextlib
-import json
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.metrics.column_file import ColumnWriter
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LineWriter, metric_line
+from rollback.rundir.records import LineWriter, Metric, metric_line
 
 _FLUSH_SECONDS = 1.0
 _BLOCKS = 2  # of columns in one flush: some milliseconds each
@@ -127,11 +126,15 @@ class Recorder:
             self.flush()
 
     def complete_metrics(self, lines: Sequence[str]) -> None:
-        """Add what rank 0 of an earlier attempt could not write any more. lines: of all its newest steps, in order."""
+        """Add what rank 0 of an earlier attempt could not write any more. lines: of all its newest steps, in order.
+        Nothing where the last line that is there is damaged: of which step it was is not known."""
         if self._metrics is None:
             return
         metrics, last = self._metrics, self._metrics.last
-        there = _place(last) if last else (0, 0, -1)
+        try:
+            there = _place(last) if last else (0, 0, -1)
+        except ValueError:
+            return
         for line in lines:
             if _place(line) > there:
                 self._try("writing the metrics", partial(metrics.write, line), proves=False)
@@ -169,6 +172,6 @@ class Recorder:
 
 
 def _place(line: str) -> tuple[int, int, int]:
-    """Where a line of the metrics belongs: attempt, timeline, step."""
-    row = json.loads(line)
-    return row["attempt"], row["timeline"], row["step"]
+    """Where a line of the metrics belongs: attempt, timeline, step. Raises ValueError."""
+    row = Metric.model_validate_json(line)
+    return row.attempt, row.timeline, row.step

@@ -1,0 +1,31 @@
+"""The recorder of rank 0: what it adds to the metrics of an earlier attempt."""
+
+from pathlib import Path
+
+import pytest
+
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import metric_line
+from rollback.train.comm.recorder import Recorder
+
+
+def line(step: int) -> str:
+    return metric_line(step=step, batch=step, loss=2.0, grad_norm=None, verdict="healthy", attempt=1, timeline=0)
+
+
+@pytest.mark.parametrize(
+    ("last", "added"),
+    [(line(1), 2), ("", 3), ("\0\0\0", 0), ("[1]", 0), ('{"step": 1}', 0), ('{"step": "1", "attempt": 1}', 0)],
+)
+def test_steps_that_an_attempt_could_not_write_are_added_if_it_is_known_which(
+    tmp_path: Path, last: str, added: int
+) -> None:
+    paths = RunPaths(tmp_path)
+    paths.metrics.parent.mkdir()
+    before = f"{last}\n" if last else ""
+    paths.metrics.write_text(before)
+    record = Recorder(paths, 2, first=True)
+    record.complete_metrics([line(1), line(2), line(3)])
+    record.close()
+    written = paths.metrics.read_text().removeprefix(before)
+    assert written == "".join(f"{line(step)}\n" for step in (1, 2, 3)[3 - added :])
