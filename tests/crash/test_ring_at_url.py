@@ -23,6 +23,7 @@ from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
 from rollback.rundir import paths as names
 from rollback.rundir.journal.journal import read_journal
+from rollback.rundir.metrics.column_file import ColumnWriter, read_blocks
 from rollback.rundir.paths import RunPaths, pack_name, shard_name
 from rollback.rundir.records import metric_line
 from rollback.supervisor.nodes import waiting
@@ -463,10 +464,15 @@ def test_a_run_directory_that_is_behind_gets_the_metrics_of_the_steps_since(
     run.commit(40.0, "c000003-s00000030", 30)
     write_checkpoint(run.paths, 3, 30)
     put(opened(run.paths), run.paths, "c000003-s00000030")
-    judged(old, range(20, 50))  # what was lost with the host before anything of it was at the URL
+    judged(old, range(20, 2000))  # what was lost with the host before anything of it was at the URL
+    writer = ColumnWriter(old.metrics)
+    writer.catch_up(1)
+    writer.close()
+    assert [*read_blocks(old.metrics)]
     with pytest.raises(RingUnavailable):
         fetch(HalfWay(URL, "/metrics/"), old, lambda text: None)
     fetch(Store(URL), old, lambda text: None)
+    assert not [*read_blocks(old.metrics)]
     opened(old).keep_record()
     for paths in (old, fetched(tmp_path / "third")):
         assert paths.metrics.read_text() == run.paths.metrics.read_text()

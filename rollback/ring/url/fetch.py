@@ -19,6 +19,7 @@ from rollback.rundir import seal
 from rollback.rundir.identity import Identity, read_identity, require_key_for, require_seal
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import read_journal, require_sealed
+from rollback.rundir.metrics.column_file import column_path
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import open_regular
@@ -104,6 +105,7 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
         return
     _require_sealed_journals(store, index, behind)
     say(f"the record at {store.url} is newer than the one in {paths.root}: taking it")
+    files.unlink(column_path(paths.metrics))  # of the lines that were here
     for kept in sorted(index.record, key=lambda kept: kept.path in _JOURNALS):  # these last: nothing is missing then
         if kept.path in behind or (kept.path not in _JOURNALS and not _is_there(paths.root / kept.path)):
             record.download(store, kept, paths.root)
