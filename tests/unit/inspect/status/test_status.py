@@ -74,6 +74,13 @@ def test_living_ranks_make_a_running_run_that_stands_where_the_slowest_is(run: R
     assert (status.last_good_checkpoint, status.last_good_age) == (C1, 15)
 
 
+def test_the_newest_good_checkpoint_is_that_of_the_highest_number_beyond_a_million_too(run: RecordedRun) -> None:
+    names = ["c999999-s00000040", "c1000000-s00000050"]
+    for name, step in zip(names, (40, 50), strict=True):
+        run.commit(30.0, name, step)
+    assert status_of(run).last_good_checkpoint == names[1]
+
+
 def test_the_rate_is_that_of_the_present_stretch_of_training(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     began = datetime(2030, 1, 1, tzinfo=timezone.utc).timestamp()
     monkeypatch.setattr(status_module.time, "time", lambda: began + 20)
