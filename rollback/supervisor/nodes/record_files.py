@@ -5,6 +5,7 @@ A follower hands them to its leader when an attempt has ended there, and the lea
 What is large stays where it is: the output of the ranks, the tensors of incidents, checkpoints.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import read_small_file, write_file
 
-_LIMIT = 1 << 18  # bytes of all files of a node together: they go in one record
+_LIMIT = 1 << 18  # bytes of all files of a node together, as JSON: they go in one record
 # What comes from another host is written into the run directory, so nothing else is believed.
 _FILES = re.compile(
     r"failures/attempt-\d{4,9}/rank-\d{5,9}\.json"
@@ -41,7 +42,10 @@ class RecordFiles:
             except (OSError, ValueError):
                 left_out.append(name)
                 continue
-            found[name], room = text, room - len(text)
+            if (size := len(json.dumps(text))) > room:
+                left_out.append(name)
+                continue
+            found[name], room = text, room - size
             self._known[name] = self._stamp(name)
         if left_out:
             self._say(f"{len(left_out)} files of the record stay on this host, as {self._paths.root / left_out[0]}")

@@ -220,6 +220,18 @@ def test_the_leader_keeps_the_small_files_of_a_follower_and_nothing_else(tmp_pat
     assert said == [f"1 files of the record stay on this host, as {there.rank_stacks(1, 3)}"]
 
 
+def test_files_that_are_handed_over_fit_into_the_record_whatever_is_in_them(tmp_path: Path) -> None:
+    """What a crash leaves of a file may be zeros, which JSON writes as six characters each."""
+    paths, said = RunPaths(tmp_path), list[str]()
+    gatherer = RecordFiles(paths, said.append)
+    paths.stacks(1).mkdir(parents=True)
+    paths.rank_stacks(1, 2).write_text("x" * 1000)
+    paths.rank_stacks(1, 3).write_bytes(bytes(200 << 10))
+    found = gatherer.new()
+    assert [*found] == ["stacks/attempt-0001/rank-00002.txt"]
+    assert said == [f"1 files of the record stay on this host, as {paths.rank_stacks(1, 3)}"]
+
+
 def test_a_directory_without_the_record_says_where_the_record_is(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.identity.write_text("{}")
