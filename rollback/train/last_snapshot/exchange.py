@@ -80,7 +80,7 @@ class Exchange:
         self._tell(f"offer/{self._own}", offer)
         while (plan := self._read("plan", JointPlan)) is None:
             if not stands():
-                self._round.forget(f"offer/{self._own}")
+                self._round.take_back(f"offer/{self._own}")
                 raise NotProved(f"this host was in the update behind step {offer.ends[0].end.step}")
             if self.late and not late:
                 raise Anew("there is no plan yet")

@@ -61,10 +61,10 @@ class HostStore:
             self._store.multi_set([f"{self._keys}/{name}" for name in told], [*told.values()])
 
     def get(self, name: str) -> bytes | None:
-        """What was told by that name; None: nothing yet."""
+        """What was told by that name; None: nothing yet, or it was taken back."""
         with self._reaching():
             key = f"{self._keys}/{name}"
-            return self._store.get(key) if self._store.check([key]) else None
+            return (self._store.get(key) or None) if self._store.check([key]) else None
 
     def await_once(self, name: str) -> bytes:
         """Wait for ever until something is told by that name, and forget it."""
@@ -75,9 +75,9 @@ class HostStore:
             self._store.delete_key(key)
             return told
 
-    def forget(self, name: str) -> None:
-        with self._reaching():
-            self._store.delete_key(f"{self._keys}/{name}")
+    def take_back(self, name: str) -> None:
+        """What was told by that name holds no more. The key stays: who has just found it would wait for its value."""
+        self.set({name: b""})
 
     def of_round(self, number: int) -> "HostStore":
         """What is told in one round of an agreement, by the same connection."""

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
@@ -399,3 +400,27 @@ def test_a_store_that_is_gone_is_told_in_a_line(capfd: pytest.CaptureFixture[str
 
 def test_a_bell_that_another_host_rings_has_a_reason_in_words() -> None:
     assert end_marks.REASONS[end_marks.ELSEWHERE] == "a rank of another host is about to end"
+
+
+def test_an_offer_that_is_taken_back_while_another_host_looks_at_it_keeps_nobody_waiting(
+    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (hosts.connect() for hosts in both)
+    second.set({"offer/2": b"{}"})
+
+    class LooksWhileItGoes:
+        """The first host's connection: the offer goes when it has found that there is one."""
+
+        def check(self, keys: list[str]) -> bool:
+            found: bool = store.check(keys)
+            second.take_back("offer/2")
+            return found
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    store = first._store
+    store.set_timeout(timedelta(seconds=0.2))
+    monkeypatch.setattr(first, "_store", LooksWhileItGoes())
+    assert first.get("offer/2") is None
+    assert second.get("offer/2") is None
