@@ -1,5 +1,6 @@
 """Hosts agree by a real store, each with a thread in place of its ranks."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -202,7 +203,10 @@ def test_whoever_speaks_next_for_a_host_and_stands_elsewhere_has_all_agree_anew(
         job = threads.submit(speak, both[1 - gone], other, ends, at=(END, LATER))
         exchange = Exchange(both[gone], foresee, LIMIT)
         exchange._store.set({f"here/{both[gone].own}": b"1"})
-        exchange.agree(of(both[gone]), lambda: True, {END: cast(LastWrite, first)})
+        for _ in range(2):  # it is late as well when the other one has waited for it
+            with contextlib.suppress(Anew):
+                exchange.agree(of(both[gone]), lambda: True, {END: cast(LastWrite, first)})
+                break
         kept = speak(both[gone], first, of(both[gone], end=LATER), at=LATER)
         assert kept == job.result(LIMIT)
     assert isinstance(kept, Manifest), kept
