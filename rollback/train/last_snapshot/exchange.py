@@ -56,11 +56,11 @@ class Exchange:
         self._deadline = self._met + seconds
         self._own, self._decides = hosts.own, hosts.own == DECIDES
         self.foreseen: Foreseen | None = None
-        """On the host that decides."""
+        """On the host that decides, if its shards were written here."""
         self._begin_round(1)
 
     def _begin_round(self, number: int) -> None:
-        self._number, self._round, self.foreseen = number, self._store.of_round(number), None
+        self._number, self._round = number, self._store.of_round(number)
         self._began = time.monotonic()
 
     @property
@@ -68,13 +68,14 @@ class Exchange:
         """Whether this host's ranks have had the time to come to the end of the step that they are in."""
         return time.monotonic() > self._met + _ANSWER
 
-    def agree(self, offer: HostOffer, stands: Callable[[], bool], writes: Mapping[StepEnd, LastWrite]) -> JointPlan:
-        """Tell what this host can keep, and wait for the plan. stands: whether it still can. writes: at the ends at
-        which it stands.
+    def agree(
+        self, offer: HostOffer, late: bool, stands: Callable[[], bool], writes: Mapping[StepEnd, LastWrite]
+    ) -> JointPlan:
+        """Tell what this host can keep, and wait for the plan. late: whether it was when it made the offer. stands:
+        whether it still can. writes: at the ends at which it stands.
 
-        Raises NotProved, and Anew once when it is late: there may be more to offer then.
+        Raises NotProved, and Anew when it comes to be late: there may be more to offer then.
         """
-        late = self.late or self._decides
         while (over := self._read("commitment", Commitment)) is not None and over.anew:
             self._begin_round(self._number + 1)
         self._tell(f"offer/{self._own}", offer)
@@ -82,7 +83,7 @@ class Exchange:
             if not stands():
                 self._round.take_back(f"offer/{self._own}")
                 raise NotProved(f"this host was in the update behind step {offer.ends[0].end.step}")
-            if self.late and not late:
+            if self.late and not (late or self._decides):
                 raise Anew("there is no plan yet")
             if self._decides:
                 self._decide(stands, writes)
@@ -112,7 +113,8 @@ class Exchange:
             return
         try:
             plan = plan_of(offers, self._hosts.hosts, self._refusals())
-            self.foreseen, write = self._foresee(plan.sent), writes[plan.at]
+            self._foresee(plan.sent)
+            write = writes[plan.at]
             by_marks = any(offer.at(plan.at).digest is None for offer in offers.values())
             trees = write.buffer_trees if by_marks else {}
             plan = plan.model_copy(update={"manifest": write.manifest(plan.seq), "buffer_trees": trees})
@@ -120,7 +122,7 @@ class Exchange:
             if not stands():
                 return
             plan = JointPlan(why_not=str(error))
-        self._tell("plan", plan)
+        self._tell_once("plan", plan)
 
     def _may_still_offer(self, offers: Mapping[int, HostOffer]) -> bool:
         """Whether something that fits may still be offered by a host."""
@@ -169,8 +171,7 @@ class Exchange:
 
     def _write_shards(self, plan: JointPlan, write: HostWrite, stands: Callable[[], bool]) -> HostShards:
         try:
-            if self._decides and self.foreseen is None:  # who has made the plan is gone
-                self.foreseen = self._foresee(plan.sent)
+            self.foreseen = self._foresee(plan.sent) if self._decides else None
             sentinel = self.foreseen.sentinel if self.foreseen else None
             told = HostShards(shards=write.write_part(plan.slot, plan.stores, sentinel))
         except Exception as error:  # noqa: BLE001 - it is told to all, and comes back to this host as well
@@ -190,7 +191,7 @@ class Exchange:
                     assert plan.manifest is not None
                     commitment = commitment_of(plan.manifest, told, self._hosts.hosts)
                     anew = commitment.anew and self._number < ROUNDS and now < self._deadline - _MARGIN
-                    self._tell("commitment", commitment.model_copy(update={"anew": anew}))
+                    self._tell_once("commitment", commitment.model_copy(update={"anew": anew}))
                     continue
             time.sleep(self._hosts.pace)
         return commitment
@@ -212,6 +213,10 @@ class Exchange:
 
     def _tell(self, name: str, told: BaseModel) -> None:
         self._round.set({name: told.model_dump_json().encode()})
+
+    def _tell_once(self, name: str, told: BaseModel) -> None:
+        """What all go by. Whoever decided here before may have told it in the moment in which it died."""
+        self._round.set_once(name, told.model_dump_json().encode())
 
     def _read(self, name: str, kind: type[_Told]) -> _Told | None:
         body = self._round.get(name)
@@ -241,7 +246,7 @@ def keep_together(
     still stands there. At the other ends another host has the parameters. Raises NotProved.
     """
     while True:
-        if not (marks_of := ends(exchange.late)):
+        if not (marks_of := ends(late := exchange.late)):
             raise NotProved("its ranks have not come to the end of one step any more")
         every: dict[StepEnd, HostWrite] = {end: HostWrite(tier, marks.bodies, {}) for end, marks in marks_of.items()}
         every |= writes
@@ -257,7 +262,7 @@ def keep_together(
             ranks=tuple(ranks), ends=tuple(offers), slots=tuple(slots), next_seq=next_seq, gone=tuple(gone)
         )
         try:
-            plan = exchange.agree(offer, stands, writes)
+            plan = exchange.agree(offer, late, stands, writes)
             write = every.get(plan.at) or every[max(every)]  # another end only where nothing is written any more
             if plan.at not in writes:
                 write.buffer_trees = plan.buffer_trees

@@ -60,6 +60,11 @@ class HostStore:
         with self._reaching():
             self._store.multi_set([f"{self._keys}/{name}" for name in told], [*told.values()])
 
+    def set_once(self, name: str, told: bytes) -> None:
+        """What was told by that name first stays, whoever tells what behind it."""
+        with self._reaching():
+            self._store.compare_set(f"{self._keys}/{name}", "", told)
+
     def get(self, name: str) -> bytes | None:
         """What was told by that name; None: nothing yet, or it was taken back."""
         with self._reaching():

@@ -1,6 +1,5 @@
 """Hosts agree by a real store, each with a thread in place of its ranks."""
 
-import contextlib
 import socket
 import threading
 import time
@@ -18,7 +17,7 @@ from rollback.checkpoints.fast_tier.end_marks import StepEnd
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import shard_name
 from rollback.train.last_snapshot import exchange as exchange_module
-from rollback.train.last_snapshot.agreement import ROUNDS, HostOffer
+from rollback.train.last_snapshot.agreement import ROUNDS, Commitment, HostOffer, commitment_of, plan_of
 from rollback.train.last_snapshot.exchange import Exchange
 from rollback.train.last_snapshot.hosts import Hosts, HostStore, StoreGone
 from rollback.train.last_snapshot.write import Anew, Foreseen, HostWrite, LastWrite, NotProved
@@ -98,7 +97,7 @@ def speak(
         writes = dict.fromkeys([at] if isinstance(at, StepEnd) else at, write)
         while True:
             try:
-                plan = exchange.agree(told or of(hosts), stands, writes)
+                plan = exchange.agree(told or of(hosts), exchange.late, stands, writes)
                 return exchange.keep(plan, write, stands)
             except Anew:
                 if not stands():
@@ -203,10 +202,7 @@ def test_whoever_speaks_next_for_a_host_and_stands_elsewhere_has_all_agree_anew(
         job = threads.submit(speak, both[1 - gone], other, ends, at=(END, LATER))
         exchange = Exchange(both[gone], foresee, LIMIT)
         exchange._store.set({f"here/{both[gone].own}": b"1"})
-        for _ in range(2):  # it is late as well when the other one has waited for it
-            with contextlib.suppress(Anew):
-                exchange.agree(of(both[gone]), lambda: True, {END: cast(LastWrite, first)})
-                break
+        exchange.agree(of(both[gone]), True, lambda: True, {END: cast(LastWrite, first)})
         kept = speak(both[gone], first, of(both[gone], end=LATER), at=LATER)
         assert kept == job.result(LIMIT)
     assert isinstance(kept, Manifest), kept
@@ -302,12 +298,60 @@ def test_whoever_speaks_next_for_a_host_writes_nothing_again(both: tuple[Hosts, 
         exchange = Exchange(both[0], foresee, LIMIT)
         exchange._store.set({"here/0": b"1"})
         exchange._write_shards(
-            exchange.agree(of(both[0]), lambda: True, {END: cast(LastWrite, gone)}), cast(HostWrite, gone), bool
+            exchange.agree(of(both[0]), True, lambda: True, {END: cast(LastWrite, gone)}), cast(HostWrite, gone), bool
         )
         kept = speak(both[0], first, of(both[0], slots=(91,)))
         assert kept == job.result(LIMIT)
     assert isinstance(kept, Manifest)
     assert (gone.done, first.done) == (["written in 90 with the sentinel"], [f"committed {kept.name}"])
+
+
+def test_a_plan_that_was_told_in_the_moment_of_a_death_is_the_plan(both: tuple[Hosts, Hosts]) -> None:
+    """Who decided is gone. What it told arrives when its successor has found no plan, and makes another one."""
+    first, other = Shards(0, 1), Shards(2, 3)
+    there = plan_of({0: of(both[0], slots=(91,)), 2: of(both[1])}, (0, 2), {})
+    before = there.model_copy(update={"manifest": first.manifest(there.seq)})
+
+    def judge(sent: Sequence[bytes]) -> Foreseen:
+        if not first.done and not arrived:
+            arrived.append(True)
+            both[0].connect().of_round(1).set({"plan": before.model_dump_json().encode()})
+        return foresee(sent)
+
+    arrived: list[bool] = []
+    one, two = speak_both(both, first, other, judge=judge)
+    assert isinstance(one, Manifest), one
+    assert one == two
+    assert (first.done[0], other.done[0]) == ("written in 91 with the sentinel", "written in 91")
+
+
+def test_a_commitment_that_was_told_in_the_moment_of_a_death_is_the_commitment(
+    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above; its successor would commit what the other hosts have thrown away by then."""
+    first, other, arrived = Shards(0, 1), Shards(2, 3), list[bool]()
+
+    def commitment(*given: Any) -> Commitment:
+        if not arrived:
+            arrived.append(True)
+            both[0].connect().of_round(1).set({"commitment": Commitment(anew=True).model_dump_json().encode()})
+        return commitment_of(*given)
+
+    monkeypatch.setattr(exchange_module, "commitment_of", commitment)
+    one, two = speak_both(both, first, other)
+    assert isinstance(one, Manifest), one
+    assert one == two
+    for shards in (first, other):
+        assert shards.done == [shards.done[0], "discarded", shards.done[0], f"committed {one.name}"]
+
+
+def test_a_host_that_comes_to_be_late_while_it_makes_its_offer_makes_another_one(
+    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_module, "_ANSWER", 0.0)
+    exchange = Exchange(both[1], foresee, LIMIT)
+    with pytest.raises(Anew):
+        exchange.agree(of(both[1]), False, lambda: True, {})
 
 
 @pytest.mark.parametrize("speaks", [0, 1])
@@ -351,7 +395,7 @@ def test_what_only_the_deciding_host_has_committed_is_taken_back(
         job = threads.submit(speak, both[0], first, seconds=2.5)
         exchange = Exchange(both[1], foresee, LIMIT)
         exchange._store.set({"here/2": b"1"})
-        exchange._write_shards(exchange.agree(of(both[1]), lambda: True, {}), cast(HostWrite, gone), bool)
+        exchange._write_shards(exchange.agree(of(both[1]), True, lambda: True, {}), cast(HostWrite, gone), bool)
         assert job.result(LIMIT) == "not all hosts have told in time that they have kept it"
     assert first.done[1:] == [f"committed {MANIFEST.name}", "discarded"]
 
