@@ -20,7 +20,7 @@ def adopt(
     try:
         source = script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = (isinstance(error, OSError) and error.strerror) or error
+        why = getattr(error, "strerror", None) or error
         raise UsageError(
             f"the training script {script} cannot be read: {why}", hint="name a Python file: rollback adopt train.py"
         ) from error

@@ -14,7 +14,7 @@ from rollback.train.last_snapshot.write import digests_of_large_state, together
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.backward import BackwardWatch
 
-TRIED = 3
+FIRST_STEPS = 3
 """Steps of an attempt in which it is looked for."""
 _LOOKS = 2  # in the backwards of each of them: of many micro-batches, each is trained on alike
 
@@ -40,7 +40,7 @@ class UnseenWrites:
 
     def at_end(self) -> int | None:
         """A step has ended. Returns the digest of weights and optimizer there; None: it is looked for no more."""
-        if self._ends == TRIED:
+        if self._ends == FIRST_STEPS:
             self._watch.remove()
             self._digest = None
         else:

@@ -10,7 +10,7 @@ from toy import facts, train
 import rollback
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.facts.training import NoLastSnapshot
-from rollback.train.last_snapshot.unseen_writes import TRIED
+from rollback.train.last_snapshot.unseen_writes import FIRST_STEPS
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_writes_that_torch_counts_are_left_to_the_counters(tmp_path: Path, memor
     assert (account.step, account.why_not) == (AT, None)
 
 
-@pytest.mark.parametrize("position", range(TRIED))
+@pytest.mark.parametrize("position", range(FIRST_STEPS))
 def test_until_that_is_known_the_weights_themselves_are_compared(tmp_path: Path, memory: Path, position: int) -> None:
     def end(guard: rollback.Guard | None, at: int) -> None:
         if at == position and guard is not None:
