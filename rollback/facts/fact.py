@@ -3,7 +3,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 Writer = Literal["train", "supervisor", "either"]
 """Which journal a fact belongs to; `either`: the journal of the process that writes the fact."""
@@ -41,19 +41,17 @@ class SamplesFrom(BaseModel, frozen=True, extra="forbid"):
     samples: tuple[Annotated[int, Field(ge=0)], ...]
 
 
-READ = "read from ASCII"
-"""The context in which a fact is validated whose texts are known to be such as UTF-8 can write."""
-
 InitialLayout = Literal["safetensors", "dcp"]
 
 
 class JournalledModel(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
     """Base of what a journal's line has."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _spell_out_what_utf8_lacks(cls, fields: Any, info: ValidationInfo) -> Any:
-        return fields if info.context == READ else _writable(fields)
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**{name: spelt_out(value) for name, value in fields.items()})
+
+    # So a line is validated without this call: a journal has half a million, and hardly one needs it.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
 class InitialState(JournalledModel):
@@ -101,11 +99,11 @@ class Fact(JournalledModel):
     """Names the kind of line."""
 
 
-def _writable(value: Any) -> Any:
+def spelt_out(value: Any) -> Any:
     """The value with lone surrogates escaped: an exception that quotes an undecodable path must not fail the
     journal."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
-        return {_writable(key): _writable(item) for key, item in value.items()}
-    return [_writable(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {spelt_out(key): spelt_out(item) for key, item in value.items()}
+    return [spelt_out(item) for item in value] if isinstance(value, (list, tuple)) else value

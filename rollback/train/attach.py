@@ -24,7 +24,6 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, is_provisional, next_seq, of_present_timeline
 from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings, guard_mark
 from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, RunDirectoryError
-from rollback.facts.fact import READ
 from rollback.facts.history import History, copy_of, history_as_json
 from rollback.facts.training import Accepted, Attached, Blamed, Quarantined
 from rollback.rundir.identity import (
@@ -179,7 +178,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     found = FoundRun(
         attempt=body["attempt"],
         # Rank 0's recorder adds to what it has read; what the ranks decide by must stay alike on all.
-        history=copy_of(journal.history) if journal else history_as_json.validate_json(body["history"], context=READ),
+        history=copy_of(journal.history) if journal else history_as_json.validate_json(body["history"]),
         manifests=sorted(manifests.values(), key=lambda manifest: manifest.seq),
         slots=in_memory.slots,
         in_ring=[manifest.name for manifest in in_ring],

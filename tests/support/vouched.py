@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rollback.rundir.journal import journal
+
 
 def write_vouched(path: Path, bodies: Iterable[dict[str, Any]]) -> None:
     """bodies: what each line says besides `seq` and `chain`, which are given to it here."""
@@ -17,3 +21,23 @@ def write_vouched(path: Path, bodies: Iterable[dict[str, Any]]) -> None:
         lines.append(json.dumps({**said, "chain": chain}))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def kinds_parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of each fact that is made of a journal's line from now on, the kind."""
+    found: list[str] = []
+    one, many = journal._record, journal._facts
+
+    def made(body: dict[str, Any]) -> Any:
+        entry = one(body)
+        found.append(entry.fact.kind)
+        return entry
+
+    def all_made(text: bytes) -> Any:
+        facts = many(text)
+        found.extend(fact.kind for fact in facts)
+        return facts
+
+    monkeypatch.setattr(journal, "_record", made)
+    monkeypatch.setattr(journal, "_facts", all_made)
+    return found

@@ -14,8 +14,6 @@ _SHOWN: frozenset[type[facts.Fact]] = frozenset({
     facts.Attached, facts.Restored, facts.Advice, facts.AttemptStarted, facts.RunEnded, facts.AttemptEnded,
     facts.SpareNodes, facts.LastSnapshotMade, facts.RestartScheduled, facts.Drained, facts.DrainFailed,
 })  # fmt: skip
-TOLD: frozenset[type[facts.Fact]] = facts.KINDS - {facts.Committed, facts.BecameGood, facts.Evicted}
-"""All but those that come with each checkpoint. Of these, the history tells enough."""
 
 
 @dataclass

@@ -20,14 +20,14 @@ from rollback.checkpoints.tiers import locate
 from rollback.errors import RunDirectoryError
 from rollback.facts.fact import InitialState
 from rollback.facts.history import History
-from rollback.facts.training import Attached, Drained, JournalEntry, RestartScheduled, Restored, Tier
+from rollback.facts.training import TOLD, Attached, Drained, JournalEntry, RestartScheduled, Restored, Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.ending import confirmed
 from rollback.inspect.audit.metrics import last_judged, read_last_metrics
 from rollback.inspect.audit.reading import require_run_directory, torn_notice
 from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem, said
 from rollback.inspect.audit.requests import open_requests
-from rollback.inspect.status.record import TOLD, RunRecord
+from rollback.inspect.status.record import RunRecord
 from rollback.rundir import seal
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.identity import read_identity

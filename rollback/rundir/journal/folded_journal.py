@@ -8,7 +8,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollback.facts.fact import READ
 from rollback.facts.history import History, fold, history_as_json
 from rollback.rundir import seal
 from rollback.rundir.journal.journal import JournalContent, read_journal, read_journal_after
@@ -74,7 +73,7 @@ def _kept_history(path: Path, index: tuple[IndexedLines, ...]) -> tuple[History,
         )  # fmt: skip
         key = seal.present()
         if sound and (key is None or key.is_on(f"{path.stem} history", said["check"], said.get("seal"))):
-            return history_as_json.validate_json(body, context=READ), known
+            return history_as_json.validate_json(body), known
     return History(), 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from vouched import kinds_parsed
 
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.cli import app
@@ -19,7 +20,7 @@ from rollback.facts.training import Drained, Finished
 from rollback.inspect.audit.metrics import read_last_metrics
 from rollback.inspect.status import status as status_module
 from rollback.inspect.status.status import Status, StatusReader, read_status
-from rollback.rundir.journal import journal, journal_index
+from rollback.rundir.journal import journal_index
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.lock import RunLock
@@ -107,14 +108,7 @@ def test_a_kept_history_stands_for_the_lines_that_it_was_made_of(
     reader.read()
     path.write_bytes(whole)
     assert reader.read() == without, "a reader from before the run went on"
-    parsed: list[str] = []
-    really = journal._record
-
-    def note(body: dict[str, Any], context: str | None) -> Any:
-        parsed.append(body["kind"])
-        return really(body, context)
-
-    monkeypatch.setattr(journal, "_record", note)
+    parsed = kinds_parsed(monkeypatch)
     assert status_of(run) == without
     behind = Counter(json.loads(line)["kind"] for line in lines[4 * blocks :])
     assert Counter(parsed)["committed"] == behind["committed"]

@@ -1,6 +1,7 @@
 """What a journal's writer keeps beside it, and when a reader believes it."""
 
 import hashlib
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from selection import soak
+from vouched import kinds_parsed, write_vouched
 
 from recorded_run import incident, rollback_plan
 from rollback.errors import JournalDamaged
@@ -119,17 +121,23 @@ def test_a_start_reads_only_what_came_after_the_history_that_the_last_start_kept
 
 
 def test_facts_of_some_kinds_are_read_without_the_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[str] = []
-    really = journal._record
-
-    def note(body: dict[str, Any], context: str | None) -> Any:
-        parsed.append(body["kind"])
-        return really(body, context)
-
-    monkeypatch.setattr(journal, "_record", note)
+    parsed = kinds_parsed(monkeypatch)
     assert [record.fact.incident for record in read_entries(path, {Incident})] == [0, 1]  # type: ignore[union-attr]
     assert set(parsed[:2]) == {"incident"}
     assert len(parsed) == 2 + len(list(facts())) % BLOCK, "of the lines that no index vouches for, all are"
+
+
+def test_lines_that_another_hand_has_spelt_are_read_all_the_same(path: Path) -> None:
+    before = read_journal(path).records
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    quoted = {"attempt": 3, "kind": "trouble", "doing": "reading", "error": "no such file: caf\udce9.txt"}
+    write_vouched(path, [{name: line[name] for name in line if name != "chain"} for line in lines] + [quoted])
+    Journal(path, 3).close()
+    assert len(journal_index.read_index(path)) == (len(before) + 1) // BLOCK
+    after = read_journal(path).records
+    assert after[:-1] == before
+    assert after[-1].fact.error == "no such file: caf\\udce9.txt"  # type: ignore[union-attr]
+    assert outcome(path) == without_index(path)
 
 
 def test_readers_of_an_index_find_what_readers_without_it_find(path: Path) -> None:
