@@ -9,6 +9,7 @@ import typer
 
 from rollback.cli.answers import Answer, RunArgument, say_notices
 from rollback.errors import UsageError
+from rollback.system.collector import no_collection
 
 Format = Literal["text", "json", "jsonl", "csv", "parquet"]
 AUDIT_CODES = (
@@ -17,6 +18,7 @@ AUDIT_CODES = (
 )
 
 
+@no_collection()
 def audit(
     run: RunArgument,
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,

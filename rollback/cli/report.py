@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 from rollback.cli.answers import RunArgument
+from rollback.system.collector import no_collection
 from rollback.terminal.messages import say
 
 
+@no_collection()
 def report(
     run: RunArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),

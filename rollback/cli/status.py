@@ -8,6 +8,7 @@ import typer
 
 from rollback.cli.answers import RunArgument, say_notices, show
 from rollback.errors import UsageError
+from rollback.system.collector import no_collection
 from rollback.terminal.messages import say
 
 
@@ -29,9 +30,10 @@ def status(
     from rollback.inspect.status.status import read_status
     from rollback.inspect.status.text import print_status
 
-    found = read_status(run)
-    show(found, print_status, json=json)
-    say_notices(found.notices)
+    with no_collection():
+        found = read_status(run)
+        show(found, print_status, json=json)
+        say_notices(found.notices)
 
 
 def _watch(run: Path, plain: bool) -> None:

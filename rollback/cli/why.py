@@ -5,8 +5,10 @@ from typing import Annotated
 import typer
 
 from rollback.cli.answers import RunArgument, say_notices, show
+from rollback.system.collector import no_collection
 
 
+@no_collection()
 def why(
     run: RunArgument,
     attempt: Annotated[

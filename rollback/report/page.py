@@ -28,7 +28,6 @@ from rollback.report.tables import blocks
 from rollback.rundir.journal.journal import of_kind, read_entries
 from rollback.rundir.metrics.metric_columns import joined, last_steps, metric_pieces
 from rollback.rundir.paths import RunPaths
-from rollback.system.collector import no_collection
 from rollback.terminal.escape import printable
 from rollback.terminal.quantities import at_least, duration
 
@@ -39,7 +38,6 @@ _ENDINGS = {
 _NO_ENDING = {"tone": "calm", "badge": "no end on record", "text": "It is running, or died without a word."}
 
 
-@no_collection()
 def make_page(root: Path) -> str:
     """The report of a run. Raises as `read_material`."""
     paths = require_run_directory(root)
@@ -111,8 +109,14 @@ def _policy(style: str, script: str) -> str:
 
 def _embedded(drawn: dict[str, Any] | None) -> str:
     """JSON in ASCII, without the characters that mean something to an HTML parser."""
-    text = json.dumps(_made_printable(drawn), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    text = _ascii(drawn)
+    if "\\" in text or not text.isprintable():  # else every text in it is printable: most of it is curves in base 64
+        text = _ascii(_made_printable(drawn))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _ascii(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
 def _made_printable(value: Any) -> Any:

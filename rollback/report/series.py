@@ -120,12 +120,15 @@ def near(steps: Integers, parts: Sequence[Stretch], incidents: Iterable[tuple[in
         return kept
     margin = min(DETAIL, ALL_DETAIL // len(spans)) // 2
     first, last = spans[:, 0] - margin, spans[:, 1] + margin
-    reach = np.maximum.accumulate(last)
-    for part in parts:
-        own = steps[part.rows]
-        for place in range(np.searchsorted(reach, own[0]), np.searchsorted(first, own[-1], side="right")):
-            begin, end = np.searchsorted(own, first[place]), np.searchsorted(own, last[place], side="right")
-            kept[part.rows.start + begin : part.rows.start + end] = True
+    begins = steps[[part.rows.start for part in parts]]
+    ends = steps[[part.rows.stop - 1 for part in parts]]
+    lowest = np.searchsorted(np.maximum.accumulate(last), begins)
+    highest = np.searchsorted(first, ends, side="right")
+    for part, low, high in zip(parts, lowest.tolist(), highest.tolist(), strict=True):
+        own, start = steps[part.rows], part.rows.start
+        near_ones = np.searchsorted(own, first[low:high]), np.searchsorted(own, last[low:high], side="right")
+        for begin, end in zip(*(each.tolist() for each in near_ones), strict=True):
+            kept[start + begin : start + end] = True
     return kept
 
 

@@ -11,6 +11,7 @@ from rollback.facts.training import JournalEntry
 from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry
 from rollback.inspect.status.status import place_of
 from rollback.inspect.why.why import read_process_stacks
+from rollback.rundir.journal.journal import of_kind
 from rollback.rundir.paths import RunPaths
 from rollback.terminal.quantities import at_least, duration, number
 
@@ -36,7 +37,7 @@ class Block:
 def blocks(ledger: AuditReport, records: Sequence[JournalEntry], paths: RunPaths) -> Iterator[Block]:
     """All sections that have something to say."""
     yield _attempts(ledger, records, paths)
-    drained = {record.fact.checkpoint: record.fact for record in records if isinstance(record.fact, Drained)}
+    drained = {fact.checkpoint: fact for _, fact in of_kind(records, Drained)}
     yield _checkpoints(ledger.checkpoints, drained, paths)
     if ledger.user_windows or ledger.requests:
         yield _asked(ledger)
@@ -57,7 +58,7 @@ def _cut(anchor: str, title: str, heads: Sequence[str], rows: Sequence[Sequence[
 
 
 def _attempts(ledger: AuditReport, records: Sequence[JournalEntry], paths: RunPaths) -> Block:
-    hung = {record.attempt: record.fact for record in records if isinstance(record.fact, Hung)}
+    hung = dict.fromkeys(record.attempt for record, _ in of_kind(records, Hung))
     texts = [text for attempt in list(hung)[-5:] for text in _stacks(paths, attempt)]
     return _cut(
         "attempts",

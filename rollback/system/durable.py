@@ -101,4 +101,4 @@ def read_small_file(path: Path, limit: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise ValueError(f"{path} has {size} bytes; at most {limit} are believed")
-        return file.read(limit + 1)
+        return file.read(size)  # to ask for more takes memory for as much as is asked for

@@ -3,7 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from rollback.facts import training as facts
 from rollback.facts.history import Case, History, fold, merge_windows
@@ -25,42 +25,39 @@ from rollback.system.collector import no_collection
 @no_collection()
 def compile_ledger(material: Material) -> report.AuditReport:
     """The report of a run. Raises JournalDamaged where facts contradict each other."""
-    records = material.records
+    records, told = material.records, of_kinds(material.records, facts.TOLD)
     history = fold(records)
     costs = reckon(records, material.progress)
     notices = list(material.notices)
-    passed = _passed_over(material)
+    passed = _passed_over(material, told)
     skipped = _skipped(material, history, notices)
-    incidents = _incidents(material, history, costs, passed)
+    incidents = _incidents(material, told, history, costs, passed)
     attempts = _attempts(records, costs, material.held)
-    begun = next(reversed(of_kinds(records, {facts.Attached, facts.Restored})), None)
+    begun = next(reversed(of_kinds(told, {facts.Attached, facts.Restored})), None)
     return report.AuditReport(
         run=_run(material),
-        totals=_totals(material, costs, incidents, attempts, skipped, passed, notices),
+        totals=_totals(material, told, costs, incidents, attempts, skipped, passed, notices),
         incidents=incidents,
         skipped=skipped,
         user_windows=[
             report.UserWindow.of(fact, span=_span(fact.window, passed), at=record.at)
-            for record, fact in of_kind(records, facts.SkipAdded)
+            for record, fact in of_kind(told, facts.SkipAdded)
         ],
         samples=sample_entries(history),
-        noticed=[report.NoticedEntry.of(fact, at=record.at) for record, fact in of_kind(records, facts.Noticed)],
-        probes=_probes(records),
-        scaler_skipped=[report.Point.of(fact) for _, fact in of_kind(records, facts.ScalerSkipped)],
-        phases=[report.PhaseEntry.of(fact, at=record.at) for record, fact in of_kind(records, facts.PhaseAnnounced)],
-        requests=request_entries(records),
+        noticed=[report.NoticedEntry.of(fact, at=record.at) for record, fact in of_kind(told, facts.Noticed)],
+        probes=_probes(told),
+        scaler_skipped=[report.Point.of(fact) for _, fact in of_kind(told, facts.ScalerSkipped)],
+        phases=[report.PhaseEntry.of(fact, at=record.at) for record, fact in of_kind(told, facts.PhaseAnnounced)],
+        requests=request_entries(told),
         attempts=attempts,
         checkpoints=_checkpoints(records, history),
-        advice=[_message(record, fact.code, fact.text) for record, fact in of_kind(records, facts.Advice)],
+        advice=[_message(record, fact.code, fact.text) for record, fact in of_kind(told, facts.Advice)],
         troubles=[
-            *(_message(record, fact.doing, fact.error) for record, fact in of_kind(records, facts.Trouble)),
-            *(
-                _message(record, "filling the durable ring", f.error)
-                for record, f in of_kind(records, facts.DrainFailed)
-            ),
+            *(_message(record, fact.doing, fact.error) for record, fact in of_kind(told, facts.Trouble)),
+            *(_message(record, "filling the durable ring", f.error) for record, f in of_kind(told, facts.DrainFailed)),
         ],
         last_judged=last_judged(material.last_metrics, begun, history.timeline),
-        ending=confirmed(ending_of(records), held=material.held, reached=attempts[-1].reached if attempts else None),
+        ending=confirmed(ending_of(told), held=material.held, reached=attempts[-1].reached if attempts else None),
         notices=notices,
     )
 
@@ -92,11 +89,11 @@ def _run(material: Material) -> report.Run:
     )
 
 
-def _passed_over(material: Material) -> list[facts.Window]:
+def _passed_over(material: Material, told: Sequence[facts.JournalEntry]) -> list[facts.Window]:
     """The skipped batches: by the journal, and by skip records of ranks whose line a crash prevented."""
-    told = [fact.window for _, fact in of_kind(material.records, facts.PassedOver)]
+    windows = [fact.window for _, fact in of_kind(told, facts.PassedOver)]
     seen = {skipped.batch for rank in material.skipped.values() for skipped in rank}
-    return merge_windows([*told, *(facts.Window(first=batch, last=batch) for batch in sorted(seen))])
+    return merge_windows([*windows, *(facts.Window(first=batch, last=batch) for batch in sorted(seen))])
 
 
 def _span(window: facts.Window, passed: Sequence[facts.Window]) -> report.Span:
@@ -148,11 +145,15 @@ def _skipped(material: Material, history: History, notices: list[str]) -> list[r
 
 
 def _incidents(
-    material: Material, history: History, costs: Costs, passed: list[facts.Window]
+    material: Material,
+    told: Sequence[facts.JournalEntry],
+    history: History,
+    costs: Costs,
+    passed: list[facts.Window],
 ) -> list[report.IncidentEntry]:
-    records, world_size = material.records, material.identity.job.world_size if material.identity else None
-    seen = {fact.incident: record for record, fact in of_kind(records, facts.Incident)}
-    restored = {fact.incident: record for record, fact in of_kind(records, facts.Restored)}
+    world_size = material.identity.job.world_size if material.identity else None
+    seen = {fact.incident: record for record, fact in of_kind(told, facts.Incident)}
+    restored = {fact.incident: record for record, fact in of_kind(told, facts.Restored)}
     entries = []
     for place, case in enumerate(history.cases):
         before = history.cases[place - 1] if place else None
@@ -193,29 +194,29 @@ _FATES = frozenset({facts.Committed, facts.Evicted, facts.CheckpointLost, facts.
 
 
 def _checkpoints(records: Sequence[facts.JournalEntry], history: History) -> list[report.CheckpointEntry]:
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[str, report.CheckpointEntry] = {}
     for record in of_kinds(records, _FATES):
         match record.fact:
             case facts.Committed() as fact:
-                status = "good" if fact.checkpoint in history.good else "candidate"
+                status: report.CheckpointStatus = "good" if fact.checkpoint in history.good else "candidate"
                 status = "discarded" if fact.checkpoint in history.discarded else status
-                entries[fact.checkpoint] = {
-                    "checkpoint": fact.checkpoint, "step": fact.step, "batch": fact.batch, "at": record.at,
-                    "status": status, "reason": None, "bytes": fact.bytes, "seconds": fact.seconds, "tier": fact.tier,
-                }  # fmt: skip
+                entries[fact.checkpoint] = report.CheckpointEntry(
+                    fact.checkpoint, fact.step, fact.batch, record.at, status, None, fact.bytes, fact.seconds, fact.tier
+                )
             case (facts.Evicted() | facts.CheckpointLost()) as fact if (
-                fact.tier == "fast" and entries.get(fact.checkpoint, {}).get("tier") == "durable"
+                fact.tier == "fast" and (known := entries.get(fact.checkpoint)) and known.tier == "durable"
             ):
                 pass  # the ring still has it
             case facts.Evicted() | facts.CheckpointLost() | facts.Quarantined() | facts.Dropped() as fact:
-                if (known := entries.get(fact.checkpoint)) is None:
+                known = entries.get(fact.checkpoint)
+                if known is None:
                     name = CheckpointName.parse(fact.checkpoint)
-                    known = entries[fact.checkpoint] = {
-                        "checkpoint": fact.checkpoint, "step": name.step if name else None, "batch": None,
-                        "at": record.at, "bytes": None, "seconds": None, "tier": None,
-                    }  # fmt: skip
-                known.update(status="lost" if isinstance(fact, facts.CheckpointLost) else fact.kind, reason=fact.reason)
-    return [report.CheckpointEntry.model_validate(entry) for entry in entries.values()]
+                    known = entries[fact.checkpoint] = report.CheckpointEntry(
+                        fact.checkpoint, name.step if name else None, None, record.at, "evicted", None, None, None, None
+                    )
+                known.status = "lost" if fact.kind == "checkpoint_lost" else fact.kind
+                known.reason = fact.reason
+    return list(entries.values())
 
 
 def _attempts(records: Sequence[facts.JournalEntry], costs: Costs, held: bool) -> list[report.AttemptEntry]:
@@ -280,6 +281,7 @@ def _attempt(
 
 def _totals(
     material: Material,
+    told: Sequence[facts.JournalEntry],
     costs: Costs,
     incidents: list[report.IncidentEntry],
     attempts: list[report.AttemptEntry],
@@ -298,8 +300,8 @@ def _totals(
         incidents=len(incidents),
         explosions=dict(Counter(e.evidence.explosion for e in incidents if e.evidence and e.evidence.explosion)),
         rollbacks=sum(entry.restored is not None for entry in incidents),
-        noticed=len(of_kind(material.records, facts.Noticed)),
-        scaler_skips=len(of_kind(material.records, facts.ScalerSkipped)),
+        noticed=len(of_kind(told, facts.Noticed)),
+        scaler_skips=len(of_kind(told, facts.ScalerSkipped)),
         attempts=len(attempts),
         skipped_batches=batches,
         skipped_samples=_samples(material, skipped) if len(skipped) == batches else None,

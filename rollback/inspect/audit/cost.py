@@ -94,12 +94,11 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
     taken: dict[str, float] = {}  # when the run stood at a checkpoint
     began: float | None = None
     last_seen: dict[int, float] = {}  # by attempt
-    times: list[float] = []
+    times = [seconds_since_epoch(record.at) for record in records]
     trained: int | None = None  # the last attempt that trained
     pending = False
     hung: dict[int, float] = {}  # when it was called, by attempt
-    for record in records:
-        at = seconds_since_epoch(record.at)
+    for record, at in zip(records, times, strict=True):
         match record.fact if type(record.fact) in _PRICED else None:
             case None:  # most lines of a long run
                 pass
@@ -134,8 +133,8 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
                 costs.seconds_hung += charged.charge(hung[record.attempt], at) or 0.0
         if at is not None:
             last_seen[record.attempt] = at
-            times.append(at)
-    costs.seconds = max(times) - min(times) if times else None
+    known = [at for at in times if at is not None]
+    costs.seconds = max(known) - min(known) if known else None
     return costs
 
 
@@ -150,8 +149,6 @@ def _reached(records: Iterable[facts.JournalEntry], progress: Mapping[int, tuple
     timelines: dict[int, int] = {}  # of attempts that planned to go back: the furthest step of such a one says nothing
     for record in of_kinds(records, _POSITIONS):
         match record.fact:
-            case facts.Attached(step=step) | facts.Restored(step=step):
-                reached[record.attempt] = step
             case (
                 facts.Committed(step=step)
                 | facts.Incident(step=step)
@@ -159,6 +156,8 @@ def _reached(records: Iterable[facts.JournalEntry], progress: Mapping[int, tuple
                 | facts.Stopped(step=step)
             ):
                 reached[record.attempt] = max(step, reached.get(record.attempt, 0))
+            case facts.Attached(step=step) | facts.Restored(step=step):
+                reached[record.attempt] = step
             case facts.AttemptEnded(step=int(step)) if (
                 record.attempt not in progress or record.attempt not in timelines
             ):

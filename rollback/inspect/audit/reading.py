@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -161,9 +162,9 @@ def torn_notice(path: Path, size: int) -> str:
 
 def merge(train: Iterable[JournalEntry], supervisor: Iterable[JournalEntry]) -> list[JournalEntry]:
     """Both journals in one order: by attempt; in it `attempt_started`, the ranks' facts, then the supervisor's."""
-    keyed = [((record.attempt, 1), record) for record in train]
-    keyed += [((r.attempt, 0 if isinstance(r.fact, AttemptStarted) else 2), r) for r in supervisor]
-    return [record for _, record in sorted(keyed, key=lambda pair: pair[0])]
+    keyed = [(3 * record.attempt + 1, record) for record in train]
+    keyed += [(3 * r.attempt + (0 if type(r.fact) is AttemptStarted else 2), r) for r in supervisor]
+    return [record for _, record in sorted(keyed, key=itemgetter(0))]
 
 
 def read_progress(paths: RunPaths) -> Progress:

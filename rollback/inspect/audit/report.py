@@ -5,14 +5,15 @@ Times are UTC, ISO 8601. `null` always means "not known from the record", never 
 """
 
 import json
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
 from rollback.facts.fact import InitialState, Sharding
 from rollback.facts.training import Action, Order, Outcome, Tier, Window
 from rollback.rundir.evidence import Explosion, Where
-from rollback.system.collector import no_collection
+from rollback.terminal.indented import indented
 
 SCHEMA = 1
 
@@ -36,10 +37,9 @@ class ReportItem(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strin
         """Made of the fields of a fact or record that have the same names, and of others."""
         return cls(**source.model_dump(include=cls.model_fields.keys() - own.keys()), **own)
 
-    @no_collection()
     def to_json(self) -> str:
         """JSON in ASCII only, so that text from a journal cannot control a terminal."""
-        return json.dumps(json.loads(self.model_dump_json(by_alias=True)), indent=2)
+        return indented(json.loads(self.model_dump_json(by_alias=True)))
 
 
 class Document(ReportItem):
@@ -239,18 +239,21 @@ class RequestEntry(ReportItem):
     answer: str | None
 
 
-class CheckpointEntry(ReportItem):
+@dataclass(slots=True)  # a long run has a hundred thousand, and a model takes four times the time and memory
+class CheckpointEntry:
     """A checkpoint, or a snapshot that did not become one."""
 
     checkpoint: str
-    step: int | None = Field(description="null where the line that would tell was lost in a crash")
+    step: Annotated[int | None, Field(description="null where the line that would tell was lost in a crash")]
     batch: int | None
     at: str
     status: CheckpointStatus
-    reason: str | None = Field(description="why it was evicted, quarantined or dropped")
+    reason: Annotated[str | None, Field(description="why it was evicted, quarantined or dropped")]
     bytes: int | None
-    seconds: float | None = Field(description="from snapshot to commit")
-    tier: Tier | None = Field(description="where it was committed: in a slot of the fast tier, or in the ring")
+    seconds: Annotated[float | None, Field(description="from snapshot to commit")]
+    tier: Annotated[
+        Tier | None, Field(description="where it was committed: in a slot of the fast tier, or in the ring")
+    ]
 
 
 class Message(ReportItem):

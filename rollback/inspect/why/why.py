@@ -22,7 +22,6 @@ from rollback.rundir.failures import FailureRecord, read_failures
 from rollback.rundir.journal.journal import last_fact, of_kind
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
-from rollback.system.collector import no_collection
 from rollback.system.durable import read_tail
 
 _LAST_WORDS = 8 << 10
@@ -101,7 +100,6 @@ class AttemptAccount(Document):
     notices: list[str]
 
 
-@no_collection()
 def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     """Why `attempt` ended (default: the last one that failed).
 

@@ -262,6 +262,7 @@ def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path, monkeypatch: pyt
     assert "alert(1)" in "".join(page.texts[""])
     assert "{{ 7*7 }}" in "".join(page.texts[""])
     assert any("alert(1)" in entry["title"] for entry in page.data["incidents"])
+    assert all(entry["title"].isprintable() for entry in page.data["incidents"])
     assert "http" not in re.sub(r"http-equiv|http://www.w3.org/2000/svg", "", text)
 
 
