@@ -77,25 +77,35 @@ class Catalogue:
     ) -> None:
         self._probation = probation
         self._entries: dict[str, CatalogueEntry] = {}
+        self._on_probation: dict[str, CatalogueEntry] = {}
+        """The snapshots and candidates of them. Every step asks for these, and a long run has thousands of entries."""
         for manifest in manifests:
             status = CheckpointStatus.GOOD if manifest.name in good else CheckpointStatus.CANDIDATE
-            self._entries[manifest.name] = CatalogueEntry(manifest, status, (slots or {}).get(manifest.name))
+            self._add(manifest, status, (slots or {}).get(manifest.name))
 
     # What comes and goes -------------------------------------------------------------------------------------------
 
     def add_snapshot(self, manifest: Manifest, slot: int | None = None) -> None:
         """Add a snapshot. Its probation begins now, not with its commit."""
-        self._entries[manifest.name] = CatalogueEntry(manifest, CheckpointStatus.SNAPSHOT, slot)
+        self._add(manifest, CheckpointStatus.SNAPSHOT, slot)
 
     def land(self, manifest: Manifest) -> bool:
         """Note that a checkpoint was committed. Returns whether it is good at once, as the state before any step is."""
         entry, good = self._entries[manifest.name], manifest.step == 0
         entry.manifest = manifest
         entry.status = CheckpointStatus.GOOD if good else CheckpointStatus.CANDIDATE
+        if good:
+            del self._on_probation[manifest.name]
         return good
+
+    def _add(self, manifest: Manifest, status: CheckpointStatus, slot: int | None = None) -> None:
+        entry = self._entries[manifest.name] = CatalogueEntry(manifest, status, slot)
+        if status is not CheckpointStatus.GOOD:
+            self._on_probation[manifest.name] = entry
 
     def drop(self, name: str) -> None:
         self._entries.pop(name, None)
+        self._on_probation.pop(name, None)
 
     def leave(self, name: str) -> None:
         """Note that a checkpoint leaves the fast tier. A good one can still be restored if the ring has it."""
@@ -110,8 +120,7 @@ class Catalogue:
         if self.is_held(manifest.name):
             return
         self.drop(manifest.name)
-        status = CheckpointStatus.GOOD if good else CheckpointStatus.CANDIDATE
-        self._entries[manifest.name] = CatalogueEntry(manifest, status)
+        self._add(manifest, CheckpointStatus.GOOD if good else CheckpointStatus.CANDIDATE)
 
     def consult(self, in_ring: Collection[str]) -> None:
         """Note what the ring holds, as one rank saw it. Good checkpoints that left the fast tier are held again."""
@@ -140,31 +149,30 @@ class Catalogue:
         their probation again; those from before it go on. Until then it is not known what they led to.
         """
         if not healthy:
-            for entry, manifest in self._on_probation():
-                if onset is not None and manifest.step > onset:
+            for name, entry in self._on_probation.items():
+                if onset is not None and self.manifest(name).step > onset:
                     entry.healthy = 0
             return []
         passed = []
-        for entry, manifest in self._on_probation():
+        for name, entry in self._on_probation.items():
             entry.healthy += 1
             if entry.healthy >= self._probation and entry.status is CheckpointStatus.CANDIDATE:
                 entry.status = CheckpointStatus.GOOD
-                passed.append(manifest)
-        return passed
+                passed.append(name)
+        for name in passed:
+            del self._on_probation[name]
+        return [self.manifest(name) for name in passed]
 
     def about_to_pass(self) -> list[str]:
         """The checkpoints that will be good with the next healthy verdict."""
         passing, candidate = self._probation - 1, CheckpointStatus.CANDIDATE
-        return [m.name for entry, m in self._on_probation() if entry.status is candidate and entry.healthy >= passing]
+        waiting = self._on_probation.items()
+        return [name for name, entry in waiting if entry.status is candidate and entry.healthy >= passing]
 
     def restart_probation(self) -> None:
         """Start the probation of all candidates again: the steps after them will be run again."""
-        for entry, _ in self._on_probation():
+        for entry in self._on_probation.values():
             entry.healthy = 0
-
-    def _on_probation(self) -> list[tuple[CatalogueEntry, Manifest]]:
-        waiting = (CheckpointStatus.SNAPSHOT, CheckpointStatus.CANDIDATE)
-        return [(each, each.manifest) for each in self._entries.values() if each.status in waiting and each.manifest]
 
     # What there is -------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,15 @@
 """Which checkpoints are good: probation, what an onset holds back, what leaves."""
 
+from typing import NoReturn
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import manifest_of
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.policy import PolicyCheckpoint
-from rollback.train.catalogue.catalogue import Catalogue
+from rollback.train.catalogue.catalogue import Catalogue, CatalogueEntry
 
 PROBATION = 4
 
@@ -257,3 +260,25 @@ def test_a_full_ring_keeps_the_newest_good_one_and_the_newest(keep: int, count: 
     assert len(after) == min(keep, count)
     assert after[-1:] == before[-1:]
     assert good(catalogue)[-1:] == [point.step for point in before if point.good][-1:]
+
+
+def test_a_verdict_costs_no_more_for_all_that_a_long_run_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NeverLookedThrough(dict[str, CatalogueEntry]):
+        def values(self) -> NoReturn:
+            raise AssertionError("a step looks at every checkpoint of the run")
+
+        items = __iter__ = values
+
+    catalogue = Catalogue(PROBATION, [], [])
+    for seq in range(1, 4):
+        name = taken(catalogue, seq, 10 * seq)
+        assert [[m.name for m in catalogue.judge(True, None)] for _ in range(PROBATION)][-1] == [name]
+        catalogue.leave(name)
+    name = taken(catalogue, 4, 40)
+    monkeypatch.setattr(catalogue, "_entries", NeverLookedThrough(catalogue._entries))
+    for _ in range(PROBATION - 1):
+        assert catalogue.judge(True, None) == []
+    assert catalogue.judge(False, None) == []
+    assert catalogue.about_to_pass() == [name]
+    assert [m.name for m in catalogue.judge(True, None)] == [name]
+    assert catalogue.about_to_pass() == []
