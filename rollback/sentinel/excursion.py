@@ -2,9 +2,9 @@
 
 import math
 from collections import deque
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollback.sentinel.presets import Preset
 from rollback.sentinel.slow import HAS_COME_DOWN, STAYS_LOST
@@ -40,8 +40,7 @@ _LOST_BEYOND_EXCUSE = 0.75  # no restart and no resume brings a model back to wh
 _BAR_WHILE_EXCUSED = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredObservation:
+class MeasuredObservation(NamedTuple):
     """One observation measured against the baseline."""
 
     step: int
@@ -65,8 +64,7 @@ class MeasuredObservation:
         return self.norm_height is not None and self.norm_height >= _NORM_COUNTED
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(NamedTuple):
     """The units in which losses are measured at present."""
 
     level: float
@@ -223,7 +221,7 @@ class Excursion:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON types only."""
-        return {**asdict(self), "recent": [list(astuple(reading)) for reading in self.recent]}
+        return {**asdict(self), "recent": [list(reading) for reading in self.recent]}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Excursion":

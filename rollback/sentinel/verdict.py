@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
+from typing import NamedTuple
 
 
 class Hint(Flag):
@@ -32,8 +33,7 @@ def learning_rate_hint(previous: float | None, now: float | None, highest: float
     return Hint.LR_CHANGED if 1.5 * previous <= now <= 1.01 * highest else Hint.NONE
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """One optimizer step as all ranks saw it."""
 
     step: int
@@ -85,8 +85,7 @@ NORM_COLLAPSE = "grad-norm-collapse"
 """The rule whose `Verdict.window` holds gradient norms; those of all others hold losses."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The verdict on one observation, and its reason."""
 
     kind: Kind

@@ -1,6 +1,7 @@
 """What is judged at a step's end, and what may be decided then."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollback.facts.ending import GivingUp
 from rollback.facts.training import Incident, Planned, Window
@@ -10,8 +11,7 @@ from rollback.train.comm.pulse import Beat
 from rollback.train.updates.habits import Habit
 
 
-@dataclass(frozen=True)
-class StepMark:
+class StepMark(NamedTuple):
     """A step, and the batches that went into it."""
 
     step: int

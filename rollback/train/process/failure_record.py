@@ -5,10 +5,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -38,8 +38,7 @@ _EMPTY_PASS = (
 )
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(NamedTuple):
     """What a rank is doing, and where."""
 
     doing: str

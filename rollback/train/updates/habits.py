@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,7 @@ from rollback.train.updates.hooks import weak_hook
 _SAMPLED = 16  # updates of a process; a look at a loss's graph costs microseconds, one at late writes may wait for CUDA
 
 
-@dataclass(frozen=True)
-class Habit:
+class Habit(NamedTuple):
     """What was noticed of one update on this rank. None means not known."""
 
     batches: int
@@ -76,12 +75,14 @@ class Habits:
         self._looks = self._late_looks = _SAMPLED
         self._now = _Noticed()
         self._hook: Any = None
+        self._averages = False
         if telltale is None:
             return
         self._watch = BackwardWatch(model, telltale, self._accumulated)
         self._hook = optimizer.register_step_post_hook(weak_hook(self._after_step))
         ddp = ddp_inside(model) if model is not None else None
         if ddp is not None and ddp.process_group.size() > 1:  # one rank alone exchanges nothing
+            self._averages = True
             ddp.register_forward_pre_hook(weak_hook(self._before_forward))
         if scaler is not None and hasattr(scaler, "unscale_"):
             self._watch_unscaling(scaler, optimizer)
@@ -105,6 +106,8 @@ class Habits:
         if self._late_looks == 0 and self._hook is not None:
             self._hook.remove()
             self._hook = None
+        if self._late_looks == self._looks == 0 and not self._averages:
+            self._watch.remove()  # nothing of what it notices is asked any more
         return Habit(
             batches=batches,
             written=now.written,

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from curves import descent, norms, observations, raised, verdicts
@@ -109,7 +108,7 @@ def test_in_a_sparse_log_and_where_steps_go_back_a_blip_leads_nowhere() -> None:
     losses = raised(raised(descent(400), 300, 3.0, length=2), 304, 3.0)
     (call,) = spikes(verdicts(observations(losses, norms(400), stride=100)))
     assert call.onset == 30400
-    back = [replace(each, step=each.step - 50 * (i >= 304)) for i, each in enumerate(observations(losses, norms(400)))]
+    back = [each._replace(step=each.step - 50 * (i >= 304)) for i, each in enumerate(observations(losses, norms(400)))]
     (call,) = spikes(verdicts(back))
     assert call.onset == 254
 
@@ -255,7 +254,7 @@ def test_one_step_that_was_raised_a_little_before_a_nan_is_no_spike(
 ) -> None:
     """A higher one, several of them, or one with a gradient norm far up, is."""
     seen = observations(descent(300 + steps), norms(300 + steps))
-    seen[300:] = [replace(each, loss=2.3 + 0.15 * height, grad_norm=norm or each.grad_norm) for each in seen[300:]]
+    seen[300:] = [each._replace(loss=2.3 + 0.15 * height, grad_norm=norm or each.grad_norm) for each in seen[300:]]
     assert verdicts([*seen, Observation(300 + steps, math.nan, 1.0)])[-1].onset == onset
 
 

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -666,7 +665,7 @@ def test_a_state_is_kept_while_the_loss_stands_out_and_not_where_a_trouble_is_to
     update = Sentinel.update
 
     def act(guard: rollback.Guard) -> None:
-        said = lambda self, seen: replace(update(self, seen), kind=kind)  # noqa: E731
+        said = lambda self, seen: update(self, seen)._replace(kind=kind)  # noqa: E731
         with monkeypatch.context() as patched:
             patched.setattr(Sentinel, "update", said)
             if judged:
