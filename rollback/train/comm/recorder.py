@@ -71,6 +71,9 @@ class Recorder:
             self._journal, self.history = Journal(paths.train_journal, attempt, journal.reading), journal.history
             journal.keep()
         self._metrics: LineWriter | None = None
+        self._unwritten: list[dict[str, Any]] = []
+        """Rows of the metrics since the last flush, which makes lines of them: many in a row cost far less than one
+        between two steps each."""
         self._flushed = time.monotonic()
         self._failing: set[str] = set()
         self._unheard_before = _Unheard.lines
@@ -119,10 +122,8 @@ class Recorder:
         self.recent.append(row)
         if self._metrics is None:
             return
-        metrics, now = self._metrics, time.monotonic()
-        line = metric_line(**row)
-        self._try("writing the metrics", lambda: metrics.write(line), proves=False)  # mostly into a buffer
-        if now - self._flushed > _FLUSH_SECONDS:
+        self._unwritten.append(row)
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
     def complete_metrics(self, lines: Sequence[str]) -> None:
@@ -142,6 +143,9 @@ class Recorder:
     def flush(self) -> None:
         if self._metrics is not None:
             self._flushed = time.monotonic()
+            rows, self._unwritten = self._unwritten, []
+            for row in rows:
+                self._try("writing the metrics", partial(self._metrics.write, metric_line(**row)), proves=False)
             self._try("writing the metrics", self._metrics.flush)
             self._columns.catch_up(_BLOCKS)
 

@@ -254,9 +254,7 @@ class Judge:
         collapse = self._scale.update(mark.step, beat.scaler_skipped, beat.scale)
         if collapse is not None and verdict.kind not in _ACTED_ON:
             verdict = collapse
-        self._record.metric(
-            mark.step, mark.last_batch, beat.loss, beat.grad_norm, verdict.kind.value, timeline=self.timeline
-        )
+        self._record.metric(mark.step, mark.last_batch, beat.loss, beat.grad_norm, verdict.kind, timeline=self.timeline)
         if beat.scaler_skipped:
             self._record.note(ScalerSkipped(step=mark.step, batch=mark.last_batch))
         if (blip := verdict.ended) is not None:
