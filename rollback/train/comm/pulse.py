@@ -159,7 +159,7 @@ class Pulse:
         self._sent = b""
         self._ailments: Tensor | list[float] | None = None  # this rank's, of the beat that is under way
         self._work: dist.Work | None = None
-        self._vector: Tensor | None = None
+        self._vector: Tensor | list[float] | None = None
         self._handed: Handed | None = None  # the last vector that a collective got
 
     @property
@@ -169,30 +169,30 @@ class Pulse:
     def send(self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES) -> None:
         """Start a beat. loss, grad_norm: scalars of this rank (any float dtype and device), or None."""
         compose = self._compose_on_device if self._cuda else self._compose_on_host
-        self._vector = compose(loss, grad_norm, signs, gauges)
+        self._vector = vector = compose(loss, grad_norm, signs, gauges)
+        if isinstance(vector, list):
+            return
         if self._ranks.distributed:
-            self._handed = Handed(self._vector)
-            self._work = dist.all_reduce(self._vector, async_op=True)
+            self._handed = Handed(vector)
+            self._work = dist.all_reduce(vector, async_op=True)
         if self._side is not None and self._arrived is not None:
             self._side.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._side):
                 if self._work is not None:
                     self._work.wait()
-                self._vector.record_stream(self._side)
-                self._host[: len(self._vector)].copy_(self._vector, non_blocking=True)
+                vector.record_stream(self._side)
+                self._host[: len(vector)].copy_(vector, non_blocking=True)
                 self._arrived.record(self._side)
 
     def read(self) -> Beat:
         """The reduced beat. Collective: a beat with a value that is not finite is read on all ranks, or on none."""
-        if self._vector is None:
+        if (vector := self._vector) is None:
             raise RuntimeError("no beat is under way")
         if self._arrived is not None:
             self._arrived.synchronize()
-            vector = self._host[: len(self._vector)]
-        else:
-            if self._work is not None:
-                self._work.wait()
-            vector = self._vector
+            vector = self._host[: len(vector)]
+        elif self._work is not None:
+            self._work.wait()
         self._work = self._vector = None
         beat = _beat(vector, self._ranks.world_size)
         beat.ailing = self._ailing(beat)
@@ -233,7 +233,8 @@ class Pulse:
 
     def _compose_on_host(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
-    ) -> Tensor:
+    ) -> Tensor | list[float]:
+        """The vector; of a rank alone, which adds nothing to it, the numbers themselves."""
         row, host = [0.0] * FIELDS, 2 * _SCALARS + _AILMENTS
         for place, scalar in enumerate((loss, grad_norm, *_gauge_values(gauges))):
             if scalar is None:
@@ -249,6 +250,8 @@ class Pulse:
         self._ailments = row[2 * _SCALARS : host]
         numbers = array("d", row)
         self._sent = numbers.tobytes()  # the sum will be where the numbers are
+        if not self._ranks.distributed and signs.letter is None:
+            return row
         beat = torch.frombuffer(numbers, dtype=torch.float64)
         return beat if signs.letter is None else torch.cat([beat, self._letter_row(signs.letter)])
 
@@ -288,8 +291,8 @@ def beat_of(sent: Sequence[bytes]) -> Beat | None:
     None: in another order of the ranks the sums might be rounded otherwise, so they may not be what the group computes.
     """
     columns = zip(*(array("d", own) for own in sent), strict=True)
-    sums = [_exact_sum(column) for column in columns]
-    return None if None in sums else _beat(torch.tensor(sums, dtype=torch.float64), len(sent))
+    sums: list[Any] = [_exact_sum(column) for column in columns]
+    return None if None in sums else _beat(sums, len(sent))
 
 
 def _exact_sum(column: Sequence[float]) -> float | None:
@@ -302,9 +305,12 @@ def _exact_sum(column: Sequence[float]) -> float | None:
     return math.fsum(column) if total // common < 1 << 53 else None
 
 
-def _beat(vector: Tensor, world_size: int) -> Beat:
+def _beat(vector: Tensor | list[float], world_size: int) -> Beat:
     """All of a beat but `ailing`. vector: on the host."""
-    row: list[float] = (vector if len(vector) == FIELDS else vector[:FIELDS]).tolist()
+    row, letters = vector, None
+    if isinstance(vector, Tensor):
+        row = (vector if vector.numel() == FIELDS else vector[:FIELDS]).tolist()
+        letters = vector[FIELDS:].long().view(-1, LETTER) if vector.numel() > FIELDS else None
     counts, ailments, host = row[_SCALARS:], row[2 * _SCALARS :], row[2 * _SCALARS + _AILMENTS :]
     loss, grad_norm, *gauges = [
         total / count if count else None for total, count in zip(row[:_SCALARS], counts, strict=False)
@@ -320,7 +326,7 @@ def _beat(vector: Tensor, world_size: int) -> Beat:
     return Beat(
         loss=_unless_ill(loss, *ailments[:2]),
         grad_norm=_unless_ill(grad_norm, *ailments[2:_AILMENTS]),
-        letters=vector[FIELDS:].long().view(-1, LETTER) if len(vector) > FIELDS else None,
+        letters=letters,
         **table,
     )
 

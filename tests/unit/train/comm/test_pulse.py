@@ -70,7 +70,8 @@ def reduce(
         ranks.world_size, ranks.rank = len(rows), rank
         pulses.append(Pulse(ranks, torch.device("cpu")))
         compose = pulses[-1]._compose_on_device if on_device else pulses[-1]._compose_on_host
-        total += compose(scalar(loss), scalar(grad_norm), said, gauges[rank] if gauges else NO_GAUGES)
+        row = compose(scalar(loss), scalar(grad_norm), said, gauges[rank] if gauges else NO_GAUGES)
+        total += torch.as_tensor(row, dtype=torch.float64)
     beat = _beat(total, len(rows))
     beat.ailing = tuple(rank for pulse in pulses for rank in pulse._ailing(beat))
     return beat
