@@ -17,7 +17,7 @@ import ctypes
 import math
 import operator
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ _HOST = torch.device("cpu")
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _grad, _version, _layout, _dtype, _device = map(operator.attrgetter, ("grad", "_version", "layout", "dtype", "device"))
 _params = operator.itemgetter("params")
+_bits = operator.attrgetter("value")
 _is_view = Tensor._is_view
 _Marks = tuple[list[int], list[int]]  # see `mark_of`: of all gradients, in order
 
@@ -73,7 +74,7 @@ class Gradients:
         self.written: bool | None = None
         """Whether `look` found the gradients changed since then; None: not known."""
         self._marks: _Marks = [], []
-        self._firsts: list[bytes] | None = None
+        self._firsts: list[int] | None = None
         """The first element of each gradient then, where their norm may be lent."""
         self._found: _Marks = [], []
         self._watch = BackwardWatch(model, self.telltale, self._backward_reached_telltale)
@@ -168,10 +169,10 @@ class Gradients:
         parameters, gradients = _with_gradients(self._parameters())
         if self.telltale is None or self.telltale.grad is None:
             return  # FSDP2 holds back what is not summed yet
-        each, total = _measure(gradients, self.scale)
-        self.seen = GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
         self._marks = self._marks_of(parameters, gradients)
         self._firsts = _first_of_each(gradients, self._marks)
+        each, total = _measure(gradients, self.scale)
+        self.seen = GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
 
     def _only_scaled(self, gradients: list[Tensor]) -> bool:
         """Whether these are backward's gradients, unchanged or each written to equally often."""
@@ -225,7 +226,7 @@ def mark_of(gradient: Tensor) -> tuple[int, int]:
     return local_of(gradient).data_ptr(), version_of(gradient)
 
 
-def _first_of_each(gradients: list[Tensor], marks: _Marks) -> list[bytes] | None:
+def _first_of_each(gradients: list[Tensor], marks: _Marks) -> list[int] | None:
     """The bits of the first element of each, in single precision and in the host's memory; else None.
 
     torch does not count a write through `.data`, by NumPy or by another library's kernel. One to a whole tensor (what
@@ -234,7 +235,8 @@ def _first_of_each(gradients: list[Tensor], marks: _Marks) -> list[bytes] | None
     """
     if {*map(_dtype, gradients)} != {torch.float32} or {*map(_device, gradients)} != {_HOST}:
         return None
-    return [*map(ctypes.string_at, filter(None, marks[0]), repeat(4))]  # what is empty has no address
+    there = filter(None, marks[0])  # what is empty has no address
+    return [*map(_bits, map(ctypes.c_uint32.from_address, there))]
 
 
 def _scaled_on_host(seen: GradientNorms, before: float, after: float) -> GradientNorms:
