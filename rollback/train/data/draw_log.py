@@ -69,13 +69,14 @@ class DrawLog:
         device only where there is something to compare.
         """
         self._settle()
-        digest = Digest(data)
-        drawn = Drawn(batch, opening, order or 0, 0, past)
-        if (known := self._known(batch)) is not None:
-            _compare(known, drawn._replace(content=digest.value or 0))
-        self._open_one = drawn, digest
-        if digest.settled:
-            self._settle()
+        digest, known = Digest(data), self._known(batch)
+        if known is None and not digest.settled:
+            self._open_one = Drawn(batch, opening, order or 0, 0, past), digest
+            return
+        drawn = Drawn(batch, opening, order or 0, digest.value or 0, past)
+        if known is not None:
+            _compare(known, drawn)
+        self._add(drawn)
 
     def knows(self, batch: int, past: int) -> bool:
         """Whether the content of this batch with the same past is known."""
@@ -105,11 +106,13 @@ class DrawLog:
             self._file = None
 
     def _settle(self) -> None:
-        """Write the entry of the last batch, whose digest is on the host by now."""
-        if self._open_one is None:
-            return
-        (drawn, digest), self._open_one = self._open_one, None
-        drawn = drawn._replace(content=digest.value or 0)
+        """Add the last batch, if its digest was still to come: it is on the host by now."""
+        if self._open_one is not None:
+            (drawn, digest), self._open_one = self._open_one, None
+            self._add(drawn._replace(content=digest.value or 0))
+
+    def _add(self, drawn: Drawn) -> None:
+        """Write an entry."""
         slot = drawn.batch % ENTRIES
         self._entries[slot] = drawn
         if self._file is None:

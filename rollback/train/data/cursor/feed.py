@@ -1,7 +1,6 @@
 """The batch sampler that the clone of a map-style loader gets in place of the user's."""
 
 from collections import deque
-from functools import cached_property
 from typing import Any
 
 from rollback.train.data.cursor.digest import digest_of_indices
@@ -11,19 +10,13 @@ from rollback.train.data.cursor.workers import Keyed
 
 
 class DrawnIndices:
-    """What the sampler gave for one batch. Its digest is asked for more than once in a step."""
+    """What the sampler gave for one batch, and its digest, which is asked for more than once in a step."""
 
     def __init__(self, indices: Any) -> None:
         self.indices = indices
-
-    @cached_property
-    def digest(self) -> int | None:
-        return digest_of_indices(self.indices)
-
-    @property
-    def hex_digest(self) -> str | None:
+        self.digest = digest_of_indices(indices)
+        self.hex_digest = None if self.digest is None else f"{self.digest:016x}"
         """For JSON."""
-        return None if self.digest is None else f"{self.digest:016x}"
 
 
 class Feed:

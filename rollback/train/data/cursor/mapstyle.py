@@ -67,6 +67,8 @@ class MapStyleCursor(Cursor):
         self._clone_epoch = 0
         self._reader: Iterator[Any] | None = None
         self._indices: Indices = None
+        self._order_from = self._what_orders_it()
+        """What the open epoch's order was made from."""
 
     def indices(self) -> Indices:
         return self._indices
@@ -208,9 +210,12 @@ class MapStyleCursor(Cursor):
             "generators": None if self.opened else self._generators.states(),
             "last_indices": self._feed.last.hex_digest if self.offset and self._feed.last is not None else None,
             "before_epoch": self._before_epoch if self.opened and not self.offset else None,
-            "length": length_of(self._loader.dataset),
-            "share": share_of(self._index_sampler),
+            **self._order_from,
         }
+
+    def _what_orders_it(self) -> dict[str, Any]:
+        """What an order depends on besides the sampler's random states."""
+        return {"length": length_of(self._loader.dataset), "share": share_of(self._index_sampler)}
 
     def _seek(self, state: dict[str, Any]) -> None:
         kept = state["opening"] or state
@@ -252,7 +257,8 @@ class MapStyleCursor(Cursor):
         """
         if not self.offset:
             return self._before_epoch if self._loader.num_workers == 0 else None
-        other_data = self.accepts_other_length and state["length"] != length_of(self._loader.dataset)
+        now = self._order_from
+        other_data = self.accepts_other_length and state["length"] != now["length"]
         order.seek(self.offset - 1)
         try:
             last = order.take()
@@ -261,14 +267,14 @@ class MapStyleCursor(Cursor):
                 return None  # the epoch is over
             raise self._does_not_fit("fewer batches come") from None
         if not other_data:
-            checked = last if state["share"] == share_of(self._index_sampler) else self._last_of(state["share"])
+            checked = last if state["share"] == now["share"] else self._last_of(state["share"])
             if hex_digest_of(checked) != state["last_indices"]:
                 raise self._does_not_fit("other indices come before it")
         return last
 
     def _compare_next(self, state: dict[str, Any]) -> None:
         """Compares the indices of the next batch: a sampler that depends on what it was shown may differ only there."""
-        same = state["length"] == length_of(self._loader.dataset) and state["share"] == share_of(self._index_sampler)
+        same = all(state[name] == value for name, value in self._order_from.items())
         if same and (told := state.get("next_indices")) is not None and self._next_indices() != told:
             raise self._does_not_fit("other indices come next")
 
@@ -299,6 +305,7 @@ class MapStyleCursor(Cursor):
             if loader.num_workers > 0:  # which asks its sampler for an iterator a second time
                 order = order_of(self._index_sampler, lookahead)
         order.begin()
+        self._order_from = self._what_orders_it()
         return order
 
     def _start_reading(self) -> Iterator[Any]:
