@@ -42,15 +42,16 @@ class LoopState:
 
     def state_dict(self) -> dict[str, Any]:
         trainer, state = self._trainer, self._trainer.state
+        of_trainer, of_state = vars(trainer), vars(state)
         return {
-            "state": {name: getattr(state, name) for name in _STATE if hasattr(state, name)},
+            "state": {name: of_state[name] for name in _STATE if name in of_state},
             "logs": self._logs.as_text(state.log_history),
             "stateful_callbacks": state.stateful_callbacks,
             "callbacks": [[type(item).__name__, item.state()["attributes"]] for item in self._exportable()],
-            "loop": {name: getattr(trainer, name) for name in _LOOP if hasattr(trainer, name)},
+            "loop": {name: of_trainer[name] for name in _LOOP if name in of_trainer},
             "loss": trainer._tr_loss.item(),
             "last_update": tuple(map(_number, self.last_update)),
-            "metrics": {mode: dict(values) for mode, values in getattr(trainer, "_metrics", {}).items()},
+            "metrics": {mode: dict(values) for mode, values in of_trainer.get("_metrics", {}).items()},
         }
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """When and how snapshots are taken: the pace, the tier, and whether they overlap with training."""
 
-import statistics
 import time
 from collections import deque
 
@@ -67,7 +66,7 @@ class SnapshotSchedule:
     @property
     def step_seconds(self) -> float:
         """Seconds that a step takes on this rank, without the cost of snapshots."""
-        return statistics.median(self._seconds) if self._seconds else 0.0
+        return sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
 
     def end_update(self) -> None:
         """Note that an update has ended. Call it before its beat is sent."""
