@@ -33,7 +33,7 @@ class RawRandom:
         """Numbers, and the words of torch, Python and, where it is imported, NumPy."""
         state = torch.default_generator.get_state()
         told: dict[str, Any] = {"gauss_next": random._inst.gauss_next}  # type: ignore[attr-defined]
-        parts = [state.numpy().tobytes(), self._python()]
+        parts = [ctypes.string_at(state.data_ptr(), state.nbytes), self._python()]
         if numpy := sys.modules.get("numpy"):
             words, told["numpy"] = self._read_numpy(numpy)
             parts.append(words)

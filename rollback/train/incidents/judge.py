@@ -267,9 +267,10 @@ class Judge:
         if self.kept.wanted:
             self.kept.judged(mark, beat.loss, self._sentinel)
             self.question = self._sentinel.question(mark.step) or self.question
-        self._cases.judge(self.calm, mark.step, mark.last_batch, mark.batches_per_step)
-        self._checkpoints.judge(self.calm, verdict.onset)
-        if self.calm:
+        calm = self.calm
+        self._cases.judge(calm, mark.step, mark.last_batch, mark.batches_per_step)
+        self._checkpoints.judge(calm, verdict.onset)
+        if calm:
             self._observed = False
         decision = None
         if verdict.kind in _ACTED_ON and not self._observed:

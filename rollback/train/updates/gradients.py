@@ -74,7 +74,7 @@ class Gradients:
         self.written: bool | None = None
         """Whether `look` found the gradients changed since then; None: not known."""
         self._marks: _Marks = [], []
-        self._firsts: list[int] | None = None
+        self._firsts: _Firsts | None = None
         """The first element of each gradient then, where their norm may be lent."""
         self._found: _Marks = [], []
         self._watch = BackwardWatch(model, self.telltale, self._backward_reached_telltale)
@@ -106,7 +106,7 @@ class Gradients:
         if seen is None or self.scale is not None or self._firsts is None or seen.each.dtype is not torch.float32:
             return None
         parameters, own = _with_gradients(seen.parameters)
-        if self._marks_of(parameters, own) != self._marks or _first_of_each(own, self._marks) != self._firsts:
+        if self._marks_of(parameters, own) != self._marks or self._firsts.are_changed():
             return None
         if len(gradients) == len(own) and all(map(operator.is_, gradients, own)):
             return seen.total.clone()
@@ -170,7 +170,7 @@ class Gradients:
         if self.telltale is None or self.telltale.grad is None:
             return  # FSDP2 holds back what is not summed yet
         self._marks = self._marks_of(parameters, gradients)
-        self._firsts = _first_of_each(gradients, self._marks)
+        self._firsts = _Firsts.of(gradients, self._marks)
         each, total = _measure(gradients, self.scale)
         self.seen = GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
 
@@ -226,17 +226,28 @@ def mark_of(gradient: Tensor) -> tuple[int, int]:
     return local_of(gradient).data_ptr(), version_of(gradient)
 
 
-def _first_of_each(gradients: list[Tensor], marks: _Marks) -> list[int] | None:
-    """The bits of the first element of each, in single precision and in the host's memory; else None.
+class _Firsts(NamedTuple):
+    """Where the first element of each gradient lies, and its bits.
 
     torch does not count a write through `.data`, by NumPy or by another library's kernel. One to a whole tensor (what
     ranks do that average by hand, or who scales by the number of tokens) shows here. One to some of its elements alone
     may not.
     """
-    if {*map(_dtype, gradients)} != {torch.float32} or {*map(_device, gradients)} != {_HOST}:
-        return None
-    there = filter(None, marks[0])  # what is empty has no address
-    return [*map(_bits, map(ctypes.c_uint32.from_address, there))]
+
+    places: list[ctypes.c_uint32]
+    bits: list[int]
+
+    @classmethod
+    def of(cls, gradients: list[Tensor], marks: _Marks) -> "_Firsts | None":
+        """None: not all are in single precision and in the host's memory."""
+        if {*map(_dtype, gradients)} != {torch.float32} or {*map(_device, gradients)} != {_HOST}:
+            return None
+        places = [*map(ctypes.c_uint32.from_address, filter(None, marks[0]))]  # what is empty has no address
+        return cls(places, [*map(_bits, places)])
+
+    def are_changed(self) -> bool:
+        """Ask only while the gradients are where they were."""
+        return [*map(_bits, self.places)] != self.bits
 
 
 def _scaled_on_host(seen: GradientNorms, before: float, after: float) -> GradientNorms:
@@ -257,9 +268,10 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 
 
-@torch.no_grad()
 def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of each tensor, and of all together, divided by `scale`."""
+    if torch.is_grad_enabled():  # not in a backward, unless that was told to make a graph
+        gradients = [*map(Tensor.detach, gradients)]
     each = norm_of_each(gradients)
     if scale is not None:
         each = each / scale.to(each.device)
