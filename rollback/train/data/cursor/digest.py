@@ -5,6 +5,7 @@ hashed. Strings are hashed only if the batch has no tensor: a path in a batch ma
 and still name the same sample.
 """
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
@@ -17,7 +18,6 @@ from torch import Tensor
 
 _BYTES = 1 << 16  # of each tensor; of a larger one, pieces all over it
 _PIECES = 16
-_NUMPY = (torch.int64, torch.int32, torch.uint8, torch.float32, torch.float64)
 _LEAVES = 4096  # of one batch; what comes after them is left out
 _DEPTH = 16
 
@@ -65,13 +65,8 @@ class Digest:
         if tensor.requires_grad:
             tensor = tensor.detach()
         self._hash.update(_kind(tensor.dtype, tensor.shape))
-        if (
-            tensor.dtype in _NUMPY
-            and tensor.nbytes <= _BYTES
-            and tensor.device.type == "cpu"
-            and tensor.is_contiguous()
-        ):
-            self._hash.update(tensor.numpy().data)  # as below, in one piece
+        if tensor.is_cpu and tensor.nbytes <= _BYTES and tensor.is_contiguous():
+            self._hash.update(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))  # as below, in one piece
             return
         sample = _sample(tensor)
         if sample.device.type == "cpu":
