@@ -104,7 +104,7 @@ class Sentinel:
             self._heed(hints)
         if (broken := observation.not_finite) is not None:
             return explain.nonfinite(step, self._onset_of_overflow(step), *broken, self._loss.recent())
-        if loss is None or Hint.SCALER_SKIPPED in hints:
+        if loss is None or (hints and Hint.SCALER_SKIPPED in hints):
             return Verdict(Kind.HEALTHY, step)
         log_norm = math.log(norm) if norm is not None and norm > 0 else None
         if self._state is State.LEARNING:

@@ -117,8 +117,8 @@ class StepInProgress:
 
     def finish(self) -> StepMark:
         """The update is done: count its batches, keep its losses and gradients, and return its mark."""
-        counters, cursor = self._state.counters, self._state.cursor
-        counters.note_update(self.batches, last_of_epoch=cursor.epoch_end == cursor.batch)
+        counters, cursor, epoch_end = self._state.counters, self._state.cursor, self._state.cursor.epoch_end
+        counters.note_update(self.batches, last_of_epoch=epoch_end == cursor.batch)
         hints = self._state.note_learning_rate()
         if self.epoch_began:
             hints |= Hint.EPOCH
@@ -127,7 +127,7 @@ class StepInProgress:
         assert self.first_batch is not None
         return StepMark(
             counters.step, self.first_batch, cursor.batch - 1, counters.batches_per_step, hints, self._phase, habit,
-            self.batches, cursor.epoch_end, cursor.epoch_batches,
+            self.batches, epoch_end, cursor.epoch_batches,
         )  # fmt: skip
 
     def mean_loss(self) -> Tensor | None:
