@@ -39,9 +39,10 @@ from rollback.system.small_json import sound_model
 MOST = 256 << 10
 """Bytes that a mark may have: copying more would be felt at every step."""
 _NUMBERS = struct.Struct("<12Q")  # lengths: of what stays and of the rest; a StepEnd; a Hold
-_HEAD = struct.Struct("<13Q")  # a checksum, and these numbers
-_NO_HEAD = bytes(_HEAD.size)
-_PART = (MOST + _HEAD.size + 4095) // 4096 * 4096
+_CHECK = struct.Struct("<Q")
+_HEAD = _CHECK.size + _NUMBERS.size  # a checksum, and these numbers
+_NO_HEAD = bytes(_HEAD)
+_PART = (MOST + _HEAD + 4095) // 4096 * 4096
 _EARLY = 2  # behind both halves, and two as well
 _STATUS = struct.Struct("<8Q")  # checksum, digest, a StepEnd
 _LEFT_AT = 2048  # in the first page
@@ -199,26 +200,25 @@ class EndMark:
     def withdraw(self) -> None:
         """The newest early mark does not hold: this rank does not come to that step's end as it should."""
         start = _start(_EARLY + self._early)
-        self._map[start : start + _HEAD.size] = _NO_HEAD
+        self._map[start : start + _HEAD] = _NO_HEAD
 
     def _put(self, part: int, body: bytes, stays: bytes, end: StepEnd, hold: Hold = _NO_HOLD) -> None:
         if self._digest[0] is not stays:
             self._digest = stays, xxhash.xxh3_64_intdigest(stays)
-        numbers = len(stays), len(body), *end, *hold
-        check = _check(numbers, self._digest[1], body)
+        numbers = _NUMBERS.pack(len(stays), len(body), *end, *hold)
         start = _start(part)
-        content, rest = start + _HEAD.size, start + _HEAD.size + len(stays)
+        content, rest = start + _HEAD, start + _HEAD + len(stays)
         self._map[start:content] = _NO_HEAD  # nothing, until all of it is there
         if self._stays[part] is not stays:
             self._map[content:rest] = stays
             self._stays[part] = stays
         self._map[rest : rest + len(body)] = body
-        self._map[start:content] = _HEAD.pack(check, *numbers)
+        self._map[start:content] = _CHECK.pack(_check(numbers, self._digest[1], body)) + numbers
 
     def tell_digest(self, end: StepEnd, digest: int) -> None:
         """Tell the others the digest of this rank's parameters at that moment."""
         numbers = struct.pack("<7Q", digest, *end)
-        self._map[: _STATUS.size] = struct.pack("<Q", _seed(numbers)) + numbers
+        self._map[: _STATUS.size] = _CHECK.pack(_seed(numbers)) + numbers
 
     def tell_stopped(self, why: str) -> None:
         """This rank leaves no marks any more. Ring rank 0's bell behind it: the journal is its."""
@@ -246,9 +246,9 @@ def _seed(numbers: bytes) -> int:
     return xxhash.xxh3_64_intdigest(numbers)
 
 
-def _check(numbers: tuple[int, ...], digest: int, body: bytes) -> int:
+def _check(numbers: bytes, digest: int, body: bytes) -> int:
     """The checksum of a part. digest: of what stays."""
-    return xxhash.xxh3_64_intdigest(body, xxhash.xxh3_64_intdigest(_NUMBERS.pack(*numbers), digest))
+    return xxhash.xxh3_64_intdigest(body, xxhash.xxh3_64_intdigest(numbers, digest))
 
 
 def _read(paths: EndMarkPaths, rank: int, start: int, length: int) -> bytes:
@@ -278,15 +278,15 @@ def read_early(paths: EndMarkPaths, rank: int) -> dict[StepEnd, EarlyMark]:
 def _read_part(paths: EndMarkPaths, rank: int, part: int) -> EarlyMark | None:
     """A part of a mark, if it is whole."""
     start = _start(part)
-    if not (head := _read(paths, rank, start, _HEAD.size)):
+    if not (head := _read(paths, rank, start, _HEAD)):
         return None
-    check, *numbers = _HEAD.unpack(head)
-    staying, length, *rest = numbers
+    numbers = head[_CHECK.size :]
+    staying, length, *rest = _NUMBERS.unpack(numbers)
     if not length or staying + length > MOST:
         return None
-    content = _read(paths, rank, start + _HEAD.size, staying + length)
+    content = _read(paths, rank, start + _HEAD, staying + length)
     stays, body = content[:staying], content[staying:]
-    if _check(tuple(numbers), xxhash.xxh3_64_intdigest(stays), body) != check:
+    if _CHECK.pack(_check(numbers, xxhash.xxh3_64_intdigest(stays), body)) != head[: _CHECK.size]:
         return None
     end = len(StepEnd._fields)
     return EarlyMark(StepEnd(*rest[:end]), body + stays, Hold(*rest[end:]))
