@@ -101,3 +101,15 @@ def test_a_look_behind_the_update_is_gone_once_it_has_been_done_often_enough() -
         updates.forget()
         hooked.append(len(optimizer._optimizer_step_post_hooks))
     assert hooked == [1] * 15 + [0] * 5
+
+
+def test_where_nothing_is_averaged_no_backward_is_looked_into_once_enough_have_been() -> None:
+    model, optimizer = model_and_optimizer()
+    updates, looked = Updates(optimizer, None), []
+    ordinary, updates._habits._watch._act = updates._habits._watch._act, lambda: (looked.append(1), ordinary())
+    for _ in range(20):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        updates.end_step(1)
+        updates.forget()
+    assert len(looked) == 16
