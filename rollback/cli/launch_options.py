@@ -181,8 +181,9 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         "replicas",
         int,
         "1|2",
-        "many nodes: with 2, each node sends its part of each snapshot to the memory of another one, where the host "
-        "that replaces a lost one gets it; takes as much memory again, and network (default: 1)",
+        "many nodes: with 2, each node sends its part of each snapshot, and its ranks' end marks, to the memory of "
+        "another one, where the host that replaces a lost one gets them; takes as much memory again, and network "
+        "(default: 1)",
         1,
     ),
     switch("no_hangup", _PANEL, "go on when the terminal is gone, as under nohup"),

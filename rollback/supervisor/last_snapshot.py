@@ -4,7 +4,7 @@ they made of it."""
 import time
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier import end_marks, last_account
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import KeptOnHost
@@ -25,7 +25,7 @@ def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes) -> None:
     asked = {rank for rank in ranks if end_marks.ring_bell(marks, rank, why)}
     began = time.monotonic()
     while asked and (waited := time.monotonic() - began) < _PATIENCE:
-        told = {account.rank for account in end_marks.read_accounts(marks, attempt)}
+        told = {account.rank for account in last_account.read_accounts(marks, attempt)}
         if asked <= told or (waited > _ANSWER and not end_marks.is_busy(marks)):
             return
         time.sleep(_POLL)
@@ -33,7 +33,7 @@ def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes) -> None:
 
 def kept_on_host(paths: RunPaths, attempt: int) -> KeptOnHost | None:
     """What this host's ranks made of the last snapshot of an attempt, when they are gone; None: nobody has tried."""
-    if (marks := _marks(paths)) is None or not (accounts := end_marks.read_accounts(marks, attempt)):
+    if (marks := _marks(paths)) is None or not (accounts := last_account.read_accounts(marks, attempt)):
         return None
     account = next((account for account in accounts if account.checkpoint is not None), accounts[0])
     ends = [end.step for rank in end_marks.ranks_of(marks) for end in end_marks.read_ends(marks, rank)]

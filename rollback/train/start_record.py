@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from rollback.checkpoints import ring, tiers
-from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier import end_marks, last_account
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural
@@ -56,7 +56,7 @@ def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest 
     tier = tiers.fast_tier_of(paths)
     if chosen is None or tier is None or chosen.name in history.committed:
         return
-    for account in end_marks.read_accounts(end_marks.marks_of(tier), chosen.attempt):
+    for account in last_account.read_accounts(end_marks.marks_of(tier), chosen.attempt):
         if account.checkpoint != chosen.name:
             continue
         at: Tier = "fast" if account.tier == "fast" else "durable"

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rollback.checkpoints.fast_tier.slots import BUDDY_COPIES, SlotPaths, require_own
+from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks
+from rollback.checkpoints.fast_tier.slots import BUDDY_COPIES, COPIED_MARKS, SlotPaths, require_own
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.paths import MANIFEST
@@ -36,9 +37,14 @@ class BuddyCopy:
 
 
 def copies_of(tier: SlotPaths, seat: int) -> list[BuddyCopy]:
-    """The copies of a seat that can be believed: one, or two where this host was about to remove the older. Raises
-    OSError."""
+    """The copies of a seat that can be believed: one, or two where this host was about to remove the older. And its
+    part of a last snapshot that was made here, of its end marks. Raises OSError."""
     found = []
+    made_here = CopiedMarks(tier, seat).slots
+    for number in made_here.numbers() if made_here.root.exists() else ():
+        with contextlib.suppress(CheckpointDamaged):
+            directory = made_here.slot(number)
+            found.append(BuddyCopy(seat, number, read_manifest(directory, in_slot=True), directory))
     for path in tier.root.glob(BUDDY_COPIES):
         if (match := _NAME.fullmatch(path.name)) and int(match[1]) == seat:
             with contextlib.suppress(CheckpointDamaged):  # it is leaving
@@ -66,7 +72,7 @@ def keep(tier: SlotPaths, arrived: Path, seat: int, slot: int, name: str, manife
     directory = tier.root / f"buddy-{seat:05d}-{slot:02d}-{name}"
     files.remove_directory(directory)  # one of that name whose manifest was not the same
     arrived.rename(directory)
-    for other in tier.root.glob(BUDDY_COPIES):
+    for other in (*tier.root.glob(BUDDY_COPIES), *tier.root.glob(f"{COPIED_MARKS}/slot-*")):
         if other != directory:
             files.unlink(other / MANIFEST)
             files.remove_directory(other)

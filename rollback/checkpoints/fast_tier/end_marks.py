@@ -22,19 +22,16 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
-from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.system import files
-from rollback.system.durable import write_file
-from rollback.system.small_json import sound_model
 
 MOST = 256 << 10
 """Bytes that a mark may have: copying more would be felt at every step."""
@@ -44,11 +41,12 @@ _HEAD = _CHECK.size + _NUMBERS.size  # a checksum, and these numbers
 _NO_HEAD = bytes(_HEAD)
 _PART = (MOST + _HEAD + 4095) // 4096 * 4096
 _EARLY = 2  # behind both halves, and two as well
+PARTS = 2 * _EARLY
 _STATUS = struct.Struct("<8Q")  # checksum, digest, a StepEnd
 _LEFT_AT = 2048  # in the first page
 _STOPPED_AT, _STOPPED_MOST = 2056, 2000
-_SIZE = 4096 + 2 * _EARLY * _PART
-_ACCOUNT_LIMIT = 4 << 20
+SIZE = 4096 + PARTS * _PART
+"""Bytes of a mark's file."""
 ELSEWHERE = b"o"
 REASONS = {
     b"h": "the ranks hang", b"g": "the grace is over", b"e": "the attempt is ended",
@@ -99,23 +97,6 @@ class EarlyMark(NamedTuple):
     end: StepEnd
     body: bytes
     hold: Hold
-
-
-class LastAccount(BaseModel, frozen=True):
-    """What a rank made of the last snapshot."""
-
-    attempt: int
-    rank: int
-    reason: str
-    """Why there was one to make."""
-    checkpoint: str | None = None
-    """The checkpoint; None: this rank made none."""
-    step: int | None = None
-    tier: str = "fast"
-    seconds: float = 0.0
-    why_not: str | None = None
-    metrics: tuple[str, ...] = ()
-    """The newest lines of the metrics, which rank 0 may not have written any more."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +153,13 @@ class EndMark:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(paths.mark(rank), flags, 0o600)
         try:
-            os.posix_fallocate(fd, 0, _SIZE)  # a map of memory that is not there kills with SIGBUS
-            self._map = mmap.mmap(fd, _SIZE)
+            os.posix_fallocate(fd, 0, SIZE)  # a map of memory that is not there kills with SIGBUS
+            self._map = mmap.mmap(fd, SIZE)
         finally:
             os.close(fd)
         self._half = self._early = 0
         self._early_end: StepEnd | None = None
-        self._stays = [b""] * 2 * _EARLY  # what each part has of it
+        self._stays = [b""] * PARTS  # what each part has of it
         self._digest = b"", xxhash.xxh3_64_intdigest(b"")
         os.mkfifo(paths.bell(rank), 0o600)
         self.bell = os.open(paths.bell(rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -199,14 +180,14 @@ class EndMark:
 
     def withdraw(self) -> None:
         """The newest early mark does not hold: this rank does not come to that step's end as it should."""
-        start = _start(_EARLY + self._early)
+        start = start_of(_EARLY + self._early)
         self._map[start : start + _HEAD] = _NO_HEAD
 
     def _put(self, part: int, body: bytes, stays: bytes, end: StepEnd, hold: Hold = _NO_HOLD) -> None:
         if self._digest[0] is not stays:
             self._digest = stays, xxhash.xxh3_64_intdigest(stays)
         numbers = _NUMBERS.pack(len(stays), len(body), *end, *hold)
-        start = _start(part)
+        start = start_of(part)
         content, rest = start + _HEAD, start + _HEAD + len(stays)
         self._map[start:content] = _NO_HEAD  # nothing, until all of it is there
         if self._stays[part] is not stays:
@@ -238,7 +219,8 @@ class EndMark:
         self._map.close()
 
 
-def _start(part: int) -> int:
+def start_of(part: int) -> int:
+    """Where a part begins in the file: at its checksum, eight bytes that are zero while there is nothing."""
     return 4096 + part * _PART
 
 
@@ -271,25 +253,33 @@ def read_ends(paths: EndMarkPaths, rank: int) -> dict[StepEnd, bytes]:
 
 def read_early(paths: EndMarkPaths, rank: int) -> dict[StepEnd, EarlyMark]:
     """The whole early marks of a rank, by the ends of their steps."""
-    found = (_read_part(paths, rank, part) for part in range(_EARLY, 2 * _EARLY))
+    found = (_read_part(paths, rank, part) for part in range(_EARLY, PARTS))
     return {early.end: early for early in found if early is not None}
 
 
 def _read_part(paths: EndMarkPaths, rank: int, part: int) -> EarlyMark | None:
     """A part of a mark, if it is whole."""
-    start = _start(part)
-    if not (head := _read(paths, rank, start, _HEAD)):
+    raw = whole_part(lambda start, length: _read(paths, rank, start, length), part)
+    if raw is None:
+        return None
+    staying, _, *rest = _NUMBERS.unpack_from(raw, _CHECK.size)
+    content, end = raw[_HEAD:], len(StepEnd._fields)
+    return EarlyMark(StepEnd(*rest[:end]), content[staying:] + content[:staying], Hold(*rest[end:]))
+
+
+def whole_part(read: Callable[[int, int], bytes], part: int) -> bytes | None:
+    """The bytes of a part, if it is whole. read: bytes of the mark from a place on, so many or none."""
+    start = start_of(part)
+    if not (head := read(start, _HEAD)):
         return None
     numbers = head[_CHECK.size :]
-    staying, length, *rest = _NUMBERS.unpack(numbers)
+    staying, length, *_ = _NUMBERS.unpack(numbers)
     if not length or staying + length > MOST:
         return None
-    content = _read(paths, rank, start + _HEAD, staying + length)
+    content = read(start + _HEAD, staying + length)
     stays, body = content[:staying], content[staying:]
-    if _CHECK.pack(_check(numbers, xxhash.xxh3_64_intdigest(stays), body)) != head[: _CHECK.size]:
-        return None
-    end = len(StepEnd._fields)
-    return EarlyMark(StepEnd(*rest[:end]), body + stays, Hold(*rest[end:]))
+    check = _CHECK.pack(_check(numbers, xxhash.xxh3_64_intdigest(stays), body))
+    return head + content if check == head[: _CHECK.size] else None
 
 
 def read_digest(paths: EndMarkPaths, rank: int, end: StepEnd) -> int | None:
@@ -378,14 +368,3 @@ def is_busy(paths: EndMarkPaths) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def write_account(paths: EndMarkPaths, account: LastAccount) -> None:
-    """Raises OSError."""
-    write_file(paths.account(account.rank), account.model_dump_json().encode(), durable=False)
-
-
-def read_accounts(paths: EndMarkPaths, attempt: int | None = None) -> list[LastAccount]:
-    """What the ranks made of the last snapshot of an attempt (default: of the newest), by rank."""
-    found = [sound_model(path, LastAccount, _ACCOUNT_LIMIT) for path in sorted(paths.root.glob("account-*"))]
-    return [account for account in found if account is not None and attempt in (None, account.attempt)]

@@ -32,10 +32,12 @@ DEFAULT_BASE = Path("/dev/shm")
 _SLOT_NAME = re.compile(r"slot-(\d{2,4})")
 _RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
 _OWNER_LIMIT = 1 << 16
-OF_MARKS = re.compile(r"(mark|bell|account)-\d{5}|lock|busy|hosts\.json|\.(account-\d{5}|hosts\.json)\.tmp")
-"""What is in the directory of the end marks (`end_marks`)."""
+OF_MARKS = re.compile(r"(mark|bell|account)-\d{5}|lock|busy|fed|hosts\.json|\.(account-\d{5}|hosts\.json)\.tmp")
+"""What is in the directory of the end marks (`end_marks`), or of copies of them."""
 BUDDY_COPIES, ARRIVING = "buddy-*", "arriving-*"
 """The directories of copies of another host's slots, and of what arrives (`buddy_copies`)."""
+COPIED_MARKS = "marks-*"
+"""The directories of copies of another host's end marks (`mark_copies`)."""
 _OF_A_TIER = re.compile(r"tier\.json|\.tier\.json\.tmp")
 
 
@@ -224,8 +226,22 @@ def discard(slots: SlotPaths, number: int) -> None:
     files.remove_directory(slots.slot(number))
 
 
+def remove_marks(slots: SlotPaths) -> None:
+    """Give the memory of end marks back, and of all slots beside them. Raises OSError."""
+    for number in slots.numbers():
+        files.unlink(slots.slot(number) / MANIFEST)  # first: what has one is whole
+        files.remove_directory(slots.slot(number))
+    files.remove_directory(slots.root / "last", OF_MARKS)
+    files.remove_directory(slots.root)
+
+
 def remove_copies(slots: SlotPaths) -> None:
-    """Give the memory of copies of another host's slots back, and of what was arriving. Raises OSError."""
+    """Give the memory of copies of another host's slots and end marks back, and of what was arriving.
+
+    Raises OSError.
+    """
+    for copied in slots.root.glob(COPIED_MARKS):
+        remove_marks(SlotPaths(copied))
     for directory in (*slots.root.glob(BUDDY_COPIES), *slots.root.glob(ARRIVING)):
         files.unlink(directory / MANIFEST)  # first: what has one is whole
         files.remove_directory(directory)

@@ -1,1 +1,2 @@
-"""A host's memory outlives it: each host keeps a copy of another one's part of the newest snapshot (`--replicas 2`)."""
+"""A host's memory outlives it (`--replicas 2`): each host keeps another one's part of the newest snapshot, and its end
+marks."""

@@ -1,4 +1,5 @@
-"""One host's part in keeping copies of snapshots on other hosts: it sends its own, and keeps those of another one.
+"""One host's part in keeping copies of snapshots and end marks on other hosts: it sends its own, and keeps those of
+another one.
 
 The buddy of a seat is the host in the next seat. So each host keeps one copy and sends one, whatever their number.
 """
@@ -9,6 +10,7 @@ from pathlib import Path
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.bring_back import bring_back
+from rollback.supervisor.buddy.mark_sender import MarkSender
 from rollback.supervisor.buddy.sender import BuddySender
 from rollback.supervisor.buddy.server import BuddyServer
 from rollback.supervisor.buddy.wire import FAULTS, Buddies, in_words
@@ -20,7 +22,7 @@ class Buddy:
     def __init__(self, paths: RunPaths, base: Path, node: str, host: str, say: Callable[[str], None]) -> None:
         self._paths, self._base, self._node, self._say = paths, base, node, say
         self._server = BuddyServer(paths)
-        self._sender: BuddySender | None = None
+        self._senders: tuple[BuddySender | MarkSender, ...] = ()
         self.address = f"{host}:{self._server.port}"
         self.fault: str | None = None
         """Why this host's snapshots are not copied at present, in words."""
@@ -30,8 +32,9 @@ class Buddy:
         self._server.secret = buddies.secret if buddies is not None else ""
 
     def begin(self, seat: int, buddies: Buddies | None, given_up: Callable[[], bool]) -> PartBroughtBack | None:
-        """An attempt begins: bring back what this host lacks, which is returned, then send what its ranks will save.
-        Call it before the ranks start. A fault costs the copy and no attempt, and so does `given_up`."""
+        """An attempt begins: bring back what this host lacks, which is returned, then send what its ranks will save,
+        and their marks. Call it before the ranks start. A fault costs the copy and no attempt, and so does `given_up`.
+        """
         own, address = ("", "")
         if buddies is not None:
             own, address = buddies.addresses[seat], buddies.addresses[(seat + 1) % len(buddies.addresses)]
@@ -45,7 +48,10 @@ class Buddy:
             self._tell("the host that should keep them keeps none: without --replicas, or with two nodes on it")
         else:
             brought = self._bring_back(seat, buddies, address, given_up)
-            self._sender = BuddySender(self._paths, address, seat, buddies.secret, self._tell, self._say)
+            self._senders = (
+                BuddySender(self._paths, address, seat, buddies.secret, self._tell, self._say),
+                MarkSender(self._paths, address, seat, buddies.secret, self._say),
+            )
             return brought
         return None
 
@@ -63,8 +69,8 @@ class Buddy:
 
     def rest(self) -> None:
         """The attempt is over on this host. What it keeps of others stays, and nothing more arrives."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
+        senders, self._senders = self._senders, ()
+        for sender in senders:
             sender.close()
         self._server.rest()
 

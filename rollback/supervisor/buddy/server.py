@@ -4,10 +4,12 @@ import hmac
 import socketserver
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import buddy_copies
+from rollback.checkpoints.fast_tier.mark_copies import FedMarks
 from rollback.checkpoints.fast_tier.sizing import free_memory
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.ring.drainer import lower_priority
@@ -15,10 +17,12 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.supervisor.buddy.wire import (
     FAULTS,
+    MARKS_SILENCE,
     SECRET,
     Answer,
     BuddyConnection,
     BuddyRequest,
+    MarksHere,
     Parcel,
     Refused,
     in_words,
@@ -94,7 +98,9 @@ class _Conversation(socketserver.BaseRequestHandler):
         tier, identity = tiers.fast_tier_of(self.server.paths), read_identity(self.server.paths)
         if tier is None or identity is None or identity.run_id != request.run:
             raise Refused("its host has no memory of that run yet")
-        if request.keep is None:
+        if request.marks is not None:
+            self._follow(connection, tier, request.seat, request.marks)
+        elif request.keep is None:
             self._give(connection, tier, request, identity.model_dump_json().encode())
         elif self.server.arriving.acquire(blocking=False):
             try:
@@ -104,6 +110,16 @@ class _Conversation(socketserver.BaseRequestHandler):
                 self.server.arriving.release()
         else:
             raise Refused("another copy is arriving there")
+
+    def _follow(self, connection: BuddyConnection, tier: SlotPaths, seat: int, here: MarksHere) -> None:
+        with closing(FedMarks(tier, seat, here.ranks, here.hosts.encode())) as marks:
+            connection.say(Answer())
+            connection.silence = MARKS_SILENCE
+            while True:
+                clock, piece = connection.receive_mark()
+                marks.hear(clock)
+                if piece.data:
+                    marks.put(piece)
 
     def _keep(self, connection: BuddyConnection, tier: SlotPaths, seat: int, parcel: Parcel) -> None:
         manifest, body = receive_manifest(connection, parcel)

@@ -4,25 +4,30 @@
 |---|---|---|
 | keep | to the buddy, once it has agreed | agreed, or that it has that copy, or why not; then that it is whole |
 | give | from the buddy, behind its answer | what follows, or that it has none of the wanted ones |
+| marks | to the buddy, once it has agreed: pieces of end marks, as long as both live | agreed, or why not |
 
 A message is its length in four bytes, then JSON. A manifest follows the message with its parcel; the shards follow in
-the order that the parcel names, each as long as the manifest says. Nobody who does not know the secret is answered. Of
-what comes, all is checked before it counts: the manifest by its check value, each shard by its hash, so that a slot
-that was written while it was sent makes no copy.
+the order that the parcel names, each as long as the manifest says. A piece of a mark is a head of 24 bytes (the
+sender's clock, an offset, a rank, a length) and its bytes; one of no bytes says that the sender lives. Nobody who does
+not know the secret is answered. Of what comes, all is checked before it counts: the manifest by its check value, each
+shard by its hash, so that a slot that was written while it was sent makes no copy; a part of a mark by its checksum.
 """
 
 import os
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, Field, field_validator
 
+from rollback.checkpoints.fast_tier.end_marks import SIZE
+from rollback.checkpoints.fast_tier.mark_copies import MarkPiece
 from rollback.checkpoints.format.hashing import ShardHash
 from rollback.checkpoints.format.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
 from rollback.errors import RollbackError
@@ -35,10 +40,15 @@ SECRET = 64
 FAULTS = (OSError, RollbackError, ValueError)
 """What talking to a buddy may raise: none of it may end a supervisor."""
 _CONNECT = 5.0
-_SILENCE = 30.0  # seconds in which nothing moves, after which a buddy is given up
+_SILENCE = 30.0
+MARKS_EVERY = 0.5
+"""Seconds in which who sends marks says at least that it lives."""
+MARKS_SILENCE = 3.0
+"""Seconds without a word from it, after which it counts as gone."""
 _LOOK = 0.2  # seconds between two looks at whether to give up
 _MESSAGE = 1 << 20
 _PIECE = 4 << 20
+_MARK_HEAD = struct.Struct("<QQII")
 _Said = TypeVar("_Said", bound=BaseModel)
 
 
@@ -78,12 +88,20 @@ class Parcel(BaseModel, frozen=True, extra="forbid"):
         return all((directory / shard_name(rank)).exists() for rank in self.ranks)
 
 
+class MarksHere(BaseModel, frozen=True, extra="forbid"):
+    """Whose end marks follow, and how the ranks of that host reach those of others: its hosts.json."""
+
+    ranks: tuple[Annotated[int, Field(ge=0, lt=1 << 24)], ...] = Field(min_length=1, max_length=4096)
+    hosts: str
+
+
 class BuddyRequest(BaseModel, frozen=True, extra="forbid"):
-    """About a seat of a run. keep: what follows. give: the checkpoints of which one is wanted."""
+    """About a seat of a run. keep, marks: what follows. give: the checkpoints of which one is wanted."""
 
     run: str
     seat: int = Field(ge=0, lt=1 << 24)
     keep: Parcel | None = None
+    marks: MarksHere | None = None
     give: tuple[str, ...] = Field(default=(), max_length=64)
 
 
@@ -101,11 +119,13 @@ class Refused(OSError):
 
 class BuddyConnection:
     """A connection to a buddy. It is given up where nothing moves for long, and when `given_up` says so: each wait
-    looks a few times a second, so that nobody who must go on waits for a host that is gone."""
+    looks a few times a second, so that nobody who must go on waits for a host that is gone.
+
+    silence: seconds in which nothing moves, after which the other side is given up."""
 
     def __init__(self, made: socket.socket, given_up: Callable[[], bool]) -> None:
         made.setblocking(False)
-        self._socket, self.given_up = made, given_up
+        self._socket, self.given_up, self.silence = made, given_up, _SILENCE
         self._next_look = 0.0
 
     def __enter__(self) -> "BuddyConnection":
@@ -166,13 +186,24 @@ class BuddyConnection:
             raise Refused("it broke off")
         return count
 
+    def send_mark(self, piece: MarkPiece) -> None:
+        head = _MARK_HEAD.pack(time.monotonic_ns(), piece.offset, piece.rank, len(piece.data))
+        self.send(head + piece.data)
+
+    def receive_mark(self) -> tuple[int, MarkPiece]:
+        """A piece, and the sender's clock. Raises OSError, Refused."""
+        clock, offset, rank, size = _MARK_HEAD.unpack(self.receive(_MARK_HEAD.size))
+        if size > SIZE:
+            raise Refused(f"{size} bytes of a mark came; it has {SIZE}")
+        return clock, MarkPiece(rank, offset, self.receive(size))
+
     def require_wanted(self) -> None:
         """Raise Refused where it is given up."""
         if self.given_up():
             raise Refused("it was given up")
 
     def _once(self, event: int, move: Callable[[], int]) -> int:
-        until = time.monotonic() + _SILENCE
+        until = time.monotonic() + self.silence
         waiting = select.poll()
         waiting.register(self._socket, event)
         while True:
@@ -183,13 +214,15 @@ class BuddyConnection:
                 return move()
             except BlockingIOError:
                 if not waiting.poll(_LOOK * 1000) and time.monotonic() > until:
-                    raise TimeoutError(f"nothing moved for {_SILENCE:.0f} s") from None
+                    raise TimeoutError(f"nothing moved for {self.silence:.0f} s") from None
 
 
 def connect(address: str, secret: str, given_up: Callable[[], bool]) -> BuddyConnection:
     """A connection to the buddy at HOST:PORT. Raises OSError, and ValueError for what is no address."""
     host, _, port = address.rpartition(":")
-    connection = BuddyConnection(socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT), given_up)
+    made = socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a mark is small, and must not wait for another one
+    connection = BuddyConnection(made, given_up)
     connection.send(secret.encode())
     return connection
 

@@ -4,6 +4,8 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from rollback.checkpoints import tiers
+from rollback.checkpoints.fast_tier import end_marks, last_account
 from rollback.checkpoints.resume import newest_on_record
 from rollback.facts.training import Fact, NoBuddyCopy, PartBroughtBack
 from rollback.rundir.identity import read_identity
@@ -50,11 +52,11 @@ class Copies:
             return None
         members = {report.node: (report.host, report.buddy) for report in there if report.node in seats}
         members[self._place.name] = (self._place.host, self._buddy.address)
-        identity = read_identity(self._paths)
+        identity, history = read_identity(self._paths), fold_journal(self._paths.train_journal).history
         return buddies.model_copy(
             update={
                 "run": identity.run_id if identity is not None else "",
-                "wanted": tuple(newest_on_record(fold_journal(self._paths.train_journal).history, _WANTED)),
+                "wanted": (*last_snapshots(self._paths), *newest_on_record(history, _WANTED)),
                 "addresses": addresses(seats, members),
             }
         )
@@ -87,6 +89,16 @@ class Copies:
         self._brought = None
         if self._buddy is not None:
             self._buddy.rest()
+
+
+def last_snapshots(paths: RunPaths) -> list[str]:
+    """What the ranks of the newest attempt have kept at its end, if it is in this host's memory: the next attempt
+    journals it. Raises OSError."""
+    if (tier := tiers.fast_tier_of(paths)) is None:
+        return []
+    here = {place.name for place in tiers.in_slots(paths)}
+    accounts = last_account.read_accounts(end_marks.marks_of(tier))
+    return sorted({name for account in accounts if (name := account.checkpoint) is not None and name in here})
 
 
 def addresses(seats: Sequence[str], members: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:

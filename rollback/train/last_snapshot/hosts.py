@@ -128,12 +128,12 @@ class Hosts:
     """
 
     def __init__(self, place: tuple[str, int], keys: str, hosts: Sequence[int], own: int) -> None:
-        self._place, self._keys, self.hosts, self.own = place, keys, sorted(hosts), own
+        self._place, self.keys, self.hosts, self.own = place, keys, sorted(hosts), own
         self.pace = max(_POLL, len(hosts) / _ASKED)
         self._bell: threading.Thread | None = None
 
     def connect(self) -> HostStore:
-        return HostStore(self._place, self._keys)
+        return HostStore(self._place, self.keys)
 
     # The bell --------------------------------------------------------------------------------------------------------
 
@@ -158,6 +158,10 @@ class Hosts:
         """Have the ranks of all other hosts keep what they hold. Raises StoreGone."""
         bells = {f"bell/{host}": end_marks.ELSEWHERE for host in self.hosts if host != self.own}
         self.connect().set({f"here/{self.own}": YES, f"bell/{self.own}": _OVER, **bells})
+
+    def answers(self, host: int) -> bool:
+        """Whether somebody there has heard of it. Raises StoreGone."""
+        return self.connect().get(f"here/{host}") is not None
 
     def tell_stopped(self, why: str) -> None:
         """Raises StoreGone."""

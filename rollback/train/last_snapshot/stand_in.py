@@ -2,7 +2,8 @@
 
 What only these ranks knew lies in the host's memory, and the parameters are on the other hosts. So it offers every end
 of a step of which all its ranks have left marks, goes along with the others, and writes shards with what its ranks
-alone knew. It decides nothing: where rank 0 is, a rank has to live.
+alone knew. It decides nothing: where rank 0 is, a rank has to live. For a host that is lost with its memory, a rank of
+its buddy does so (`lost_hosts`), by the copies of the marks that are there.
 """
 
 import sys
@@ -10,8 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollback.checkpoints.fast_tier import end_marks
-from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, LastAccount, StepEnd
+from rollback.checkpoints.fast_tier import end_marks, last_account
+from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
+from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.system.small_json import sound_model
 from rollback.train.last_snapshot.early import of_gone
@@ -24,32 +26,41 @@ _LIMIT = 1 << 20
 _REST = 1.0  # seconds, for the account
 
 
-def stand_in(paths: EndMarkPaths, noticed: float, deadline: float) -> None:
-    """noticed: when it was known that the ranks are gone. deadline: monotonic seconds, too. Raises OSError."""
-    if (job := sound_model(paths.hosts, HostsOfJob, _LIMIT)) is None:
+def job_of(paths: EndMarkPaths) -> HostsOfJob | None:
+    """What the ranks that left these marks knew of the other hosts."""
+    return sound_model(paths.hosts, HostsOfJob, _LIMIT)
+
+
+def stand_in(paths: EndMarkPaths, noticed: float, deadline: float, seen: int | None = None) -> None:
+    """noticed: when it was known that the ranks are gone. deadline: monotonic seconds, too. seen: when the ranks still
+    lived, or were last heard of, in nanoseconds of their own host's clock (default: `noticed`). Raises OSError."""
+    if (job := job_of(paths)) is None:
         return
     gone = [rank for rank in job.ranks if not end_marks.has_left(paths, rank)]
     account = LastAccount(attempt=job.attempt, rank=job.own, reason=in_words(gone))
-    with end_marks.busy(paths):
+    seen = int(noticed * 1e9) if seen is None else seen
+    with end_marks.busy(paths), end_marks.alone(paths, deadline):
+        if last_account.read_accounts(paths, job.attempt):
+            return  # somebody else has spoken
         try:
-            with end_marks.alone(paths, deadline):
-                account = _keep(paths, job, gone, account, noticed, deadline)
+            account = _keep(paths, job, account, gone, noticed, deadline, seen)
         except NotProved as error:
             account = account.model_copy(update={"why_not": str(error)})
         except Exception as error:  # noqa: BLE001 - the record says why nothing was kept
             account = account.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
-        end_marks.write_account(paths, account)
+        last_account.write_account(paths, account)
 
 
 def _keep(
-    paths: EndMarkPaths, job: HostsOfJob, gone: Sequence[int], account: LastAccount, noticed: float, deadline: float
-) -> LastAccount:
+    paths: EndMarkPaths, job: HostsOfJob, account: LastAccount, gone: Sequence[int],
+    noticed: float, deadline: float, seen: int,
+) -> LastAccount:  # fmt: skip
     hosts = Hosts(job.place, job.keys, job.hosts, job.own)
     hosts.ring()
     exchange = Exchange(hosts, _foresee, deadline - time.monotonic())
 
     def of_rank(rank: int, end: StepEnd) -> bytes:
-        return of_gone(paths, rank, end, int(noticed * 1e9))
+        return of_gone(paths, rank, end, seen)
 
     if not (ends := all_ends(paths, job.ranks, of_rank)):
         raise NotProved("its ranks are gone, and they had not come to the end of one step")

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollback.checkpoints.fast_tier import end_marks
-from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, REASONS, EndMark, LastAccount, StepEnd
+from rollback.checkpoints.fast_tier import end_marks, last_account
+from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, REASONS, EndMark, StepEnd
+from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.training import NoLastSnapshot, Tier
 from rollback.rundir.records import metric_line
@@ -29,6 +30,7 @@ from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
 from rollback.train.last_snapshot.early import EarlyMarks, mark_body
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.hosts import Hosts, StoreGone
+from rollback.train.last_snapshot.lost_hosts import speaking_for_lost_hosts
 from rollback.train.last_snapshot.peers import POLL, HostMarks, in_words, ranks_in_words
 from rollback.train.last_snapshot.small_state import SharedState, SmallStateReader
 from rollback.train.last_snapshot.unseen_writes import UnseenWrites
@@ -193,7 +195,8 @@ class LastSnapshot:
             if self._done or self._over:
                 return
             self._done = True
-            with contextlib.suppress(OSError), end_marks.busy(self._paths):
+            speaking = speaking_for_lost_hosts(self._hosts, self._tier, _PATIENCE - _REST)
+            with contextlib.suppress(OSError), end_marks.busy(self._paths), speaking:
                 self._try_to_keep(reason)
 
     def _try_to_keep(self, reason: str) -> None:
@@ -215,7 +218,7 @@ class LastSnapshot:
         except Exception as error:  # noqa: BLE001 - the rank ends either way; the record says why nothing was kept
             account = account.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
         if account.checkpoint is None:  # else it is written already
-            end_marks.write_account(self._paths, account)
+            last_account.write_account(self._paths, account)
 
     def leave(self) -> None:
         """This rank ends as it should. If a last snapshot is being made, wait for it first."""
@@ -291,7 +294,7 @@ class LastSnapshot:
             return self._tell(account, began, manifest, None, plan.gone)
 
     def _another_has_kept(self) -> bool:
-        return any(other.checkpoint for other in end_marks.read_accounts(self._paths, self._run.attempt))
+        return any(other.checkpoint for other in last_account.read_accounts(self._paths, self._run.attempt))
 
     def _tell(
         self, account: LastAccount, began: float, manifest: Manifest, foreseen: Foreseen | None,
@@ -306,7 +309,7 @@ class LastSnapshot:
             "seconds": round(time.monotonic() - began, 4), "reason": in_words(gone) if gone else account.reason,
         }  # fmt: skip
         account = account.model_copy(update=told)
-        end_marks.write_account(self._paths, account)
+        last_account.write_account(self._paths, account)
         return account
 
     def _write_at(self, standing: _Standing, marks: HostMarks, digests: Mapping[str, bytes]) -> LastWrite:
@@ -359,9 +362,8 @@ class LastSnapshot:
     def _watch(self) -> None:
         assert self._mark is not None
         poll = select.poll()
-        poll.register(self._mark.bell, select.POLLIN)
         ranks = {fd: rank for rank, fd in self._peers.pidfds.items()}
-        for fd in ranks:
+        for fd in (self._mark.bell, *ranks):
             poll.register(fd, select.POLLIN)
         while not (self._over or self._done):
             for fd, _ in poll.poll():

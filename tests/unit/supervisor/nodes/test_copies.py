@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 
+from checkpoints import manifest_of
 from rollback.checkpoints import tiers
-from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier import end_marks, last_account, slots
+from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.format.manifest import ShardRecord
 from rollback.facts.training import Committed, Fact, NoBuddyCopy, PartBroughtBack
 from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import RunPaths, shard_name
 from rollback.supervisor import supervise
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.nodes.copies import Copies, addresses
+from rollback.supervisor.nodes.copies import Copies, addresses, last_snapshots
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
@@ -279,3 +282,30 @@ def test_a_launch_without_replicas_gives_the_memory_of_copies_back(
     with supervise._buddy(order(paths, 1, tmp_path / "memory"), at, said.append) as found:
         assert found is None
     assert not copy.exists()
+
+
+def test_what_the_ranks_have_kept_at_the_end_may_be_brought_back_though_no_journal_has_it_yet(
+    paths: RunPaths, buddy: Buddy, tmp_path: Path
+) -> None:
+    write_identity(paths, IDENTITY)
+    tier = slots.tier_of(tmp_path / "memory", IDENTITY.run_id)
+    tier.root.parent.parent.mkdir()
+    slots.claim(tier, paths.root)
+    tiers.point_to_fast_tier(paths, tier, 2)
+    marks = end_marks.marks_of(tier)
+    end_marks.prepare(marks)
+    shards = tuple(ShardRecord(file=shard_name(rank), size=8, hash="0" * 32) for rank in range(2))
+    kept, lost = (manifest_of(seq, seq, 2).model_copy(update={"shards": shards}) for seq in (7, 8))
+    tier.slot(90).mkdir(0o700)
+    slots.commit(tier, 90, kept)
+    assert [place.name for place in tiers.in_slots(paths)] == [kept.name]
+    assert last_snapshots(paths) == [], "nobody has told of it"
+    for rank, checkpoint in enumerate((kept.name, lost.name, None)):
+        last_account.write_account(marks, LastAccount(attempt=1, rank=rank, reason="a rank", checkpoint=checkpoint))
+    assert last_snapshots(paths) == [kept.name], "the other one was taken back"
+    copies = Copies(paths, place(), buddy, lambda fact: None, lambda line: None)
+    arranged = copies.arrange(copies.get_ready(), ("node-0", "node-1"), [report()])
+    assert arranged is not None
+    assert arranged.wanted == (kept.name,)
+    end_marks.prepare(marks)
+    assert last_snapshots(paths) == [], "another attempt has begun"

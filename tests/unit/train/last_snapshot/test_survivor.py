@@ -26,8 +26,9 @@ from toy import Loop, Toy, facts, require_same, train
 
 import rollback
 from rollback.checkpoints import ring
-from rollback.checkpoints.fast_tier import end_marks, slots
-from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, Hold, LastAccount, StepEnd
+from rollback.checkpoints.fast_tier import end_marks, last_account, slots
+from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, Hold, StepEnd
+from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.facts.training import NoLastSnapshot
@@ -98,7 +99,7 @@ def kept(
         at_each(guard, position)
         if position == AT and guard is not None:
             act(guard)
-            found.extend(end_marks.read_accounts(guard._last._paths))
+            found.extend(last_account.read_accounts(guard._last._paths))
 
     found: list[LastAccount] = []
     train(toy.with_settings(fast_tier=str(memory), snapshot_every=50), run, hook=hook)
@@ -324,7 +325,7 @@ def test_nothing_is_kept_within_an_update(
     def in_the_update(guard: rollback.Guard) -> None:
         def at_the_hook(*_: object) -> None:
             keep(guard)
-            found.extend(end_marks.read_accounts(guard._last._paths))
+            found.extend(last_account.read_accounts(guard._last._paths))
             handle.remove()
 
         optimizer = guard._state.optimizer
@@ -389,7 +390,7 @@ def test_a_step_that_ends_during_the_copy_is_kept_in_its_place(
         if position == AT + 1 and guard is not None:
             ended.set()
             threads[0].join()
-            found.extend(end_marks.read_accounts(guard._last._paths))
+            found.extend(last_account.read_accounts(guard._last._paths))
 
     threads: list[threading.Thread] = []
     found: list[LastAccount] = []
@@ -514,7 +515,7 @@ def test_weights_that_were_exchanged_between_two_epochs_are_not_kept(
             weights.mul_(1.5 if differs else 1.0)
             keep(loop.guard)
             weights.copy_(before)
-            found.extend(end_marks.read_accounts(loop.guard._last._paths))
+            found.extend(last_account.read_accounts(loop.guard._last._paths))
 
     monkeypatch.setattr(Loop, "evaluate", evaluate)
     toy = TOY.but(samples=40, epochs=2, loop="rehearsed epochs", between=True)
@@ -754,7 +755,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
         os.kill(other, 9)
         keep(guard)
         guard._run.ranks.world_size = 1
-        found.extend(end_marks.read_accounts(last._paths))
+        found.extend(last_account.read_accounts(last._paths))
 
     toy = TOY.but(samples=40, epochs=2, loop="rehearsed epochs", between=True)
     train(toy.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
@@ -845,7 +846,7 @@ def _long_ago(guard: rollback.Guard, second: EndMark) -> None:
 
 
 def _half(guard: rollback.Guard, second: EndMark) -> None:
-    second._map[end_marks._start(2 + second._early) + 5000] ^= 1
+    second._map[end_marks.start_of(2 + second._early) + 5000] ^= 1
 
 
 UNPROVED: dict[str, tuple[Callable[[rollback.Guard, EndMark], object], str]] = {

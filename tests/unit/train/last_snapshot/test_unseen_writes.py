@@ -8,7 +8,7 @@ from test_survivor import AT, TOY, keep, kept
 from toy import facts, train
 
 import rollback
-from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier import last_account
 from rollback.facts.training import NoLastSnapshot
 from rollback.train.last_snapshot.unseen_writes import FIRST_STEPS
 
@@ -52,9 +52,9 @@ def test_until_that_is_known_the_weights_themselves_are_compared(tmp_path: Path,
             weights_of(guard).data.mul_(1.5)
             keep(guard)
             weights_of(guard).data.copy_(before)
-            found.extend(end_marks.read_accounts(guard._last._paths))
+            found.extend(last_account.read_accounts(guard._last._paths))
 
-    found: list[end_marks.LastAccount] = []
+    found: list[last_account.LastAccount] = []
     train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=end)
     (account,) = found
     assert account.why_not == f"weights or optimizer are not those of step {position} any more"

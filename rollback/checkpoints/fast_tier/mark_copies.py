@@ -1,0 +1,186 @@
+"""Copies of another host's end marks, kept in this host's memory (`--replicas 2`), so that its loss loses no step.
+
+    BASE/rollback-UID/RUN_ID/marks-00001/last/     what the host in seat 1 has in its own TIER/last: marks, hosts.json
+    BASE/rollback-UID/RUN_ID/marks-00001/last/fed  locked as long as this host hears from that one; its clock then
+    BASE/rollback-UID/RUN_ID/marks-00001/slot-90/  that host's part of a last snapshot, made of these marks
+
+The supervisors carry the marks. They have the layout that they have on their own host, with a checksum in each part. So
+whoever speaks for a host without a rank (`stand_in`) speaks for a lost one by its copies. Nothing here knows torch.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from rollback.checkpoints.fast_tier import end_marks, slots
+from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
+from rollback.checkpoints.fast_tier.slots import COPIED_MARKS, SlotPaths
+from rollback.system import files
+from rollback.system.durable import write_file
+
+_STATUS_AT, _STATUS = 2048, 2048  # in the first page: whether the rank has left, or stopped to leave marks
+_NOTHING = bytes(_STATUS)
+_STARTS = [end_marks.start_of(part) for part in range(end_marks.PARTS)]
+_CHECK = 8
+_CLOCK = struct.Struct("<Q")
+_NAME = re.compile(r"marks-(\d{5,9})")
+_KEPT = re.compile(r"lock|busy|fed")
+
+
+class MarkPiece(NamedTuple):
+    """Bytes of a rank's mark, and where in its file they are."""
+
+    rank: int
+    offset: int
+    data: bytes
+
+
+class NewsOfMarks:
+    """What is new in the marks of some ranks of this host since the last look. Call `close` at the end.
+
+    Raises OSError or ValueError where a rank has no mark.
+    """
+
+    def __init__(self, paths: EndMarkPaths, ranks: Sequence[int]) -> None:
+        self._maps: dict[int, mmap.mmap] = {}
+        self._seen: dict[tuple[int, int], bytes] = {}
+        try:
+            for rank in ranks:
+                fd = os.open(paths.mark(rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    self._maps[rank] = mmap.mmap(fd, end_marks.SIZE, prot=mmap.PROT_READ)
+                finally:
+                    os.close(fd)
+        except (OSError, ValueError):  # ValueError: it is shorter
+            self.close()
+            raise
+
+    def __enter__(self) -> "NewsOfMarks":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for mark in self._maps.values():
+            mark.close()
+
+    def new(self) -> list[MarkPiece]:
+        """A part that is being written comes next time."""
+        found = []
+        for rank, mark in self._maps.items():
+            status = mark[_STATUS_AT : _STATUS_AT + _STATUS]
+            if status != self._seen.get((rank, _STATUS_AT), _NOTHING):
+                self._seen[rank, _STATUS_AT] = status
+                found.append(MarkPiece(rank, _STATUS_AT, status))
+            for part, start in enumerate(_STARTS):
+                if mark[start : start + _CHECK] == self._seen.get((rank, start)):
+                    continue
+                data = end_marks.whole_part(lambda at, size, mark=mark: mark[at : at + size], part)  # type: ignore[misc]
+                if data is not None:
+                    self._seen[rank, start] = data[:_CHECK]
+                    found.append(MarkPiece(rank, start, data))
+        return found
+
+
+class CopiedMarks:
+    """The copies of one seat's marks. Making it touches nothing.
+
+    slots: where its ranks' part of a last snapshot goes.
+    """
+
+    def __init__(self, tier: SlotPaths, seat: int) -> None:
+        self.slots = SlotPaths(tier.root / f"marks-{seat:05d}")
+        self.marks = end_marks.marks_of(self.slots)
+        self._fed = self.marks.root / "fed"
+
+    def is_fed(self) -> bool:
+        """Whether this host still hears from that one."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self._fed, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(fd)
+        return False
+
+    def last_heard(self) -> int:
+        """That host's clock when it was last heard, in nanoseconds. Raises OSError."""
+        (clock,) = _CLOCK.unpack(self._fed.read_bytes())
+        return int(clock)
+
+
+class FedMarks:
+    """Copies of one seat's marks that are being written. One thread of this host's supervisor; `close` it.
+
+    ranks: that host's. hosts: its hosts.json. What was there of these marks is removed first. Raises OSError, also
+    where another thread writes them, or somebody speaks for that host by them just now.
+    """
+
+    def __init__(self, tier: SlotPaths, seat: int, ranks: Sequence[int], hosts: bytes) -> None:
+        copied = CopiedMarks(tier, seat)
+        paths = copied.marks
+        for directory in (copied.slots.root, paths.root):
+            directory.mkdir(0o700, exist_ok=True)
+            slots.require_own(directory)
+        self._files: dict[int, int] = {}
+        self._fed = _made(copied.marks.root / "fed")
+        try:
+            fcntl.flock(self._fed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.hear(0)
+            for path in (paths.lock, paths.busy):
+                os.close(_made(path))
+            with end_marks.alone(paths, time.monotonic()):
+                for name in os.listdir(paths.root):
+                    if not _KEPT.fullmatch(name):
+                        files.unlink(paths.root / name)
+                for rank in ranks:
+                    self._files[rank] = fd = _made(paths.mark(rank))
+                    os.ftruncate(fd, end_marks.SIZE)
+                write_file(paths.hosts, hosts, durable=False)
+            give_up_others(tier, copied.slots.root)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """From now on that host counts as silent."""
+        for fd in (self._fed, *self._files.values()):
+            os.close(fd)
+
+    def hear(self, clock: int) -> None:
+        """That host lives. clock: its own, in monotonic nanoseconds."""
+        os.pwrite(self._fed, _CLOCK.pack(clock), 0)
+
+    def put(self, piece: MarkPiece) -> None:
+        """Raises ValueError for what is no part of a mark, OSError."""
+        if piece.rank not in self._files or piece.offset + len(piece.data) > end_marks.SIZE:
+            raise ValueError(f"{len(piece.data)} bytes at {piece.offset} are no part of a mark of rank {piece.rank}")
+        os.pwrite(self._files[piece.rank], piece.data, piece.offset)
+
+
+def all_copied(tier: SlotPaths) -> list[CopiedMarks]:
+    """Of all seats of which this host has copies."""
+    names = (_NAME.fullmatch(path.name) for path in tier.root.glob(COPIED_MARKS))
+    return [CopiedMarks(tier, int(match[1])) for match in names if match]
+
+
+def give_up_others(tier: SlotPaths, stays: Path) -> None:
+    """Give the memory of other seats' marks back: a host keeps those of one. Raises OSError."""
+    for copied in all_copied(tier):
+        if copied.slots.root != stays:
+            slots.remove_marks(copied.slots)
+
+
+def _made(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
