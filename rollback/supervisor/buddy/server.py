@@ -4,7 +4,8 @@ import hmac
 import socketserver
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from rollback.checkpoints import tiers
@@ -49,7 +50,7 @@ class BuddyServer(socketserver.ThreadingTCPServer):
     def __init__(self, paths: RunPaths) -> None:
         super().__init__(("", 0), _Conversation)
         self.paths, self.secret = paths, ""
-        self.arriving = threading.Lock()
+        self.arriving, self.following = threading.Lock(), threading.Lock()
         self.connections = threading.Semaphore(_CONNECTIONS)
         threading.Thread(target=self.serve_forever, args=(0.1,), name="rollback-buddy", daemon=True).start()
 
@@ -66,7 +67,7 @@ class BuddyServer(socketserver.ThreadingTCPServer):
     def rest(self) -> None:
         """Answer nobody, and give up what arrives: when this returns, nothing here touches this host's memory."""
         self.secret = ""
-        with self.arriving:
+        with self.arriving, self.following:
             pass
 
     def close(self) -> None:
@@ -98,18 +99,14 @@ class _Conversation(socketserver.BaseRequestHandler):
         tier, identity = tiers.fast_tier_of(self.server.paths), read_identity(self.server.paths)
         if tier is None or identity is None or identity.run_id != request.run:
             raise Refused("its host has no memory of that run yet")
-        if request.marks is not None:
-            self._follow(connection, tier, request.seat, request.marks)
-        elif request.keep is None:
-            self._give(connection, tier, request, identity.model_dump_json().encode())
-        elif self.server.arriving.acquire(blocking=False):
-            try:
-                connection.require_wanted()  # `rest` has not waited for it, if that came before
+        if request.keep is not None:
+            with _one_at_a_time(self.server.arriving, connection):
                 self._keep(connection, tier, request.seat, request.keep)
-            finally:
-                self.server.arriving.release()
+        elif request.marks is not None:
+            with _one_at_a_time(self.server.following, connection):
+                self._follow(connection, tier, request.seat, request.marks)
         else:
-            raise Refused("another copy is arriving there")
+            self._give(connection, tier, request, identity.model_dump_json().encode())
 
     def _follow(self, connection: BuddyConnection, tier: SlotPaths, seat: int, here: MarksHere) -> None:
         with closing(FedMarks(tier, seat, here.ranks, here.hosts.encode())) as marks:
@@ -147,3 +144,14 @@ class _Conversation(socketserver.BaseRequestHandler):
         connection.send(body)
         connection.send(identity)
         send_shards(connection, parcel, copy.manifest, copy.directory)
+
+
+@contextmanager
+def _one_at_a_time(lock: threading.Lock, connection: BuddyConnection) -> Iterator[None]:
+    if not lock.acquire(blocking=False):
+        raise Refused("another copy is arriving there")
+    try:
+        connection.require_wanted()  # `rest` has not waited for it, if that came before
+        yield
+    finally:
+        lock.release()
