@@ -25,12 +25,13 @@ def wait_for_last_snapshot(limit: float, start: Starter) -> None:
     start: for a script.
     """
     noticed = time.monotonic()
+    deadline = noticed + limit
     try:
         last = Path(json.loads(Path(os.environ["ROLLBACK_RUN"], "fast-tier.json").read_text())["directory"], "last")
-        _wait_while_busy(last, noticed + limit)
+        _wait_while_busy(last, deadline)
         if _is_left_alone(last):
             script = str(importlib.import_module(STAND_IN_MODULE).__file__)
-            start([script, str(last), str(noticed), str(limit)]).wait(limit)
+            start([script, str(last), str(noticed), str(limit)]).wait(max(0.0, deadline - time.monotonic()))
     except Exception:  # noqa: BLE001 - whatever it is, the ranks have to be ended
         return
 

@@ -35,6 +35,7 @@ _STACKS = 15.0  # seconds that followers have for the stacks of their ranks
 _FAREWELL = 15.0  # seconds that followers have to read how the run ended
 # Seconds that a new leader waits for a node with a seat before a spare gets it. At an endpoint a try to meet takes ten.
 _RETURN, _RETURN_APART = 5.0, 15.0
+_ENDS = 120.0  # that it has to end its ranks before a spare gets its seat: torchrun and a last snapshot take 30 each
 
 
 class Nodes:
@@ -209,7 +210,7 @@ class Leader(Nodes):
 
     def _awaited(self, there: Mapping[str, NodeReport], waited: float) -> list[str]:
         """The nodes that have a seat and will be ready soon, so that no spare may have it yet."""
-        if not self._place.spares:
+        if not self._place.spares or waited > _ENDS:
             return []
         here = {report.node for report in there.values()} | {self._place.name}
         patience = _RETURN_APART if self._meeting.apart else _RETURN

@@ -155,6 +155,9 @@ def test_a_node_that_is_only_slow_to_end_its_ranks_keeps_its_seat(crew: Crew, mo
     assert crew.gather(2, limit=1.0) is None, "the spare is ready, and it must not have the seat of who is not"
     assert crew.said[-1] == "waiting for node-1, where the last attempt has not ended yet"
     assert crew.replaced == []
+    monkeypatch.setattr(lead, "_ENDS", 0.2)
+    assert crew.gather(2) == ("node-0", "node-3", "node-2"), "its ranks do not end at all"
+    assert crew.replaced == [("node-1", "node-3", 1, "lost")]
 
 
 def test_two_supervisors_of_one_name_are_told_once_and_one_that_is_started_again_is_not(crew: Crew) -> None:
