@@ -26,6 +26,8 @@ from rollback.checkpoints.fast_tier.slots import COPIED_MARKS, SlotPaths
 from rollback.system import files
 from rollback.system.durable import write_file
 
+MARKS_EVERY = 0.5
+"""Seconds in which a host says at least that it lives."""
 _STATUS_AT, _STATUS = 2048, 2048  # in the first page: whether the rank has left, or stopped to leave marks
 _NOTHING = bytes(_STATUS)
 _STARTS = [end_marks.start_of(part) for part in range(end_marks.PARTS)]
@@ -114,10 +116,10 @@ class CopiedMarks:
                 os.close(fd)
         return False
 
-    def last_heard(self) -> int:
-        """That host's clock when it was last heard, in nanoseconds. Raises OSError."""
-        (clock,) = _CLOCK.unpack(self._fed.read_bytes())
-        return int(clock)
+    def last_alive(self) -> int:
+        """That host's clock, in nanoseconds, when it lived at the latest, if it is lost. Raises OSError."""
+        (last_heard,) = _CLOCK.unpack(self._fed.read_bytes())
+        return int(last_heard + MARKS_EVERY * 1e9)
 
 
 class FedMarks:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
-from rollback.checkpoints.fast_tier.mark_copies import MarkPiece, NewsOfMarks
+from rollback.checkpoints.fast_tier.mark_copies import MARKS_EVERY, MarkPiece, NewsOfMarks
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.wire import (
     FAULTS,
-    MARKS_EVERY,
     BuddyConnection,
     BuddyRequest,
     MarksHere,

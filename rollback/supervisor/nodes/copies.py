@@ -56,7 +56,7 @@ class Copies:
         return buddies.model_copy(
             update={
                 "run": identity.run_id if identity is not None else "",
-                "wanted": (*last_snapshots(self._paths), *newest_on_record(history, _WANTED)),
+                "wanted": (*last_snapshots(self._paths, history.last_attempt), *newest_on_record(history, _WANTED)),
                 "addresses": addresses(seats, members),
             }
         )
@@ -91,13 +91,16 @@ class Copies:
             self._buddy.rest()
 
 
-def last_snapshots(paths: RunPaths) -> list[str]:
-    """What the ranks of the newest attempt have kept at its end, if it is in this host's memory: the next attempt
-    journals it. Raises OSError."""
+def last_snapshots(paths: RunPaths, attempt: int) -> list[str]:
+    """What the ranks of an attempt have kept at its end, if it is in this host's memory. Raises OSError.
+
+    attempt: the newest one that has journalled anything. The next one journals what is kept of it; what an earlier one
+    has left, this one has not gone on from.
+    """
     if (tier := tiers.fast_tier_of(paths)) is None:
         return []
     here = {place.name for place in tiers.in_slots(paths)}
-    accounts = last_account.read_accounts(end_marks.marks_of(tier))
+    accounts = last_account.read_accounts(end_marks.marks_of(tier), attempt)
     return sorted({name for account in accounts if (name := account.checkpoint) is not None and name in here})
 
 

@@ -49,4 +49,4 @@ def _speak(hosts: Hosts, copied: CopiedMarks, deadline: float, over: threading.E
             return
     with contextlib.suppress(OSError, StoreGone):
         if not (over.wait(_ANSWER) or hosts.answers(job.own)):
-            stand_in(copied.marks, noticed, deadline, copied.last_heard())
+            stand_in(copied.marks, noticed, deadline, copied.last_alive())

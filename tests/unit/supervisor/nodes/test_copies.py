@@ -16,7 +16,7 @@ from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account, slots
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.format.manifest import ShardRecord
-from rollback.facts.training import Committed, Fact, NoBuddyCopy, PartBroughtBack
+from rollback.facts.training import Committed, Fact, NoBuddyCopy, NoLastSnapshot, PartBroughtBack
 from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
@@ -299,13 +299,17 @@ def test_what_the_ranks_have_kept_at_the_end_may_be_brought_back_though_no_journ
     tier.slot(90).mkdir(0o700)
     slots.commit(tier, 90, kept)
     assert [place.name for place in tiers.in_slots(paths)] == [kept.name]
-    assert last_snapshots(paths) == [], "nobody has told of it"
+    assert last_snapshots(paths, 1) == [], "nobody has told of it"
     for rank, checkpoint in enumerate((kept.name, lost.name, None)):
         last_account.write_account(marks, LastAccount(attempt=1, rank=rank, reason="a rank", checkpoint=checkpoint))
-    assert last_snapshots(paths) == [kept.name], "the other one was taken back"
+    assert last_snapshots(paths, 1) == [kept.name], "the other one was taken back"
+    assert last_snapshots(paths, 2) == [], "a later attempt has begun elsewhere"
+    journal = Journal(paths.train_journal, 1)
+    journal.append(NoLastSnapshot(reason="a test"))
+    journal.close()
     copies = Copies(paths, place(), buddy, lambda fact: None, lambda line: None)
     arranged = copies.arrange(copies.get_ready(), ("node-0", "node-1"), [report()])
     assert arranged is not None
     assert arranged.wanted == (kept.name,)
     end_marks.prepare(marks)
-    assert last_snapshots(paths) == [], "another attempt has begun"
+    assert last_snapshots(paths, 1) == [], "another attempt has begun"

@@ -9,7 +9,7 @@ import pytest
 from test_exchange import LIMIT, store
 
 from rollback.checkpoints.fast_tier import last_account
-from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, FedMarks
+from rollback.checkpoints.fast_tier.mark_copies import MARKS_EVERY, CopiedMarks, FedMarks
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.train.last_snapshot import lost_hosts
 from rollback.train.last_snapshot.hosts import YES, Hosts, HostsOfJob
@@ -54,7 +54,7 @@ def test_a_host_that_goes_silent_has_somebody_who_speaks(
         assert spoken == []
         marks.close()
         wait_for_threads()
-    assert spoken == [(CopiedMarks(tier, 1).marks.root, CLOCK)]
+    assert spoken == [(CopiedMarks(tier, 1).marks.root, CLOCK + int(MARKS_EVERY * 1e9))]
 
 
 def wait_for_threads() -> None:
