@@ -22,7 +22,7 @@ def test_a_window_across_an_epoch_s_end_leaves_the_ranks_alike(tmp_path: Path, b
     that it has on this rank alone.
     """
     job = Scenarios(tmp_path)
-    across, within = (TOY.but(by_epoch=by_epoch, nan=(batch,)) for batch in (45, 90))
+    across, within = (TOY.but(by_epoch=by_epoch, nan=(batch,)) for batch in (41, 90))
     for name, toy in (("across", across), ("within", within)):
         job.add(name, toy)
         job.add(f"{name}-fresh", toy, skips_of=str(job.run(name)))
