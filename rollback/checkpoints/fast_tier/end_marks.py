@@ -357,12 +357,17 @@ def busy(paths: EndMarkPaths) -> Iterator[None]:
 
 def is_busy(paths: EndMarkPaths) -> bool:
     """Whether any rank has a part in a last snapshot just now."""
+    return is_held(paths.busy, fcntl.LOCK_EX)
+
+
+def is_held(path: Path, wanted: int) -> bool:
+    """Whether somebody has locked a file so that it cannot be locked as wanted (LOCK_EX, LOCK_SH)."""
     try:
-        fd = os.open(paths.busy, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, wanted | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:

@@ -8,7 +8,6 @@ The supervisors carry the marks. They have the layout that they have on their ow
 whoever speaks for a host without a rank (`stand_in`) speaks for a lost one by its copies. Nothing here knows torch.
 """
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -106,15 +105,7 @@ class CopiedMarks:
 
     def is_fed(self) -> bool:
         """Whether this host still hears from that one."""
-        with contextlib.suppress(OSError):
-            fd = os.open(self._fed, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            finally:
-                os.close(fd)
-        return False
+        return end_marks.is_held(self._fed, fcntl.LOCK_SH)
 
     def last_alive(self) -> int:
         """That host's clock, in nanoseconds, when it lived at the latest, if it is lost. Raises OSError."""
