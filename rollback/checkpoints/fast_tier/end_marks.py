@@ -357,14 +357,16 @@ def busy(paths: EndMarkPaths) -> Iterator[None]:
 
 def is_busy(paths: EndMarkPaths) -> bool:
     """Whether any rank has a part in a last snapshot just now."""
-    return is_held(paths.busy, fcntl.LOCK_EX)
+    with contextlib.suppress(OSError):
+        return is_held(paths.busy, fcntl.LOCK_EX)
+    return False
 
 
 def is_held(path: Path, wanted: int) -> bool:
-    """Whether somebody has locked a file so that it cannot be locked as wanted (LOCK_EX, LOCK_SH)."""
+    """Whether somebody has locked a file so that it cannot be locked as wanted (LOCK_EX, LOCK_SH). Raises OSError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
     try:
         fcntl.flock(fd, wanted | fcntl.LOCK_NB)

@@ -25,13 +25,12 @@ from rollback.checkpoints.fast_tier.slots import COPIED_MARKS, SlotPaths
 from rollback.system import files
 from rollback.system.durable import write_file
 
-MARKS_EVERY = 0.5
-"""Seconds in which a host says at least that it lives."""
 _STATUS_AT, _STATUS = 2048, 2048  # in the first page: whether the rank has left, or stopped to leave marks
 _NOTHING = bytes(_STATUS)
 _STARTS = [end_marks.start_of(part) for part in range(end_marks.PARTS)]
-_CHECK = 8
-_CLOCK = struct.Struct("<Q")
+_CHECK, _NO_CHECK = 8, bytes(8)
+_WORD = struct.Struct("<3Q")  # see `FedMarks.hear`; the last number: when this host heard no more, or 0
+_NEVER = 1 << 62
 _NAME = re.compile(r"marks-(\d{5,9})")
 _KEPT = re.compile(r"lock|busy|fed")
 
@@ -83,7 +82,12 @@ class NewsOfMarks:
                 self._seen[rank, _STATUS_AT] = status
                 found.append(MarkPiece(rank, _STATUS_AT, status))
             for part, start in enumerate(_STARTS):
-                if mark[start : start + _CHECK] == self._seen.get((rank, start)):
+                seen = self._seen.get((rank, start), _NO_CHECK)
+                if (check := mark[start : start + _CHECK]) == seen:
+                    continue
+                if check == _NO_CHECK:  # withdrawn, or being written: what was there holds no more
+                    self._seen[rank, start] = check
+                    found.append(MarkPiece(rank, start, check))
                     continue
                 data = end_marks.whole_part(lambda at, size, mark=mark: mark[at : at + size], part)  # type: ignore[misc]
                 if data is not None:
@@ -104,19 +108,20 @@ class CopiedMarks:
         self._fed = self.marks.root / "fed"
 
     def is_fed(self) -> bool:
-        """Whether this host still hears from that one."""
+        """Whether this host still hears from that one. Raises OSError."""
         return end_marks.is_held(self._fed, fcntl.LOCK_SH)
 
     def last_alive(self) -> int:
-        """That host's clock, in nanoseconds, when it lived at the latest, if it is lost. Raises OSError."""
-        (last_heard,) = _CLOCK.unpack(self._fed.read_bytes())
-        return int(last_heard + MARKS_EVERY * 1e9)
+        """That host's clock, in nanoseconds, when this host heard no more of it: it may have lived that long. Raises
+        OSError."""
+        clock, arrived, ended = _WORD.unpack(self._fed.read_bytes()[: _WORD.size].ljust(_WORD.size, b"\xff"))
+        return int(clock + (ended or time.monotonic_ns()) - arrived)
 
 
 class FedMarks:
     """Copies of one seat's marks that are being written. One thread of this host's supervisor; `close` it.
 
-    ranks: that host's. hosts: its hosts.json. What was there of these marks is removed first. Raises OSError, also
+    ranks: that host's. hosts: its hosts.json. What was there of another attempt is removed first. Raises OSError, also
     where another thread writes them, or somebody speaks for that host by them just now.
     """
 
@@ -127,39 +132,51 @@ class FedMarks:
             directory.mkdir(0o700, exist_ok=True)
             slots.require_own(directory)
         self._files: dict[int, int] = {}
+        self._word = _NEVER, 0
         self._fed = _made(copied.marks.root / "fed")
         try:
             fcntl.flock(self._fed, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.hear(0)
             for path in (paths.lock, paths.busy):
                 os.close(_made(path))
             with end_marks.alone(paths, time.monotonic()):
-                for name in os.listdir(paths.root):
-                    if not _KEPT.fullmatch(name):
-                        files.unlink(paths.root / name)
+                if not _are_of(paths, ranks, hosts):
+                    for name in os.listdir(paths.root):
+                        if not _KEPT.fullmatch(name):
+                            files.unlink(paths.root / name)
                 for rank in ranks:
                     self._files[rank] = fd = _made(paths.mark(rank))
-                    os.ftruncate(fd, end_marks.SIZE)
+                    os.posix_fallocate(fd, 0, end_marks.SIZE)
+                self.hear(_NEVER)
                 write_file(paths.hosts, hosts, durable=False)
             give_up_others(tier, copied.slots.root)
         except BaseException:
-            self.close()
+            self._close()
             raise
 
     def close(self) -> None:
         """From now on that host counts as silent."""
+        os.pwrite(self._fed, _WORD.pack(*self._word, time.monotonic_ns()), 0)
+        self._close()
+
+    def _close(self) -> None:
         for fd in (self._fed, *self._files.values()):
             os.close(fd)
 
     def hear(self, clock: int) -> None:
         """That host lives. clock: its own, in monotonic nanoseconds."""
-        os.pwrite(self._fed, _CLOCK.pack(clock), 0)
+        self._word = clock, time.monotonic_ns()
+        os.pwrite(self._fed, _WORD.pack(*self._word, 0), 0)
 
     def put(self, piece: MarkPiece) -> None:
         """Raises ValueError for what is no part of a mark, OSError."""
         if piece.rank not in self._files or piece.offset + len(piece.data) > end_marks.SIZE:
             raise ValueError(f"{len(piece.data)} bytes at {piece.offset} are no part of a mark of rank {piece.rank}")
         os.pwrite(self._files[piece.rank], piece.data, piece.offset)
+
+
+def _are_of(paths: EndMarkPaths, ranks: Sequence[int], hosts: bytes) -> bool:
+    """Whether the marks are of these ranks in this attempt: their connection was made anew."""
+    return paths.hosts.exists() and paths.hosts.read_bytes() == hosts and all(paths.mark(r).exists() for r in ranks)
 
 
 def all_copied(tier: SlotPaths) -> list[CopiedMarks]:

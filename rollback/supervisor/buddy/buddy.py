@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollback.facts.training import PartBroughtBack
+from rollback.rundir import seal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.bring_back import bring_back
 from rollback.supervisor.buddy.mark_sender import MarkSender
@@ -22,7 +23,7 @@ class Buddy:
     def __init__(self, paths: RunPaths, base: Path, node: str, host: str, say: Callable[[str], None]) -> None:
         self._paths, self._base, self._node, self._say = paths, base, node, say
         self._server = BuddyServer(paths)
-        self._senders: tuple[BuddySender | MarkSender, ...] = ()
+        self._senders: list[BuddySender | MarkSender] = []
         self.address = f"{host}:{self._server.port}"
         self.fault: str | None = None
         """Why this host's snapshots are not copied at present, in words."""
@@ -48,10 +49,9 @@ class Buddy:
             self._tell("the host that should keep them keeps none: without --replicas, or with two nodes on it")
         else:
             brought = self._bring_back(seat, buddies, address, given_up)
-            self._senders = (
-                BuddySender(self._paths, address, seat, buddies.secret, self._tell, self._say),
-                MarkSender(self._paths, address, seat, buddies.secret, self._say),
-            )
+            self._senders = [BuddySender(self._paths, address, seat, buddies.secret, self._tell, self._say)]
+            if seal.present() is None:  # marks have none
+                self._senders.append(MarkSender(self._paths, address, seat, buddies.secret, self._say))
             return brought
         return None
 
@@ -69,7 +69,7 @@ class Buddy:
 
     def rest(self) -> None:
         """The attempt is over on this host. What it keeps of others stays, and nothing more arrives."""
-        senders, self._senders = self._senders, ()
+        senders, self._senders = self._senders, []
         for sender in senders:
             sender.close()
         self._server.rest()

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
-from rollback.checkpoints.fast_tier.mark_copies import MARKS_EVERY, MarkPiece, NewsOfMarks
+from rollback.checkpoints.fast_tier.mark_copies import MarkPiece, NewsOfMarks
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.wire import (
     FAULTS,
+    MARKS_EVERY,
     BuddyConnection,
     BuddyRequest,
     MarksHere,
@@ -30,7 +31,7 @@ _ALIVE = MarkPiece(0, 0, b"")
 class MarkSender:
     """A thread that sends what is new in the end marks of this host's ranks, as soon as it is there. `close` it.
 
-    It reads memory, and takes no part in a step. Where ranks leave marks faster than can be sent, the newest are sent.
+    It reads memory, and takes no part in a step. Where ranks leave marks faster than can be sent, some are left out.
     secret: of the attempt. say: told, once, why nothing arrives.
     """
 
@@ -68,9 +69,9 @@ class MarkSender:
         with connect(self._address, self._secret, self._ended.is_set) as connection, NewsOfMarks(marks, ranks) as news:
             connection.say(BuddyRequest(run=run, seat=self._seat, marks=MarksHere(ranks=tuple(ranks), hosts=hosts)))
             connection.answer()
-            self._failures = 0
             while marks.hosts.exists() and marks.hosts.read_text() == hosts:
                 self._send_for_a_while(connection, news)
+                self._failures = 0
 
     def _send_for_a_while(self, connection: BuddyConnection, news: NewsOfMarks) -> None:
         """Say at the end that this host lives."""

@@ -14,6 +14,7 @@ from rollback.checkpoints.fast_tier.mark_copies import FedMarks
 from rollback.checkpoints.fast_tier.sizing import free_memory
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.ring.drainer import lower_priority
+from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.supervisor.buddy.wire import (
@@ -109,6 +110,8 @@ class _Conversation(socketserver.BaseRequestHandler):
             self._give(connection, tier, request, identity.model_dump_json().encode())
 
     def _follow(self, connection: BuddyConnection, tier: SlotPaths, seat: int, here: MarksHere) -> None:
+        if seal.present() is not None:
+            raise Refused("end marks have no seal, and this run has one")
         with closing(FedMarks(tier, seat, here.ranks, here.hosts.encode())) as marks:
             connection.say(Answer())
             connection.silence = MARKS_SILENCE

@@ -41,6 +41,8 @@ FAULTS = (OSError, RollbackError, ValueError)
 """What talking to a buddy may raise: none of it may end a supervisor."""
 _CONNECT = 5.0
 _SILENCE = 30.0
+MARKS_EVERY = 0.5
+"""Seconds in which who sends marks says at least that it lives."""
 MARKS_SILENCE = 3.0
 """Seconds without a word from who sends marks, after which it counts as gone."""
 _LOOK = 0.2  # seconds between two looks at whether to give up

@@ -8,7 +8,7 @@ rings. What the hosts say to each other then is in `exchange`.
 | key         | H: a host's first rank                                              |
 |-------------|---------------------------------------------------------------------|
 | `bell/H`    | rings the ranks of a host; whoever waits for it takes it away       |
-| `here/H`    | its ranks have heard of it                                          |
+| `here/H`    | its ranks have heard of it, or another host speaks for it           |
 | `refusal/H` | why a rank of it, the last one that told, has nothing to offer      |
 | `stopped`   | why a rank leaves no marks any more; the bell of rank 0's host tells |
 """
@@ -36,6 +36,7 @@ _ASKED = 2000  # how often all hosts together may ask the store, in a second
 _POLL = 0.01
 YES = b"1"
 """What is told where it matters only that it is."""
+_BY_ANOTHER = b"2"
 _OVER = b"."
 _MOMENT = 2.0
 
@@ -128,12 +129,12 @@ class Hosts:
     """
 
     def __init__(self, place: tuple[str, int], keys: str, hosts: Sequence[int], own: int) -> None:
-        self._place, self.keys, self.hosts, self.own = place, keys, sorted(hosts), own
+        self.place, self.keys, self.hosts, self.own = place, keys, sorted(hosts), own
         self.pace = max(_POLL, len(hosts) / _ASKED)
         self._bell: threading.Thread | None = None
 
     def connect(self) -> HostStore:
-        return HostStore(self._place, self.keys)
+        return HostStore(self.place, self.keys)
 
     # The bell --------------------------------------------------------------------------------------------------------
 
@@ -159,9 +160,13 @@ class Hosts:
         bells = {f"bell/{host}": end_marks.ELSEWHERE for host in self.hosts if host != self.own}
         self.connect().set({f"here/{self.own}": YES, f"bell/{self.own}": _OVER, **bells})
 
+    def speak_for(self) -> None:
+        """This host seems lost, and a rank of another one speaks for it. Its bell is left to it. Raises StoreGone."""
+        self.connect().set({f"here/{self.own}": _BY_ANOTHER})
+
     def answers(self, host: int) -> bool:
         """Whether somebody there has heard of it. Raises StoreGone."""
-        return self.connect().get(f"here/{host}") is not None
+        return self.connect().get(f"here/{host}") == YES
 
     def tell_stopped(self, why: str) -> None:
         """Raises StoreGone."""

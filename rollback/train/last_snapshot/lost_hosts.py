@@ -5,14 +5,15 @@ import threading
 import time
 from collections.abc import Iterator
 
-from rollback.checkpoints.fast_tier import mark_copies
+from rollback.checkpoints.fast_tier import end_marks, mark_copies
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks
 from rollback.checkpoints.fast_tier.slots import SlotPaths
-from rollback.train.last_snapshot.hosts import Hosts, StoreGone
+from rollback.train.last_snapshot.agreement import DECIDES
+from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, StoreGone
 from rollback.train.last_snapshot.stand_in import job_of, stand_in
 
 _POLL = 0.02
-_ANSWER = 0.5  # seconds in which a host that lives has heard the bell
+_ANSWER = 0.8  # seconds in which a host that lives has heard the bell; who decides waits two for somebody to be there
 
 
 @contextlib.contextmanager
@@ -30,23 +31,34 @@ def speaking_for_lost_hosts(hosts: Hosts | None, tier: SlotPaths, seconds: float
         threading.Thread(target=_speak, args=(hosts, each, deadline, over), name="rollback-lost-host", daemon=True)
         for each in copied
     ]
-    for thread in threads:
-        thread.start()
+    with contextlib.suppress(RuntimeError):  # no thread can be made: then nobody speaks for it
+        for thread in threads:
+            thread.start()
     try:
         yield
     finally:
         over.set()
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
 
 def _speak(hosts: Hosts, copied: CopiedMarks, deadline: float, over: threading.Event) -> None:
-    job, noticed = job_of(copied.marks), time.monotonic()
-    if job is None or job.keys != hosts.keys:
-        return
-    while copied.is_fed():
-        if over.wait(_POLL):
-            return
     with contextlib.suppress(OSError, StoreGone):
-        if not (over.wait(_ANSWER) or hosts.answers(job.own)):
-            stand_in(copied.marks, noticed, deadline, copied.last_alive())
+        silent: float | None = None
+        while silent is None or time.monotonic() < silent + _ANSWER:
+            if over.wait(_POLL):
+                return
+            silent = None if copied.is_fed() else silent or time.monotonic()
+        job = job_of(copied.marks)
+        if job is not None and _is_lost(job, hosts, copied):
+            stand_in(copied.marks, silent, deadline, copied.last_alive())
+
+
+def _is_lost(job: HostsOfJob, hosts: Hosts, copied: CopiedMarks) -> bool:
+    """Whether these marks are of a host of this attempt of which nobody answers. That of rank 0 decides, which nobody
+    can do for it. Raises StoreGone."""
+    of_this_job = (job.place, job.keys, [*job.hosts]) == (hosts.place, hosts.keys, hosts.hosts)
+    of_another_host = job.own in hosts.hosts and job.own == min(job.ranks) and job.own not in (hosts.own, DECIDES)
+    left = all(end_marks.has_left(copied.marks, rank) for rank in job.ranks)
+    return of_this_job and of_another_host and not left and not hosts.answers(job.own)

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollback.checkpoints.fast_tier import end_marks, last_account
+from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_account import LastAccount, read_accounts, write_account
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.system.small_json import sound_model
 from rollback.train.last_snapshot.early import of_gone
@@ -31,33 +31,42 @@ def job_of(paths: EndMarkPaths) -> HostsOfJob | None:
     return sound_model(paths.hosts, HostsOfJob, _LIMIT)
 
 
-def stand_in(paths: EndMarkPaths, noticed: float, deadline: float, seen: int | None = None) -> None:
-    """noticed: when it was known that the ranks are gone. deadline: monotonic seconds, too. seen: when the ranks still
-    lived, or were last heard of, in nanoseconds of their own host's clock (default: `noticed`). Raises OSError."""
+def stand_in(paths: EndMarkPaths, noticed: float, deadline: float, lost_at: int | None = None) -> None:
+    """noticed: when it was known that the ranks are gone. deadline: monotonic seconds, too. lost_at: for a host that is
+    lost, until when it may have lived, in nanoseconds of its own clock. Raises OSError."""
     if (job := job_of(paths)) is None:
         return
     gone = [rank for rank in job.ranks if not end_marks.has_left(paths, rank)]
     account = LastAccount(attempt=job.attempt, rank=job.own, reason=in_words(gone))
-    seen = int(noticed * 1e9) if seen is None else seen
-    with end_marks.busy(paths), end_marks.alone(paths, deadline):
-        if last_account.read_accounts(paths, job.attempt):
-            return  # somebody else has spoken
+    with end_marks.busy(paths):
         try:
-            account = _keep(paths, job, account, gone, noticed, deadline, seen)
-        except NotProved as error:
-            account = account.model_copy(update={"why_not": str(error)})
-        except Exception as error:  # noqa: BLE001 - the record says why nothing was kept
-            account = account.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
-        last_account.write_account(paths, account)
+            with end_marks.alone(paths, deadline):
+                if not read_accounts(paths, job.attempt):  # else somebody else has spoken
+                    write_account(paths, _account(paths, job, account, gone, noticed, deadline, lost_at))
+        except TimeoutError as error:
+            write_account(paths, account.model_copy(update={"why_not": str(error)}))
+
+
+def _account(
+    paths: EndMarkPaths, job: HostsOfJob, account: LastAccount, gone: Sequence[int],
+    noticed: float, deadline: float, lost_at: int | None,
+) -> LastAccount:  # fmt: skip
+    try:
+        return _keep(paths, job, account, gone, noticed, deadline, lost_at)
+    except NotProved as error:
+        return account.model_copy(update={"why_not": str(error)})
+    except Exception as error:  # noqa: BLE001 - the record says why nothing was kept
+        return account.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
 
 
 def _keep(
     paths: EndMarkPaths, job: HostsOfJob, account: LastAccount, gone: Sequence[int],
-    noticed: float, deadline: float, seen: int,
+    noticed: float, deadline: float, lost_at: int | None,
 ) -> LastAccount:  # fmt: skip
     hosts = Hosts(job.place, job.keys, job.hosts, job.own)
-    hosts.ring()
+    (hosts.ring if lost_at is None else hosts.speak_for)()
     exchange = Exchange(hosts, _foresee, deadline - time.monotonic())
+    seen = int(noticed * 1e9) if lost_at is None else lost_at
 
     def of_rank(rank: int, end: StepEnd) -> bytes:
         return of_gone(paths, rank, end, seen)

@@ -16,13 +16,14 @@ from rollback.checkpoints.fast_tier import buddy_copies, end_marks, last_account
 from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths, Hold, StepEnd
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, FedMarks, MarkPiece, NewsOfMarks
+from rollback.rundir import seal
 from rollback.rundir.paths import shard_name
 from rollback.supervisor.buddy import mark_sender, server, wire
+from rollback.supervisor.buddy.sender import BuddySender
 from rollback.supervisor.buddy.wire import BuddyRequest, MarksHere, connect
 
 __all__ = ["make"]
 HOLD = Hold(1, 2, 3, 4)
-SILENT = int(mark_copies.MARKS_EVERY * 1e9)
 
 
 def end(step: int, attempt: int = 1) -> StepEnd:
@@ -93,7 +94,9 @@ def test_a_host_is_heard_until_its_attempt_is_over_and_its_clock_is_known(both: 
     assert copied(second).is_fed()
     first.buddy.rest()
     until(lambda: not copied(second).is_fed())
-    assert before < copied(second).last_alive() - SILENT < time.monotonic_ns()
+    alive = copied(second).last_alive()
+    assert before < alive < time.monotonic_ns()
+    assert copied(second).last_alive() == alive, "no longer than it was heard"
     assert ends(second, 0) == [1]
 
 
@@ -105,8 +108,8 @@ def test_a_host_that_only_says_that_it_lives_is_heard(
     Ranks(first, 0).end(1)
     begin(first, second)
     until(lambda: ends(second, 0) == [1])
-    alive = copied(second).last_alive()
-    until(lambda: copied(second).last_alive() > alive)
+    word = (copied(second).marks.root / "fed").read_bytes()
+    until(lambda: (copied(second).marks.root / "fed").read_bytes() != word)
 
 
 def test_a_host_that_is_silent_counts_as_gone_though_its_connection_stays(
@@ -119,7 +122,6 @@ def test_a_host_that_is_silent_counts_as_gone_though_its_connection_stays(
         connection.say(BuddyRequest(run=IDENTITY.run_id, seat=0, marks=MarksHere(ranks=(0,), hosts="{}")))
         connection.answer()
         connection.send_mark(MarkPiece(0, 0, b""))
-        until(lambda: copied(second).last_alive() > SILENT)
         until(lambda: not copied(second).is_fed())
 
 
@@ -133,6 +135,30 @@ def test_a_new_attempt_s_marks_take_the_place_of_those_before(both: tuple[HostHe
     until(lambda: ends(second, 0) == [2])
     assert copied(second).marks.hosts.read_text() == '{"keys": "second"}'
     assert not copied(second).marks.mark(1).exists(), "that rank is on another host now"
+
+
+def test_an_early_mark_that_is_withdrawn_does_not_hold_in_its_copy_either(both: tuple[HostHere, HostHere]) -> None:
+    first, second = both
+    ranks = Ranks(first, 0)
+    ranks.marks[0].write_early(end(4), b"early", HOLD)
+    begin(first, second)
+    until(lambda: end_marks.read_early(copied(second).marks, 0))
+    ranks.marks[0].withdraw()
+    until(lambda: not end_marks.read_early(copied(second).marks, 0))
+
+
+def test_a_connection_that_is_made_anew_leaves_what_was_told(both: tuple[HostHere, HostHere]) -> None:
+    first, second = both
+    Ranks(first, 0).end(1)
+    begin(first, second)
+    until(lambda: ends(second, 0) == [1])
+    first.buddy.rest()
+    until(lambda: not copied(second).is_fed())
+    FedMarks(second.tier, 0, [0], b'{"keys": "first"}').close()
+    assert ends(second, 0) == [1]
+    assert copied(second).last_alive() > 1 << 61, "not heard yet: nothing that was told early holds"
+    FedMarks(second.tier, 0, [0], b"{}").close()
+    assert ends(second, 0) == [], "of another attempt"
 
 
 def test_marks_of_a_seat_that_is_no_neighbour_any_more_are_given_up(both: tuple[HostHere, HostHere]) -> None:
@@ -240,6 +266,12 @@ def test_only_what_is_new_and_whole_is_told(both: tuple[HostHere, HostHere]) -> 
             file.seek(piece.offset)
             file.write(os.urandom(8))
         assert look.new() == [], "half written"
+        ranks.marks[1].write_early(end(4), b"early", HOLD)
+        (early,) = look.new()
+        ranks.marks[1].withdraw()
+        (taken_back,) = look.new()
+        assert taken_back == MarkPiece(1, early.offset, bytes(8))
+        assert look.new() == []
         ranks.marks[1].write(end(3), b"body")
         assert told(look.new()) == [(1, piece.offset)]
 
@@ -327,3 +359,41 @@ def test_a_lock_of_a_process_that_is_gone_is_no_sign_of_life(both: tuple[HostHer
         os._exit(0)
     os.waitpid(pid, 0)
     assert not copied(second).is_fed()
+
+
+def test_a_run_with_a_seal_sends_no_marks_and_takes_none(
+    both: tuple[HostHere, HostHere], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = both
+    key = tmp_path / "key"
+    key.write_bytes(bytes(32))
+    key.chmod(0o600)
+    monkeypatch.setenv(seal.ENV_SEAL, str(key))
+    monkeypatch.setattr(server, "read_identity", lambda paths: IDENTITY)
+    for host in both:
+        host.buddy.get_ready(of(*both, wanted=()))
+    first.begin(of(*both, wanted=()))
+    assert [type(sender) for sender in first.buddy._senders] == [BuddySender]
+    with connect(second.buddy.address, of(*both).secret, lambda: False) as connection:
+        connection.say(BuddyRequest(run=IDENTITY.run_id, seat=0, marks=MarksHere(ranks=(0,), hosts="{}")))
+        assert "no seal" in str(connection.hear(wire.Answer).fault)
+    assert not copied(second).slots.root.exists()
+
+
+def test_a_buddy_without_memory_is_named_and_what_it_has_stays(
+    both: tuple[HostHere, HostHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = both
+    Ranks(first, 0).end(1)
+    begin(first, second)
+    until(lambda: ends(second, 0) == [1])
+    first.buddy.rest()
+
+    def full(*given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mark_copies.os, "posix_fallocate", full)
+    begin(first, second)
+    until(lambda: first.said)
+    assert "No space left on device" in first.said[-1]
+    assert ends(second, 0) == [1]

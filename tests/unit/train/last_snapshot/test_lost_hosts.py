@@ -1,6 +1,7 @@
 """Who speaks for a host that is lost, by the copies of its marks. The store is a real one."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from test_exchange import LIMIT, store
 
 from rollback.checkpoints.fast_tier import last_account
-from rollback.checkpoints.fast_tier.mark_copies import MARKS_EVERY, CopiedMarks, FedMarks
+from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, FedMarks, MarkPiece
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.train.last_snapshot import lost_hosts
 from rollback.train.last_snapshot.hosts import YES, Hosts, HostsOfJob
@@ -29,9 +30,10 @@ def hosts(store: Any) -> Hosts:
     return Hosts(("127.0.0.1", store.port), "keys", (0, 2), 0)
 
 
-def fed(tier: SlotPaths, hosts: Hosts, keys: str = "keys") -> FedMarks:
-    job = HostsOfJob(place=("127.0.0.1", 1), keys=keys, hosts=(0, 2), own=2, ranks=(2, 3), attempt=1)
-    marks = FedMarks(tier, 1, [2, 3], job.model_dump_json().encode())
+def fed(tier: SlotPaths, hosts: Hosts, keys: str = "keys", own: int = 2) -> FedMarks:
+    ranks = own, own + 1
+    job = HostsOfJob(place=hosts.place, keys=keys, hosts=(0, 2), own=own, ranks=ranks, attempt=1)
+    marks = FedMarks(tier, 1, ranks, job.model_dump_json().encode())
     marks.hear(CLOCK)
     return marks
 
@@ -41,7 +43,9 @@ def spoken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Path, int]]]:
     """Where somebody has stood in, and when that host was last heard."""
     found: list[tuple[Path, int]] = []
     monkeypatch.setattr(lost_hosts, "_ANSWER", 0.05)
-    monkeypatch.setattr(lost_hosts, "stand_in", lambda marks, noticed, deadline, seen: found.append((marks.root, seen)))
+    monkeypatch.setattr(
+        lost_hosts, "stand_in", lambda marks, noticed, deadline, lost_at: found.append((marks.root, lost_at))
+    )
     yield found
     assert not [thread for thread in threading.enumerate() if thread.name == "rollback-lost-host"]
 
@@ -49,12 +53,15 @@ def spoken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Path, int]]]:
 def test_a_host_that_goes_silent_has_somebody_who_speaks(
     tier: SlotPaths, hosts: Hosts, spoken: list[tuple[Path, int]]
 ) -> None:
+    began = time.monotonic_ns()
     marks = fed(tier, hosts)
     with speaking_for_lost_hosts(hosts, tier, LIMIT):
         assert spoken == []
         marks.close()
         wait_for_threads()
-    assert spoken == [(CopiedMarks(tier, 1).marks.root, CLOCK + int(MARKS_EVERY * 1e9))]
+    ((root, lost_at),) = spoken
+    assert root == CopiedMarks(tier, 1).marks.root
+    assert CLOCK < lost_at < CLOCK + time.monotonic_ns() - began, "as long as it was heard, by its own clock"
 
 
 def wait_for_threads() -> None:
@@ -63,19 +70,44 @@ def wait_for_threads() -> None:
             thread.join(LIMIT)
 
 
-@pytest.mark.parametrize("what", ["is heard", "answers", "is of another attempt"])
+@pytest.mark.parametrize("what", ["is heard", "answers", "is of another attempt", "decides", "has left", "is back"])
 def test_nobody_speaks_for_a_host_that(
-    tier: SlotPaths, hosts: Hosts, spoken: list[tuple[Path, int]], what: str
+    tier: SlotPaths, hosts: Hosts, spoken: list[tuple[Path, int]], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    marks = fed(tier, hosts, keys="others" if what == "is of another attempt" else "keys")
+    if what == "decides":
+        hosts.own = 2
+    own = 0 if what == "decides" else 2
+    marks = fed(tier, hosts, keys="others" if what == "is of another attempt" else "keys", own=own)
     if what == "answers":
         hosts.connect().set({"here/2": YES})
+    if what == "has left":
+        for rank in (2, 3):
+            marks.put(MarkPiece(rank, 2048, b"\1"))
     if what != "is heard":
         marks.close()
+    back: list[FedMarks] = []
+    if what == "is back":
+        monkeypatch.setattr(lost_hosts, "_ANSWER", LIMIT)
     with speaking_for_lost_hosts(hosts, tier, LIMIT):
-        if what != "is heard":
+        if what == "is back":
+            back.append(fed(tier, hosts))
+        elif what != "is heard":
             wait_for_threads()
     assert spoken == []
+    for marks in back:
+        marks.close()
+
+
+def test_whoever_speaks_for_a_lost_host_leaves_it_its_bell_and_is_not_taken_for_it(hosts: Hosts) -> None:
+    lost = Hosts(hosts.place, hosts.keys, hosts.hosts, 2)
+    rung = threading.Event()
+    lost.wait_for_bell(rung.set, lambda text: None)
+    lost.speak_for()
+    assert not hosts.answers(2), "who takes over if the speaker dies"
+    hosts.ring()
+    assert rung.wait(LIMIT)
+    assert hosts.answers(2)
+    lost.close()
 
 
 def test_where_nothing_is_copied_there_is_nobody_to_speak_for(
