@@ -362,17 +362,14 @@ def test_a_lock_of_a_process_that_is_gone_is_no_sign_of_life(both: tuple[HostHer
 
 
 def test_a_run_with_a_seal_sends_no_marks_and_takes_none(
-    both: tuple[HostHere, HostHere], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = both
     key = tmp_path / "key"
     key.write_bytes(bytes(32))
     key.chmod(0o600)
     monkeypatch.setenv(seal.ENV_SEAL, str(key))
-    monkeypatch.setattr(server, "read_identity", lambda paths: IDENTITY)
-    for host in both:
-        host.buddy.get_ready(of(*both, wanted=()))
-    first.begin(of(*both, wanted=()))
+    both = first, second = make("first", 0), make("second", 1)
+    begin(first, second)
     assert [type(sender) for sender in first.buddy._senders] == [BuddySender]
     with connect(second.buddy.address, of(*both).secret, lambda: False) as connection:
         connection.say(BuddyRequest(run=IDENTITY.run_id, seat=0, marks=MarksHere(ranks=(0,), hosts="{}")))
