@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Facts have no cycles, and the search would walk over all of a long run's again and again: it takes a third of the
-    time in which they are read, and more of what is made from them."""
+    """None in the block. Facts have no cycles, and the search would walk over all of a long run's again and again: it
+    takes a third of the time in which they are read, and more of what is made from them."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -7,9 +7,10 @@ long call twice, and call it motionless. For other threads only the position in 
 """
 
 import ctypes
-import sys
 import threading
 from collections.abc import Callable
+
+from rollback.system.frames import frame_of
 
 _PENDING_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
@@ -39,7 +40,7 @@ class Movement:
         return True
 
     def _present_place(self) -> tuple[int, int] | None:
-        frame = sys._current_frames().get(self._thread)
+        frame = frame_of(self._thread)
         return (id(frame.f_code), frame.f_lasti) if frame is not None else None
 
 

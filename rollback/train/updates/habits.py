@@ -4,7 +4,6 @@ Everything is read on the host: versions of tensors, flags, the order of calls. 
 `rollback.train.updates.advice` uses the result.
 """
 
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rollback.system.frames import frame_of
 from rollback.train.sharded import is_sharded, local_of, version_of
 from rollback.train.updates.backward import BackwardWatch
 from rollback.train.updates.gradients import mark_of
@@ -197,7 +197,7 @@ def _root_of_backward(thread: int) -> Tensor | None:
     Autograd has no reference from a graph to its root, but the call is on that thread's stack.
     """
     code = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
-    frame = sys._current_frames().get(thread)
+    frame = frame_of(thread)
     while frame is not None:
         if frame.f_code is code:
             roots = frame.f_locals.get("t_outputs", ())
