@@ -226,6 +226,7 @@ def test_a_lost_host_costs_no_step_where_another_host_has_its_marks(tmp_path: Pa
     go_on = tmp_path / "go-on"
     with fleet_of(2, tmp_path, TOY, shared=shared, each=2, holds=[KILL, str(go_on)]) as fleet:
         fleet.launch(flags=("--replicas", "2"))
+        fleet.until(lambda: fleet.reached(KILL))  # before that there may be no program that has the host's memory
         fleet.until(lambda: told_of(fleet.hosts[0], KILL) == 2)
         fleet.lose(1)
         go_on.touch()
