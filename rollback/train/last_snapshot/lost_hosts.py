@@ -59,6 +59,8 @@ def _is_lost(job: HostsOfJob, hosts: Hosts, copied: CopiedMarks) -> bool:
     """Whether these marks are of a host of this attempt of which nobody answers. That of rank 0 decides, which nobody
     can do for it. Raises StoreGone."""
     of_this_job = (job.place, job.keys, [*job.hosts]) == (hosts.place, hosts.keys, hosts.hosts)
-    of_another_host = job.own in hosts.hosts and job.own == min(job.ranks) and job.own not in (hosts.own, DECIDES)
+    of_another_host = (
+        job.own in hosts.hosts and job.own == min(job.ranks, default=None) and job.own not in (hosts.own, DECIDES)
+    )
     left = all(end_marks.has_left(copied.marks, rank) for rank in job.ranks)
     return of_this_job and of_another_host and not left and not hosts.answers(job.own)

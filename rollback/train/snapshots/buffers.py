@@ -111,8 +111,6 @@ class FastTier:
         self._device: torch.device | None = None
         self._regions: dict[int, Region] = {}
         self._jobs: dict[int, Future[bool]] = {}
-        self._prepared: set[int] = set()
-        """Slots whose job has said that they can be written. It is asked for at every step."""
         self._leaving: dict[int, Callable[[bool], None]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-slots")
 
@@ -130,7 +128,6 @@ class FastTier:
         free = self._free()
         for number in free:
             self._jobs.pop(number, None)
-        self._prepared.clear()
         if free:
             self._tend(free[0])
 
@@ -138,8 +135,6 @@ class FastTier:
         free = self._free()
         if not free or self.fault is not None:
             return False
-        if free[0] in self._prepared:
-            return True
         job = self._jobs.get(free[0])
         if job is None:
             self._tend(free[0])
@@ -155,7 +150,6 @@ class FastTier:
         if not job.result():  # somebody reads it, or the host's first rank has not got to it yet
             self._tend(free[0])
             return False
-        self._prepared.add(free[0])
         return True
 
     def wait(self, seconds: float) -> None:
@@ -175,7 +169,6 @@ class FastTier:
     def reserve(self) -> tuple[int | None, Region]:
         number = self._free()[0]
         self._taken.add(number)
-        self._prepared.discard(number)
         del self._jobs[number]
         return number, self._regions[number]
 
@@ -223,7 +216,6 @@ class FastTier:
         return [number for number in range(self.count) if number not in self._taken]
 
     def _tend(self, number: int, after: Future[None] | None = None) -> None:
-        self._prepared.discard(number)
         self._jobs[number] = self._thread.submit(self._make_ready, number, self._size, after)
 
     def _make_ready(self, number: int, size: int, after: Future[None] | None) -> bool:

@@ -70,9 +70,9 @@ def wait_for_threads() -> None:
             thread.join(LIMIT)
 
 
-@pytest.mark.parametrize("what", ["is heard", "answers", "is of another attempt", "decides", "has left", "is back"])
+@pytest.mark.parametrize("what", ["answers", "is of another attempt", "decides", "has left"])
 def test_nobody_speaks_for_a_host_that(
-    tier: SlotPaths, hosts: Hosts, spoken: list[tuple[Path, int]], monkeypatch: pytest.MonkeyPatch, what: str
+    tier: SlotPaths, hosts: Hosts, spoken: list[tuple[Path, int]], what: str
 ) -> None:
     if what == "decides":
         hosts.own = 2
@@ -83,19 +83,30 @@ def test_nobody_speaks_for_a_host_that(
     if what == "has left":
         for rank in (2, 3):
             marks.put(MarkPiece(rank, 2048, b"\1"))
-    if what != "is heard":
-        marks.close()
-    back: list[FedMarks] = []
-    if what == "is back":
-        monkeypatch.setattr(lost_hosts, "_ANSWER", LIMIT)
+    marks.close()
     with speaking_for_lost_hosts(hosts, tier, LIMIT):
-        if what == "is back":
-            back.append(fed(tier, hosts))
-        elif what != "is heard":
-            wait_for_threads()
+        wait_for_threads()
     assert spoken == []
-    for marks in back:
-        marks.close()
+
+
+@pytest.mark.parametrize("heard", [[True], [False, True]], ids=["all the time", "again in a moment"])
+def test_nobody_speaks_for_a_host_that_is_heard(
+    tier: SlotPaths, hosts: Hosts, spoken: list[tuple[Path, int]], monkeypatch: pytest.MonkeyPatch, heard: list[bool]
+) -> None:
+    """It is asked so often that somebody would have spoken by then."""
+    fed(tier, hosts).close()
+    asked, enough = iter([*heard, *[True] * 10]), threading.Event()
+
+    def is_fed(copied: CopiedMarks) -> bool:
+        told = next(asked, None)
+        if told is None:
+            enough.set()
+        return told is not False
+
+    monkeypatch.setattr(CopiedMarks, "is_fed", is_fed)
+    with speaking_for_lost_hosts(hosts, tier, LIMIT):
+        assert enough.wait(LIMIT), spoken
+    assert spoken == []
 
 
 def test_whoever_speaks_for_a_lost_host_leaves_it_its_bell_and_is_not_taken_for_it(hosts: Hosts) -> None:
