@@ -29,7 +29,9 @@ TOY = Toy(samples=16 * STEPS, sampler="distributed", augment=True, patient=False
 
 
 def outcome_of(fleet: Fleet) -> LastSnapshotMade:
-    (outcome,) = supervisors_facts(fleet.leads().root, LastSnapshotMade)
+    made = supervisors_facts(fleet.leads().root, LastSnapshotMade)
+    assert len(made) == 1, fleet.told()
+    (outcome,) = made
     assert isinstance(outcome, LastSnapshotMade)
     return outcome
 
@@ -222,10 +224,12 @@ def test_a_host_that_does_not_answer_leaves_the_older_checkpoint(
 
 @pytest.mark.parametrize("shared", [True, *soak(False)], ids=["shared", "apart"])
 def test_a_lost_host_costs_no_step_where_another_host_has_its_marks(tmp_path: Path, shared: bool) -> None:
-    """All of it: its processes, its memory, and its disk if it has one of its own."""
+    """All of it: its processes, its memory, and its disk if it has one of its own. It is not the one that leads."""
     go_on = tmp_path / "go-on"
     with fleet_of(2, tmp_path, TOY, shared=shared, each=2, holds=[KILL, str(go_on)]) as fleet:
-        fleet.launch(flags=("--replicas", "2"))
+        fleet.launch(0, flags=("--replicas", "2"))
+        fleet.until(fleet.run(0).holder.exists)
+        fleet.launch(1, flags=("--replicas", "2"))
         fleet.until(lambda: fleet.reached(KILL))  # before that there may be no program that has the host's memory
         fleet.until(lambda: told_of(fleet.hosts[0], KILL) == 2)
         fleet.lose(1)
