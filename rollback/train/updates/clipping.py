@@ -1,39 +1,50 @@
-"""Clipping takes the norm that was measured at the end of backward, and does not read all gradients once more.
+"""Clipping takes the norm that the guard has measured, and does not read all gradients once more.
 
 torch's `clip_grad_norm_` begins with the norm of each gradient and the norm of these norms (`_get_total_norm`). Both
-are what `gradients` has measured a moment before. As long as nobody has written to a gradient since, torch gets that.
-The result is the same, bit for bit: the first time, torch computes it too, and both are compared. In every case that is
-not this plain one, torch's own function does the work.
+are what `gradients` measures, a moment before or now. As long as nobody has written to a gradient since, torch gets
+that. The result is the same, bit for bit: the first time, torch computes it too, and both are compared. In every case
+that is not this plain one, torch's own function does the work. Then torch multiplies the gradients by one factor
+(`_clip_grads_with_norm_`), and whoever has lent the norm is told which.
 """
 
 import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-Lender = Callable[[Sequence[Tensor]], Tensor | None]
-"""Gets gradients. Returns the norm over them in single precision; None: it is not measured, or not as torch would."""
+_LEAST = 1e-6  # what torch adds to the norm that it divides by
+
+
+class Lender(Protocol):
+    """What has measured gradients."""
+
+    def norm_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """The norm over these in single precision; None: it is not measured, or not as torch would."""
+
+    def clipped(self, norm: Tensor, factor: float) -> None:
+        """The gradients over which this is the norm are multiplied by this, once, if it has lent that norm."""
 
 
 class _Lent:
     """What this process knows of the lenders."""
 
-    lenders: ClassVar[list[weakref.WeakMethod[Lender]]] = []
+    lenders: ClassVar[list[weakref.ref[Lender]]] = []
     same_as_torch: bool | None = None
     """Whether torch computed the same. If not, nothing is lent any more. None: not compared yet."""
 
 
-def lend_norm(lender: Lender) -> None:
-    """Ask `lender`, a method, whenever gradients are clipped, for as long as its object lives."""
-    _Lent.lenders = [known for known in _Lent.lenders if known() is not None] + [weakref.WeakMethod(lender)]
-    original = getattr(clip_grad, "_get_total_norm", None)
-    if original is not None and not hasattr(original, "lends"):
-        clip_grad._get_total_norm = _lending(original)
+def lend_norms(lender: Lender) -> None:
+    """Ask `lender` whenever gradients are clipped, for as long as it lives."""
+    _Lent.lenders = [*map(weakref.ref, (*_lenders(), lender))]
+    for name, wrapped in (("_get_total_norm", _lending), ("_clip_grads_with_norm_", _telling)):
+        original = getattr(clip_grad, name, None)
+        if original is not None and not hasattr(original, "lends"):
+            setattr(clip_grad, name, wrapped(original))
 
 
 def _lending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -55,11 +66,24 @@ def _lending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return total_norm
 
 
+def _telling(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def clip(parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **others: Any) -> None:
+        if not torch.compiler.is_compiling() and total_norm.is_cpu:
+            factor = min(1.0, float(max_norm) / (total_norm.item() + _LEAST))
+            for lender in _lenders():
+                lender.clipped(total_norm, factor)
+        original(parameters, max_norm, total_norm, *more, **others)
+
+    clip.lends = True  # type: ignore[attr-defined]
+    return clip
+
+
 def _lent(gradients: list[Tensor]) -> Tensor | None:
     if _Lent.same_as_torch is False or not gradients:
         return None
-    for reference in _Lent.lenders:
-        lender = reference()
-        if lender is not None and (norm := lender(gradients)) is not None:
-            return norm
-    return None
+    return next((norm for lender in _lenders() if (norm := lender.norm_of(gradients)) is not None), None)
+
+
+def _lenders() -> list[Lender]:
+    return [lender for known in _Lent.lenders if (lender := known()) is not None]

@@ -7,7 +7,12 @@ shows the factor. If they were changed in another way, they are measured again. 
 
     backward   `BackwardWatch` -> at the end of backward, before DDP averages: the telltale's norm
                -> after DDP has averaged, and FSDP2 has set what is sharded: all norms, unscaled
+    clipping   by torch: it is lent the norm, and tells the factor
     pre-step   hook of the optimizer -> unchanged, scaled, or measured again
+
+Where the last updates have all lent their norm, the next one is measured at clipping, before torch changes anything:
+then nothing has to be remembered from backward to clipping. If that one is not clipped so, it is measured in the
+pre-step hook, as it is applied, and those behind it at the end of backward again.
 
 On CUDA norms are accumulated in double precision, which costs nothing there. On the CPU it costs twenty times as much,
 so it is used only after single precision has overflowed, which can be seen there without waiting.
@@ -25,7 +30,7 @@ from torch import Tensor, nn
 
 from rollback.train.sharded import copies_of, is_sharded, local_of, version_of
 from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale
-from rollback.train.updates.clipping import lend_norm
+from rollback.train.updates.clipping import lend_norms
 
 _HOST = torch.device("cpu")
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -33,6 +38,7 @@ _grad, _version, _layout, _dtype, _device = map(operator.attrgetter, ("grad", "_
 _params = operator.itemgetter("params")
 _bits = operator.attrgetter("value")
 _is_view = Tensor._is_view
+_TRIED = 3  # updates in a row that lent their norm to clipping
 _Marks = tuple[list[int], list[int]]  # see `mark_of`: of all gradients, in order
 
 
@@ -76,9 +82,19 @@ class Gradients:
         self._marks: _Marks = [], []
         self._firsts: _Firsts | None = None
         """The first element of each gradient then, where their norm may be lent."""
+        self._lent: Tensor | None = None
+        """The norm over all of them, if it was lent in this update."""
+        self._lent_in_a_row = 0
+        self._factor: float | None = None
+        """By which clipping says that it has multiplied them."""
         self._found: _Marks = [], []
         self._watch = BackwardWatch(model, self.telltale, self._backward_reached_telltale)
-        lend_norm(self.norm_of)
+        lend_norms(self)
+
+    @property
+    def _at_clipping(self) -> bool:
+        """Whether this update is measured where it is clipped."""
+        return self._lent_in_a_row >= _TRIED
 
     @property
     def scale(self) -> Tensor | None:
@@ -102,35 +118,58 @@ class Gradients:
 
     def norm_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """For `clipping`: the norm over gradients that nobody has written to since they were measured."""
+        if self._at_clipping:
+            return self._measure_for_clipping(gradients)
         seen = self.seen
         if seen is None or self.scale is not None or self._firsts is None or seen.each.dtype is not torch.float32:
             return None
         parameters, own = _with_gradients(seen.parameters)
         if self._marks_of(parameters, own) != self._marks or self._firsts.are_changed():
             return None
-        if len(gradients) == len(own) and all(map(operator.is_, gradients, own)):
-            return seen.total.clone()
+        if _are_same(gradients, own):
+            self._lent = seen.total.clone()
+            return self._lent
         places = {id(gradient): place for place, gradient in enumerate(own)}
         wanted = [places.get(id(gradient), -1) for gradient in gradients]
         return None if -1 in wanted else torch.linalg.vector_norm(seen.each[wanted])
 
+    def _measure_for_clipping(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        assert self.telltale is not None
+        if id(self.telltale.grad) not in map(id, gradients):
+            return None  # of another model
+        parameters, own = _with_gradients(self._parameters())
+        if not _are_same(gradients, own) or {*map(_dtype, own)} != {torch.float32} or self.scale is not None:
+            return None
+        self._marks = self._marks_of(parameters, own)
+        each, total = _measure(own, None)
+        self.seen, self._lent = GradientNorms(parameters, each, total, None, self._own), total.clone()
+        return self._lent if each.dtype is torch.float32 else None
+
+    def clipped(self, norm: Tensor, factor: float) -> None:
+        """For `clipping`: the gradients over which this is the norm are multiplied by this, once."""
+        if norm is self._lent:
+            self._factor = factor
+
     def forget(self) -> None:
         """The update is over."""
-        self.seen = self._own = self.written = None
+        self.seen = self._own = self.written = self._factor = None
         self._marks = self._found = [], []
 
     def before_step(self) -> GradientNorms | None:
         """The norms of what the optimizer will apply; None: there are no gradients. Call it from the pre-step hook."""
+        self._lent_in_a_row, self._lent = self._lent_in_a_row + 1 if self._lent is not None else 0, None
         parameters, gradients = self.look()
         if not gradients:
             return None
         seen, telltale = self.seen, self.telltale
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer unscales by itself
-        if seen is None or telltale is None or not self._only_scaled(gradients):
+        if seen is None or telltale is None or (writes := self._writes(gradients)) is None:
             each, total = _measure(gradients, scale)
             return GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
         if self.written is False and self.scale is None:
             return seen._replace(kept=1.0)
+        if writes == 1 and self._factor is not None:
+            return seen._replace(kept=self._factor)
         assert telltale.grad is not None
         place = [*map(id, parameters)].index(id(telltale))
         after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=seen.each.dtype)
@@ -150,7 +189,11 @@ class Gradients:
         return seen._replace(total=total, kept=kept, squares=seen.squares * grown.double().square())
 
     def _backward_reached_telltale(self) -> None:
-        if not self._queued and self._awaited:
+        if self._queued or not self._awaited:
+            return
+        if self._at_clipping:
+            self.seen = self._factor = None
+        if self._averaged or not self._at_clipping:
             self._queued = True
             at_end_of_backward(self._before_averaging if self._averaged else self._after_averaging)
 
@@ -166,6 +209,8 @@ class Gradients:
 
     def _after_averaging(self) -> None:
         self._queued = False
+        if self._at_clipping:
+            return
         parameters, gradients = _with_gradients(self._parameters())
         if self.telltale is None or self.telltale.grad is None:
             return  # FSDP2 holds back what is not summed yet
@@ -174,14 +219,15 @@ class Gradients:
         each, total = _measure(gradients, self.scale)
         self.seen = GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
 
-    def _only_scaled(self, gradients: list[Tensor]) -> bool:
-        """Whether these are backward's gradients, unchanged or each written to equally often."""
+    def _writes(self, gradients: list[Tensor]) -> int | None:
+        """How often each gradient was written to since it was measured; None: they are others, or not equally often."""
         if not self.written:
-            return True
+            return 0
         if any(map(_is_view, gradients)):
-            return False  # views of one bucket count their writes together
+            return None  # views of one bucket count their writes together
         (addresses, versions), (addresses_then, versions_then) = self._found, self._marks
-        return addresses == addresses_then and len(set(map(operator.sub, versions, versions_then))) == 1
+        counts = {*map(operator.sub, versions, versions_then)}
+        return counts.pop() if addresses == addresses_then and len(counts) == 1 else None
 
     def _marks_of(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> _Marks:
         if not self._any_sharded:
@@ -202,7 +248,7 @@ class Gradients:
         """The optimizer's, in the order of the model: clipping gets their gradients in that order, mostly, and the sum
         of their norms depends on it."""
         given = [*chain.from_iterable(map(_params, self._optimizer.param_groups))]
-        if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
+        if not _are_same(given, self._given):
             self._given = given
             self._ordered = sorted(given, key=lambda p: self._places.get(id(p), len(self._places)))
             self._any_sharded = any(map(is_sharded, given))
@@ -219,6 +265,10 @@ def _with_gradients(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter],
     if not _PLAIN.issuperset(kinds) or {*map(_layout, gradients)} != {torch.strided}:
         gradients = [_dense(gradient) for gradient in gradients]
     return parameters, gradients
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def mark_of(gradient: Tensor) -> tuple[int, int]:
