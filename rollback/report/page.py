@@ -25,7 +25,7 @@ from rollback.report.account import TimeAccount, account
 from rollback.report.cards import cards
 from rollback.report.chart import DrawnCurves, chart, curves_of
 from rollback.report.tables import blocks
-from rollback.rundir.journal.journal import of_kind, read_entries
+from rollback.rundir.journal.journal import of_kind
 from rollback.rundir.metrics.metric_columns import joined, last_steps, metric_pieces
 from rollback.rundir.paths import RunPaths
 from rollback.terminal.escape import printable
@@ -40,20 +40,16 @@ _NO_ENDING = {"tone": "calm", "badge": "no end on record", "text": "It is runnin
 
 def make_page(root: Path) -> str:
     """The report of a run. Raises as `read_material`."""
-    paths = require_run_directory(root)
-    curves, progress = _read_curves(paths)
-    material = read_material(root, progress)
+    material, curves = _read(root)
     return render(compile_ledger(material), material, curves)
 
 
-def _read_curves(paths: RunPaths) -> tuple[DrawnCurves | None, Progress]:
-    """Before all facts are read: of a long run, they and the metrics take half a GB each."""
+def _read(root: Path) -> tuple[Material, DrawnCurves | None]:
+    """What is on record, and the curves. The metrics, of which a long run has as much as of facts, are let go."""
     notices: list[str] = []
-    columns = joined(readable(paths.metrics, metric_pieces, notices))
-    incidents = read_entries(paths.train_journal, {Incident})
-    return curves_of(columns, (fact for _, fact in of_kind(incidents, Incident))), Progress(
-        last_steps([columns]), notices
-    )
+    columns = joined(readable(require_run_directory(root).metrics, metric_pieces, notices))
+    material = read_material(root, Progress(last_steps([columns]), notices))
+    return material, curves_of(columns, (fact for _, fact in of_kind(material.records, Incident)))
 
 
 def render(ledger: AuditReport, material: Material, curves: DrawnCurves | None) -> str:

@@ -11,7 +11,7 @@ BUCKETS = 12_000  # of the whole run, for each curve; two points each
 DETAIL = 400  # steps around an incident that are kept one by one
 ALL_DETAIL = 200_000  # of these, around all incidents together
 RANGES = 2_000  # of non-finite values, for each curve
-_AT_ONCE = 1 << 20  # rows
+_AT_ONCE = 1 << 17  # rows: what is made of them stays in the processor's memory
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ def stretches(columns: MetricColumns) -> list[Stretch]:
     if not count:
         return []
     step = columns.step
-    turns = (np.diff(columns.attempt) != 0) | (np.diff(columns.timeline) != 0) | (np.diff(step) <= 0)
+    turns = step[1:] <= step[:-1]
+    for each in (columns.attempt, columns.timeline):
+        turns |= each[1:] != each[:-1]
     bounds = [0, *(np.flatnonzero(turns) + 1).tolist(), count]
     pieces = [(bounds[i], bounds[i + 1]) for i in range(len(bounds) - 1)]
     found: list[Stretch] = []
@@ -83,24 +85,33 @@ def thin(steps: Integers, values: Floats, starts: Integers, buckets: Integers, k
     steps; one with at most twice as many finite values has no need of them. keep: by row.
     """
     finite = np.flatnonzero(np.isfinite(values))
-    if not len(finite):
+    sizes = np.diff(np.searchsorted(finite, starts), append=len(finite))
+    own, sizes = buckets[sizes > 0], sizes[sizes > 0]  # of each stretch that has any finite value
+    if not len(sizes):
         return finite
-    stretch = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(values)))[finite]
-    begins = np.flatnonzero(np.diff(stretch, prepend=-1))  # of each stretch that has any, among the finite values
-    sizes, own = np.diff(begins, append=len(finite)), buckets[stretch[begins]]
-    at, ends = steps[finite], begins + sizes - 1
-    bucket = (at - np.repeat(at[begins], sizes)) * np.repeat(own, sizes)
-    bucket //= np.repeat(at[ends] - at[begins] + 1, sizes)
+    ends = np.cumsum(sizes) - 1
+    begins = ends - sizes + 1
+    at, values = steps[finite], values[finite]
     chosen = keep[finite] | np.repeat(sizes <= 2 * own, sizes)
     chosen[begins] = chosen[ends] = True
-    turns = np.diff(bucket, prepend=-1) != 0
-    turns[begins] = True
-    groups = np.flatnonzero(turns)
-    lowest = _equal(values[finite], np.minimum.reduceat(values[finite], groups), groups)
-    highest = _equal(values[finite], np.maximum.reduceat(values[finite], groups), groups)
-    chosen[lowest[0]] = chosen[highest[1]] = True
+    groups = _groups(at, begins, sizes, own)
+    chosen[_equal(values, np.minimum.reduceat(values, groups), groups)[0]] = True
+    chosen[_equal(values, np.maximum.reduceat(values, groups), groups)[1]] = True
     drawn: Integers = finite[chosen]
     return drawn
+
+
+def _groups(at: Integers, begins: Integers, sizes: Integers, buckets: Integers) -> Integers:
+    """The first row of each bucket that has any. The rows of millions of steps are not looked at: the buckets' bounds
+    are looked up, in steps that go on from one stretch to the next."""
+    widths = at[begins + sizes - 1] - at[begins] + 1
+    before = np.cumsum(widths) - widths
+    number = np.arange(buckets.sum()) - np.repeat(np.cumsum(buckets) - buckets, buckets)
+    offsets = -(-number * np.repeat(widths, buckets) // np.repeat(buckets, buckets))  # rounded up
+    steps = at + np.repeat(before - at[begins], sizes)
+    rows = np.unique(np.searchsorted(steps, np.repeat(before, buckets) + offsets))
+    found: Integers = rows[rows < len(at)]
+    return found
 
 
 def _equal(values: Floats, sought: Floats, groups: Integers) -> tuple[Integers, Integers]:
@@ -186,7 +197,7 @@ def series(columns: MetricColumns, values: Floats, missing: Flags, parts: Sequen
 
 
 def _batches(parts: Sequence[Stretch]) -> Iterator[list[Stretch]]:
-    """Neighbours, as many together as have a million rows: a call for thousands of short ones, and no large copies."""
+    """Neighbours, as many together as have some rows: one call for many short ones, and no large copies."""
     some: list[Stretch] = []
     for part in parts:
         if some and part.rows.stop - some[0].rows.start > _AT_ONCE:
@@ -213,7 +224,7 @@ def table(
     columns: MetricColumns, values: Floats, missing: np.ndarray, parts: Sequence[Stretch], most: int
 ) -> list[SeriesRow]:
     """The curve in at most `most` rows."""
-    kept = np.concatenate([np.arange(p.rows.start, p.rows.stop) for p in parts if not p.undone] or [np.array([], int)])
+    kept = np.flatnonzero(np.repeat([not p.undone for p in parts], [p.rows.stop - p.rows.start for p in parts]))
     if not len(kept):
         return []
     rows = []

@@ -220,11 +220,11 @@ def _checkpoints(records: Sequence[facts.JournalEntry], history: History) -> lis
 
 
 def _attempts(records: Sequence[facts.JournalEntry], costs: Costs, held: bool) -> list[report.AttemptEntry]:
-    attempts = by_attempt(records)
-    last = max(attempts, default=0)
+    began = {record.attempt: record.at for record in reversed(records)}
+    own, last = by_attempt(of_kinds(records, _OF_ATTEMPTS)), max(began, default=0)
     return [
-        _attempt(number, own, costs, is_last=number == last, held=held and number == last)
-        for number, own in sorted(attempts.items())
+        _attempt(number, at, own.get(number, []), costs, is_last=number == last, held=held and number == last)
+        for number, at in sorted(began.items())
     ]
 
 
@@ -235,9 +235,8 @@ _OF_ATTEMPTS = frozenset({
 
 
 def _attempt(
-    number: int, records: list[facts.JournalEntry], costs: Costs, *, is_last: bool, held: bool
+    number: int, began: str, records: list[facts.JournalEntry], costs: Costs, *, is_last: bool, held: bool
 ) -> report.AttemptEntry:
-    began, records = records[0].at, of_kinds(records, _OF_ATTEMPTS)
     started, attached = last_fact(records, facts.AttemptStarted), last_fact(records, facts.Attached)
     ended, restart = last_fact(records, facts.AttemptEnded), last_fact(records, facts.RestartScheduled)
     finished, stopped = last_fact(records, facts.Finished), last_fact(records, facts.Stopped)

@@ -93,15 +93,13 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
     charged = Charged()
     taken: dict[str, float] = {}  # when the run stood at a checkpoint
     began: float | None = None
-    last_seen: dict[int, float] = {}  # by attempt
-    times = [seconds_since_epoch(record.at) for record in records]
+    last_seen = {record.attempt: record.at for record in records}
     trained: int | None = None  # the last attempt that trained
     pending = False
     hung: dict[int, float] = {}  # when it was called, by attempt
-    for record, at in zip(records, times, strict=True):
-        match record.fact if type(record.fact) in _PRICED else None:
-            case None:  # most lines of a long run
-                pass
+    for record in of_kinds(records, _PRICED):
+        at = seconds_since_epoch(record.at)
+        match record.fact:
             case facts.Committed() as fact if at is not None:
                 taken.setdefault(fact.checkpoint, at - fact.seconds)
             case facts.Planned() as fact:
@@ -115,7 +113,7 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
             case facts.Attached() as fact:
                 began = at if began is None else began
                 if trained is not None:
-                    death = last_seen.get(trained)
+                    death = seconds_since_epoch(last_seen[trained])
                     costs.seconds_down += charged.charge(death, at) or 0.0
                     costs.deaths[trained] = Price(0, 0.0)
                     if not pending:  # else the restore that follows pays
@@ -131,11 +129,14 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
                 hung[record.attempt] = at
             case facts.AttemptEnded() if record.attempt in hung:
                 costs.seconds_hung += charged.charge(hung[record.attempt], at) or 0.0
-        if at is not None:
-            last_seen[record.attempt] = at
-    known = [at for at in times if at is not None]
-    costs.seconds = max(known) - min(known) if known else None
+    costs.seconds = _between([record.at for record in records])
     return costs
+
+
+def _between(moments: Sequence[str]) -> float | None:
+    """Seconds from the earliest to the latest. All are spelt alike, so they sort as texts."""
+    first, last = (seconds_since_epoch(find(moments, default="")) for find in (min, max))
+    return None if first is None or last is None else last - first
 
 
 def rounded(seconds: float | None) -> float | None:

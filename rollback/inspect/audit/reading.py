@@ -1,8 +1,10 @@
 """Reads everything that the audit needs from a run directory. Changes nothing there."""
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +17,7 @@ from rollback.rundir import seal
 from rollback.rundir.elsewhere import read_elsewhere
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.identity import Identity, read_identity
-from rollback.rundir.journal.journal import read_journal
+from rollback.rundir.journal.journal import of_kind, of_kinds, read_journal
 from rollback.rundir.metrics.metric_columns import last_steps, metric_pieces
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric, SkippedBatch, read_skipped
@@ -23,6 +25,7 @@ from rollback.system.collector import no_collection
 from rollback.system.files import size_of
 
 _WITH_EVIDENCE = 500  # incidents
+_SKIP_RECORD = re.compile(r"rank-([0-9]+)\.jsonl")
 _SKIPS = 32 << 20  # bytes of skip records that are read into memory
 _Line = TypeVar("_Line")
 
@@ -99,7 +102,7 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
     skipped, left_out = _skipped(paths, notices)
     progress = progress or read_progress(paths)
     notices += progress.notices
-    incidents = [record.fact.incident for record in records if isinstance(record.fact, Incident)]
+    incidents = [fact.incident for _, fact in of_kind(records, Incident)]
     if len(incidents) > _WITH_EVIDENCE:
         notices.append(
             f"of {len(incidents):,} incidents, the evidence of the last {_WITH_EVIDENCE} is read; that of others is "
@@ -160,11 +163,11 @@ def torn_notice(path: Path, size: int) -> str:
     )
 
 
-def merge(train: Iterable[JournalEntry], supervisor: Iterable[JournalEntry]) -> list[JournalEntry]:
+def merge(train: Sequence[JournalEntry], supervisor: Sequence[JournalEntry]) -> list[JournalEntry]:
     """Both journals in one order: by attempt; in it `attempt_started`, the ranks' facts, then the supervisor's."""
-    keyed = [(3 * record.attempt + 1, record) for record in train]
-    keyed += [(3 * r.attempt + (0 if type(r.fact) is AttemptStarted else 2), r) for r in supervisor]
-    return [record for _, record in sorted(keyed, key=itemgetter(0))]
+    started = of_kinds(supervisor, {AttemptStarted})
+    others = [record for record in supervisor if type(record.fact) is not AttemptStarted]
+    return sorted([*started, *train, *others], key=attrgetter("attempt"))
 
 
 def read_progress(paths: RunPaths) -> Progress:
@@ -209,10 +212,9 @@ def _evidence(paths: RunPaths, incident: int, notices: list[str]) -> dict[int, R
 def ranks_with_skips(paths: RunPaths, notices: list[str]) -> list[int]:
     ranks = []
     try:
-        for path in paths.skips.glob("rank-*.jsonl") if paths.skips.is_dir() else []:
-            number = path.stem.removeprefix("rank-")
-            if number.isdecimal():
-                ranks.append(int(number))
+        for name in os.listdir(paths.skips) if paths.skips.is_dir() else []:
+            if found := _SKIP_RECORD.fullmatch(name):
+                ranks.append(int(found[1]))
     except OSError as error:
         notices.append(f"{paths.skips}: {error.strerror or error}")
     return ranks

@@ -5,6 +5,7 @@ Times are UTC, ISO 8601. `null` always means "not known from the record", never 
 """
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -13,7 +14,6 @@ from pydantic import BaseModel, Field
 from rollback.facts.fact import InitialState, Sharding
 from rollback.facts.training import Action, Order, Outcome, Tier, Window
 from rollback.rundir.evidence import Explosion, Where
-from rollback.terminal.indented import indented
 
 SCHEMA = 1
 
@@ -22,6 +22,7 @@ CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", 
 
 
 _Item = TypeVar("_Item", bound="ReportItem")
+_NOT_PLAIN = re.compile("[\x7f-\U0010ffff]")  # others stand in texts only, where JSON has escapes
 
 
 def said(source: object | None, *names: str) -> dict[str, Any]:
@@ -39,7 +40,10 @@ class ReportItem(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strin
 
     def to_json(self) -> str:
         """JSON in ASCII only, so that text from a journal cannot control a terminal."""
-        return indented(json.loads(self.model_dump_json(by_alias=True)))
+        text = self.model_dump_json(by_alias=True, indent=2)
+        if text.isascii() and "\x7f" not in text:  # nearly always
+            return text
+        return _NOT_PLAIN.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 class Document(ReportItem):

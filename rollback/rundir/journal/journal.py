@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from rollback.errors import RESTORE_THE_JOURNAL, JournalDamaged, RunDirectoryError, reporting
-from rollback.facts.fact import spelt_out
+from rollback.facts.fact import forget_what_was_given, spelt_out
 from rollback.facts.training import AnyFact, Fact, JournalEntry, parse_fact
 from rollback.rundir import seal
 from rollback.rundir.journal.journal_index import IndexedLines, Indexing, read_index, write_index
@@ -280,6 +280,7 @@ def _entries(text: bytes, numbers: Sequence[int], only: re.Pattern[bytes] | None
     facts = _facts(b"[{" + b"},{".join(fields) + b"}]") if fields else []
     if len(facts) != len(fields):
         raise ValueError("a line with more than one fact")
+    forget_what_was_given(facts)
     return list(map(JournalEntry, numbers, map(bytes.decode, ats), map(int, attempts), facts))
 
 

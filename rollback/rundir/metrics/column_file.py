@@ -45,10 +45,10 @@ class ColumnBlock:
         in, taken out or exchanged for another run's, it would not be. Raises OSError."""
         size = min(self.length, LINE_LIMIT)
         text = os.pread(metrics, size, self.start + self.length - size)
-        *_, line, rest = [b"", *text.split(b"\n")]
+        line, end = text[:-1].rpartition(b"\n")[2], text[-1:]
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
             stated = row_of(json.loads(line))
-            return not rest and all(self.columns[name][-1] == stated[place] for place, name in enumerate(IDENTITY))
+            return end == b"\n" and all(self.columns[name][-1] == stated[place] for place, name in enumerate(IDENTITY))
         return False
 
     def is_of(self, text: bytes) -> bool:

@@ -132,7 +132,7 @@ def last_steps(pieces: Iterable[MetricColumns]) -> dict[int, tuple[int, int]]:
     found: dict[int, tuple[int, int]] = {}
     for piece in pieces:
         attempts = piece.attempt
-        bounds = [0, *(np.flatnonzero(np.diff(attempts)) + 1).tolist(), len(attempts)]
+        bounds = [0, *(np.flatnonzero(attempts[1:] != attempts[:-1]) + 1).tolist(), len(attempts)]
         for first, last in itertools.pairwise(bounds) if len(attempts) else ():
             timelines, attempt = piece.timeline[first:last], int(attempts[first])
             timeline = int(timelines.max())
