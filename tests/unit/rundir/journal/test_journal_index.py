@@ -61,6 +61,15 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def test_facts_that_the_index_vouches_for_are_as_light_as_they_can_be(path: Path) -> None:
+    """The names of the fields that were given are not kept. A copy with another field changes no other fact."""
+    index = journal_index.read_index(path)
+    facts = [record.fact for record in read_journal(path).records[: sum(block.lines for block in index)]]
+    assert facts
+    assert facts[0].model_copy(update={"seconds": 2.0}) != facts[0]
+    assert not any(fact.model_fields_set for fact in facts)
+
+
 def outcome(path: Path) -> tuple[Any, ...]:
     """What readers make of a journal: all entries, the history, the place of the next line; or what is damaged."""
     try:
