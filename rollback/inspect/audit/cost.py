@@ -113,7 +113,7 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
             case facts.Attached() as fact:
                 began = at if began is None else began
                 if trained is not None:
-                    death = seconds_since_epoch(last_seen[trained])
+                    death = at if trained == record.attempt else seconds_since_epoch(last_seen[trained])
                     costs.seconds_down += charged.charge(death, at) or 0.0
                     costs.deaths[trained] = Price(0, 0.0)
                     if not pending:  # else the restore that follows pays
