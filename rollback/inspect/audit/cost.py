@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from rollback.facts import training as facts
-from rollback.rundir.journal.journal import of_kinds
+from rollback.rundir.journal.journal import of_kind, of_kinds
 
-_PRICED = frozenset({facts.Committed, facts.Planned, facts.Restored, facts.Attached, facts.Hung, facts.AttemptEnded})
-_POSITIONS = _PRICED - {facts.Hung} | {facts.Incident, facts.Finished, facts.Stopped}
+_PRICED = frozenset({facts.Planned, facts.Restored, facts.Attached, facts.Hung, facts.AttemptEnded})
+_POSITIONS = _PRICED - {facts.Hung} | {facts.Committed, facts.Incident, facts.Finished, facts.Stopped}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
     """
     costs = Costs(reached=_reached(records, progress))
     charged = Charged()
-    taken: dict[str, float] = {}  # when the run stood at a checkpoint
+    taken = _Taken(records)
     began: float | None = None
     last_seen = {record.attempt: record.at for record in records}
     trained: int | None = None  # the last attempt that trained
@@ -100,13 +100,11 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
     for record in of_kinds(records, _PRICED):
         at = seconds_since_epoch(record.at)
         match record.fact:
-            case facts.Committed() as fact if at is not None:
-                taken.setdefault(fact.checkpoint, at - fact.seconds)
             case facts.Planned() as fact:
                 pending = fact.goes_back
             case facts.Restored() as fact:
                 pending = False
-                lost = charged.charge(taken.get(fact.checkpoint), at)
+                lost = charged.charge(taken.when(fact.checkpoint), at)
                 before = costs.restores.get(fact.incident, Price(0, 0.0))
                 seconds = None if before.seconds is None or lost is None else before.seconds + lost
                 costs.restores[fact.incident] = Price((before.steps or 0) + fact.steps_lost, seconds)
@@ -117,12 +115,12 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
                     costs.seconds_down += charged.charge(death, at) or 0.0
                     costs.deaths[trained] = Price(0, 0.0)
                     if not pending:  # else the restore that follows pays
-                        stood = taken.get(fact.checkpoint) if fact.checkpoint else began
+                        stood = taken.when(fact.checkpoint) if fact.checkpoint else began
                         steps = max(0, costs.reached.get(trained, fact.step) - fact.step)
                         lost = (charged.charge(stood, death) if steps else 0.0) if stood is not None else None
                         costs.deaths[trained] = Price(steps, lost)
                 if fact.checkpoint and at is not None:
-                    taken.setdefault(fact.checkpoint, at)
+                    taken.used.setdefault(fact.checkpoint, at)
                 trained = record.attempt
             case facts.Hung() as fact if at is not None and 0 <= fact.silent < math.inf:
                 costs.seconds_hung += charged.charge(at - fact.silent, at) or 0.0
@@ -131,6 +129,21 @@ def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[i
                 costs.seconds_hung += charged.charge(hung[record.attempt], at) or 0.0
     costs.seconds = _between([record.at for record in records])
     return costs
+
+
+class _Taken:
+    """When the run stood at a checkpoint. Of a hundred thousand that were committed, few are ever gone back to."""
+
+    def __init__(self, records: Sequence[facts.JournalEntry]) -> None:
+        commits = reversed(of_kind(records, facts.Committed))  # the first one of each counts
+        self._committed = {fact.checkpoint: (record.at, fact.seconds) for record, fact in commits}
+        self.used: dict[str, float] = {}
+        """When an attempt began with it first."""
+
+    def when(self, checkpoint: str) -> float | None:
+        at, seconds = self._committed.get(checkpoint, ("", 0.0))
+        committed = seconds_since_epoch(at)
+        return self.used.get(checkpoint) if committed is None else committed - seconds
 
 
 def _between(moments: Sequence[str]) -> float | None:
