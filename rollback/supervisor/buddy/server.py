@@ -62,6 +62,13 @@ class BuddyServer(socketserver.ThreadingTCPServer):
     def verify_request(self, request: Any, client_address: Any) -> bool:
         return self.connections.acquire(blocking=False)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no further thread can be started now
+            self.connections.release()
+            raise
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who asked has gone, or says what nobody understands: it learns that from its connection."""
 

@@ -568,6 +568,24 @@ def test_strangers_take_no_more_than_some_connections_for_some_seconds(
     assert ask(host, BuddyRequest(run=IDENTITY.run_id, seat=0, give=ALL)) == Answer()
 
 
+def test_a_host_that_could_start_no_threads_for_a_while_answers_as_before(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = make("host", 1)
+    host.buddy.get_ready(of(host, host))
+    wanted = BuddyRequest(run=IDENTITY.run_id, seat=0, give=ALL)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        for _ in range(server._CONNECTIONS + 1):
+            with pytest.raises(OSError, match=GONE):
+                ask(host, wanted)
+    assert ask(host, wanted) == Answer()
+
+
 def parcel_of(host: HostHere) -> tuple[dict[str, Any], bytes, bytes]:
     """What a sender says of its snapshot, the manifest, and the shard."""
     host.save(0, 5)
