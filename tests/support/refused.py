@@ -14,13 +14,16 @@ from warm_server import ENV_MODULES, run_warm
 
 from rollback.errors import ExitCode
 
-ENVIRONMENT = {**os.environ, ENV_MODULES: MODULES}
+
+def environment() -> dict[str, str]:
+    """As it is now: a fixture may have put a library into it."""
+    return {**os.environ, ENV_MODULES: MODULES}
 
 
 def answers_of(script: Path, cases: Iterable[str]) -> dict[str, Any]:
     """What each case was answered: `exit_code`, `message`, and `left`, the files that are there afterwards."""
     done = run_warm(
-        [sys.executable, str(script), *cases], timeout=LIMIT, env=ENVIRONMENT,
+        [sys.executable, str(script), *cases], timeout=LIMIT, env=environment(),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
@@ -39,7 +42,7 @@ def require_refused(answer: dict[str, Any], met: str, instead: str) -> None:
 def require_one_message(script: Path, case: str, folder: Path) -> None:
     """The case under `rollback launch`."""
     done = run_warm(
-        [*LAUNCH, "--nproc", "1", "--run", "run", str(script), case], cwd=folder, env=ENVIRONMENT,
+        [*LAUNCH, "--nproc", "1", "--run", "run", str(script), case], cwd=folder, env=environment(),
         timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == ExitCode.USAGE, done.stdout
