@@ -26,7 +26,7 @@ from traces import Trace, load_traces
 NORMAL = PRESETS["normal"]
 VARIED: dict[str, tuple[Any, ...]] = {
     "patience": (4,),
-    "alone": (5.5, 8.5),
+    "alone": (5.0, 7.0),
     "supported": (2.2, 3.5),
     "drift": (2.0, 3.2),
     "faded": (0.5, 0.8),

@@ -28,13 +28,18 @@ high. The first of these rules that holds decides (`excursion.judge`); the numbe
 ===========================  =====================================================================================
 rule                         holds when the mean over the last 5 observations of an excursion is
 ===========================  =====================================================================================
-``loss-high``                7 noise units high, or 6 where no gradient norm is known
+``loss-high``                6 noise units high; 10.5 where the norm is quiet and little progress is lost
 ``loss-and-grad-norm-high``  2.8 high, and the gradient norm began 4.5 high: two witnesses need less each
 ``loss-back-at-start``       2.8 high, and four fifths of all progress are lost
 ===========================  =====================================================================================
 
-An excursion that has lost three fifths of its height and still falls fast gets more time: the sentinel judges it when
-it is back or has stalled.
+A loss may be on its way back, with less than four fifths of the progress lost: an exponential through these heights is
+low again before 14 steps have passed since the excursion began (a blip's four, and ten in which momentum carries them
+on). Then the excursion is not called. If a rule held meanwhile, and the loss stalls 2.8 high with three tenths of the
+progress lost, it is called then (``loss-stays-high``).
+
+A known and quiet norm, with less than a fifth of the progress lost, speaks for harder data, so the loss alone must be
+higher. A norm that clipping holds at a bound says nothing by being quiet.
 
 A shift raises the loss about as much as damage does. But the gradient norm follows a shift less, and the loss stays far
 below that of an untrained model. The second and the third rule use this difference. Where the level has fallen below
@@ -49,9 +54,9 @@ observation less, since no handful of bad batches covers so many steps.
     fifth of the progress, and still rise. A shift steps up and then decays, so it does not rise.
 ``loss-stays-high``
     Four such medians in a row are above the lowest by 1.5 noise units and three tenths of what the loss had come down,
-    and do not fall; or an excursion of 64 observations is 2.8 noise units high and as much of the progress is lost. A
-    shift decays in that time; labels that are wrong from some point on stay wrong. The loss must have come down by 2.5
-    noise units, or there is no progress to lose.
+    and do not fall; or an excursion of 64 observations is 2.8 noise units high, as much of the progress is lost, and
+    four fifths are left of what it was in the first 16. A shift decays in that time; labels that are wrong from some
+    point on stay wrong. The loss must have come down by 2.5 noise units, or there is no progress to lose.
 ``grad-norm-collapse``
     Over 10 observations the gradient norm is below half of what it was over the 32 before, while the loss is up by 1.5
     times its spread at that time: a dead plateau, without a gradient that could lower the loss. What dies slowly takes

@@ -16,6 +16,7 @@ _TAIL = 0.98
 _TAIL_TO_SIGMA = 2.0537  # the normal distribution's 98 % quantile
 _FEWEST_IN_A_PHASE = 8  # the noise before it serves as well, until there are `_FEWEST_RESIDUALS` * 2
 _RANGE_IN_NOISE = 5.0  # the range of 128 normal residuals
+_SAME = 1e-3  # in a logarithm: equal but for rounding
 
 
 class RollingWindow:
@@ -116,6 +117,13 @@ class Baseline:
         rounded = self._finest / 2 if self._finest < math.inf else 0.0
         middle = max(_IQR_TO_SIGMA * (high - low), rounded, ties / _RANGE_IN_NOISE, self._noise_before or 0.0)
         return max(middle, (tail - median) / _TAIL_TO_SIGMA) if self._tail_aware else middle
+
+    def at_ceiling(self) -> bool:
+        """Whether a quarter of the recent values are at the highest of them, as logarithms behind clipping are."""
+        if not self.ready:
+            return False
+        quarter, top = self._level.quantiles(0.75, 0.99)
+        return top - quarter < _SAME
 
     def recent(self) -> tuple[float, ...]:
         """The accepted values whose median is the level, oldest first."""

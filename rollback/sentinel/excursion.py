@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from rollback.sentinel.presets import Preset
-from rollback.sentinel.slow import HAS_COME_DOWN, STAYS_LOST
+from rollback.sentinel.slow import HAS_COME_DOWN, LITTLE_LOST, STAYS_LOST
 
 OPENS = 3.5
 """Height (noise units above the level) at which the loss alone begins an excursion."""
@@ -15,9 +15,11 @@ OPENS_SUPPORTED = 1.8
 """Height at which the loss begins an excursion when the gradient norm stands out in the same step."""
 STANDS_OUT = 5.0
 """Height at which the loss of a single observation stands out by itself, in a screen: there is no second look, and a
-good batch that is thrown away is lost. What `normal` calls has a mean of 7."""
+good batch that is thrown away is lost. What `normal` calls has a mean of 6."""
 LOW = 1.75
 """An observation of at most this height is not part of an excursion."""
+BLIP_LASTS = 14
+"""Steps within which a blip is over: four bad ones, and ten in which momentum carries them on."""
 RELEARN_FROM = 32
 """Number of readings that an excursion keeps; an accepted new level is learned from them."""
 
@@ -31,13 +33,13 @@ _LASTS = 64  # readings; before an excursion becomes the new level
 _LASTING = 16
 _HEIGHT_KEPT = 1e6  # sums must stay finite
 _HEIGHT_COUNTED = 50.0  # one monstrous value must not outweigh the others
-_NEARLY_BACK = 0.4  # of the highest reading
-_STILL_FALLING = 0.8  # of the reading before the last
+_STAYS_UP = 0.8  # of the height that it began with; harder data are learned meanwhile
 _NORM_COUNTED = 12.0
 _LOST_IS_SUPPORT = 0.8
 _LOST_IF_SOLVED = 0.9
 _LOST_BEYOND_EXCUSE = 0.75  # no restart and no resume brings a model back to where it was untrained
 _BAR_WHILE_EXCUSED = 1.5
+_BAR_IF_HARMLESS = 1.75  # little progress is lost and the norm is quiet: harder data look so
 
 
 class MeasuredObservation(NamedTuple):
@@ -113,8 +115,8 @@ class ExcursionEvidence:
     lost: float
     support: float | None
     """Mean height of the log gradient norm in the first observations; None where no norm is known."""
-    recovering: bool
-    """Three fifths of the height are gone, and the rest still falls fast."""
+    returning: bool
+    """It falls, and will be low again while it may still be a blip."""
 
 
 @dataclass(slots=True)
@@ -135,10 +137,12 @@ class Excursion:
     """Number of low readings in a row, up to now."""
     last_high: int = 0
     peak: float = -math.inf
-    highest: float = 0.0
-    """Height of the highest reading."""
+    early: float = 0.0
+    """Sum of the first 16 heights."""
     explained: bool = False
     """A hint came with its first readings."""
+    held: bool = False
+    """A rule held while it seemed to be on its way back."""
     advised: bool = False
     """It would have been called if the loss measured progress."""
     opening: list[float] = field(default_factory=list)
@@ -163,6 +167,8 @@ class Excursion:
     def add(self, reading: MeasuredObservation, patience: int) -> None:
         """Add the next reading, high or low."""
         self.count += 1
+        if self.count <= _LASTING:
+            self.early += min(reading.height, _HEIGHT_COUNTED)
         self.recent.append(reading)
         if len(self.opening) < patience and reading.norm_height is not None:
             self.opening.append(reading.norm_height)
@@ -172,7 +178,6 @@ class Excursion:
         self.lows = 0
         self.last_high = reading.step
         self.peak = max(self.peak, reading.loss)
-        self.highest = max(self.highest, reading.height)
 
     def evidence(self, patience: int) -> ExcursionEvidence | None:
         """Evidence from the last `patience` readings if all of them are high, else None.
@@ -189,7 +194,6 @@ class Excursion:
             return None
         lost = [reading.lost for reading in last]
         opening = self.opening[:needed]
-        falling = last[-1].height < _STILL_FALLING * last[-3].height
         return ExcursionEvidence(
             count=needed,
             loss=sum(reading.loss / needed for reading in last),
@@ -197,8 +201,21 @@ class Excursion:
             height=sum(min(reading.height, _HEIGHT_COUNTED) for reading in last) / needed,
             lost=(min(lost) + sum(lost) / needed) / 2,
             support=sum(opening) / len(opening) if opening else None,
-            recovering=falling and last[-1].height < _NEARLY_BACK * self.highest and last[-1].lost < _LOST_IS_SUPPORT,
+            returning=last[-1].lost < _LOST_IS_SUPPORT and _returns(last, by=self.began + BLIP_LASTS),
         )
+
+    def judged(
+        self, evidence: ExcursionEvidence, preset: Preset, scale: Scale, excuse: "Excuse", *, clipped: bool
+    ) -> "Found | None":
+        """The rule that calls it now, or None. What was advised is not said again. That a rule holds while the loss
+        seems to be on its way back is only remembered: it may be a blip."""
+        if self.advised:
+            return None
+        found = judge(evidence, preset, scale, excuse, held=self.held, clipped=clipped)
+        if not evidence.returning:
+            return found
+        self.held |= found is not None
+        return None
 
     def lasting(self) -> ExcursionEvidence | None:
         """Evidence from the last 16 readings if it has lasted for long and does not fall, else None."""
@@ -207,7 +224,7 @@ class Excursion:
         heights = [min(reading.height, _HEIGHT_COUNTED) for reading in self.recent]
         before, now = heights[:_LASTING], heights[-_LASTING:]
         last = list(self.recent)[-_LASTING:]
-        if sum(now) < sum(before):
+        if sum(now) < sum(before) or sum(now) < _STAYS_UP * self.early:
             return None
         return ExcursionEvidence(
             count=_LASTING,
@@ -216,7 +233,7 @@ class Excursion:
             height=sum(now) / _LASTING,
             lost=sum(reading.lost for reading in last) / _LASTING,
             support=None,
-            recovering=False,
+            returning=False,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,7 +244,8 @@ class Excursion:
     def from_state(cls, state: dict[str, Any]) -> "Excursion":
         """The excursion that `state_dict` wrote."""
         recent = deque((MeasuredObservation(*row) for row in state["recent"]), maxlen=RELEARN_FROM)
-        return cls(**{"began": state["onset"], **state, "opening": list(state["opening"]), "recent": recent})
+        known = {name: value for name, value in state.items() if name != "highest"}  # of earlier versions
+        return cls(**{"began": state["onset"], **known, "opening": list(state["opening"]), "recent": recent})
 
 
 class Excuse(Enum):
@@ -248,20 +266,27 @@ class Found:
     threshold: float
 
 
-def judge(evidence: ExcursionEvidence, preset: Preset, scale: Scale, excuse: Excuse) -> Found | None:
-    """The rule that holds, or None."""
+def judge(
+    evidence: ExcursionEvidence, preset: Preset, scale: Scale, excuse: Excuse, *, held: bool, clipped: bool
+) -> Found | None:
+    """The rule that holds, or None. held: one held before, while the excursion seemed to be on its way back. clipped:
+    the gradient norm cannot rise, so that it is quiet says nothing."""
     if excuse is Excuse.EXPLAINED:
         return _found("loss-beyond-start", evidence, scale, LOW, _LOST_BEYOND_EXCUSE)
     if scale.solved:
         return _found("loss-back-at-start", evidence, scale, LOW, _LOST_IF_SOLVED)
-    if evidence.recovering:
-        return None  # judged when it is back or has stalled
     bar = _BAR_WHILE_EXCUSED if excuse is Excuse.NEAR else 1.0
-    alone = preset.only if evidence.support is None else preset.alone
-    found = _found("loss-high", evidence, scale, bar * alone)
-    if found is None and evidence.support is not None and evidence.support > preset.support:
+    supported = evidence.support is not None and evidence.support > preset.support
+    quiet = evidence.support is not None and not supported and not clipped
+    harmless = quiet and scale.progress > 0 and evidence.lost <= LITTLE_LOST
+    found = _found("loss-high", evidence, scale, (_BAR_IF_HARMLESS if harmless else bar) * preset.alone)
+    if found is None and supported:
         found = _found("loss-and-grad-norm-high", evidence, scale, bar * preset.supported)
-    return found or _found("loss-back-at-start", evidence, scale, bar * preset.supported, _LOST_IS_SUPPORT)
+    found = found or _found("loss-back-at-start", evidence, scale, bar * preset.supported, _LOST_IS_SUPPORT)
+    if found is None and held:
+        lost = STAYS_LOST if scale.progress else None
+        found = _found("loss-stays-high", evidence, scale, bar * preset.supported, lost)
+    return found
 
 
 def judge_lasting(
@@ -308,6 +333,15 @@ def _found(
         return None
     threshold = scale.loss_at(height)
     return Found(rule, threshold if lost is None else max(threshold, scale.level + lost * scale.progress))
+
+
+def _returns(last: list[MeasuredObservation], by: int) -> bool:
+    """Whether an exponential through the heights, all of them above zero, is low before the step `by`."""
+    steps, logs = [reading.step for reading in last], [math.log(reading.height) for reading in last]
+    middle = sum(steps) / len(steps)
+    slope = sum((step - middle) * log for step, log in zip(steps, logs, strict=True))
+    slope /= sum((step - middle) ** 2 for step in steps)
+    return steps[-1] < by and sum(logs) / len(logs) + slope * (by - middle) < math.log(LOW)
 
 
 def _cut(value: float, bound: float) -> float:

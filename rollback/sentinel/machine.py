@@ -16,7 +16,6 @@ from rollback.sentinel.excursion import (
     Found,
     MeasuredObservation,
     Scale,
-    judge,
     judge_lasting,
     stands_out_alone,
 )
@@ -54,10 +53,10 @@ _FIRST_LOSSES = 8
 _RISING = 2.0  # noise units; an excursion reaches back over the steps just before it that were at least this high
 _NORM_IS_LOW = -1.0
 _LEAST_NORM_NOISE = 0.03  # in the logarithm: 3 %
-_SCHEMA = 5
-_READ = (1, 2, 3, 4, _SCHEMA)
+_SCHEMA = 6
+_READ = (1, 2, 3, 4, 5, _SCHEMA)
 """What is read: 1 knows less of the noise, and not with what an excursion began; 2 does not know what was seen; 3 does
-not know of gradients that fade; 4 does not know of forerunners."""
+not know of gradients that fade; 4 does not know of forerunners; 5 does not know what held on the way back."""
 
 
 class Sentinel:
@@ -228,10 +227,11 @@ class Sentinel:
         return explain.watch(self._move(Event.HIGH), reading, excursion, scale)
 
     def _judged(self, evidence: ExcursionEvidence, excursion: Excursion, scale: Scale) -> Found | None:
-        """The rule that holds. One that was advised is not said again."""
+        """The rule that calls it now."""
         if not self._measures_progress() and evidence.least > (bound := self._seen.loss_beyond(scale.noise)):
             return Found("loss-beyond-seen", bound)
-        return None if excursion.advised else judge(evidence, self._preset, scale, self._excuse(excursion))
+        clipped = self._norm.at_ceiling()
+        return excursion.judged(evidence, self._preset, scale, self._excuse(excursion), clipped=clipped)
 
     def _call(self, verdict: Verdict, reading: MeasuredObservation, scale: Scale) -> Verdict:
         """Demand action, once: what follows belongs to the same incident.

@@ -13,9 +13,8 @@ class Preset:
     patience: int
     """Number of steps that an excursion must last before it can be called."""
     alone: float
-    """Mean height over the patience at which the loss is called without a second witness."""
-    only: float
-    """The same where no gradient norm is known. It is lower, since there can be no second witness."""
+    """Mean height over the patience at which the loss is called without a second witness. Where little progress is lost
+    and the gradient norm is quiet, it must be higher."""
     supported: float
     """Mean height that suffices when the gradient norm or the lost progress supports it."""
     support: float
@@ -27,7 +26,7 @@ class Preset:
 
 
 PRESETS: dict[Sensitivity, Preset] = {
-    "low": Preset(patience=8, alone=9.0, only=7.0, supported=4.0, support=6.0, drift=4.0, faded=1 / 2),
-    "normal": Preset(patience=5, alone=7.0, only=6.0, supported=2.8, support=4.5, drift=2.5, faded=2 / 3),
-    "high": Preset(patience=4, alone=5.0, only=4.5, supported=2.5, support=4.0, drift=2.0, faded=3 / 4),
+    "low": Preset(patience=8, alone=7.0, supported=4.0, support=6.0, drift=4.0, faded=1 / 2),
+    "normal": Preset(patience=5, alone=6.0, supported=2.8, support=4.5, drift=2.5, faded=2 / 3),
+    "high": Preset(patience=4, alone=4.5, supported=2.5, support=4.0, drift=2.0, faded=3 / 4),
 }

@@ -12,7 +12,8 @@ _BLOCK = 16
 _BLOCKS_ABOVE = 3
 _BLOCKS_KEPT = 32
 _LEAST_RISE = 0.5  # in noise units, from the first to the last of the blocks above: a shift decays, a ramp does not
-_LEAST_PROGRESS_LOST = 0.2
+LITTLE_LOST = 0.2
+"""Share of the progress; a rise that undoes less is no drift, and a jump of the loss alone must be higher."""
 _BLOCKS_STAYING = 4
 _STAYS = 0.6  # of the margin: what neither rises nor falls for so long is no chance
 STAYS_LOST = 0.3
@@ -85,7 +86,7 @@ class Drift:
         self._block.clear()
         if self._lowest is None or median < self._lowest:
             self._lowest, self._noise_at_lowest = median, noise
-        margin = max(self._margin * self._noise_at_lowest, _LEAST_PROGRESS_LOST * progress)
+        margin = max(self._margin * self._noise_at_lowest, LITTLE_LOST * progress)
         if self._above(_BLOCKS_ABOVE, margin, _LEAST_RISE * self._noise_at_lowest):
             return self._found(margin)
         came_down, stays = start - self._lowest, _STAYS * self._margin * self._noise_at_lowest

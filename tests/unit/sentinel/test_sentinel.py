@@ -49,9 +49,54 @@ def test_an_excursion_that_falls_back_fast_is_given_time_and_one_that_stalls_is_
     quiet = descent(400, noise=0.02)
     back = raised(quiet, 300, 3.0, decay=3.0)
     assert not spikes(verdicts(observations(back, norms(400))))
-    stalled = raised(raised(quiet, 300, 2.5, decay=3.0), 300, 0.5)
+    stalled = raised(raised(quiet, 300, 2.5, decay=2.0), 300, 0.25)
     (call,) = spikes(verdicts(observations(stalled, norms(400))))
     assert 304 < call.step < 315
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("by", "decay", "called"), [(3.0, 5.0, False), (3.0, 30.0, True), (12.0, 3.0, True)])
+def test_a_loss_is_waited_for_that_will_be_back_while_it_may_be_a_blip(
+    by: float, decay: float, called: bool, seed: int
+) -> None:
+    """One unit of noise is left after 14 steps of the first, 12 of the second; the third undoes all progress."""
+    fallen = raised(descent(400, seed), 300, by, decay=decay)
+    calls = spikes(verdicts(observations(fallen, norms(400, seed))))
+    assert [call.rule for call in calls] == ["loss-high"] * called
+    assert all(call.step <= 307 for call in calls)
+
+
+def test_in_a_sparse_log_the_same_fall_takes_longer_than_a_blip_lasts() -> None:
+    fallen = observations(raised(descent(400), 300, 3.0, decay=5.0), norms(400), stride=10)
+    assert [call.onset for call in spikes(verdicts(fallen))] == [3000]
+
+
+def test_a_loss_that_climbs_when_a_blip_would_be_over_is_not_waited_for() -> None:
+    low = raised(descent(340), 300, 0.65)
+    climbing = [loss + (0.65 * 1.15 ** (i - 328) if i >= 328 else 0.0) for i, loss in enumerate(low)]
+    assert [call.step for call in spikes(verdicts(observations(climbing, norms(340))))] == [331]
+
+
+def test_an_excursion_that_a_rule_held_for_is_called_where_it_stalls_though_no_jump_as_high_would_be() -> None:
+    """The plateau is five units up: too little for a jump, and half of the progress."""
+    hurt = {"start": 4.0, "end": 2.5, "noise": 0.15}
+    plateau = raised(descent(400, **hurt), 302, 0.75)
+    assert not spikes(verdicts(observations(plateau, norms(400))[:340]))
+    (call,) = spikes(verdicts(observations(raised(plateau, 300, 9.0, decay=0.8), norms(400))))
+    assert (call.rule, call.onset) == ("loss-stays-high", 300)
+    assert call.step <= 312
+
+
+@pytest.mark.parametrize(("noise", "by", "called"), [(0.06, 0.55, False), (0.06, 0.9, True), (0.085, 0.78, True)])
+def test_a_loss_that_undoes_little_while_the_norm_is_quiet_must_be_higher(
+    noise: float, by: float, called: bool
+) -> None:
+    """A sixth of the progress and 8.5 units of noise; 14 units; a quarter of the progress and 8.5 units."""
+    losses = raised(descent(360, noise=noise), 300, by)
+    assert [call.rule for call in spikes(verdicts(observations(losses, norms(360))))] == ["loss-high"] * called
+    assert spikes(verdicts(observations(losses))), "no norm is known"
+    clipped = [min(norm, 0.95) for norm in norms(360)]
+    assert spikes(verdicts(observations(losses, clipped))), "a norm that cannot rise says nothing by being quiet"
 
 
 def test_a_watch_names_its_onset_while_it_lasts() -> None:
@@ -123,12 +168,6 @@ def test_a_rise_that_the_gradient_norm_shares_is_called_where_the_loss_alone_is_
     assert call.step < 310
 
 
-def test_the_loss_is_believed_sooner_where_no_gradient_norm_is_known() -> None:
-    losses = raised(descent(400, noise=0.1), 300, 0.75, length=30)
-    assert not spikes(verdicts(observations(losses, norms(400))))
-    assert spikes(verdicts(observations(losses)))
-
-
 def test_a_fall_back_to_the_start_needs_no_second_witness() -> None:
     losses = raised(descent(400, noise=0.5), 300, 3.0)
     (call,) = spikes(verdicts(observations(losses, norms(400))))
@@ -157,7 +196,7 @@ NOISY = {"start": 0.9, "end": 0.45, "noise": 0.1}
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("by", [0.25, 0.45])
+@pytest.mark.parametrize("by", [0.25, 0.35])
 def test_a_rise_that_stays_is_called_where_half_of_little_progress_is_lost(by: float, seed: int) -> None:
     said = verdicts(observations(raised(descent(700, seed, **NOISY), 400, by), norms(700, seed)))
     ((called, rule),) = [(verdict.step, verdict.rule) for verdict in said if verdict.kind is Kind.SPIKE]
@@ -166,10 +205,21 @@ def test_a_rise_that_stays_is_called_where_half_of_little_progress_is_lost(by: f
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("by", [0.25, 0.45])
+@pytest.mark.parametrize("by", [0.25, 0.35])
 def test_a_rise_that_decays_is_a_shift_and_is_not_called(by: float, seed: int) -> None:
     said = verdicts(observations(raised(descent(700, seed, **NOISY), 400, by, decay=60), norms(700, seed)))
     assert all(verdict.kind in (Kind.HEALTHY, Kind.WATCH) for verdict in said)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize(("more", "called"), [(0.0, True), (0.12, False)])
+def test_a_rise_that_has_lost_a_fifth_of_what_it_began_with_is_being_learned(
+    more: float, called: bool, seed: int
+) -> None:
+    """Three units of noise stay, and what was above that has gone in the first 60 steps."""
+    kept = raised(descent(480, seed, start=0.9, end=0.45, noise=0.055), 400, 0.17)
+    said = verdicts(observations(raised(kept, 400, more, decay=25.0), norms(480, seed)))
+    assert [verdict.rule for verdict in spikes(said)] == ["loss-stays-high"] * called
 
 
 def test_a_rise_that_stays_behind_a_hint_is_not_called() -> None:
@@ -375,7 +425,7 @@ def test_every_call_explains_itself_with_numbers_that_agree() -> None:
 
 def test_presets_are_ordered_from_deaf_to_nervous() -> None:
     low, normal, high = PRESETS["low"], PRESETS["normal"], PRESETS["high"]
-    for name in ("patience", "alone", "only", "supported", "support", "drift"):
+    for name in ("patience", "alone", "supported", "support", "drift"):
         assert getattr(low, name) >= getattr(normal, name) >= getattr(high, name)
         assert getattr(low, name) > getattr(high, name)
     for name, preset in PRESETS.items():
@@ -387,13 +437,14 @@ def test_an_unknown_sensitivity_is_refused_by_name() -> None:
         Sentinel("paranoid")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schema", [1, 2, 3, 4])
+@pytest.mark.parametrize("schema", [1, 2, 3, 4, 5])
 def test_the_state_of_a_sentinel_that_knew_less_is_read(schema: int) -> None:
     older, newer = Sentinel(), Sentinel()
     for step in range(100):
         older.update(Observation(step, 3.0 + 0.01 * (step % 7), 1.0))
     state = older.state_dict() | {"schema": schema}
-    del state["forerunner"]
+    if schema < 5:
+        del state["forerunner"]
     if schema < 4:
         del state["fading"]
     if schema < 3:
@@ -411,7 +462,8 @@ def test_an_excursion_of_a_state_that_knew_no_forerunners_goes_on() -> None:
     older, newer = Sentinel(), Sentinel()
     verdicts(losses[:302], older)
     state = older.state_dict() | {"schema": 4}
-    del state["forerunner"], state["excursion"]["began"]
+    del state["forerunner"], state["excursion"]["began"], state["excursion"]["held"], state["excursion"]["early"]
+    state["excursion"]["highest"] = 20.0
     newer.load_state_dict(state)
     assert verdicts(losses[302:], newer) == verdicts(losses[302:], older)
 
