@@ -212,8 +212,10 @@ def main() -> None:
     )
     given = parser.parse_args()
     run(given.library, WARM, SEQUENCES, protect=True)
-    before, _ = run(given.library, WARM + 20, SEQUENCES, protect=False)
-    batch = max(1, round(SEQUENCES * given.milliseconds / 1000 / median(step[1] for step in before)))
+    batch = SEQUENCES
+    for _ in range(2):  # a step does not take twice as long for twice the sequences
+        before, _ = run(given.library, WARM + 20, batch, protect=False)
+        batch = max(1, round(batch * given.milliseconds / 1000 / median(step[1] for step in before)))
     print(f"batches of {batch} sequences")
     alike, protected = Rounds(), Rounds()
     for _ in range(given.rounds):
