@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-_LEAST = 1e-6  # what torch adds to the norm that it divides by
-
 
 class Lender(Protocol):
     """What has measured gradients."""
@@ -26,8 +24,8 @@ class Lender(Protocol):
     def norm_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """The norm over these in single precision; None: it is not measured, or not as torch would."""
 
-    def clipped(self, norm: Tensor, factor: float) -> None:
-        """The gradients over which this is the norm are multiplied by this, once, if it has lent that norm."""
+    def clipped(self, norm: Tensor, most: float) -> None:
+        """The gradients over which this is the norm are clipped to `most`, by one factor, if it has lent that norm."""
 
 
 class _Lent:
@@ -69,14 +67,18 @@ def _lending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _telling(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def clip(parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **others: Any) -> None:
-        if not torch.compiler.is_compiling() and total_norm.is_cpu:
-            factor = min(1.0, float(max_norm) / (total_norm.item() + _LEAST))
+        if not torch.compiler.is_compiling():
             for lender in _lenders():
-                lender.clipped(total_norm, factor)
+                lender.clipped(total_norm, max_norm)
         original(parameters, max_norm, total_norm, *more, **others)
 
     clip.lends = True  # type: ignore[attr-defined]
     return clip
+
+
+def factor_of(norm: Tensor, most: float) -> float:
+    """By which torch multiplies the gradients. Waits for the device."""
+    return min(1.0, float(most) / (norm.item() + 1e-6))
 
 
 def _lent(gradients: list[Tensor]) -> Tensor | None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from rollback.train.sharded import copies_of, is_sharded, local_of, version_of
 from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale
-from rollback.train.updates.clipping import lend_norms
+from rollback.train.updates.clipping import factor_of, lend_norms
 
 _HOST = torch.device("cpu")
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -86,7 +86,7 @@ class Gradients:
         """The norm over all of them, if it was lent in this update."""
         self._lent_in_a_row = 0
         self._factor: float | None = None
-        """By which clipping says that it has multiplied them."""
+        """By which clipping has multiplied them."""
         self._found: _Marks = [], []
         self._watch = BackwardWatch(model, self.telltale, self._backward_reached_telltale)
         lend_norms(self)
@@ -145,10 +145,10 @@ class Gradients:
         self.seen, self._lent = GradientNorms(parameters, each, total, None, self._own), total.clone()
         return self._lent if each.dtype is torch.float32 else None
 
-    def clipped(self, norm: Tensor, factor: float) -> None:
-        """For `clipping`: the gradients over which this is the norm are multiplied by this, once."""
+    def clipped(self, norm: Tensor, most: float) -> None:
+        """For `clipping`: the gradients over which this is the norm are clipped to `most`."""
         if norm is self._lent:
-            self._factor = factor
+            self._factor = factor_of(norm, most)
 
     def forget(self) -> None:
         """The update is over."""

@@ -254,6 +254,21 @@ def test_another_model_is_clipped_by_itself_and_together_with_this_one(passes: l
     assert clip(both) == expected
 
 
+class NormOfShards(Tensor):
+    """To ask for its value is a collective."""
+
+    def item(self) -> Any:
+        raise AssertionError("nobody has lent this norm")
+
+
+def test_a_norm_that_was_not_lent_is_not_asked_for_its_value(passes: list[int]) -> None:
+    model, optimizer = trained(in_order)
+    updates = Updates(optimizer, None)
+    clip_some_updates(model, optimizer, updates)
+    backward(model)
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(4.0).as_subclass(NormOfShards))
+
+
 def test_a_nan_is_seen_before_clipping_has_spread_it(passes: list[int]) -> None:
     model, optimizer = trained(in_order)
     updates = Updates(optimizer, None)
