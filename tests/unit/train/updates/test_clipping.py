@@ -254,6 +254,41 @@ def test_another_model_is_clipped_by_itself_and_together_with_this_one(passes: l
     assert clip(both) == expected
 
 
+def test_behind_backward_too_gradients_of_another_model_are_not_among_those_that_were_measured(
+    passes: list[int],
+) -> None:
+    (model, optimizer), (other, _) = trained(in_order), trained(in_order)
+    _kept = Updates(optimizer, None)
+    backward(model)
+    clip(model)  # the first time, torch computes it in any case
+    optimizer.zero_grad()
+    backward(model)
+    backward(other, 3.0)
+    both = nn.ModuleList([model, other])
+    expected = norm_of_gradients(both)
+    assert clip(both) == expected
+
+
+class Scaler:
+    _scale: Tensor | None = None
+
+
+def test_a_scaler_that_comes_later_is_heeded_from_its_second_update_on(passes: list[int]) -> None:
+    model, optimizer = trained(in_order)
+    scaler = Scaler()
+    updates = Updates(optimizer, scaler)
+    clip_some_updates(model, optimizer, updates)
+    scaler._scale = torch.tensor(8.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        norm = clip(model)
+        optimizer.step()
+        found = float(updates.grad_norm)  # type: ignore[arg-type]
+        updates.forget()
+    assert found == pytest.approx(norm / 8, rel=1e-5)
+
+
 class NormOfShards(Tensor):
     """To ask for its value is a collective."""
 
