@@ -68,6 +68,11 @@ def attach(step: int = 0) -> None:
     beat(step)
 
 
+def all_attached() -> bool:
+    beats = read_heartbeats(PATHS.ranks).values()
+    return sum(beat.attempt == ATTEMPT for beat in beats) == int(os.environ["WORLD_SIZE"])
+
+
 def until_told() -> None:
     """Wait for SIGTERM; a test that never sends it is a failure of the test, which ends it after a minute."""
     signal.sigtimedwait([signal.SIGTERM], 60)
@@ -90,11 +95,11 @@ def die_once() -> None:
 
 def die_if_faulty() -> None:
     """The ranks of a node that is started with FAULTY in its environment die, in every attempt, as soon as the node of
-    that name has come."""
+    that name has come and all ranks have attached."""
     attach()
     beat(7)
     if "FAULTY" in os.environ:
-        while not PATHS.node(os.environ["FAULTY"]).exists():
+        while not PATHS.node(os.environ["FAULTY"]).exists() or not all_attached():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
     if ATTEMPT < 3:

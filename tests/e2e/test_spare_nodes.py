@@ -19,6 +19,7 @@ from rollback.checkpoints import ring
 from rollback.facts.training import (
     Attached,
     AttemptEnded,
+    AttemptStarted,
     Committed,
     Hung,
     NodeReplaced,
@@ -42,7 +43,7 @@ def test_a_node_whose_ranks_die_twice_is_replaced_by_the_spare_and_everybody_is_
         three = [nodes.start(0, "die_if_faulty", *flags)]
         assert nodes.leader() == three[0].pid
         three.append(nodes.start(1, "die_if_faulty", *flags, FAULTY="node-2"))
-        wait_for(nodes.paths.node("node-1").exists, nodes.output)  # who comes later waits
+        wait_for(lambda: supervisors_facts(nodes.run, AttemptStarted), nodes.output)  # who comes now has no seat
         three.append(nodes.start(2, "die_if_faulty", *flags))
         assert [process.wait(LIMIT) for process in three] == [0, 0, 0], nodes.output()
         (replaced,) = supervisors_facts(nodes.run, NodeReplaced)
