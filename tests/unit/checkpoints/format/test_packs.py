@@ -1,6 +1,5 @@
 """Packs: where shards lie in them, which are believed, and what is written where nobody needs them."""
 
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from open_files import open_below
 
 from checkpoints import content, lay_out_as, manifest_of, shard_of, whole, write_checkpoint
 from rollback.checkpoints import ring
@@ -227,19 +227,9 @@ def test_a_place_that_a_disk_refuses_to_go_to_leaves_no_file_open(
         raise OSError("refused")
 
     monkeypatch.setattr(os, "lseek", refuse)
-    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="refused"):
         write_direct(tmp_path / "pack-00000-00001.shards", shard_of(0, 10).view, 0)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def open_below(folder: Path) -> int:
-    """How many files there this process has open. What else it has, its other threads open and close meanwhile."""
-    found = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found += Path(os.readlink(f"/proc/self/fd/{name}")).is_relative_to(folder)
-    return found
+    assert open_below(tmp_path) == 0
 
 
 def test_a_checkpoint_of_1024_ranks_has_513_files_in_the_run_directory_and_each_rank_reads_its_own(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from open_files import open_below
 from test_buddy import IDENTITY, HostHere, Make, begin, make, of, until
 
 from checkpoints import manifest_of
@@ -278,13 +279,13 @@ def test_only_what_is_new_and_whole_is_told(both: tuple[HostHere, HostHere]) -> 
 
 def test_ranks_without_a_mark_are_an_error_and_leave_nothing_open(both: tuple[HostHere, HostHere]) -> None:
     ranks = Ranks(both[0], 0)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_below(ranks.paths.root)
     with pytest.raises(FileNotFoundError):
         news(ranks.paths, 0, 1)
     ranks.paths.mark(1).write_bytes(b"short")
     with pytest.raises(ValueError, match="mmap"):
         news(ranks.paths, 0, 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(ranks.paths.root) == before
 
 
 # The part of a last snapshot ---------------------------------------------------------------------------------------

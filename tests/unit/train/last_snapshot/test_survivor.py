@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from open_files import open_below
 from test_agreement import MANIFEST
 from torch import nn
 from toy import Loop, Toy, facts, require_same, train
@@ -636,16 +637,13 @@ def test_a_state_that_may_still_be_undone_is_not_kept(
 
 
 def test_a_closed_guard_leaves_no_thread_no_descriptor_and_no_model(tmp_path: Path, memory: Path) -> None:
-    def descriptors() -> list[str]:
-        return [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-
     def closed() -> tuple[threading.Thread, weakref.ref[torch.nn.Module]]:
         found: list[Any] = []
 
         def hook(guard: rollback.Guard | None, position: int) -> None:
             if guard is not None and not found:
                 found.extend([guard._last._thread, weakref.ref(guard._state.model)])
-                assert any(str(memory) in each for each in descriptors())
+                assert open_below(memory) > 0
 
         train(TOY.with_settings(fast_tier=str(memory)), tmp_path / "run", hook=hook)
         return found[0], found[1]
@@ -654,7 +652,7 @@ def test_a_closed_guard_leaves_no_thread_no_descriptor_and_no_model(tmp_path: Pa
     assert not thread.is_alive()
     gc.collect()
     assert model() is None
-    assert not any(str(memory) in each for each in descriptors())
+    assert open_below(memory) == 0
 
 
 @pytest.mark.parametrize(("kind", "is_kept"), [(Kind.WATCH, True), (Kind.SPIKE, False), (Kind.NONFINITE, False)])
