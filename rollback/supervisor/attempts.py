@@ -3,7 +3,7 @@
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollback.config import Settings
@@ -15,13 +15,21 @@ from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import EarlierAttempts
 from rollback.supervisor.complete import fingerprint
 from rollback.supervisor.diagnosis.blamed_data import blame
-from rollback.supervisor.diagnosis.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
+from rollback.supervisor.diagnosis.evidence import (
+    TrainJournal,
+    furthest_step,
+    gather,
+    got_further,
+    newest_there,
+    rank_ends,
+)
 from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, account_of, ending
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
+from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.lead import Nodes
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.signals import StopSignals
@@ -101,12 +109,14 @@ class Attempts:
         self._journal = TrainJournal(self._paths.train_journal, past.train)
         best = furthest_step(self._paths, past.train.history.furthest)
         budget = Budget.full(self._order.restart_budget)
-        attempt = past.last_attempt
-        self._ledger.attempt = max(attempt, 1)  # of what happens before the first attempt of this launch
+        attempt = earlier = past.last_attempt  # which goes on with the journal
+        self._ledger.attempt = max(earlier, 1)  # of what happens before the first attempt of this launch
         while True:
             attempt += 1
             if not self._gather(attempt):
                 return self._end(ExitCode.RESUMABLE, "told to stop while nodes were waited for")
+            if attempt == earlier + 1:
+                self._tell_what_was_kept(earlier, past.supervisor)
             evidence, first = self._attempt(attempt)
             end, output = ending(evidence), self._host.output
             if end != "failed" or first is None or first.rank == output.held_of:
@@ -128,7 +138,7 @@ class Attempts:
                     progressed=progressed, attached=evidence.attached, killed=evidence.killed, blamed=blamed
                 )
             else:
-                decision = after_unguarded(attempt - past.last_attempt - 1, self._order.job.max_restarts)
+                decision = after_unguarded(attempt - earlier - 1, self._order.job.max_restarts)
             why = cause(evidence, first)
             if isinstance(decision, GiveUp):
                 self._tell_failure(evidence, why)
@@ -153,6 +163,15 @@ class Attempts:
             raise
         self._hear_signals()
         return False
+
+    def _tell_what_was_kept(self, attempt: int, record: Sequence[facts.JournalEntry]) -> None:
+        """Journal what the ranks of the last attempt have kept, where their supervisor was gone before they were."""
+        told = (entry.fact for entry in record if entry.attempt == attempt)
+        if any(isinstance(fact, facts.AttemptEnded | facts.LastSnapshotMade) for fact in told):
+            return
+        if (kept := self._nodes.kept(kept_on_host(self._paths, attempt), attempt)) is not None:
+            self._ledger.note(last := kept.as_fact(newest_there(self._paths)))
+            self._say(last.in_words())
 
     def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
         """Run torchrun once. Returns the evidence when all its processes are gone, and the first cause."""

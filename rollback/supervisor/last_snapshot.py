@@ -31,15 +31,19 @@ def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes) -> None:
         time.sleep(_POLL)
 
 
-def kept_on_host(paths: RunPaths, attempt: int) -> KeptOnHost | None:
-    """What this host's ranks made of the last snapshot of an attempt, when they are gone; None: nobody has tried."""
+def kept_on_host(paths: RunPaths, attempt: int | None = None) -> KeptOnHost | None:
+    """What this host's ranks made of the last snapshot of an attempt (default: of the newest that they know of), when
+    they are gone; None: nobody has tried. A checkpoint that is not there any more was taken back."""
     if (marks := _marks(paths)) is None or not (accounts := last_account.read_accounts(marks, attempt)):
         return None
-    account = next((account for account in accounts if account.checkpoint is not None), accounts[0])
+    there = {place.name for place in tiers.locate(paths)}
+    account = next((account for account in accounts if account.checkpoint in there), accounts[0])
+    is_there = account.checkpoint in there
     ends = [end.step for rank in end_marks.ranks_of(marks) for end in end_marks.read_ends(marks, rank)]
     return KeptOnHost(
-        reason=account.reason, checkpoint=account.checkpoint, step=account.step, rank=account.rank,
-        seconds=account.seconds, why_not=account.why_not, furthest=max(ends, default=None),
+        attempt=account.attempt, reason=account.reason, checkpoint=account.checkpoint if is_there else None,
+        step=account.step if is_there else None, rank=account.rank, seconds=account.seconds, why_not=account.why_not,
+        furthest=max(ends, default=None),
     )  # fmt: skip
 
 

@@ -216,8 +216,7 @@ def require_ended_for_a_hang(launched: Launched, undisturbed: Launched, keeps: l
     launched.require(undisturbed)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("who", ["torchrun", "supervisor"])
+@pytest.mark.parametrize("who", ["supervisor", *soak("torchrun")])
 def test_whoever_started_the_ranks_is_killed_and_no_step_is_lost(
     tmp_path: Path, undisturbed: Launched, who: str
 ) -> None:
@@ -232,6 +231,8 @@ def test_whoever_started_the_ranks_is_killed_and_no_step_is_lost(
     if who == "supervisor":
         launched.finish()
     assert launched.resumed_at == [KILL], launched.outcomes
+    (outcome,) = launched.outcomes
+    assert (outcome.step, outcome.steps_lost) == (KILL, 0), "the next supervisor tells it, if its own was gone"
     launched.require(undisturbed)
 
 

@@ -222,14 +222,17 @@ def test_a_host_that_does_not_answer_leaves_the_older_checkpoint(
         fleet.require_as_undisturbed()
 
 
-@pytest.mark.parametrize("shared", [True, *soak(False)], ids=["shared", "apart"])
-def test_a_lost_host_costs_no_step_where_another_host_has_its_marks(tmp_path: Path, shared: bool) -> None:
-    """All of it: its processes, its memory, and its disk if it has one of its own. It is not the one that leads."""
+@pytest.mark.parametrize(
+    ("shared", "leads"), [(True, 0), (True, 1), *soak((False, 0))], ids=["shared", "shared, it leads", "apart"]
+)
+def test_a_lost_host_costs_no_step_where_another_host_has_its_marks(tmp_path: Path, shared: bool, leads: int) -> None:
+    """All of it: its processes, its memory, and its disk if it has one of its own. Rank 0 is on another host. Where it
+    led, it does again when it is back, and has nothing."""
     go_on = tmp_path / "go-on"
     with fleet_of(2, tmp_path, TOY, shared=shared, each=2, holds=[KILL, str(go_on)]) as fleet:
-        fleet.launch(0, flags=("--replicas", "2"))
-        fleet.until(fleet.run(0).holder.exists)
-        fleet.launch(1, flags=("--replicas", "2"))
+        fleet.launch(leads, flags=("--replicas", "2"))
+        fleet.until(fleet.run(leads).holder.exists)
+        fleet.launch(1 - leads, flags=("--replicas", "2"))
         fleet.until(lambda: fleet.reached(KILL))  # before that there may be no program that has the host's memory
         fleet.until(lambda: told_of(fleet.hosts[0], KILL) == 2)
         fleet.lose(1)

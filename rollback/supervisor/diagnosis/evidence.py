@@ -108,7 +108,7 @@ def gather(
         finished=_last(records, Finished),
         final_state_lost=_last(records, FinalStateLost),
         save_failed=_last(records, LastSaveFailed),
-        kept=_newest_there(paths),
+        kept=newest_there(paths),
         failures=left.failures,
         lost_nodes=left.lost_nodes,
         step=furthest_step(paths, furthest_of(records), attempt),
@@ -117,7 +117,7 @@ def gather(
     )
 
 
-def _newest_there(paths: RunPaths) -> int | None:
+def newest_there(paths: RunPaths) -> int | None:
     """The step of the newest checkpoint, here or in the durable ring; None: there is none."""
     names = {place.name for place in tiers.locate(paths)} | drained(read_journal(paths.supervisor_journal).records)
     return max((CheckpointName(name).step for name in names), default=None)

@@ -87,8 +87,9 @@ class Failures(BaseModel, frozen=True):
 
 
 class KeptOnHost(BaseModel, frozen=True):
-    """What the ranks of one host, or (merged) of all hosts, made of the last snapshot."""
+    """What the ranks of one host, or (merged) of all hosts, made of the last snapshot of an attempt."""
 
+    attempt: int
     reason: str
     """Why there was one to make."""
     checkpoint: str | None
@@ -103,7 +104,7 @@ class KeptOnHost(BaseModel, frozen=True):
     def as_fact(self, kept: int | None) -> LastSnapshotMade:
         """kept: the step of the newest checkpoint."""
         lost = max(0, self.furthest - kept) if self.furthest is not None and kept is not None else None
-        return LastSnapshotMade(steps_lost=lost, **self.model_dump(exclude={"furthest"}))
+        return LastSnapshotMade(steps_lost=lost, **self.model_dump(exclude={"attempt", "furthest"}))
 
 
 def merged_kept(hosts: Iterable[KeptOnHost | None]) -> KeptOnHost | None:

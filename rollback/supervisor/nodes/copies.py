@@ -4,8 +4,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rollback.checkpoints import tiers
-from rollback.checkpoints.fast_tier import end_marks, last_account
 from rollback.checkpoints.resume import newest_on_record
 from rollback.facts.training import Fact, NoBuddyCopy, PartBroughtBack
 from rollback.rundir.identity import read_identity
@@ -13,6 +11,8 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
+from rollback.supervisor.diagnosis.outcome import KeptOnHost
+from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport
 
@@ -50,13 +50,15 @@ class Copies:
         """
         if self._buddy is None or buddies is None:
             return None
+        there = [*there]
         members = {report.node: (report.host, report.buddy) for report in there if report.node in seats}
         members[self._place.name] = (self._place.host, self._buddy.address)
         identity, history = read_identity(self._paths), fold_journal(self._paths.train_journal).history
+        kept = (kept_on_host(self._paths), *(report.kept for report in there))  # a new leader's host may have nothing
         return buddies.model_copy(
             update={
                 "run": identity.run_id if identity is not None else "",
-                "wanted": (*last_snapshots(self._paths, history.last_attempt), *newest_on_record(history, _WANTED)),
+                "wanted": (*last_snapshots(kept, history.last_attempt), *newest_on_record(history, _WANTED)),
                 "addresses": addresses(seats, members),
             }
         )
@@ -91,17 +93,14 @@ class Copies:
             self._buddy.rest()
 
 
-def last_snapshots(paths: RunPaths, attempt: int) -> list[str]:
-    """What the ranks of an attempt have kept at its end, if it is in this host's memory. Raises OSError.
+def last_snapshots(hosts: Iterable[KeptOnHost | None], attempt: int) -> list[str]:
+    """What the ranks of an attempt have kept at its end, on any host. Pure.
 
     attempt: the newest one that has journalled anything. The next one journals what is kept of it; what an earlier one
     has left, this one has not gone on from.
     """
-    if (tier := tiers.fast_tier_of(paths)) is None:
-        return []
-    here = {place.name for place in tiers.in_slots(paths)}
-    accounts = last_account.read_accounts(end_marks.marks_of(tier), attempt)
-    return sorted({name for account in accounts if (name := account.checkpoint) is not None and name in here})
+    kept = {host.checkpoint for host in hosts if host is not None and host.attempt == attempt}
+    return sorted(name for name in kept if name is not None)
 
 
 def addresses(seats: Sequence[str], members: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move
@@ -131,6 +132,7 @@ class Follower:
                         beats={},
                         stacks=None,
                         left=None,
+                        kept=kept_on_host(self._paths),
                         brought_back=None,
                         files={},
                         master=self._place.new_master(),

@@ -11,7 +11,7 @@ from rollback.rundir.beacon import Beacon, Transport, Watchtower
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.buddy import Buddy
-from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.diagnosis.outcome import KeptOnHost, Left, merged_kept
 from rollback.supervisor.nodes.copies import Copies
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting
 from rollback.supervisor.nodes.membership import Namesakes, NodePlace
@@ -112,6 +112,10 @@ class Nodes:
 
     def left(self, own: Left) -> Left:
         """What the attempt left on all nodes, once it is over everywhere."""
+        return own
+
+    def kept(self, own: KeptOnHost | None, attempt: int) -> KeptOnHost | None:
+        """What the ranks of all nodes that have gathered kept at the end of an attempt. own: those of this node."""
         return own
 
     def farewell(self, verdict: RunResult) -> None:
@@ -308,6 +312,10 @@ class Leader(Nodes):
         return merged(
             own, {self._members[launch]: report.left if report else None for launch, report in reports.items()}
         )
+
+    def kept(self, own: KeptOnHost | None, attempt: int) -> KeptOnHost | None:
+        others = (report.kept for report in self._reports.values())
+        return merged_kept([own, *(kept for kept in others if kept is not None and kept.attempt == attempt)])
 
     def farewell(self, verdict: RunResult) -> None:
         if self._overtaken:  # the record is another leader's

@@ -35,7 +35,7 @@ from rollback.errors import ExitCode, RollbackError
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.wire import Buddies
-from rollback.supervisor.diagnosis.outcome import Failures, Left, merged_kept
+from rollback.supervisor.diagnosis.outcome import Failures, KeptOnHost, Left, merged_kept
 
 Phase = Literal["gather", "run", "stop", "end", "over"]
 State = Literal["ready", "running", "ended"]
@@ -124,6 +124,8 @@ class NodeReport(BaseModel, frozen=True):
     """The ranks that have written their stacks, once the leader has ordered it."""
     left: Left | None = None
     """What the attempt left on this node, once it has ended there."""
+    kept: KeptOnHost | None = None
+    """What its ranks have kept at the end of the last attempt that they took part in: told when it gets ready."""
     buddy: str = ""
     """HOST:PORT at which this node keeps a copy of another node's snapshots; empty: it keeps none."""
     brought_back: PartBroughtBack | None = None

@@ -24,8 +24,9 @@ from rollback.rundir.paths import RunPaths, shard_name
 from rollback.supervisor import supervise
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
-from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.nodes.copies import Copies, addresses, last_snapshots
+from rollback.supervisor.diagnosis.outcome import KeptOnHost, Left
+from rollback.supervisor.last_snapshot import kept_on_host
+from rollback.supervisor.nodes.copies import Copies, addresses
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
@@ -299,11 +300,13 @@ def test_what_the_ranks_have_kept_at_the_end_may_be_brought_back_though_no_journ
     tier.slot(90).mkdir(0o700)
     slots.commit(tier, 90, kept)
     assert [place.name for place in tiers.in_slots(paths)] == [kept.name]
-    assert last_snapshots(paths, 1) == [], "nobody has told of it"
+    assert kept_on_host(paths) is None, "nobody has told of it"
     for rank, checkpoint in enumerate((kept.name, lost.name, None)):
         last_account.write_account(marks, LastAccount(attempt=1, rank=rank, reason="a rank", checkpoint=checkpoint))
-    assert last_snapshots(paths, 1) == [kept.name], "the other one was taken back"
-    assert last_snapshots(paths, 2) == [], "a later attempt has begun elsewhere"
+    here = kept_on_host(paths)
+    assert here is not None
+    assert (here.attempt, here.checkpoint) == (1, kept.name), "the other one was taken back"
+    assert kept_on_host(paths, 2) is None, "a later attempt has begun elsewhere"
     journal = Journal(paths.train_journal, 1)
     journal.append(NoLastSnapshot(reason="a test"))
     journal.close()
@@ -311,5 +314,36 @@ def test_what_the_ranks_have_kept_at_the_end_may_be_brought_back_though_no_journ
     arranged = copies.arrange(copies.get_ready(), ("node-0", "node-1"), [report()])
     assert arranged is not None
     assert arranged.wanted == (kept.name,)
+    slots.discard(tier, 90)
+    gone = kept_on_host(paths)
+    assert gone is not None
+    assert (gone.checkpoint, gone.step) == (None, None)
     end_marks.prepare(marks)
-    assert last_snapshots(paths, 1) == [], "another attempt has begun"
+    assert kept_on_host(paths) is None, "another attempt has begun"
+
+
+def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_have_kept(
+    paths: RunPaths, buddy: Buddy
+) -> None:
+    """It was started anew on an empty host when the one that led was lost, or it was a spare."""
+    write_identity(paths, IDENTITY)
+    journal = Journal(paths.train_journal, 3)
+    journal.append(NoLastSnapshot(reason="a test"))
+    journal.close()
+    copies = Copies(paths, place(), buddy, lambda fact: None, lambda line: None)
+
+    def wanted(*kept: KeptOnHost | None) -> tuple[str, ...]:
+        reports = [report(kept=each) for each in kept]
+        arranged = copies.arrange(copies.get_ready(), ("node-0", "node-1"), reports)
+        assert arranged is not None
+        return arranged.wanted
+
+    assert wanted(kept_by(3, "c000007-s00000007"), kept_by(3, None), None) == ("c000007-s00000007",)
+    assert wanted(kept_by(2, "c000007-s00000007")) == (), "another attempt has begun since"
+
+
+def kept_by(attempt: int, checkpoint: str | None) -> KeptOnHost:
+    return KeptOnHost(
+        attempt=attempt, reason="a rank is gone", checkpoint=checkpoint, step=7 if checkpoint else None, rank=0,
+        seconds=0.1, why_not=None, furthest=7,
+    )  # fmt: skip

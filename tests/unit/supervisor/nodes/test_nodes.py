@@ -131,8 +131,8 @@ def test_what_the_hosts_made_of_the_last_snapshot_is_one_fact() -> None:
 
     def left(rank: int, step: int | None, furthest: int | None) -> Left:
         kept = KeptOnHost(
-            reason="rank 3 is gone", checkpoint=None if step is None else "c", step=step, rank=rank, seconds=0.5,
-            why_not="it was in its update" if step is None else None, furthest=furthest,
+            attempt=1, reason="rank 3 is gone", checkpoint=None if step is None else "c", step=step, rank=rank,
+            seconds=0.5, why_not="it was in its update" if step is None else None, furthest=furthest,
         )  # fmt: skip
         return Left(status=1, kept=kept)
 
