@@ -14,6 +14,7 @@ send, a letter of `LETTER` numbers from each rank follows in the vector. A rank'
 so letters arrive exactly: whole numbers below 2**53. They stay one tensor: no Python object is made for a rank.
 """
 
+import contextlib
 import math
 import time
 from array import array
@@ -140,10 +141,12 @@ NO_GAUGES = Gauges()
 
 
 class Pulse:
-    """At most one beat is under way. `send` and `read` are collective. `send` does not wait; `read` waits for the sum.
+    """At most one beat is under way. The constructor, `send` and `read` are collective. `send` does not wait; `read`
+    waits for the sum.
 
     The collective of `read` was started a whole step before. On CUDA the computing stream never waits: the sum goes to
-    pinned host memory on a stream of its own.
+    pinned host memory on a stream of its own. On the CPU beats have a process group of their own: gloo has two threads
+    for a group, and while one of them waits for a core with a beat, the sums of the gradients have but the other one.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -152,6 +155,8 @@ class Pulse:
         if not ranks.distributed:
             self._device = device
         self._cuda = self._device.type == "cuda"
+        apart = ranks.distributed and ranks.world_size > 1 and ranks.device.type == "cpu"
+        self._group: Any = dist.new_group() if apart else None  # None: the default one
         room = FIELDS + ranks.world_size * LETTER if self._cuda else 0
         self._host = torch.zeros(room, dtype=torch.float64, pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
@@ -174,7 +179,7 @@ class Pulse:
             return
         if self._ranks.distributed:
             self._handed = Handed(vector)
-            self._work = dist.all_reduce(vector, async_op=True)
+            self._work = dist.all_reduce(vector, group=self._group, async_op=True)
         if self._side is not None and self._arrived is not None:
             self._side.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._side):
@@ -213,9 +218,14 @@ class Pulse:
         deadline = time.monotonic() + _PATIENCE
         while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
             time.sleep(_POLL)
+        is_over = self._work is None or self._work.is_completed()
         self._work = self._vector = None
         if self._handed is not None:
             self._handed.take_back()
+        group, self._group = self._group, None
+        if group is not None and is_over and dist.is_initialized():  # else it would wait for peers that do not answer
+            with contextlib.suppress(ValueError):  # the script has destroyed all groups, and made new ones
+                dist.destroy_process_group(group)
 
     def _ailing(self, beat: Beat) -> tuple[int, ...]:
         """Collective where a value of the beat is not finite: the ranks that `Beat.ailing` tells of."""
@@ -227,7 +237,7 @@ class Pulse:
         row[self._ranks.rank] = sum(mine)
         if self._ranks.distributed:
             handed = Handed(row)
-            dist.all_reduce(row)
+            dist.all_reduce(row, group=self._group)
             handed.take_back()
         return tuple(row.nonzero().flatten().tolist())
 

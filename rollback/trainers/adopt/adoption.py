@@ -110,7 +110,9 @@ class Adoption:
         guard.close()
 
     def leave_group(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
-        self.end()
+        """destroy_process_group(group=None)."""
+        if {*given, *others.values()} <= {None, torch.distributed.group.WORLD}:
+            self.end()
         return original(*given, **others)
 
     def script_makes_guard(self, original: Callable[..., Any], guard: Guard, **given: Any) -> None:

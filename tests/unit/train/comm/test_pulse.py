@@ -196,8 +196,9 @@ class _Backend:
         self.done = threading.Event()
         self.released = threading.Event()
 
-    def all_reduce(self, tensor: Tensor, async_op: bool) -> "_Backend":
+    def all_reduce(self, tensor: Tensor, group: object, async_op: bool) -> "_Backend":
         assert async_op
+        assert group is None, "of one rank there is nothing to keep apart"
         held = [tensor.view(-1)]  # its base holds the tensor below Python
 
         def work() -> None:
@@ -250,6 +251,19 @@ for loss in losses:
     read.append([repr(beat.loss), beat.grad_norm, list(beat.ailing), beat.stop])
 texts = ranks.from_each("x" * (3 * ranks.rank) + "é")
 print(json.dumps([read, texts, ranks.from_first({"from": ranks.rank}), ranks.all_of(ranks.rank == 0)]))
+groups = lambda: len(dist.distributed_c10d._world.pg_map)
+assert groups() == 2, "beats have a group of their own"
+pulse.close()
+assert groups() == 1
+pulse.close()
+later, ended = Pulse(ranks, torch.device("cpu")), Pulse(ranks, torch.device("cpu"))
+later.send(None, None, Signs())
+later.read()
+dist.destroy_process_group()
+later.close()
+dist.init_process_group("gloo", init_method=sys.argv[1], world_size=2, rank=ranks.rank)
+ended.close()
+assert groups() == 1
 dist.destroy_process_group()
 """
 
@@ -261,12 +275,13 @@ def test_two_ranks_read_the_same(tmp_path: Path) -> None:
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         WarmPopen[str](
-            [sys.executable, "-c", RANK], env={**environment, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", RANK, f"file://{tmp_path}/again"], stdout=subprocess.PIPE, text=True,
+            env={**environment, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
         )
         for rank in (0, 1)
     ]  # fmt: skip
     first, second = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
     assert first == second
     beats, texts, from_first, all_of = first
     assert [beat[0] for beat in beats] == ["2.0", "nan", "inf", "4.0"]

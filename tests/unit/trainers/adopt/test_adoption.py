@@ -1,0 +1,37 @@
+"""When a script that is adopted is at its end."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from rollback.train.guard import Guard
+from rollback.trainers.adopt.adoption import Adoption
+
+
+@pytest.mark.parametrize(
+    ("given", "others", "ends"),
+    [((), {}, True), ((None,), {}, True), ((), {"group": None}, True), (("a",), {}, False), ((), {"group": "a"}, False)],
+)
+def test_the_script_is_at_its_end_when_it_leaves_all_groups_and_not_one_of_them(
+    given: Any, others: Any, ends: bool
+) -> None:
+    done: list[str] = []
+    adoption = Adoption(strict=False)
+    adoption._guard = cast(Guard, SimpleNamespace(close=lambda: done.append("closed")))
+
+    def original(*given: Any, **others: Any) -> None:
+        done.append("destroyed")
+
+    adoption.leave_group(original, *given, **others)
+    assert done == ["closed", "destroyed"] if ends else ["destroyed"]
+
+
+def test_the_default_group_is_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    adoption = Adoption(strict=False)
+    adoption._guard = cast(Guard, SimpleNamespace(close=lambda: done.append("closed")))
+    monkeypatch.setattr(dist.distributed_c10d.GroupMember, "WORLD", world := object())
+    adoption.leave_group(lambda group: None, world)
+    assert done == ["closed"]
