@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollback.train.comm.host_sums import Rows, share
 from rollback.train.comm.ranks import Handed, Ranks
 
 LETTER = 8
@@ -145,8 +146,9 @@ class Pulse:
     waits for the sum.
 
     The collective of `read` was started a whole step before. On CUDA the computing stream never waits: the sum goes to
-    pinned host memory on a stream of its own. On the CPU beats have a process group of their own: gloo has two threads
-    for a group, and while one of them waits for a core with a beat, the sums of the gradients have but the other one.
+    pinned host memory on a stream of its own. On the CPU the ranks of one host add up in memory that they share. Those
+    of several hosts have a process group for it: gloo has two threads for a group, and while one of them waits for a
+    core with a beat, the sums of the gradients have but the other one.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -156,7 +158,10 @@ class Pulse:
             self._device = device
         self._cuda = self._device.type == "cuda"
         apart = ranks.distributed and ranks.world_size > 1 and ranks.device.type == "cpu"
-        self._group: Any = dist.new_group() if apart else None  # None: the default one
+        self._shared = share(ranks, FIELDS + LETTER) if apart else None
+        self._group: Any = None  # the default one
+        if apart and self._shared is None:
+            self._group = dist.new_group(timeout=ranks.patience)
         room = FIELDS + ranks.world_size * LETTER if self._cuda else 0
         self._host = torch.zeros(room, dtype=torch.float64, pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
@@ -165,6 +170,7 @@ class Pulse:
         self._ailments: Tensor | list[float] | None = None  # this rank's, of the beat that is under way
         self._work: dist.Work | None = None
         self._vector: Tensor | list[float] | None = None
+        self._has_letters = False
         self._handed: Handed | None = None  # the last vector that a collective got
 
     @property
@@ -173,6 +179,7 @@ class Pulse:
 
     def send(self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES) -> None:
         """Start a beat. loss, grad_norm: scalars of this rank (any float dtype and device), or None."""
+        self._has_letters = signs.letter is not None
         compose = self._compose_on_device if self._cuda else self._compose_on_host
         self._vector = vector = compose(loss, grad_norm, signs, gauges)
         if isinstance(vector, list):
@@ -193,7 +200,9 @@ class Pulse:
         """The reduced beat. Collective: a beat with a value that is not finite is read on all ranks, or on none."""
         if (vector := self._vector) is None:
             raise RuntimeError("no beat is under way")
-        if self._arrived is not None:
+        if self._shared is not None:
+            vector = self._sum_of(self._shared.rows())
+        elif self._arrived is not None:
             self._arrived.synchronize()
             vector = self._host[: len(vector)]
         elif self._work is not None:
@@ -218,6 +227,8 @@ class Pulse:
         deadline = time.monotonic() + _PATIENCE
         while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
             time.sleep(_POLL)
+        if self._shared is not None:
+            self._shared.close()
         is_over = self._work is None or self._work.is_completed()
         self._work = self._vector = None
         if self._handed is not None:
@@ -260,10 +271,20 @@ class Pulse:
         self._ailments = row[2 * _SCALARS : host]
         numbers = array("d", row)
         self._sent = numbers.tobytes()  # the sum will be where the numbers are
+        if self._shared is not None:
+            self._shared.put(numbers, signs.letter or ())
+            return row
         if not self._ranks.distributed and signs.letter is None:
             return row
         beat = torch.frombuffer(numbers, dtype=torch.float64)
         return beat if signs.letter is None else torch.cat([beat, self._letter_row(signs.letter)])
+
+    def _sum_of(self, rows: Rows) -> Tensor | list[float]:
+        """The vector, of what all ranks have put."""
+        total: list[float] = rows[:, :FIELDS].sum(0).tolist()
+        if not self._has_letters:
+            return total
+        return torch.cat([torch.tensor(total, dtype=torch.float64), torch.tensor(rows[:, FIELDS:]).flatten()])
 
     def _compose_on_device(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES

@@ -8,12 +8,14 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from rollback.config import ENV_APART, ENV_RUN, host_name
 from rollback.errors import UsageError
@@ -92,6 +94,16 @@ class Ranks:
             return int(group._get_sequence_number_for_group())
         except (RuntimeError, ValueError):  # a backend that does not count, or a group that is being destroyed
             return None
+
+    @property
+    def patience(self) -> timedelta:
+        """For how long the script lets a collective of its default group wait."""
+        try:
+            group: Any = dist.distributed_c10d._get_default_group()
+            told: timedelta = group._get_backend(self.device).options._timeout
+        except (AttributeError, RuntimeError, ValueError):  # a backend that does not tell
+            return default_pg_timeout
+        return told
 
     def barrier(self) -> None:
         """Collective: wait for all ranks."""

@@ -237,25 +237,34 @@ def test_when_it_is_closed_nothing_of_a_beat_is_under_way_or_held(read: bool, mo
 
 RANK = """
 import json, math, sys, torch, torch.distributed as dist
-from rollback.train.comm.pulse import Pulse, Signs
+from datetime import timedelta
+from rollback.train.comm.pulse import LETTER, Pulse, Signs
 from rollback.train.comm.ranks import Ranks
-dist.init_process_group("gloo")
+patience = timedelta(seconds=77)
+dist.init_process_group("gloo", timeout=patience)
 ranks = Ranks()
-pulse = Pulse(ranks, torch.device("cpu"))
-losses = [[1.0, 3.0], [math.nan, 1.0], [1.0, math.inf], [None, 4.0]]
-read = []
-for loss in losses:
-    mine = None if loss[ranks.rank] is None else torch.tensor(loss[ranks.rank])
-    pulse.send(mine, torch.tensor(1.0 + ranks.rank), Signs(stop=ranks.rank == 1))
-    beat = pulse.read()
-    read.append([repr(beat.loss), beat.grad_norm, list(beat.ailing), beat.stop])
-texts = ranks.from_each("x" * (3 * ranks.rank) + "é")
-print(json.dumps([read, texts, ranks.from_first({"from": ranks.rank}), ranks.all_of(ranks.rank == 0)]))
 groups = lambda: len(dist.distributed_c10d._world.pg_map)
-assert groups() == 2, "beats have a group of their own"
-pulse.close()
-assert groups() == 1
-pulse.close()
+losses = [[1.0, 3.0], [math.nan, 1.0], [1.0, math.inf], [None, 4.0]]
+read = {1: [], 2: []}
+for ranks.host_count in read:
+    pulse = Pulse(ranks, torch.device("cpu"))
+    assert groups() == ranks.host_count, "of several hosts, beats have a group of their own"
+    if pulse._group is None:
+        assert pulse._shared._patience == 77
+    else:
+        assert pulse._group._get_backend(torch.device("cpu")).options._timeout == patience
+    for loss in losses:
+        mine = None if loss[ranks.rank] is None else torch.tensor(loss[ranks.rank])
+        letter = (ranks.rank,) * LETTER if loss[0] is None else None
+        pulse.send(mine, torch.tensor(1.0 + ranks.rank), Signs(stop=ranks.rank == 1, letter=letter))
+        beat = pulse.read()
+        letters = None if beat.letters is None else beat.letters.tolist()
+        read[ranks.host_count].append([repr(beat.loss), beat.grad_norm, list(beat.ailing), beat.stop, letters])
+    pulse.close()
+    assert groups() == 1
+    pulse.close()
+texts = ranks.from_each("x" * (3 * ranks.rank) + "é")
+print(json.dumps([read[1], read[2], texts, ranks.from_first({"from": ranks.rank}), ranks.all_of(ranks.rank == 0)]))
 later, ended = Pulse(ranks, torch.device("cpu")), Pulse(ranks, torch.device("cpu"))
 later.send(None, None, Signs())
 later.read()
@@ -283,8 +292,10 @@ def test_two_ranks_read_the_same(tmp_path: Path) -> None:
     first, second = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert first == second
-    beats, texts, from_first, all_of = first
+    beats, of_hosts, texts, from_first, all_of = first
+    assert beats == of_hosts
     assert [beat[0] for beat in beats] == ["2.0", "nan", "inf", "4.0"]
     assert [beat[2] for beat in beats] == [[], [0], [1], []]
     assert all(beat[1] == 1.5 and beat[3] for beat in beats)
+    assert [beat[4] for beat in beats] == [None, None, None, [[0] * LETTER, [1] * LETTER]]
     assert (texts, from_first, all_of) == (["é", "xxxé"], {"from": 0}, False)

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch.distributed as dist
 
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption import Adoption
@@ -12,7 +11,13 @@ from rollback.trainers.adopt.adoption import Adoption
 
 @pytest.mark.parametrize(
     ("given", "others", "ends"),
-    [((), {}, True), ((None,), {}, True), ((), {"group": None}, True), (("a",), {}, False), ((), {"group": "a"}, False)],
+    [
+        ((), {}, True),
+        ((None,), {}, True),
+        ((), {"group": None}, True),
+        (("a",), {}, False),
+        ((), {"group": "a"}, False),
+    ],
 )
 def test_the_script_is_at_its_end_when_it_leaves_all_groups_and_not_one_of_them(
     given: Any, others: Any, ends: bool
@@ -26,12 +31,3 @@ def test_the_script_is_at_its_end_when_it_leaves_all_groups_and_not_one_of_them(
 
     adoption.leave_group(original, *given, **others)
     assert done == ["closed", "destroyed"] if ends else ["destroyed"]
-
-
-def test_the_default_group_is_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    adoption = Adoption(strict=False)
-    adoption._guard = cast(Guard, SimpleNamespace(close=lambda: done.append("closed")))
-    monkeypatch.setattr(dist.distributed_c10d.GroupMember, "WORLD", world := object())
-    adoption.leave_group(lambda group: None, world)
-    assert done == ["closed"]

@@ -1,0 +1,167 @@
+"""What the ranks of one host add up in memory that they share: by threads here, but for what a process does."""
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from open_files import open_below
+
+from rollback.rundir.failure_class import class_of_exception
+from rollback.system.processes import name_process
+from rollback.train.comm import host_sums
+from rollback.train.comm.host_sums import HostSums, _make, _open, _rows_begin, share
+from rollback.train.comm.ranks import Ranks
+from rollback.train.process.movement import Movement
+
+WIDTH = 5
+
+
+def size_for(world_size: int) -> int:
+    return _rows_begin(world_size) + 2 * world_size * (WIDTH + 1) * 8
+
+
+@contextlib.contextmanager
+def ranks_of_a_host(
+    world_size: int, processes: list[str] | None = None, patience: float = 60
+) -> Iterator[list[HostSums]]:
+    size, names = size_for(world_size), processes or [name_process(os.getpid())] * world_size
+    with contextlib.ExitStack() as held:
+        told = _make(held, size, world_size)
+        made = [HostSums(rank, WIDTH, _open(size, *told), names, patience) for rank in range(world_size)]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()
+
+
+@given(world_size=st.integers(2, 5), seed=st.integers(0, 1000))
+def test_each_rank_reads_what_all_have_put_in_each_step_however_fast_it_is(world_size: int, seed: int) -> None:
+    steps = 30
+    given = np.random.default_rng(seed).normal(size=(steps, world_size, WIDTH))
+    read: list[list[Any]] = [[] for _ in range(world_size)]
+
+    def train(rank: int, sums: HostSums) -> None:
+        pauses = np.random.default_rng(seed + rank).integers(0, 3, steps)
+        for step in range(steps):
+            sums.put(given[step, rank, :3].tolist(), given[step, rank, 3:].tolist())
+            time.sleep(0.0001 * float(pauses[step]))
+            read[rank].append(sums.rows().copy())
+
+    with ranks_of_a_host(world_size) as made:
+        threads = [threading.Thread(target=train, args=(rank, sums)) for rank, sums in enumerate(made)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for rank in range(world_size):
+        assert np.array_equal(np.stack(read[rank]), given)
+
+
+def test_who_waits_for_a_late_one_does_not_seem_to_move_and_nothing_is_left_of_the_wait() -> None:
+    movement, moved = Movement(), []
+
+    def watches() -> bool:
+        return any(each.name == "rollback-late-ranks" for each in threading.enumerate())
+
+    with ranks_of_a_host(2) as (first, second):
+
+        def come_late() -> None:
+            while not watches() or movement.seen():
+                time.sleep(0.02)
+            for _ in range(4):
+                time.sleep(host_sums._LOOK_EVERY / 2)
+                moved.append(movement.seen())
+            second.put([2.0] * WIDTH)
+
+        late = threading.Thread(target=come_late)
+        late.start()
+        first.put([1.0] * WIDTH)
+        assert first.rows().tolist() == [[1.0] * WIDTH, [2.0] * WIDTH]
+        late.join()
+    assert moved == [False] * 4
+    assert not watches()
+
+
+def test_who_has_ended_without_its_part_is_named_and_who_ended_behind_it_is_not_missed() -> None:
+    ended = subprocess.Popen(["sleep", "100"])
+    names = [name_process(os.getpid()), name_process(os.getpid()), name_process(ended.pid)]
+    ended.kill()
+    ended.wait()
+    with ranks_of_a_host(3, names) as (first, second, third):
+        for sums in (second, third, first):
+            sums.put([1.0] * WIDTH)
+        assert first.rows().tolist() == [[1.0] * WIDTH] * 3
+        second.rows()
+        for sums in (first, third):
+            sums.put([2.0] * WIDTH)
+        late = threading.Timer(2 * host_sums._LOOK_EVERY, lambda: second.put([2.0] * WIDTH))
+        late.start()
+        assert first.rows().tolist() == [[2.0] * WIDTH] * 3, "it has ended, and is not the one that is late"
+        late.join()
+        second.rows()
+        for sums in (first, second):
+            sums.put([3.0] * WIDTH)
+        with pytest.raises(RuntimeError, match="rank 2 has ended without its part") as raised:
+            first.rows()
+    assert class_of_exception("builtins.RuntimeError", str(raised.value)) == "lost_peer"
+
+
+def test_patience_has_an_end() -> None:
+    with ranks_of_a_host(2, patience=0.2) as (first, _):
+        first.put([1.0] * WIDTH)
+        with pytest.raises(RuntimeError, match="part of rank 1") as raised:
+            first.rows()
+    assert class_of_exception("builtins.RuntimeError", str(raised.value)) == "timeout"
+
+
+def test_another_file_at_that_path_is_left_as_it_is(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as held:
+        told = _make(held, size_for(2), 2)
+        other = tmp_path / "other"
+        for content in (bytes(size_for(2)), b"short"):
+            other.write_bytes(content)
+            with pytest.raises(OSError, match="another file"):
+                _open(size_for(2), str(other), told[1])
+            assert other.read_bytes() == content
+        with pytest.raises(OSError, match="another file"):
+            _open(size_for(2), str(tmp_path), told[1])
+        assert open_below(tmp_path) == 0
+
+
+class _TwoRanks(Ranks):
+    """This rank's answers to the other one's, which are given."""
+
+    def __init__(self, answers: list[Any]) -> None:
+        super().__init__()
+        self.world_size, self.rank, self._answers = 2, 1, answers
+
+    def from_first(self, value: Any) -> Any:
+        return self._answers.pop(0)
+
+    def from_each(self, value: Any) -> list[Any]:
+        return [self._answers.pop(0), value]
+
+
+def test_where_one_rank_has_not_got_the_memory_none_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as held:
+        told = _make(held, size_for(2), 2)
+        name = name_process(os.getpid())
+        assert share(_TwoRanks([None, name]), WIDTH) is None, "the first has none"
+        assert share(_TwoRanks([told, None]), WIDTH) is None, "the first has not opened it"
+        assert share(_TwoRanks([["/proc/self/fd/nothing", told[1]], name]), WIDTH) is None
+        shared = share(_TwoRanks([told, name]), WIDTH)
+        assert shared is not None
+        shared.close()
+        apart = _TwoRanks([])
+        apart.host_count = 2
+        assert share(apart, WIDTH) is None
