@@ -33,12 +33,13 @@ def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes) -> None:
 
 def kept_on_host(paths: RunPaths, attempt: int | None = None) -> KeptOnHost | None:
     """What this host's ranks made of the last snapshot of an attempt (default: of the newest that they know of), when
-    they are gone; None: nobody has tried. A checkpoint that is not there any more was taken back."""
+    they are gone; None: nobody has tried. A checkpoint that is in no slot any more was taken back."""
     if (marks := _marks(paths)) is None or not (accounts := last_account.read_accounts(marks, attempt)):
         return None
-    there = {place.name for place in tiers.locate(paths)}
-    account = next((account for account in accounts if account.checkpoint in there), accounts[0])
-    is_there = account.checkpoint in there
+    here = {place.name for place in tiers.in_slots(paths)}
+    kept = [account for account in accounts if account.checkpoint in here or account.tier == "durable"]
+    account = next((account for account in kept if account.checkpoint is not None), accounts[0])
+    is_there = account in kept
     ends = [end.step for rank in end_marks.ranks_of(marks) for end in end_marks.read_ends(marks, rank)]
     return KeptOnHost(
         attempt=account.attempt, reason=account.reason, checkpoint=account.checkpoint if is_there else None,

@@ -26,6 +26,7 @@ from rollback.system.region import Region
 from rollback.train.comm.ranks import Ranks
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_ABLE = hasattr(_LIBC, "sem_clockwait") and hasattr(os, "memfd_create")
 _TOKEN, _CELL = 16, 64  # bytes: of the head, by which the memory is known; of a semaphore, in a cache line of its own
 _MOMENT = 0.1  # seconds of waiting after which somebody looks whether the others live
 _LOOK_EVERY = 0.5
@@ -91,12 +92,14 @@ class HostSums:
         """The wait itself is one call without Python in it, or this rank would seem to move while the job hangs."""
         over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(over,), name="rollback-late-ranks", daemon=True)
-        watch.start()
+        with contextlib.suppress(RuntimeError):  # no thread can be made: then nobody looks
+            watch.start()
         try:
             arrived = self._acquired(self._patience)
         finally:
             over.set()
-            watch.join()
+            if watch.ident is not None:
+                watch.join()
         if self._gone:
             raise RuntimeError(f"rank {self._gone[0]} has ended without its part of a beat (Connection closed by peer)")
         if not arrived:
@@ -128,17 +131,17 @@ class HostSums:
 
 def share(ranks: Ranks, width: int) -> HostSums | None:
     """Collective: sums over all ranks. None, on all of them, where they are on several hosts or can share no memory."""
-    if ranks.host_count > 1 or not hasattr(_LIBC, "sem_clockwait"):
+    if ranks.host_count > 1:
         return None
     size = _rows_begin(ranks.world_size) + 2 * ranks.world_size * (width + 1) * 8
     with contextlib.ExitStack() as held:
         memory: Region | None = None
         told: list[str] | None = None
-        if ranks.first:
+        if _ABLE and ranks.first:
             with contextlib.suppress(OSError):
                 told = _make(held, size, ranks.world_size)
         told = ranks.from_first(told)
-        if told is not None:
+        if _ABLE and told is not None:
             with contextlib.suppress(OSError):
                 memory = _open(size, *told)
         processes = ranks.from_each(name_process(os.getpid()) if memory is not None else None)

@@ -162,6 +162,9 @@ def test_where_one_rank_has_not_got_the_memory_none_uses_it(monkeypatch: pytest.
         shared = share(_TwoRanks([told, name]), WIDTH)
         assert shared is not None
         shared.close()
+        with monkeypatch.context() as patched:
+            patched.setattr(host_sums, "_ABLE", False)
+            assert share(_TwoRanks([told, name]), WIDTH) is None, "this rank's C library has no such semaphore"
         apart = _TwoRanks([])
         apart.host_count = 2
         assert share(apart, WIDTH) is None
