@@ -14,7 +14,6 @@ send, a letter of `LETTER` numbers from each rank follows in the vector. A rank'
 so letters arrive exactly: whole numbers below 2**53. They stay one tensor: no Python object is made for a rank.
 """
 
-import contextlib
 import math
 import time
 from array import array
@@ -146,9 +145,9 @@ class Pulse:
     waits for the sum.
 
     The collective of `read` was started a whole step before. On CUDA the computing stream never waits: the sum goes to
-    pinned host memory on a stream of its own. On the CPU the ranks of one host add up in memory that they share. Those
-    of several hosts have a process group for it: gloo has two threads for a group, and while one of them waits for a
-    core with a beat, the sums of the gradients have but the other one.
+    pinned host memory on a stream of its own. On the CPU the ranks of one host add up in memory that they share. For
+    those of several hosts it is a collective of the default group: who has the sums of a step's gradients has the beat
+    before them then, also if a rank dies in that step.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -157,11 +156,8 @@ class Pulse:
         if not ranks.distributed:
             self._device = device
         self._cuda = self._device.type == "cuda"
-        apart = ranks.distributed and ranks.world_size > 1 and ranks.device.type == "cpu"
-        self._shared = share(ranks, FIELDS + LETTER) if apart else None
-        self._group: Any = None  # the default one
-        if apart and self._shared is None:
-            self._group = dist.new_group(timeout=ranks.patience)
+        on_cpu = ranks.distributed and ranks.world_size > 1 and ranks.device.type == "cpu"
+        self._shared = share(ranks, FIELDS + LETTER) if on_cpu else None
         room = FIELDS + ranks.world_size * LETTER if self._cuda else 0
         self._host = torch.zeros(room, dtype=torch.float64, pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
@@ -186,7 +182,7 @@ class Pulse:
             return
         if self._ranks.distributed:
             self._handed = Handed(vector)
-            self._work = dist.all_reduce(vector, group=self._group, async_op=True)
+            self._work = dist.all_reduce(vector, async_op=True)
         if self._side is not None and self._arrived is not None:
             self._side.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._side):
@@ -229,14 +225,9 @@ class Pulse:
             time.sleep(_POLL)
         if self._shared is not None:
             self._shared.close()
-        is_over = self._work is None or self._work.is_completed()
         self._work = self._vector = None
         if self._handed is not None:
             self._handed.take_back()
-        group, self._group = self._group, None
-        if group is not None and is_over and dist.is_initialized():  # else it would wait for peers that do not answer
-            with contextlib.suppress(ValueError):  # the script has destroyed all groups, and made new ones
-                dist.destroy_process_group(group)
 
     def _ailing(self, beat: Beat) -> tuple[int, ...]:
         """Collective where a value of the beat is not finite: the ranks that `Beat.ailing` tells of."""
@@ -248,7 +239,7 @@ class Pulse:
         row[self._ranks.rank] = sum(mine)
         if self._ranks.distributed:
             handed = Handed(row)
-            dist.all_reduce(row, group=self._group)
+            dist.all_reduce(row)
             handed.take_back()
         return tuple(row.nonzero().flatten().tolist())
 
