@@ -179,6 +179,8 @@ class Pulse:
         compose = self._compose_on_device if self._cuda else self._compose_on_host
         self._vector = vector = compose(loss, grad_norm, signs, gauges)
         if isinstance(vector, list):
+            if self._shared is not None:
+                self._shared.put(vector, signs.letter or ())
             return
         if self._ranks.distributed:
             self._handed = Handed(vector)
@@ -246,7 +248,7 @@ class Pulse:
     def _compose_on_host(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> Tensor | list[float]:
-        """The vector; of a rank alone, which adds nothing to it, the numbers themselves."""
+        """The vector; the numbers themselves where no backend adds to them: of a rank alone, or in shared memory."""
         row, host = [0.0] * FIELDS, 2 * _SCALARS + _AILMENTS
         for place, scalar in enumerate((loss, grad_norm, *_gauge_values(gauges))):
             if scalar is None:
@@ -262,10 +264,7 @@ class Pulse:
         self._ailments = row[2 * _SCALARS : host]
         numbers = array("d", row)
         self._sent = numbers.tobytes()  # the sum will be where the numbers are
-        if self._shared is not None:
-            self._shared.put(numbers, signs.letter or ())
-            return row
-        if not self._ranks.distributed and signs.letter is None:
+        if self._shared is not None or (not self._ranks.distributed and signs.letter is None):
             return row
         beat = torch.frombuffer(numbers, dtype=torch.float64)
         return beat if signs.letter is None else torch.cat([beat, self._letter_row(signs.letter)])
