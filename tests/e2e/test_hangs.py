@@ -1,4 +1,4 @@
-"""Two ranks that hang in three ways and meet a poisoned sample: what the supervisor calls it, and `rollback why`."""
+"""Two ranks that hang in four ways and meet a poisoned sample: what the supervisor calls it, and `rollback why`."""
 
 import socket
 from collections.abc import Iterator
@@ -106,6 +106,15 @@ def test_a_rank_that_leaves_a_collective_out_is_named(job: Launch) -> None:
     assert " in all_reduce\n" in others
 
 
+def test_a_rank_that_leaves_a_beat_out_is_named_whatever_signals_its_peer_gets(job: Launch) -> None:
+    ended, hung = job.facts(AttemptEnded)[5], job.facts(Hung)[3]
+    assert (ended.why, ended.rank) == ("hang", 1)
+    assert hung.reason.startswith("rank 1 is behind")
+    suspect, _, others = rows(job, 6)["stacks"].partition("rank 0, pid")
+    assert " in get_into_trouble\n" in suspect
+    assert "host_sums.py:" in others
+
+
 def test_a_poisoned_sample_is_blamed_after_two_crashes_of_the_rank_that_reads_it(job: Launch) -> None:
     ended = job.facts(AttemptEnded)[3:]
     # Samples 36 and 38 are in batch 9 of rank 0, 37 and 39 in batch 9 of rank 1.
@@ -137,4 +146,4 @@ def test_why_shows_rank_error_and_what_was_done_and_obeys_no_escape_sequence(job
 
 def test_why_without_an_attempt_is_about_the_last_one_that_failed(job: Launch) -> None:
     told = job.account()
-    assert (told["state"], told["attempt"], sorted(told["earlier"])) == ("ended", 5, ["1", "2", "3", "4"])
+    assert (told["state"], told["attempt"], sorted(told["earlier"])) == ("ended", 6, ["1", "2", "3", "4", "5"])

@@ -3,20 +3,24 @@
 A backend adds up the same hundred bytes by threads of its own, which hand them to each other. Where all cores compute,
 each of these hand-overs waits for a core and takes it from a rank. Here nothing runs besides the ranks themselves.
 
-Each rank has two rows, used in turn, and a semaphore. `put` writes this rank's row and posts the semaphores of all
-others; `rows` waits for as many posts as there are others. The posts are of the right rows, and two rows are enough: a
-rank puts a row after it has read the one before, for which all others have put theirs.
+Each rank has two rows, used in turn, and a count of its puts. `put` writes this rank's row, then its count, and wakes
+who waits for that (a futex); `rows` waits until all counts have come to its own. The counts alone say what is there: a
+wait that was broken off may begin again, and a rank that dies before it has woken anybody has put its row all the same.
+Two rows are enough: a rank puts a row after it has read the one before, for which all others have put theirs.
 """
 
 import contextlib
 import ctypes
 import errno
 import os
+import platform
 import secrets
+import signal
 import stat
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,11 +29,18 @@ from rollback.system.processes import is_running, name_process
 from rollback.system.region import Region
 from rollback.train.comm.ranks import Ranks
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_ABLE = hasattr(_LIBC, "sem_clockwait") and hasattr(os, "memfd_create")
-_TOKEN, _CELL = 16, 64  # bytes: of the head, by which the memory is known; of a semaphore, in a cache line of its own
+# Elsewhere the processor may show another rank the count before the row.
+_ABLE = (sys.platform, platform.machine()) == ("linux", "x86_64") and sys.maxsize > 1 << 32
+_FUTEX, _WAIT, _WAKE, _EVERYBODY = 202, 0, 1, (1 << 31) - 1
+_WAITING = ctypes.CDLL(None)  # lets other threads of Python run meanwhile
+_AT_ONCE = ctypes.PyDLL(None)
+for _libc in (_WAITING, _AT_ONCE):
+    _libc.syscall.argtypes = (*[ctypes.c_long] * 2, *[ctypes.c_int] * 2, ctypes.c_void_p)
+_TOKEN, _CELL = 16, 64  # bytes: of the head, by which the memory is known; of a count, in a cache line of its own
+_COUNTS = 1 << 32
 _MOMENT = 0.1  # seconds of waiting after which somebody looks whether the others live
 _LOOK_EVERY = 0.5
+_HELD_BACK = signal.valid_signals() - {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
 
 Rows = np.ndarray[Any, np.dtype[np.float64]]
@@ -46,123 +57,151 @@ class HostSums:
     """
 
     def __init__(self, rank: int, width: int, memory: Region, processes: Sequence[str], patience: float) -> None:
-        self._rank, self._memory, self._processes, self._patience = rank, memory, processes, patience
+        self._rank, self._processes, self._patience = rank, processes, patience
         world_size = len(processes)
-        semaphores = _semaphores(memory, world_size)
-        self._semaphore = semaphores.pop(rank)
-        self._others = semaphores
-        numbers = np.frombuffer(memory.view, np.float64, 2 * world_size * (width + 1), _rows_begin(world_size))
-        self._numbers = numbers.reshape(2, world_size, width + 1)  # the last one of a row counts the puts
+        self._address = memory.address + _CELL
+        counts = np.frombuffer(memory.view, np.uint32, world_size * _CELL // 4, _CELL)
+        self._counts = counts[:: _CELL // 4]
+        numbers = np.frombuffer(memory.view, np.float64, 2 * world_size * width, _rows_begin(world_size))
+        self._numbers = numbers.reshape(2, world_size, width)
         self._puts = 0
+        self._awaited = 0
         self._gone: list[int] = []
+        self._closed = False
 
     def put(self, numbers: Sequence[float], more: Sequence[float] = ()) -> None:
         """This rank's row: at most `width` numbers; what is behind them says nothing. Does not wait."""
-        self._puts += 1
-        mine = self._present[self._rank]
+        puts = self._puts + 1
+        mine = self._numbers[puts % 2, self._rank]
         mine[: len(numbers)] = numbers
         if more:
             mine[len(numbers) : len(numbers) + len(more)] = more
-        mine[-1] = self._puts
-        for semaphore in self._others:
-            _LIBC.sem_post(semaphore)
+        self._counts[self._rank] = puts % _COUNTS
+        self._puts = puts
+        self._wake(self._rank)
 
     def rows(self) -> Rows:
         """[ranks, width]: what the ranks have put last, until `put` is called again. Waits for all of them.
 
-        Raises RuntimeError where a rank has ended without it, or patience is over.
+        Raises RuntimeError where a rank has ended without it, patience is over, or this was closed.
         """
-        for _ in self._others:
-            if _LIBC.sem_trywait(self._semaphore) != 0 and not self._acquired(_MOMENT):
-                self._wait_for_late_ones()
-        return self._present[:, :-1]
-
-    def close(self) -> None:
-        """What was put stays for those who have not read it. Not collective."""
-        if hasattr(self, "_numbers"):
-            del self._numbers
-            self._memory.close()
-
-    @property
-    def _present(self) -> Rows:
+        if self._late():
+            began = time.monotonic()
+            if not self._wait(began + _MOMENT):
+                self._wait_for_late_ones(began + self._patience)
+        if self._closed:
+            raise RuntimeError("a beat was waited for while the guard was closed: nothing can be read any more")
         rows: Rows = self._numbers[self._puts % 2]
         return rows
 
-    def _wait_for_late_ones(self) -> None:
-        """The wait itself is one call without Python in it, or this rank would seem to move while the job hangs."""
+    def close(self) -> None:
+        """What was put stays for those who have not read it. Not collective. The memory is given back when nobody here
+        reads it or waits any more."""
+        self._closed = True
+        for rank in range(len(self._processes)):
+            self._wake(rank)
+
+    def _wait_for_late_ones(self, until: float) -> None:
+        """The wait itself is one call without Python in it, or this rank would seem to move while the job hangs. So
+        signals have their turn behind it, as behind a collective of a backend."""
         over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(over,), name="rollback-late-ranks", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread can be made: then nobody looks
-            watch.start()
         try:
-            arrived = self._acquired(self._patience)
+            with contextlib.suppress(RuntimeError):  # no thread can be made: then nobody looks
+                watch.start()
+            with _holding_signals_back():
+                arrived = self._wait(until)
         finally:
             over.set()
             if watch.ident is not None:
                 watch.join()
         if self._gone:
             raise RuntimeError(f"rank {self._gone[0]} has ended without its part of a beat (Connection closed by peer)")
-        if not arrived:
+        if not arrived and not self._closed:
             raise RuntimeError(
-                f"timed out waiting {self._patience:.0f} s for the part of rank {self._late()[0]} in a beat"
+                f"timed out waiting {self._patience:.0f} s for the part of rank {self._awaited} in a beat"
             )
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(_LOOK_EVERY):
             ended = [rank for rank in self._late() if not is_running(self._processes[rank])]
-            if gone := [rank for rank in self._late() if rank in ended]:  # not one that has put it before it ended
-                self._gone = gone
-                _LIBC.sem_post(self._semaphore)
+            late = self._late()
+            self._gone = [rank for rank in late if rank in ended]  # not one that has put it before it ended
+            if self._gone or self._awaited not in late:  # who should have told of that may be dead
+                self._wake(self._awaited)
+            if self._gone:
                 return
 
     def _late(self) -> list[int]:
-        return np.flatnonzero(self._present[:, -1] != self._puts).tolist()
+        behind: list[int] = np.flatnonzero((self._counts - np.uint32(self._puts % _COUNTS)).view(np.int32) < 0).tolist()
+        return behind
 
-    def _acquired(self, seconds: float) -> bool:
-        until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(seconds * 1e9)
-        at = _Timespec(*divmod(until, 10**9))
-        while _LIBC.sem_clockwait(self._semaphore, time.CLOCK_MONOTONIC, ctypes.byref(at)) != 0:
-            if (number := ctypes.get_errno()) == errno.ETIMEDOUT:
+    def _wait(self, until: float) -> bool:
+        """Whether all have put their rows, at the latest at that moment. Also returns where it is of no use."""
+        while late := self._late():
+            self._awaited = rank = late[0]
+            there, seconds = int(self._counts[rank]), until - time.monotonic()
+            if seconds <= 0 or self._gone or self._closed:
                 return False
-            if number != errno.EINTR:  # a signal, whose handler has its turn now
-                raise OSError(number, os.strerror(number))
+            if (there - self._puts) % _COUNTS >= _COUNTS // 2:
+                at_most = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+                value = ctypes.c_int(there).value
+                _WAITING.syscall(_FUTEX, self._address + _CELL * rank, _WAIT, value, ctypes.byref(at_most))
         return True
+
+    def _wake(self, rank: int) -> None:
+        _AT_ONCE.syscall(_FUTEX, self._address + _CELL * rank, _WAKE, _EVERYBODY, None)
+
+
+@contextlib.contextmanager
+def _holding_signals_back() -> Iterator[None]:
+    """Other threads still take them, and Python's handlers run in the main thread behind this block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def share(ranks: Ranks, width: int) -> HostSums | None:
-    """Collective: sums over all ranks. None, on all of them, where they are on several hosts or can share no memory."""
+    """Collective: sums over all ranks. None, on all of them, where they are on several hosts, can share no memory, or
+    cannot see each other's processes."""
     if ranks.host_count > 1:
         return None
-    size = _rows_begin(ranks.world_size) + 2 * ranks.world_size * (width + 1) * 8
+    size = _rows_begin(ranks.world_size) + 2 * ranks.world_size * width * 8
     with contextlib.ExitStack() as held:
         memory: Region | None = None
         told: list[str] | None = None
         if _ABLE and ranks.first:
             with contextlib.suppress(OSError):
-                told = _make(held, size, ranks.world_size)
+                told = _make(held, size)
         told = ranks.from_first(told)
         if _ABLE and told is not None:
             with contextlib.suppress(OSError):
                 memory = _open(size, *told)
-        processes = ranks.from_each(name_process(os.getpid()) if memory is not None else None)
-    if memory is not None and None not in processes:
-        return HostSums(ranks.rank, width, memory, processes, ranks.patience.total_seconds())
-    if memory is not None:
-        memory.close()
+        processes = ranks.from_each(_own_name() if memory is not None else None)
+    seen = None not in processes and all(map(is_running, processes))
+    if not ranks.all_of(memory is not None and seen):
+        return None
+    assert memory is not None
+    return HostSums(ranks.rank, width, memory, processes, ranks.patience.total_seconds())
+
+
+def _own_name() -> str | None:
+    """None where others would find another process by that name: this one's number is of a namespace of its own."""
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return name_process(os.getpid())
     return None
 
 
-def _make(held: contextlib.ExitStack, size: int, world_size: int) -> list[str]:
-    """Memory in no directory, which others find by this process: its path and its token."""
+def _make(held: contextlib.ExitStack, size: int) -> list[str]:
+    """Memory in no directory, which others find by this process: its path and its token. Raises OSError."""
     fd = os.memfd_create("rollback-beats")
     held.callback(os.close, fd)
-    os.ftruncate(fd, size)
-    memory = Region(size, fd)
-    memory.view[:_TOKEN] = token = secrets.token_bytes(_TOKEN)
-    for semaphore in _semaphores(memory, world_size):
-        if _LIBC.sem_init(semaphore, 1, 0) != 0:
-            raise OSError(ctypes.get_errno(), "sem_init")
-    memory.close()
+    os.posix_fallocate(fd, 0, size)  # memory that is not there would end a rank with SIGBUS
+    token = secrets.token_bytes(_TOKEN)
+    os.pwrite(fd, token, 0)
     return [f"/proc/{os.getpid()}/fd/{fd}", token.hex()]
 
 
@@ -178,10 +217,6 @@ def _open(size: int, path: str, token: str) -> Region:
         return Region(size, fd)
     finally:
         os.close(fd)
-
-
-def _semaphores(memory: Region, world_size: int) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(memory.address + _CELL * (1 + rank)) for rank in range(world_size)]
 
 
 def _rows_begin(world_size: int) -> int:

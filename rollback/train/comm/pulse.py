@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -180,6 +181,7 @@ class Pulse:
         self._vector = vector = compose(loss, grad_norm, signs, gauges)
         if isinstance(vector, list):
             if self._shared is not None:
+                self._ranks.sums_in_memory += 1
                 self._shared.put(vector, signs.letter or ())
             return
         if self._ranks.distributed:
@@ -271,7 +273,8 @@ class Pulse:
 
     def _sum_of(self, rows: Rows) -> Tensor | list[float]:
         """The vector, of what all ranks have put."""
-        total: list[float] = rows[:, :FIELDS].sum(0).tolist()
+        with np.errstate(all="ignore"):  # a script may have made errors of them
+            total: list[float] = rows[:, :FIELDS].sum(0).tolist()
         if not self._has_letters:
             return total
         return torch.cat([torch.tensor(total, dtype=torch.float64), torch.tensor(rows[:, FIELDS:]).flatten()])

@@ -61,6 +61,8 @@ class Ranks:
         self.host_count = 1
         self.apart = bool(os.environ.get(ENV_APART))
         """Whether every host has a run directory of its own."""
+        self.sums_in_memory = 0
+        """How many sums of the pulse this rank has begun in shared memory."""
 
     @property
     def first(self) -> bool:
@@ -83,7 +85,8 @@ class Ranks:
         return self.first_of_host if self.apart else self.first
 
     def collectives_begun(self) -> int | None:
-        """Number of collectives that this rank's default process group has begun; None: there is no group.
+        """Number of collectives that this rank has begun, in its default process group or in memory that the ranks
+        share; None: there is no group.
 
         Not collective. A rank that missed one is one behind. Any thread may call it, also while another thread waits.
         """
@@ -91,7 +94,7 @@ class Ranks:
             return None
         try:
             group: Any = dist.distributed_c10d._get_default_group()
-            return int(group._get_sequence_number_for_group())
+            return int(group._get_sequence_number_for_group()) + self.sums_in_memory
         except (RuntimeError, ValueError):  # a backend that does not count, or a group that is being destroyed
             return None
 
