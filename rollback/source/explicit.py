@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Callable, Iterator
 
 from rollback.errors import UsageError
-from rollback.source.loops import ScriptLoops, enumerated, range_of
+from rollback.source.loops import ScriptLoops, range_of
 
 _WRAPPERS = ("enumerate", "tqdm", "trange", "zip")
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
@@ -74,7 +74,7 @@ class _Script:
             self._put.append((outer.lineno - 1, f"{_indent(outer)}guard = rollback.Guard({given})\n"))
             for statement, loss in self._losses(batches):
                 self._put.append((statement.end_lineno or 0, f"{_indent(statement)}{inside}.observe({loss})\n"))
-            if (counted := enumerated(batches)) is not None:
+            if (counted := self._loops.enumerated(batches)) is not None:
                 name, start = counted
                 more = "" if start == "0" else f" + {start}"
                 first = batches.body[0]

@@ -87,6 +87,41 @@ class ScriptLoops:
                     found.setdefault(name, OwnCounter(name, node.lineno, name in deciding))
         return list(found.values())
 
+    def enumerated(self, loop: ast.For) -> tuple[str, str] | None:
+        """The name that a loop counts its batches in by `enumerate`, and from what on; None where it does not."""
+        match loop.target, self._enumeration(loop.iter, loop):
+            case ast.Tuple(elts=[ast.Name(id=name), *_]), ast.Call(args=[_, *starts], keywords=words):
+                return name, ast.unparse(starts[0] if starts else words[0].value) if starts or words else "0"
+        return None
+
+    def _enumeration(self, value: ast.expr, where: ast.AST) -> ast.Call | None:
+        """The call of `enumerate` in what is iterated over at `where`, also by way of variables (a progress bar)."""
+        calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and _is_call_of(node, "enumerate"))
+        if (call := next(calls, None)) is not None:
+            return call
+        match value:
+            case ast.Name(id=name):
+                given = [item for item in self._given(name, where) if item.lineno < where.lineno]  # type: ignore[attr-defined]
+                last = max(given, key=lambda item: item.lineno, default=None)
+                return self._enumeration(last, last) if last is not None else None
+            case ast.Call(args=[first, *_]):
+                return self._enumeration(first, where)
+        return None
+
+    def _given(self, name: str, where: ast.AST) -> Iterator[ast.expr]:
+        """What a variable is set to, by `=` and `with ... as`, in the function of `where`, or outside of all."""
+        for node in _of_scope(self._scope_of(where)):
+            match node:
+                case ast.Assign(targets=[ast.Name(id=given)], value=value) if given == name:
+                    yield value
+                case ast.withitem(context_expr=value, optional_vars=ast.Name(id=given)) if given == name:
+                    yield value
+
+    def _scope_of(self, where: ast.AST) -> ast.AST:
+        functions = [function for named in self._functions.values() for function in named]
+        around = [function for function in functions if any(node is where for node in ast.walk(function))]
+        return max(around, key=lambda function: function.lineno, default=self.tree)
+
     def _inside(self, loop: ast.For, loops: list[ast.For]) -> list[ast.For]:
         reached = set(map(id, self._reached(loop)))
         return [other for other in loops if other is not loop and id(other) in reached]
@@ -131,7 +166,7 @@ def steered(source: str) -> ast.Module:
     """
     loops = ScriptLoops(source)
     for loop in loops.batches:
-        if (counted := enumerated(loop)) is not None:
+        if (counted := loops.enumerated(loop)) is not None:
             name, start = counted
             count = ast.parse(f"{name} = {COUNT}({name}, {start})").body[0]
             for node in ast.walk(count):
@@ -147,15 +182,6 @@ def steered(source: str) -> ast.Module:
     return ast.fix_missing_locations(loops.tree)
 
 
-def enumerated(loop: ast.For) -> tuple[str, str] | None:
-    """The name that a loop counts its batches in by `enumerate`, and from what on; None where it does not."""
-    calls = (node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _is_call_of(node, "enumerate"))
-    match loop.target, next(calls, None):
-        case ast.Tuple(elts=[ast.Name(id=name), *_]), ast.Call(args=[_, *starts], keywords=words):
-            return name, ast.unparse(starts[0] if starts else words[0].value) if starts or words else "0"
-    return None
-
-
 def range_of(loop: ast.For) -> ast.Call | None:
     """The call of `range` over which a loop goes, also inside of `tqdm(...)`."""
     match loop.iter:
@@ -166,6 +192,14 @@ def range_of(loop: ast.For) -> ast.Call | None:
         case ast.Call(args=[ast.Call(func=ast.Name(id="range")) as numbers, *_]):
             return numbers
     return None
+
+
+def _of_scope(scope: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a function or a file that are not in a function inside of it."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield from _of_scope(node)
 
 
 def _is_call_of(node: ast.AST, name: str) -> bool:

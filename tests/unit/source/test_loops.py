@@ -1,6 +1,8 @@
 """The training loop of a script, found in its source."""
 
+from collections.abc import Iterable, Iterator
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -139,6 +141,43 @@ def test_a_count_by_enumerate_is_asked_for_with_its_start() -> None:
     source = "for i, x in enumerate(loader, 1):\n    seen.append(i)\n    f(x).backward()"
     run(source, loader="ab", f=lambda x: loss, seen=seen, **{COUNT: lambda number, start: 100 + number + start})
     assert seen == [102, 103]
+
+
+@pytest.mark.parametrize(
+    ("before", "around", "counts"),
+    [
+        ("bar = tqdm(enumerate(loader, 1))", "for i, x in bar", True),
+        ("bar = enumerate(loader, 1)\nif first:\n    bar = tqdm(bar, total=2)", "for i, x in bar", True),
+        ("with tqdm(enumerate(loader, 1)) as bar:\n  pass", "for i, x in bar", True),
+        ("bar = enumerate(loader, 1)", "for i, x in tqdm(bar)", True),
+        ("bar = tqdm(enumerate(loader, 1))\nbar = pairs", "for i, x in bar", False),
+        ("def f2():\n    bar = tqdm(enumerate(loader, 1))\nbar = pairs", "for i, x in bar", False),
+        ("n = len([*enumerate(loader)])\nbar = pairs", "for i, x in tqdm(bar, total=n)", False),
+    ],
+)
+def test_a_count_by_enumerate_in_a_variable_is_found_and_no_other_pair_is_taken_for_one(
+    before: str, around: str, counts: bool
+) -> None:
+    loss = type("Loss", (), {"backward": lambda self: None})()
+    seen: list[int] = []
+    given = {"loader": "ab", "pairs": [(1, "a"), (2, "b")], "tqdm": lambda items, total=0: Bar(items), "first": True}
+    source = f"{before}\n{around}:\n    seen.append(i)\n    f(x).backward()"
+    run(source, **given, f=lambda x: loss, seen=seen, **{COUNT: lambda number, start: 100 + number + start})
+    assert seen == ([102, 103] if counts else [1, 2])
+
+
+class Bar:
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def test_lines_of_tracebacks_stay() -> None:
