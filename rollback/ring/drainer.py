@@ -206,9 +206,9 @@ class Drainer:
             self._note(LeftDurableRing(checkpoint=name, place=self._ring.place, reason=reason))
         due = time.monotonic() - self._record_at >= _RECORD_EVERY
         if phase is Phase.CLOSING or (self._record_changed and due):
-            self._ring.keep_record()
+            if self._ring.keep_record():
+                self._recover()
             self._record_kept()
-            self._recover()
         if phase is Phase.FINISHING:
             self._bring_home()
         if phase is Phase.CLOSING:
