@@ -207,8 +207,8 @@ def ending(evidence: AttemptEvidence) -> Ending:
     return "resumable" if evidence.kept is not None or nothing_lost else "ended"
 
 
-def account_of(end: Ending, evidence: AttemptEvidence) -> str | None:
-    """How a job ended by itself, in words; None: it did not."""
+def account_of(end: Ending, evidence: AttemptEvidence, undrained: str | None = None) -> str | None:
+    """How a job ended by itself, in words; None: it did not. undrained: why the final state is in no durable ring."""
     at = "" if evidence.step is None else f" at step {evidence.step}"
     match end:
         case "done" if evidence.finished is None:
@@ -224,7 +224,7 @@ def account_of(end: Ending, evidence: AttemptEvidence) -> str | None:
                 "goes on from the newest checkpoint on record, and trains again what follows it"
             )
         case "unkept":
-            return f"training is complete{at}, but its final state is in memory only; the lines above say why"
+            return f"training is complete{at}, but its final state is in no durable ring: {undrained}"
         case "left":
             return f"the script ended{at} as if all were done, but its loop over the guard was not over"
         case _:

@@ -88,7 +88,9 @@ def test_a_ring_is_told_to_work_again_only_once_something_was_written_there(tmp_
     drainer = Drainer(RunPaths(tmp_path), ring, DrainPace.parse("10"), 3, lambda fact: None, say)  # type: ignore[arg-type]
     drainer.start()
     assert complained.wait(60)
+    assert drainer.trouble == "nobody answers"
     drainer.close()
     assert drainer.wait(Phase.CLOSED, 60)
     assert ring.reached.is_set()
     assert told[1:] == (["the durable ring away:// works again"] if writes else [])
+    assert drainer.trouble == (None if writes else "nobody answers")
