@@ -221,7 +221,7 @@ def account_of(end: Ending, evidence: AttemptEvidence, undrained: str | None = N
         case "unkept" if evidence.unrecorded is not None:
             return (
                 f"training is complete{at}, but the run directory could not take that ({evidence.unrecorded}): a start "
-                "goes on from the newest checkpoint on record, and trains again what follows it"
+                "goes on from the checkpoint before that, and trains again what follows it"
             )
         case "unkept":
             return f"training is complete{at}, but its final state is in no durable ring: {undrained}"
