@@ -141,8 +141,15 @@ def release(paths: RunPaths, durable: Collection[str], final: str | None) -> boo
 
 
 def point_to_fast_tier(paths: RunPaths, tier: SlotPaths, hosts: int = 1) -> None:
-    """Write down where a run's fast tier is on each of its hosts. Rank 0 only. Raises OSError."""
-    write_file(paths.fast_pointer, json.dumps({"format": FORMAT, "directory": str(tier.root), "hosts": hosts}).encode())
+    """Write down where a run's fast tier is on each of its hosts. Rank 0 only. Raises OSError.
+
+    Nothing is written where that stands there: the disk may be full when an attempt goes on with the same tier.
+    """
+    body = {"format": FORMAT, "directory": str(tier.root), "hosts": hosts}
+    with contextlib.suppress(OSError, ValueError):
+        if read_json(paths.fast_pointer, _POINTER_LIMIT) == body:
+            return
+    write_file(paths.fast_pointer, json.dumps(body).encode())
 
 
 def host_count(paths: RunPaths) -> int:

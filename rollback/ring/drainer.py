@@ -121,6 +121,8 @@ class Drainer:
         self._opened = False
         self._record_changed, self._record_at = True, 0.0
         self._failures = 0
+        self.trouble: str | None = None
+        """Why something could not be copied, in words; None: the ring has taken what was copied last."""
         self._phase = Phase.FOLLOWING
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="rollback-drainer", daemon=True)
@@ -206,9 +208,9 @@ class Drainer:
             self._note(LeftDurableRing(checkpoint=name, place=self._ring.place, reason=reason))
         due = time.monotonic() - self._record_at >= _RECORD_EVERY
         if phase is Phase.CLOSING or (self._record_changed and due):
-            self._ring.keep_record()
+            if self._ring.keep_record():
+                self._recover()
             self._record_kept()
-            self._recover()
         if phase is Phase.FINISHING:
             self._bring_home()
         if phase is Phase.CLOSING:
@@ -265,7 +267,7 @@ class Drainer:
 
     def _complain(self, checkpoint: str | None, error: Exception) -> None:
         """Report each trouble once; the next `drained` in the journal ends the trouble."""
-        text = error.message if isinstance(error, RollbackError) else str(error)
+        self.trouble = text = error.message if isinstance(error, RollbackError) else str(error)
         if checkpoint is None:
             self._failures += 1
         if checkpoint is not None or self._failures == 1:
@@ -278,4 +280,4 @@ class Drainer:
     def _recover(self) -> None:
         if self._failures:
             self._say(f"the durable ring {self._ring.place} works again")
-        self._failures = 0
+        self._failures, self.trouble = 0, None

@@ -75,8 +75,9 @@ class RingInRun:
         with contextlib.suppress(FileNotFoundError):  # put into quarantine by the ranks
             ring.evict(self._paths, name)
 
-    def keep_record(self) -> None:
-        """Do nothing: the record is in the run directory."""
+    def keep_record(self) -> bool:
+        """Do nothing: the record is in the run directory. False: nothing shows that the disk takes anything."""
+        return False
 
     def give_up(self) -> None:
         self._given_up.set()

@@ -24,6 +24,9 @@ _DAMAGED_LIMIT = 1000  # lines: more than that is no record with some damage
 LEAVING = "leaving"
 """`Heartbeat.doing` of a rank whose guard is closed and whose interpreter ends."""
 
+UNRECORDED = 200
+"""Characters of `Heartbeat.unrecorded` at most."""
+
 
 class Metric(BaseModel, frozen=True, ser_json_inf_nan="strings"):
     """A line of metrics/train.jsonl."""
@@ -68,6 +71,8 @@ class Heartbeat(BaseModel, frozen=True):
     """When the rank last looked."""
     collectives: int | None = None
     """Number of collectives that its default process group has begun."""
+    unrecorded: str = Field("", max_length=UNRECORDED)
+    """Rank 0: training is complete, and why the journal has not taken that. Empty otherwise."""
 
 
 _LINE = 1 << 12  # bytes that a line has at most, amply

@@ -322,11 +322,12 @@ class Attempts:
 
     def _finish(self, end: Ending, evidence: AttemptEvidence, first: FirstCause | None) -> Result:
         """End a run whose last attempt did not fail."""
+        undrained = None
         if end == "done":
             self._draining.finish(self._out_of_time)
             if evidence.finished is not None and not self._draining.has(evidence.finished.checkpoint):
-                end = "unkept"
-        if (account := account_of(end, evidence)) is not None:
+                end, undrained = "unkept", self._draining.why_not()
+        if (account := account_of(end, evidence, undrained)) is not None:
             return self._end(EXIT_CODES[end], account)
         if evidence.stopped is not None:
             none = "" if end != "ended" else "; no checkpoints are taken, so there is none to go on from"

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from rollback.checkpoints import tiers
 from rollback.config import Settings
 from rollback.facts.history import History
 from rollback.ring.drainer import Drainer, Phase, drainer_for
@@ -50,6 +51,7 @@ class Draining:
         self._transport = transport
         self._drainer: Drainer | None = None
         self._looked_at = 0.0
+        self._given_up = False
 
     def follow(self, history: History) -> None:
         """Start the drainer once the ranks have attached and name a ring. More calls have no effect."""
@@ -79,6 +81,7 @@ class Draining:
         while not drainer.wait(Phase.FINISHED, _POLL):
             if out_of_time():
                 self._say("there is no time left to copy the newest checkpoint to the durable ring")
+                self._given_up = True
                 drainer.give_up()
                 drainer.wait(Phase.FINISHED, _LAST_WORDS)
                 return
@@ -88,6 +91,19 @@ class Draining:
         if name is None or self._paths.checkpoint(name).exists():
             return True
         return name in drained(read_journal(self._paths.supervisor_journal).records)
+
+    def why_not(self) -> str:
+        """Why the last checkpoint does not survive a reboot, in words, after `finish`."""
+        if self._given_up:
+            return "there was no time left to copy it"
+        if self._drainer is not None and self._drainer.trouble is not None:
+            return self._drainer.trouble
+        if tiers.fast_tier_of(self._paths) is None:
+            return (
+                f"the fast tier cannot be found by {self._paths.identity} and {self._paths.fast_pointer}; somebody "
+                "else has removed or changed one of these files, or the fast tier"
+            )
+        return "it is not in the fast tier any more"
 
     def close(self) -> None:
         """Copy the record with the last fact of this run, and end."""

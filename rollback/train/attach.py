@@ -322,8 +322,8 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     )
     slots = {manifest.name: found.slots[manifest.name] for manifest in held if manifest.name in found.slots}
     return AttachedRun(
-        paths, ranks, settings, record, history, found.attempt, run_id, manifests=held, slots=slots, next_seq=seq,
-        restored=chosen, ranks_before=ranks_before,
+        paths, ranks, settings, record, history, found.attempt, run_id, manifests=held, slots=slots,
+        in_ring=frozenset(found.in_ring), next_seq=seq, restored=chosen, ranks_before=ranks_before,
     )  # fmt: skip
 
 

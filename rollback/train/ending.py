@@ -54,6 +54,8 @@ class TrainingEnd:
         self._by: str | None = None
         self._calm = True
         self._noted = self._trained = False
+        self.unrecorded = ""
+        """See `Heartbeat.unrecorded`."""
         self._left_over = 0
         self._number = next(_NUMBERS)
         if (handled := sys.exc_info()[1]) is not None:
@@ -141,6 +143,10 @@ class TrainingEnd:
         if self._noted:
             return
         self._noted = True
+        self._note_complete()
+        self.unrecorded = self._record.unwritten
+
+    def _note_complete(self) -> None:
         step, batch = self._state.counters.step, self._state.cursor.batch
         if self._kept is not None or not self._keeps:
             again = self._before is not None and (self._before.step, self._before.checkpoint) == (step, self._kept)
@@ -152,7 +158,7 @@ class TrainingEnd:
             self._record.note(finished, notice if again else None)
             return
         where, unsaved = self._standing()
-        why = "neither memory nor the run directory took it; the lines above say why"
+        why = f"neither memory nor the run directory took it ({self._schedule.fault})"
         lost = FinalStateLost(**where, steps=unsaved, reason=why)
         self._record.note(
             lost, f"training is complete at step {step}, but its final state could not be kept: the last {lost.steps} "

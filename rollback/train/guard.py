@@ -262,7 +262,7 @@ class Guard(ScriptSide):
             self._prober.abandon()
             self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)
         self._judge.end_pulse()
-        step.heartbeat.end()
+        step.heartbeat.end(self._end.unrecorded)
         self._checkpoints.snapshots.close()
         self._judge.close()
         self._batches.close()

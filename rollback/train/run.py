@@ -31,6 +31,8 @@ class AttachedRun:
     """Of the existing checkpoints, oldest first."""
     slots: dict[str, int] = field(default_factory=dict)
     """The slots in use, by checkpoint."""
+    in_ring: frozenset[str] = frozenset()
+    """The checkpoints in the run directory."""
     next_seq: int = 0
     """The number of the next checkpoint."""
     restored: Manifest | None = None

@@ -149,3 +149,47 @@ def test_a_rank_that_loses_its_files_takes_all_ranks_to_the_run_directory(tmp_pa
     assert {fact.tier for fact in facts(run, Committed) if fact.step > 20} == {"durable"}
     for rank in range(2):
         require_same(scenarios.portrait("lost", rank), scenarios.portrait("undisturbed", rank), f"rank {rank}")
+
+
+def test_a_run_directory_s_disk_that_stays_full_costs_neither_the_slots_nor_the_script_its_name(
+    tmp_path: Path, memory: Path, undisturbed: dict[str, str]
+) -> None:
+    """A rank is killed while it is full, and it is full at the end of training."""
+    scenarios = Scenarios(tmp_path)
+    with disk_of("8m", tmp_path / "disk") as disk:
+        run = disk / "job"
+        toy = TOY.with_settings(fast_tier=str(memory))
+        scenarios.add("job", toy, shell=[0, 27, fill(disk)], signal=[0, STOPPED_AT, signal.SIGKILL, 1])
+        status, output = launch(scenarios, run)
+        assert status == 74, output
+        assert "resuming at step 50" in output, "from the slot of the attempt before"
+        untrue = ["there is no fast tier", "is gone from", "cannot be used", "loop over the guard", "works again"]
+        assert not [words for words in untrue if words in output], output
+        (ended,) = [line for line in output.splitlines() if line.startswith("rollback: failed: ")]
+        assert "training is complete at step 65" in ended
+        assert f"({RunPaths(run).train_journal}: No space left on device)" in ended
+        (disk / "filler").unlink()
+        status, output = launch(scenarios, run)
+        assert status == 0, output
+        require_same(scenarios.portrait("job", 0), undisturbed, "trained again")
+
+
+@pytest.mark.parametrize("fault", ["the ring is read-only", "run.json is gone"])
+def test_a_final_state_that_did_not_get_into_the_ring_is_told_with_the_reason(
+    tmp_path: Path, memory: Path, fault: str
+) -> None:
+    """The account is read later, too, where no lines are above it."""
+    scenarios = Scenarios(tmp_path)
+    with disk_of("8m", tmp_path / "disk") as disk:
+        paths = RunPaths(disk / "job")
+        does, why = {
+            "the ring is read-only": (f"mount -t tmpfs -o ro rollback-test {paths.ring}", "Read-only file system"),
+            "run.json is gone": (f"rm {paths.identity}", f"the fast tier cannot be found by {paths.identity} and "),
+        }[fault]
+        scenarios.add("job", TOY.with_settings(fast_tier=str(memory)), shell=[0, 27, does])
+        status, output = launch(scenarios, paths.root)
+    assert status == 74, output
+    (ended,) = [line for line in output.splitlines() if line.startswith("rollback: failed: ")]
+    assert "training is complete at step 65, but its final state is in no durable ring: " in ended
+    assert why in ended
+    assert "above" not in ended

@@ -15,6 +15,7 @@ from rollback.checkpoints import ring, tiers
 from rollback.facts.training import (
     Advice,
     Attached,
+    CheckpointLost,
     Committed,
     Drained,
     Drifted,
@@ -228,3 +229,23 @@ def test_two_ranks(tmp_path: Path, base: Path) -> None:
     assert drifted[0].ranks == (0, 1), "of two, none is the majority"
     assert max(fact.step for fact in facts(scenarios.run("drift"), Committed)) == 10
     assert [fact.code for fact in facts(scenarios.run("drift"), Advice)][:1] == ["replicas-differ"]
+
+
+def test_a_place_for_slots_that_is_not_there_is_said_once_and_what_is_in_memory_is_not_taken_for_lost(
+    tmp_path: Path, base: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    toy = fast(Toy(), base).with_settings(checkpoint_every="1000")
+    with pytest.raises(ArithmeticError):
+        train(toy.but(breaking=(50,)), run, log=log)
+    memory = {place.name for place in tiers.in_slots(RunPaths(run))} - set(ring.names(RunPaths(run)))
+    assert memory, "otherwise it tests nothing"
+    capfd.readouterr()
+    wrong = tmp_path / "not" / "there"
+    ended = train(fast(toy, wrong), run, log=log)
+    told = capfd.readouterr().err
+    assert told.count(f"checkpoints are written to the run directory: {wrong} cannot be used (") == 1, told
+    assert "in memory alone, and this attempt cannot go back there" in told
+    assert "is gone from" not in told
+    assert not facts(run, CheckpointLost)
+    require_same(weights(ended), weights(train(Toy())), "without a place for slots")

@@ -116,9 +116,11 @@ class RingAtUrl:
         self._delete_files(name, [file.name for file in manifest.files] if manifest else self._shard_names())
         self._delete_frozen()
 
-    def keep_record(self) -> None:
+    def keep_record(self) -> bool:
+        """Bring the record up to date. True: it was written."""
         self._write_index()
         self._clear_away()
+        return True
 
     def give_up(self) -> None:
         """Cancel the present operation; any thread may call this."""

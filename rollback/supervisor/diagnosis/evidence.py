@@ -1,6 +1,6 @@
 """The evidence about an attempt, from the run directory, rank 0 and torchrun's process. Writes nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,8 +23,9 @@ from rollback.rundir.failures import read_failures
 from rollback.rundir.journal.folded_journal import FoldedJournal
 from rollback.rundir.journal.journal import JournalTail, read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
+from rollback.rundir.records import Heartbeat
 from rollback.supervisor.diagnosis.first_cause import RankEnd
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, KeptOnHost, Left, Refusal
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, KeptOnHost, Left, Refusal, Unrecorded
 from rollback.system.small_json import sound_model
 
 _LIMIT = 1 << 20
@@ -99,21 +100,28 @@ def gather(
 ) -> AttemptEvidence:
     """All evidence about how an attempt ended. Call it when all its processes are gone."""
     records = journal.records(attempt)
+    finished, lost, unrecorded = _last(records, Finished), _last(records, FinalStateLost), left.unrecorded
+    if unrecorded is not None and unrecorded.step in {end.step for end in (finished, lost) if end is not None}:
+        unrecorded = None  # the disk had room again before the rank ended
+    told = furthest_of(records)
+    if unrecorded is not None:
+        told = max(told or 0, unrecorded.step)
     return AttemptEvidence(
         status=left.status,
         told_to_stop=told_to_stop,
         attached=any(isinstance(record.fact, Attached) for record in records),
         refusal=left.refusal,
         stopped=_last(records, Stopped),
-        finished=_last(records, Finished),
-        final_state_lost=_last(records, FinalStateLost),
+        finished=finished,
+        final_state_lost=lost,
         save_failed=_last(records, LastSaveFailed),
         kept=newest_there(paths),
         failures=left.failures,
         lost_nodes=left.lost_nodes,
-        step=furthest_step(paths, furthest_of(records), attempt),
+        step=furthest_step(paths, told, attempt),
         hung=hung,
         guarded=left.guarded,
+        unrecorded=f"{paths.train_journal}: {unrecorded.why}" if unrecorded is not None else None,
     )
 
 
@@ -157,15 +165,17 @@ def left_on_host(
     stopped: tuple[int, ...],
     oom_kills: int,
     kept: KeptOnHost | None,
+    beats: Mapping[int, Heartbeat],
 ) -> Left:
     """What rank 0 and torchrun's process recorded on this host, and what the host saw. status: torchrun's. kept: what
-    the ranks made of the last snapshot."""
+    the ranks made of the last snapshot. beats: those on this host's board, which no disk holds back."""
     return Left(
         status=status,
         guarded=guarded,
         stopped=stopped,
         oom_kills=oom_kills,
         kept=kept,
+        unrecorded=next((Unrecorded(step=b.step, why=b.unrecorded) for b in beats.values() if b.unrecorded), None),
         refusal=sound_model(refusal, Refusal, _LIMIT),  # who wrote it may have been killed meanwhile
         failures=sound_model(failures, Failures, _LIMIT),
     )

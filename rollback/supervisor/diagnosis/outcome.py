@@ -12,6 +12,7 @@ torchrun's status says almost nothing (it is 1 whatever a rank did), so the fact
 |         | the same, without one, because the last save failed    |  | unsaved (74)                  |
 |         | the same, without one: none are taken                  |  | ended: 1                      |
 |         |            |              | 0                 | final state lost   | unkept (74)                   |
+|         |            |              | 0                 | complete, which the journal could not take | unkept (74) |
 |         |            |              | 0                 | finished           | done (0)                      |
 |         |            |              | 0                 | without a guard    | done (0)                      |
 |         |            | yes          | 0                 | not finished       | resumable (75), or as below   |
@@ -114,6 +115,13 @@ def merged_kept(hosts: Iterable[KeptOnHost | None]) -> KeptOnHost | None:
     return told[0].model_copy(update={"furthest": max(ends, default=None)}) if told else None
 
 
+class Unrecorded(BaseModel, frozen=True):
+    """Training is complete, and the ranks' journal could not take that, as rank 0 showed on its host's board."""
+
+    step: int
+    why: str
+
+
 class Left(BaseModel, frozen=True):
     """What an attempt left on one host, or (merged) on all hosts."""
 
@@ -131,6 +139,7 @@ class Left(BaseModel, frozen=True):
     """The nodes that left no account."""
     kept: KeptOnHost | None = None
     """What became of the last snapshot; None: nobody has tried to make one."""
+    unrecorded: Unrecorded | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,8 @@ class AttemptEvidence:
     save_failed: LastSaveFailed | None = None
     kept: int | None = None
     """The step of the newest checkpoint that exists; None: there is none."""
+    unrecorded: str | None = None
+    """Training is complete, and the ranks' journal does not have it: the journal's path and why."""
 
     @property
     def killed(self) -> bool:
@@ -184,7 +195,7 @@ def ending(evidence: AttemptEvidence) -> Ending:
         if evidence.stopped.checkpoint is not None:
             return "resumable"
         return "unsaved" if evidence.save_failed is not None else "ended"
-    if evidence.status == 0 and evidence.final_state_lost is not None:
+    if evidence.status == 0 and (evidence.final_state_lost is not None or evidence.unrecorded is not None):
         return "unkept"
     if evidence.status == 0 and (evidence.finished is not None or not evidence.attached):
         return "done"
@@ -196,8 +207,8 @@ def ending(evidence: AttemptEvidence) -> Ending:
     return "resumable" if evidence.kept is not None or nothing_lost else "ended"
 
 
-def account_of(end: Ending, evidence: AttemptEvidence) -> str | None:
-    """How a job ended by itself, in words; None: it did not."""
+def account_of(end: Ending, evidence: AttemptEvidence, undrained: str | None = None) -> str | None:
+    """How a job ended by itself, in words; None: it did not. undrained: why the final state is in no durable ring."""
     at = "" if evidence.step is None else f" at step {evidence.step}"
     match end:
         case "done" if evidence.finished is None:
@@ -207,8 +218,13 @@ def account_of(end: Ending, evidence: AttemptEvidence) -> str | None:
         case "unkept" if evidence.final_state_lost is not None:
             lost = evidence.final_state_lost
             return f"training is complete{at}, but its last {lost.steps} updates are in no checkpoint: {lost.reason}"
+        case "unkept" if evidence.unrecorded is not None:
+            return (
+                f"training is complete{at}, but the run directory could not take that ({evidence.unrecorded}): a start "
+                "goes on from the checkpoint before that, and trains again what follows it"
+            )
         case "unkept":
-            return f"training is complete{at}, but its final state is in memory only; the lines above say why"
+            return f"training is complete{at}, but its final state is in no durable ring: {undrained}"
         case "left":
             return f"the script ended{at} as if all were done, but its loop over the guard was not over"
         case _:

@@ -206,5 +206,6 @@ def merged(own: Left, others: Mapping[str, Left | None]) -> Left:
             "failures": Failures(error=errors[0], failures=tuple(failures)) if errors else None,
             "lost_nodes": lost,
             "kept": merged_kept(left.kept for left in lefts),
+            "unrecorded": next((left.unrecorded for left in lefts if left.unrecorded), None),
         }
     )

@@ -299,4 +299,5 @@ class Host:
             stopped=running.stopped(),
             oom_kills=running.oom_kills(),
             kept=kept_on_host(self._paths, running.attempt),
+            beats=running.beats_in_memory(),
         )

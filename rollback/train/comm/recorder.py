@@ -21,6 +21,7 @@ from rollback.rundir.records import LineWriter, Metric, metric_line
 _FLUSH_SECONDS = 1.0
 _BLOCKS = 2  # of columns in one flush: some milliseconds each
 _NAMED = 12
+_JOURNALLING = "writing the journal"
 _RECENT = 1024
 _T = TypeVar("_T")
 
@@ -75,7 +76,8 @@ class Recorder:
         """Rows of the metrics since the last flush, which makes lines of them: many in a row cost far less than one
         between two steps each."""
         self._flushed = time.monotonic()
-        self._failing: set[str] = set()
+        self._failing: dict[str, str] = {}
+        """What fails at present, and why."""
         self._unheard_before = _Unheard.lines
         self._advised = set(advised)
         self._lock = threading.RLock()
@@ -96,7 +98,12 @@ class Recorder:
             entry = JournalEntry(seq=0, at="", attempt=self._attempt, fact=fact)  # type: ignore[arg-type]
             with contextlib.suppress(JournalDamaged):  # a fact that does not fit ends no training
                 fold([entry], self.history)
-            self._try("writing the journal", lambda: journal.append(fact))
+            self._try(_JOURNALLING, lambda: journal.append(fact))
+
+    @property
+    def unwritten(self) -> str:
+        """Why the journal could not take the last fact; empty: it has all."""
+        return self._failing.get(_JOURNALLING, "")
 
     def advise(self, code: str, text: str) -> None:
         """Note a likely mistake of the script, once in each run."""
@@ -164,11 +171,11 @@ class Recorder:
             result = act()
         except OSError as error:
             if doing not in self._failing:
-                self._failing.add(doing)
+                self._failing[doing] = error.strerror or str(error)
                 say(f"{doing} fails ({error}); training goes on, and what the journal could not take stays in memory")
             return None
         if proves and doing in self._failing:
-            self._failing.discard(doing)
+            del self._failing[doing]
             say(f"{doing} works again")
             if self._journal is not None:
                 self.note(Trouble(doing=doing, error="failed for a while; what the journal held back is written now"))

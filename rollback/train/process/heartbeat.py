@@ -18,7 +18,7 @@ from pathlib import Path
 from rollback.config import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
 from rollback.rundir.heartbeat_board import HeartbeatCell
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
+from rollback.rundir.records import LEAVING, UNRECORDED, Heartbeat, write_heartbeat
 from rollback.system import files
 from rollback.system.processes import start_of
 from rollback.train.comm.ranks import Ranks
@@ -48,6 +48,7 @@ class HeartbeatWriter:
         self._movement = Movement()
         self._moved = time.monotonic()
         self._failing = self._ended = self._leaving = False
+        self._unrecorded = ""
         self._cell = _cell_on_board(ranks.rank)
         self._file_every = seconds_between_files(ranks.world_size) if self._cell else _EVERY_SECONDS
         self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
@@ -85,8 +86,12 @@ class HeartbeatWriter:
         """Call this where an exception that nobody caught ends the process, with what happened."""
         self._last_words.before_the_end = act
 
-    def end(self) -> None:
-        """The guard is closed. A failure record can still name the batch in hand."""
+    def end(self, unrecorded: str = "") -> None:
+        """The guard is closed. A failure record can still name the batch in hand.
+
+        unrecorded: see `Heartbeat`.
+        """
+        self._unrecorded = unrecorded[:UNRECORDED]
         self._ended, self._moved = True, time.monotonic()
         self._write()
 
@@ -129,6 +134,7 @@ class HeartbeatWriter:
         return Heartbeat.model_construct(
             pid=self._pid, host=self._host, attempt=self._attempt, step=standing.step, batch=standing.batch,
             doing=doing, monotonic=self._moved, start=self._start, looked=time.monotonic(), collectives=begun,
+            unrecorded=self._unrecorded,
         )  # fmt: skip
 
     def _write_on_board(self) -> None:

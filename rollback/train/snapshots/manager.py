@@ -65,8 +65,8 @@ class CheckpointManager:
         self.ailing: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
         self.wanting = False
-        """The fast tier has failed, and what it held may be lost: another snapshot is due as soon as there is room for
-        it. The same on all ranks."""
+        """The fast tier has failed, and what it held may be lost or out of reach: another snapshot is due as soon as
+        there is room for it. The same on all ranks."""
         self.fault: str | None = None
         """Why the last snapshot became no checkpoint, None where it did."""
 

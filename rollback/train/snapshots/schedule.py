@@ -16,7 +16,7 @@ from rollback.train.events import RollbackApplied
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pace import SnapshotPace
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.tier_choice import Allotment, allot, usual_capture_mode
+from rollback.train.snapshots.tier_choice import SWITCHED_OFF, Allotment, allot, usual_capture_mode
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.closures import before_update
 from rollback.train.updates.hooks import weak_hook
@@ -198,8 +198,9 @@ class SnapshotSchedule:
         if before is None:
             self._snapshots.mode = mode  # later it may be another one: see `Snapshots.advance`
         if allotted != before:
-            told = before is not None and not before.slots
-            notice = allotted.reason if not (allotted.slots or told) and self._tier[0] is not None else None
+            told = before is not None and (self._tier[0] is None or not before.slots)
+            wanted = self._tier != (None, SWITCHED_OFF)
+            notice = allotted.reason if wanted and not (allotted.slots or told) else None
             reason = f"{allotted.reason}; {why}{self._snapshots.left_out}"
             self._record.note(
                 Saving(

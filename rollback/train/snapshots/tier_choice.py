@@ -19,6 +19,9 @@ from rollback.train.comm.ranks import Ranks
 _PAGE = 4096
 _MANIFEST = 1 << 16  # bytes of a slot for its manifest, amply
 
+SWITCHED_OFF = "it is switched off"
+"""Why there is no fast tier, where that was asked for."""
+
 CaptureMode = Literal["overlapped", "at_once", "held"]
 """What the loop waits for: nothing; the copy, while a thread digests; both.
 
@@ -33,7 +36,7 @@ def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> 
     """
     if base is None:
         known = tiers.fast_tier_of(paths)
-        return (known if ranks.all_of(known is not None) else None), "it is switched off"
+        return (known if ranks.all_of(known is not None) else None), SWITCHED_OFF
     tier, fault = None, ""
     try:
         tier = slots.tier_of(base, run_id)
@@ -45,10 +48,16 @@ def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> 
     try:
         if tier is not None and ranks.first_of_host:
             slots.claim(tier, paths.root)
-        if tier is not None and ranks.first_in_directory:
-            tiers.point_to_fast_tier(paths, tier, ranks.host_count)
     except (OSError, RollbackError) as error:
         fault = f"{base} cannot be used ({error})"
+    if tier is not None and not fault and ranks.first_in_directory:
+        try:
+            tiers.point_to_fast_tier(paths, tier, ranks.host_count)
+        except OSError as error:
+            fault = (
+                f"the fast tier {tier.root} would be found by {paths.fast_pointer}, and that cannot be written "
+                f"({error}); see to the disk of the run directory"
+            )
     found = ranks.first_fault(fault)
     return (None, found) if found is not None else (tier, "")
 

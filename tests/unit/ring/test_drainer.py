@@ -41,8 +41,8 @@ class AwayForDays:
     def evict(self, name: str) -> None:
         raise AssertionError("there is nothing to remove")
 
-    def keep_record(self) -> None:
-        pass
+    def keep_record(self) -> bool:
+        return True
 
     def give_up(self) -> None:
         pass
@@ -63,3 +63,34 @@ def test_a_ring_that_was_away_for_days_is_filled_again(tmp_path: Path, monkeypat
     assert drainer.wait(Phase.FINISHED, 60)
     drainer.close()
     assert drainer.wait(Phase.CLOSED, 60)
+
+
+class FailsOnce(AwayForDays):
+    """A ring that cannot be reached at the first try. writes: whether keeping the record writes anything there."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.tries = FAILURES - 1
+        self._writes = writes
+
+    def keep_record(self) -> bool:
+        return self._writes
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_ring_is_told_to_work_again_only_once_something_was_written_there(tmp_path: Path, writes: bool) -> None:
+    ring, told, complained = FailsOnce(writes=writes), list[str](), threading.Event()
+
+    def say(text: str) -> None:
+        told.append(text)
+        complained.set()
+
+    drainer = Drainer(RunPaths(tmp_path), ring, DrainPace.parse("10"), 3, lambda fact: None, say)  # type: ignore[arg-type]
+    drainer.start()
+    assert complained.wait(60)
+    assert drainer.trouble == "nobody answers"
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 60)
+    assert ring.reached.is_set()
+    assert told[1:] == (["the durable ring away:// works again"] if writes else [])
+    assert drainer.trouble == (None if writes else "nobody answers")

@@ -135,6 +135,14 @@ class TestEnding:
         assert ending(evidence(lost=True, told=told)) == "unkept"
         assert ending(evidence(finished=True, status=1)) == "failed", "the script failed behind its training"
 
+    @pytest.mark.parametrize("told", [False, True])
+    @pytest.mark.parametrize("attached", [False, True])
+    def test_who_was_trained_to_the_end_on_a_full_disk_has_not_left_his_loop(self, told: bool, attached: bool) -> None:
+        """Also where it was full when the ranks attached, so that the journal does not even have that."""
+        unrecorded = replace(evidence(told=told, attached=attached), unrecorded="no space left")
+        assert ending(unrecorded) == "unkept"
+        assert ending(replace(unrecorded, status=1, told_to_stop=False)) == "failed"
+
     @given(st.sampled_from([None, PREEMPTED, STRUCTURAL]), st.booleans(), st.sampled_from([0, 1, -9]))
     def test_a_refusal_comes_first(self, stopped: Stopped | None, told: bool, status: int) -> None:
         refusal = Refusal(exit_code=78, message="another model")

@@ -15,7 +15,7 @@ from rollback.errors import RunInUse, UsageError
 from rollback.facts.training import LastSnapshotMade
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, SharedDirectory, Watchtower, read_in_place, write_in_place
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.outcome import Failures, KeptOnHost, Left, RankFailure, Refusal
+from rollback.supervisor.diagnosis.outcome import Failures, KeptOnHost, Left, RankFailure, Refusal, Unrecorded
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import membership, place_among_nodes
@@ -124,6 +124,8 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
     assert (lost.status, lost.lost_nodes) == (-9, ("node-1",))
     refusal = Refusal(exit_code=78, message="another model")
     assert merged(Left(status=0), {"node-1": Left(status=0, refusal=refusal)}).refusal == refusal
+    unrecorded = Unrecorded(step=9, why="no space left")
+    assert merged(Left(status=0), {"node-1": Left(status=0, unrecorded=unrecorded)}).unrecorded == unrecorded
 
 
 def test_what_the_hosts_made_of_the_last_snapshot_is_one_fact() -> None:

@@ -1,9 +1,13 @@
 """The recorder of rank 0: what it adds to the metrics of an earlier attempt."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from rollback.facts.training import Advice
+from rollback.rundir.journal import journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import metric_line
 from rollback.train.comm.recorder import Recorder
@@ -29,3 +33,20 @@ def test_steps_that_an_attempt_could_not_write_are_added_if_it_is_known_which(
     record.close()
     written = paths.metrics.read_text().removeprefix(before)
     assert written == "".join(f"{line(step)}\n" for step in (1, 2, 3)[3 - added :])
+
+
+def test_what_the_journal_could_not_take_is_known_with_the_reason_until_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    record = Recorder(RunPaths(tmp_path), 1, first=True)
+    assert record.unwritten == ""
+    with monkeypatch.context() as disk:
+        disk.setattr(journal, "append_line", full)
+        record.note(Advice(code="a", text="a"))
+        record.note(Advice(code="b", text="b"))
+        assert record.unwritten == "No space left on device"
+    record.note(Advice(code="c", text="c"))
+    assert record.unwritten == ""

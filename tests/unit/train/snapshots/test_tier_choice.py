@@ -1,5 +1,6 @@
 """How a job takes its snapshots: whether it has a fast tier, how many slots, and what the loop waits for."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -86,6 +87,43 @@ def test_a_base_that_cannot_be_used_is_no_tier_and_why(paths: RunPaths, run_id: 
     tier, why_not = open_tier(paths, Ranks(), "../elsewhere", tmp_path)
     assert tier is None
     assert "cannot be a directory's name" in why_not
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run directory's disk takes no file any more."""
+
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tiers, "write_file", refuse)
+
+
+def test_an_attempt_goes_on_with_the_tier_of_the_one_before_though_the_run_directory_s_disk_is_full(
+    paths: RunPaths, run_id: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    before = open_tier(paths, Ranks(), run_id, tmp_path)
+    request.getfixturevalue("full_disk")
+    assert open_tier(paths, Ranks(), run_id, tmp_path) == before == (slots.tier_of(tmp_path, run_id), "")
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_of_the_run_directory_is_not_blamed_on_the_fast_tier(
+    paths: RunPaths, run_id: str, tmp_path: Path
+) -> None:
+    tier, why_not = open_tier(paths, Ranks(), run_id, tmp_path)
+    assert tier is None
+    assert f"{paths.fast_pointer}, and that cannot be written (" in why_not
+    assert "No space left" in why_not
+    assert why_not.endswith("see to the disk of the run directory")
+    assert "cannot be used" not in why_not
+
+
+def test_a_tier_on_another_number_of_hosts_is_written_down(paths: RunPaths, run_id: str, tmp_path: Path) -> None:
+    tier, _ = open_tier(paths, Ranks(), run_id, tmp_path)
+    assert tier is not None
+    tiers.point_to_fast_tier(paths, tier, hosts=2)
+    assert tiers.host_count(paths) == 2
 
 
 def test_what_one_host_cannot_no_rank_does(paths: RunPaths, run_id: str, tmp_path: Path) -> None:

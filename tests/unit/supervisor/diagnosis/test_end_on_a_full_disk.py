@@ -1,0 +1,56 @@
+"""What is known of an attempt's end where the run directory's disk took nothing of it."""
+
+from pathlib import Path
+
+import pytest
+
+from rollback.facts.training import Fact, FinalStateLost, Finished
+from rollback.rundir.journal.journal import Journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import Heartbeat
+from rollback.supervisor.diagnosis.evidence import TrainJournal, gather, left_on_host
+from rollback.supervisor.diagnosis.outcome import Left, Unrecorded, account_of, ending
+
+FULL = Unrecorded(step=9, why="No space left on device")
+FINISHED = Finished(step=9, batch=9, checkpoint="c000001-s00000009")
+LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
+
+
+def beat(unrecorded: str = "") -> Heartbeat:
+    return Heartbeat(pid=1, host="h", attempt=1, step=9, batch=9, doing="leaving", monotonic=1.0, unrecorded=unrecorded)
+
+
+def left(tmp_path: Path, beats: dict[int, Heartbeat]) -> Left:
+    nothing = tmp_path / "nothing"
+    return left_on_host(
+        0, refusal=nothing, failures=nothing, guarded=True, stopped=(), oom_kills=0, kept=None, beats=beats
+    )
+
+
+def test_the_board_tells_what_the_journal_could_not_take(tmp_path: Path) -> None:
+    assert left(tmp_path, {0: beat(FULL.why), 1: beat()}).unrecorded == FULL
+    assert left(tmp_path, {0: beat(), 1: beat()}).unrecorded is None
+
+
+@pytest.mark.parametrize(
+    ("on_record", "expected"),
+    [
+        ([], "unkept"),
+        ([FINISHED.model_copy(update={"step": 5})], "unkept"),  # the end of an earlier pass
+        ([FINISHED], "done"),  # the disk had room again before the rank had ended
+        ([LOST], "unkept"),
+    ],
+)
+def test_training_is_complete_also_where_the_journal_lacks_it(
+    tmp_path: Path, on_record: list[Fact], expected: str
+) -> None:
+    paths = RunPaths(tmp_path)
+    journal = Journal(paths.train_journal, 1)
+    for fact in on_record:
+        journal.append(fact)
+    journal.close()
+    given = Left(status=0, unrecorded=FULL)
+    evidence = gather(paths, TrainJournal(paths.train_journal), 1, left=given, told_to_stop=False)
+    assert (ending(evidence), evidence.step) == (expected, 9)
+    told = f"but the run directory could not take that ({paths.train_journal}: {FULL.why})"
+    assert (told in (account_of("unkept", evidence) or "")) == (on_record not in ([FINISHED], [LOST]))

@@ -1,0 +1,59 @@
+"""Why the final state is in no durable ring, as the supervisor tells it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollback.ring.drainer import Phase
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor import draining
+from rollback.supervisor.draining import Draining
+
+
+class Copying:
+    """A drainer that is never through with its work, or at once."""
+
+    def __init__(self, trouble: str | None, *, done: bool) -> None:
+        self.trouble, self._done = trouble, done
+
+    def start(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def wait(self, phase: Phase, seconds: float) -> bool:
+        return self._done
+
+    def give_up(self) -> None:
+        self.trouble = "its time was up"
+
+
+@pytest.mark.parametrize(
+    ("drainer", "expected"),
+    [
+        (Copying(None, done=False), "there was no time left to copy it"),
+        (Copying("the disk is full", done=True), "the disk is full"),
+        (Copying(None, done=True), "the fast tier cannot be found by "),
+    ],
+)
+def test_the_reason_is_told_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drainer: Copying, expected: str
+) -> None:
+    monkeypatch.setattr(draining, "drainer_for", lambda *_: drainer)
+    ledger: Any = SimpleNamespace(note=None)
+    history: Any = SimpleNamespace(attached=True, settings={})
+    side = Draining(RunPaths(tmp_path), ledger, lambda text: None)
+    side.follow(history)
+    side.finish(lambda: True)
+    assert side.why_not().startswith(expected)
+
+
+def test_of_a_checkpoint_that_has_left_the_fast_tier_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining.tiers, "fast_tier_of", lambda paths: object())
+    side = Draining(RunPaths(tmp_path), SimpleNamespace(note=None), lambda text: None)  # type: ignore[arg-type]
+    assert side.why_not() == "it is not in the fast tier any more"
