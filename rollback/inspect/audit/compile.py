@@ -242,7 +242,7 @@ def _attempt(
     finished, stopped = last_fact(records, facts.Finished), last_fact(records, facts.Stopped)
     kept = last_fact(records, facts.LastSnapshotMade)
     how: Literal["finished", "stopped", "died", "running_or_unknown"] = "died"
-    if stopped:
+    if stopped or (ended and ended.why == "told_to_stop"):
         how = "stopped"
     elif (ended and ended.status == 0 and (finished or not attached)) or (
         finished and not ended and not held and costs.reached.get(number, 0) <= finished.step
@@ -252,7 +252,7 @@ def _attempt(
         how = "running_or_unknown"
     end = ended or finished or stopped
     # A rank that raised has recorded its step, and its peers cannot have done another one without it.
-    told = how in ("finished", "stopped") or (ended is not None and ended.fingerprint is not None)
+    told = how == "finished" or stopped is not None or (ended is not None and ended.fingerprint is not None)
     price = costs.deaths.get(number)
     return report.AttemptEntry(
         attempt=number,

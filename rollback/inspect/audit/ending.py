@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from rollback.errors import ExitCode
 from rollback.facts import training as facts
 from rollback.inspect.audit.report import Ended, Ending
 from rollback.rundir.journal.journal import of_kinds
@@ -36,11 +37,18 @@ def ending_of(records: Iterable[facts.JournalEntry]) -> Ending | None:
             case facts.RunEnded() as fact if ending:
                 ending = ending.model_copy(update={"exit_code": fact.exit_code, "by_supervisor": True})
             case facts.RunEnded() as fact:
-                how: Ended = "gave_up" if fact.exit_code else "finished"
                 ending = Ending(
-                    how=how, at=record.at, step=None, exit_code=fact.exit_code, by_supervisor=True, account=fact.reason
-                )
+                    how=_by_exit_code(fact.exit_code), at=record.at, step=None, exit_code=fact.exit_code,
+                    by_supervisor=True, account=fact.reason,
+                )  # fmt: skip
     return ending
+
+
+def _by_exit_code(code: int) -> Ended:
+    """Of a run whose ranks did not say how it ended: they were not up yet, or were killed."""
+    if code == ExitCode.RESUMABLE:
+        return "preempted"
+    return "gave_up" if code else "finished"
 
 
 def _said(record: facts.JournalEntry, how: Ended, step: int, account: str) -> Ending:

@@ -527,6 +527,22 @@ def test_a_run_whose_ranks_never_came_up_has_a_ledger_too(tmp_path: Path, monkey
     assert "the ranks never agreed where to begin; died: missing.py does not exist" in text_of(ledger, width=200)
 
 
+def test_a_run_that_is_told_to_stop_before_its_ranks_are_up_has_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.tell(0, AttemptStarted(command=("torchrun", "train.py"), host="h", pid=1))
+    run.tell(1, Signalled(signal="SIGTERM"))
+    cause = "ended on request, before the ranks had stopped together"
+    run.tell(2, AttemptEnded(status=1, why="told_to_stop", cause=cause, step=None, seconds=2.0))
+    run.tell(2, RunEnded(exit_code=75, reason=cause))
+    ledger = ledger_of(run)
+    assert ledger.ending is not None
+    assert (ledger.ending.how, ledger.ending.exit_code, ledger.ending.account) == ("preempted", 75, cause)
+    assert (ledger.attempts[0].ended, ledger.attempts[0].at_least) == ("stopped", True)
+    assert f"the ranks never agreed where to begin; stopped: {cause}" in text_of(ledger, width=200)
+
+
 def test_a_clock_that_jumps_back_a_year_costs_nothing_and_breaks_nothing(run: RecordedRun) -> None:
     run.tell(35, incident(1, 30, 34))
     run.tell(35, rollback_plan(1, C1, 20, (40, 89)))
