@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from facts import facts
-from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
+from recorded_run import RecordedRun, eventful_run, hold, incident, rollback_plan, stopped_by_themselves
 from rollback.cli import app
 from rollback.errors import (
     JournalDamaged,
@@ -50,6 +50,7 @@ from rollback.facts.training import (
 )
 from rollback.inspect.audit import AuditReport, Material, compile_ledger, read_material
 from rollback.inspect.audit.cost import Charged
+from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.report import Run
 from rollback.inspect.audit.text import indices_in_words, print_ledger
 from rollback.terminal.escape import console_for, printable, quoted
@@ -525,6 +526,28 @@ def test_a_run_whose_ranks_never_came_up_has_a_ledger_too(tmp_path: Path, monkey
     assert ledger.ending
     assert ledger.ending.how == "gave_up"
     assert "the ranks never agreed where to begin; died: missing.py does not exist" in text_of(ledger, width=200)
+
+
+def test_ranks_that_stopped_since_their_supervisor_was_killed_are_told_of_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stopped_by_themselves(tmp_path / "run", monkeypatch)
+    hold(run.paths, alive=True)
+    ledger = ledger_of(run)
+    assert ledger.ending is not None
+    assert (ledger.ending.orphaned, ledger.ending.account) == (False, "told to stop")
+    assert ledger.attempts[0].cause is None
+    hold(run.paths, alive=False)
+    ledger = ledger_of(run)
+    assert ledger.ending is not None
+    assert (ledger.ending.how, ledger.ending.orphaned) == ("preempted", True)
+    assert ledger.ending.account == f"told to stop; {NO_END}"
+    assert f"; stopped: {NO_END}" in text_of(ledger, width=200)
+    run.tell(60, AttemptStarted(command=("torchrun",), host="node1", pid=2), 2)
+    run.attach(61, 2, C1, 20)
+    hold(run.paths, alive=True)
+    ledger = ledger_of(run)
+    assert (ledger.ending, [entry.cause for entry in ledger.attempts]) == (None, [NO_END, None])
 
 
 def test_a_run_that_is_told_to_stop_before_its_ranks_are_up_has_not_given_up(
