@@ -41,6 +41,7 @@ from rollback.facts.training import (
     Quarantined,
     Restored,
     RunEnded,
+    SampleQuarantine,
     ScalerSkipped,
     Signalled,
     SkipAdded,
@@ -548,6 +549,18 @@ def test_ranks_that_stopped_since_their_supervisor_was_killed_are_told_of_as_suc
     hold(run.paths, alive=True)
     ledger = ledger_of(run)
     assert (ledger.ending, [entry.cause for entry in ledger.attempts]) == (None, [NO_END, None])
+
+
+def test_an_order_without_a_reason_leaves_no_room_for_one(run: RecordedRun) -> None:
+    run.tell(21, SkipAdded(window=Window(first=50, last=59), who="ann@site", why=""))
+    left_out = {"batch": 60, "samples": (7,), "added": (7,), "released": (), "who": "ann@site", "why": ""}
+    order = SampleQuarantine(**left_out)
+    run.tell(22, order)
+    text = text_of(ledger_of(run), width=200)
+    assert re.search(r"by ann@site *$", text, re.MULTILINE)
+    assert "left out from batch 60 on (ann@site)" in text
+    assert order.in_words() == "from batch 60 on left out: 7 (ann@site)"
+    assert order.model_copy(update={"why": "torn"}).in_words().endswith("(ann@site: torn)")
 
 
 def test_a_run_that_is_told_to_stop_before_its_ranks_are_up_has_not_given_up(
