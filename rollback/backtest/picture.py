@@ -1,14 +1,19 @@
 """A replay as a picture: loss, gradient norm, what was called, what was left alone, what would have been skipped."""
 
+import io
 import math
 from pathlib import Path
 
 from rollback.backtest.replay import Replay
-from rollback.errors import RunDirectoryError, UsageError
+from rollback.errors import UsageError
+from rollback.terminal.files import replacing
 
 
 def draw(replay: Replay, target: Path) -> None:
-    """Write the picture; its format is what the name's ending says. Raises UsageError where matplotlib is missing."""
+    """Write the picture; its format is what the name's ending says.
+
+    Raises UsageError where matplotlib is missing, and as `replacing`.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -34,12 +39,13 @@ def draw(replay: Replay, target: Path) -> None:
             axis.axvline(verdict.step, color="tab:red", lw=1)
     axes[0].set_title(f"{replay.path.name}: {len(replay.calls)} calls (red), {len(replay.blips)} left alone (green)")
     axes[-1].set_xlabel("step")
+    drawn = io.BytesIO()
     try:
-        figure.savefig(target, dpi=120)
+        figure.savefig(drawn, dpi=120, format=target.suffix.removeprefix(".") or None)
     except ValueError as error:
         raise UsageError(f"{target} cannot be drawn: {error}", hint="end the name in .png, .svg or .pdf") from error
-    except OSError as error:
-        raise RunDirectoryError(f"{target} cannot be written: {error.strerror}", hint="choose another place") from error
+    with replacing(target) as path:
+        path.write_bytes(drawn.getvalue())
 
 
 def _curve(axis, steps: list[int], values: list[float | None], label: str) -> None:  # type: ignore[no-untyped-def]

@@ -8,6 +8,7 @@ import typer
 
 from rollback import __version__
 from rollback.cli.adopt import adopt
+from rollback.cli.answers import answering
 from rollback.cli.audit import AUDIT_CODES, audit
 from rollback.cli.backtest import backtest
 from rollback.cli.command_line import LaunchCommand
@@ -49,7 +50,8 @@ app.add_typer(ring, name="ring")
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"rollback {__version__}")
+        with answering():
+            print(f"rollback {__version__}")
         raise typer.Exit
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from rollback.cli.answers import answering
 from rollback.errors import UsageError
 
 
@@ -24,4 +25,6 @@ def adopt(
         raise UsageError(
             f"the training script {script} cannot be read: {why}", hint="name a Python file: rollback adopt train.py"
         ) from error
-    print(diff_of(source, str(script)), end="")
+    diff = diff_of(source, str(script))
+    with answering():
+        print(diff, end="")

@@ -1,12 +1,15 @@
-"""What reading commands have in common: the argument RUN, an answer as text or JSON, and what could not be read."""
+"""What commands have in common: the argument RUN, an answer as text or JSON, and what could not be read or written."""
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from rollback.errors import OutputNotWritten
 from rollback.terminal.messages import say
 
 if TYPE_CHECKING:
@@ -23,10 +26,44 @@ def show(answer: Answer, print_text: "Callable[[Console, Answer], None]", *, jso
     """On stdout: as JSON, or as text for people."""
     from rollback.terminal.escape import console_for
 
-    if json:
-        print(answer.to_json())
-    else:
-        print_text(console_for(sys.stdout), answer)
+    with answering():
+        if json:
+            print(answer.to_json())
+        else:
+            print_text(console_for(sys.stdout), answer)
+
+
+@contextmanager
+def answering(hint: str = "check the free space there, and give the command again") -> Iterator[None]:
+    """Within, a command prints its answer on stdout. All of it is written on return, also a short one.
+
+    Raises OutputNotWritten where that is refused (a full disk); hint: what is to be known or done then. A reader that
+    has gone away (`| head`) has had enough: that is no error of ours.
+    """
+    try:
+        yield
+        _flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _give_up_stdout()
+        raise OutputNotWritten(f"writing the answer to stdout: {error.strerror or error}", hint=hint) from error
+
+
+def _flush() -> None:
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        return
+
+
+def _give_up_stdout() -> None:
+    """What is still to be written goes nowhere: Python would try once more at its end, and exit with a code of its
+    own."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def say_notices(notices: Sequence[str]) -> None:

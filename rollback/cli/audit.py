@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TextIO
 
 import typer
 
-from rollback.cli.answers import Answer, RunArgument, say_notices
+from rollback.cli.answers import Answer, RunArgument, answering, say_notices
 from rollback.errors import UsageError
 from rollback.system.collector import no_collection
 
@@ -134,4 +134,5 @@ def _write(run: Path, output: Path | None, write: Callable[[TextIO], None]) -> N
         with replacing(output, run) as path, open(path, "w", encoding="utf-8", newline="") as file:
             write(file)
         return
-    write(sys.stdout)
+    with answering():
+        write(sys.stdout)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rollback.cli.answers import answering
 from rollback.config import Objective, PresetName, Sensitivity
 from rollback.errors import ExitCode, UsageError
 from rollback.terminal.messages import printable, show_error
@@ -47,12 +48,14 @@ def backtest(
             failed = True
             show_error(result)
             if json and len(logs) > 1:
-                print(json_format.dumps({"schema": 1, "log": str(path), "error": result.message}))
+                with answering():
+                    print(json_format.dumps({"schema": 1, "log": str(path), "error": result.message}))
             continue
-        if json:
-            print(json_format.dumps(result.to_json(), allow_nan=False))
-        else:
-            print(printable(describe(result, shutil.get_terminal_size().columns)) + "\n")
+        with answering():
+            if json:
+                print(json_format.dumps(result.to_json(), allow_nan=False))
+            else:
+                print(printable(describe(result, shutil.get_terminal_size().columns)) + "\n")
         if plot is not None:
             draw(result, plot)
     sys.stdout.flush()

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollback.cli.answers import RunArgument
+from rollback.cli.answers import RunArgument, answering
 from rollback.cli.windows import parse_window
 from rollback.errors import UsageError
 from rollback.terminal.messages import say
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 CONTROL_CODES = (
     "Exit codes: 0 carried out, or handed in with --no-wait or to a run that is not running; 1 refused by the ranks, "
     "or not carried out in time; 2 it makes no sense now, and nothing was handed in; 65 no checkpoint to go back to; "
-    "74 I/O."
+    "74 I/O, also of the answer: then the message says what became of the order."
 )
 _Why = Annotated[str, typer.Option("--why", metavar="TEXT", help="For the record.", show_default=False)]
 _Who = Annotated[str | None, typer.Option("--who", metavar="NAME", help="For the record (default: USER@HOST).")]
@@ -100,8 +100,10 @@ def _finish(asked: "Asked", json: bool, wait: bool, timeout: float) -> None:
     if asked.notice:
         say(asked.notice)
     reply = wait_for_answer(asked, timeout) if wait and asked.live else without_waiting(asked)
+    told = f"request {reply.request}: {reply.text}"
     if json:
-        print(reply.to_json())
+        with answering(told if reply.state == "refused" else f"the order stands: {told}"):
+            print(reply.to_json())
     else:
-        say(f"request {reply.request}: {reply.text}")
+        say(told)
     raise typer.Exit(reply.exit_code)

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from rollback.cli.answers import show
+from rollback.cli.answers import answering, show
 from rollback.cli.launch import read_settings, require_script
 from rollback.cli.launch_options import LAUNCH_PARAMETERS, as_arguments, declares, flag, parameter, switch
 from rollback.config import Settings
@@ -58,8 +58,9 @@ def drill(
     from rollback.drill.trials import DrillStage
 
     if listed:
-        for fault in FAULTS:
-            print(f"{fault.name:15} {fault.says}; expected: {fault.expected.value}")
+        with answering():
+            for fault in FAULTS:
+                print(f"{fault.name:15} {fault.says}; expected: {fault.expected.value}")
         return
     if script is None:
         raise UsageError("there is nothing to drill", hint="rollback drill [FLAGS] train.py [ARGUMENTS OF train.py]")

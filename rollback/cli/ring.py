@@ -96,6 +96,8 @@ def export(
     from rollback.terminal.quantities import size
 
     largest = parse_size(max_shard_size, "--max-shard-size")
+    if largest < 1:
+        raise UsageError(f"--max-shard-size: no tensor fits into {max_shard_size}", hint="such as 5GB or 800MB")
     if dcp is not None:
         if output is not None:
             raise UsageError("--dcp and --output exclude each other", hint="export twice")

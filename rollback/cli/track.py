@@ -1,5 +1,6 @@
 """`rollback track`: a run in TensorBoard or Weights & Biases."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -58,10 +59,11 @@ def track(
 
 def _end_of_stdin() -> Callable[[], bool]:
     """Becomes true when nobody holds the other end of our standard input any more."""
-    ended = threading.Event()
+    ended, stdin = threading.Event(), sys.stdin.fileno()
 
     def wait() -> None:
-        while sys.stdin.buffer.read(1 << 12):
+        # Not by sys.stdin: this thread would hold its lock, and Python aborts where it cannot have that at its end.
+        while os.read(stdin, 1 << 12):
             pass
         ended.set()
 

@@ -119,3 +119,8 @@ def spelt_out(value: Any) -> Any:
     if isinstance(value, dict):
         return {spelt_out(key): spelt_out(item) for key, item in value.items()}
     return [spelt_out(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def by_whom(who: str | None, why: str | None) -> str:
+    """Who ordered something and why, in words; a reason need not be given."""
+    return f"{who}: {why}" if why else f"{who}"

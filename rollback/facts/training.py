@@ -26,7 +26,7 @@ from rollback.facts.checkpoints import (
     Tier,
 )
 from rollback.facts.ending import FinalStateLost, Finished, GivingUp, LastSaveFailed, ScriptLeft, Stopped
-from rollback.facts.fact import Count, Fact, InitialState, Sharding, Window
+from rollback.facts.fact import Count, Fact, InitialState, Sharding, Window, by_whom
 from rollback.facts.probes import NotProbed, Probed
 from rollback.facts.ring import Drained, DrainFailed, Fetched, LeftDurableRing
 from rollback.facts.supervisor import (
@@ -296,7 +296,7 @@ class SampleQuarantine(Fact):
 
     def in_words(self) -> str:
         listed = ", ".join(map(str, self.samples)) or "none"
-        return f"from batch {self.batch} on left out: {listed} ({self.who}: {self.why})"
+        return f"from batch {self.batch} on left out: {listed} ({by_whom(self.who, self.why)})"
 
 
 class Requested(Fact):

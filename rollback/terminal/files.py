@@ -9,9 +9,9 @@ from rollback.errors import OutputNotWritten, UsageError, reporting
 from rollback.system.durable import sync_directory
 
 
-def require_place(output: Path, run: Path) -> None:
+def require_place(output: Path, run: Path | None) -> None:
     """Raise UsageError where no file may be written: inside the run directory `run`, in no directory, or over one."""
-    if run.resolve() in output.resolve().parents:
+    if run is not None and run.resolve() in output.resolve().parents:
         raise UsageError(f"{output} is inside the run directory {run}", hint="write it somewhere else")
     if not output.parent.is_dir():
         raise UsageError(f"there is no directory {output.parent} to write {output.name} into")
@@ -20,7 +20,7 @@ def require_place(output: Path, run: Path) -> None:
 
 
 @contextmanager
-def replacing(output: Path, run: Path) -> Iterator[Path]:
+def replacing(output: Path, run: Path | None = None) -> Iterator[Path]:
     """A path to write to, which becomes `output` at the end, replacing a file that is there, and vanishes on an error.
 
     Where `output` is no regular file (`/dev/null`, `/dev/stdout`) it is that path itself: nothing takes its place.

@@ -14,7 +14,7 @@ from rollback.trackers.wandb import WeightsAndBiases
 
 Tracker = TensorBoard | WeightsAndBiases
 """Hears a run's story, in order. `metric` is a judged step: in a new leg, steps from it on that older legs had no
-longer count. Methods may raise OSError."""
+longer count. Methods may raise OSError, or OutputNotWritten."""
 _EVERYTHING = 1 << 62
 _EVERY = 1.0  # seconds between two looks: the ranks write their metrics about as often
 
@@ -32,7 +32,7 @@ class Reader:
     def hand_on(self, trackers: Sequence[Tracker]) -> int:
         """Tell the trackers what is new, and how much that was.
 
-        Raises JournalDamaged or RunDirectoryError, or OSError where a tracker cannot write.
+        Raises JournalDamaged or RunDirectoryError, or as trackers do.
         """
         count = 0
         while True:

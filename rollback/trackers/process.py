@@ -15,6 +15,7 @@ from typing import IO
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 
+_ERROR = "rollback: error: "
 _PATIENCE = 60.0  # seconds for the last of it to be written, or sent
 
 
@@ -52,5 +53,12 @@ def _let_end(process: subprocess.Popen[bytes], errors: IO[bytes], run: Path, say
         return
     if status:
         errors.seek(0)
-        words = errors.read().decode(errors="replace").strip().splitlines()[-1:] or [f"status {status}"]
-        say(f"the trackers failed ({words[0]}); the run did not; `rollback track {run}` tells them all")
+        words = _last_words(errors.read().decode(errors="replace")) or f"status {status}"
+        say(f"the trackers failed ({words}); the run did not; `rollback track {run}` tells them all")
+
+
+def _last_words(stderr: str) -> str:
+    """The error that the command ended with, without its hint; of a traceback the last line, which has the reason."""
+    lines = stderr.strip().splitlines()
+    error = next((line.removeprefix(_ERROR) for line in reversed(lines) if line.startswith(_ERROR)), None)
+    return error or (lines[-1].strip() if lines else "")

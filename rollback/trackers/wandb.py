@@ -5,9 +5,11 @@ run of their own, whose steps are the training's; the group shows the legs side 
 the end of an older leg. WANDB_MODE=offline and W&B's other variables mean what they always mean.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from rollback.errors import OutputNotWritten
 from rollback.facts.training import Fact, Incident, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
 from rollback.terminal.extras import require_extra
@@ -56,18 +58,36 @@ class WeightsAndBiases:
         """W&B sends by itself."""
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        if (run := self._run) is not None:
             self._run = None
+            with self._sending():
+                run.finish()
 
     def _log(self, leg: Leg, step: int, values: dict[str, Any]) -> None:
         self._enter(leg)
         self._step = max(self._step, step)  # an earlier step would be refused
-        self._run.log(values, step=self._step)
+        with self._sending():
+            self._run.log(values, step=self._step)
 
     def _note(self, name: str, value: Any) -> None:
         if self._run is not None:
-            self._run.summary[name] = value
+            with self._sending():
+                self._run.summary[name] = value
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        """What W&B refuses within is raised as an error for the reader. Its own errors are no OSError."""
+        import wandb
+
+        try:
+            yield
+        except wandb.Error as error:
+            why = " ".join(str(error).split())
+            raise OutputNotWritten(
+                f"logging to the project {self._project} of W&B: {why}",
+                hint="log in (`wandb login`, or WANDB_API_KEY), see whether W&B can be reached, or keep it here with "
+                "WANDB_MODE=offline; then `rollback track` tells all",
+            ) from error
 
     def _enter(self, leg: Leg) -> None:
         if leg == self._leg:
@@ -78,14 +98,15 @@ class WeightsAndBiases:
         self._leg, self._step = leg, 0
         group = self._group()
         name = f"attempt {leg.attempt}" + (f", after rollback {leg.timeline}" if leg.timeline else "")
-        self._run = wandb.init(
-            project=self._project,
-            group=group,
-            name=name,
-            id=f"{group}-{leg.attempt}-{leg.timeline}",
-            resume="allow",
-            config={"attempt": leg.attempt, "timeline": leg.timeline},
-            settings=wandb.Settings(
-                console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True
-            ),
-        )
+        with self._sending():
+            self._run = wandb.init(
+                project=self._project,
+                group=group,
+                name=name,
+                id=f"{group}-{leg.attempt}-{leg.timeline}",
+                resume="allow",
+                config={"attempt": leg.attempt, "timeline": leg.timeline},
+                settings=wandb.Settings(
+                    console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True
+                ),
+            )

@@ -1,6 +1,7 @@
 """What a start adds to the record; and the refusal to go on without a change after an incident stopped the run."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rollback.checkpoints import ring, tiers
@@ -96,7 +97,12 @@ def leave_out_what_is_new(
 def left_out_by_order(
     recorded: Sequence[SampleQuarantine], settings: Settings, blamed: Iterable[Blamed], batch: int
 ) -> list[SampleQuarantine]:
-    """The samples that settings and the supervisor leave out and that are not on record, from `batch` on or later."""
+    """The samples that settings and the supervisor leave out and that are not on record, from `batch` on or later.
+
+    An order may come again: a sample is left out, taken in, and left out once more. So equal orders are counted: only
+    those beyond the ones on record are new. Batches cannot tell them apart: an order that comes with a later start is
+    on record with the batch of that start.
+    """
     orders: list[tuple[str, str, int, set[int], set[int]]] = []
     given: set[int] = set()
     for one in settings.skip_samples:
@@ -107,8 +113,11 @@ def left_out_by_order(
         if leaves_out(settings, crash):
             orders.append(("the supervisor", crash.in_words(), crash.window.first, {*crash.samples}, set()))
     known = list(recorded)
+    on_record = Counter((fact.who, frozenset(fact.added), frozenset(fact.released)) for fact in recorded)
     for who, why, first, added, released in orders:
-        if any((fact.who, {*fact.added}, {*fact.released}) == (who, added, released) for fact in known):
+        order = (who, frozenset(added), frozenset(released))
+        on_record[order] -= 1
+        if on_record[order] >= 0:
             continue
         before = {*known[-1].samples} if known else set()
         known.append(

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,20 @@ def test_samples_are_left_out_and_taken_in_again_as_an_operator_asks(tmp_path: P
     read = [ids for batch, ids in consumed(portrait).items() if batch >= 80]
     assert 7 not in {sample for ids in read for sample in ids}
     assert sum(map(len, read)) == 160
+
+
+def test_a_sample_that_is_left_out_again_is_so_in_a_run_that_is_told_from_the_start(tmp_path: Path) -> None:
+    run, toy = tmp_path / "run", TOY.but(samples=160, epochs=5)
+    orders = [(30, "quarantine"), (70, "release"), (100, "quarantine")]
+    hooks = [asking(at, partial(hand_in, run, order, samples=[7])) for at, order in orders]
+
+    def hook(guard: Guard | None, position: int) -> None:
+        for ask in hooks:
+            ask(guard, position)
+
+    portrait = train(toy, run, hook=hook)
+    assert [fact.samples for fact in facts(run, SampleQuarantine)] == [(7,), (), (7,)]
+    require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "told from the start")
 
 
 def test_a_loader_without_indices_leaves_no_sample_out(tmp_path: Path) -> None:

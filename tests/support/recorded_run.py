@@ -1,5 +1,8 @@
 """A run directory as a run would leave it, written by the real writers with a clock that the test winds."""
 
+import json
+import os
+import socket
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from rollback.facts.training import (
     RestartScheduled,
     Restored,
     RunEnded,
+    Stopped,
     Window,
 )
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
@@ -27,6 +31,7 @@ from rollback.rundir.journal import journal
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, Metric, SkippedBatch, metric_line
+from rollback.system.processes import start_of
 
 START = datetime(2030, 1, 1, tzinfo=timezone.utc)
 
@@ -139,6 +144,24 @@ def attached(checkpoint: str | None, step: int, *, supervised: bool = True) -> A
         torch="2.10.0",
         settings={"policy": "balanced"},
     )
+
+
+def stopped_by_themselves(root: Path, monkeypatch: Any) -> RecordedRun:
+    """A supervisor began its attempt, the ranks saved and stopped, and the supervisor has recorded no end of it."""
+    run = RecordedRun(root, monkeypatch)
+    run.tell(0, AttemptStarted(command=("torchrun",), host="node1", pid=1))
+    run.attach(1, 1, None, 0)
+    run.commit(20, "c000001-s00000020", 20)
+    run.judge(0, 19)
+    stop = Stopped(reason="preempted", step=20, batch=40, checkpoint="c000001-s00000020", account="told to stop")
+    run.tell(21, stop)
+    return run
+
+
+def hold(paths: RunPaths, *, alive: bool) -> None:
+    """Say that this process holds the run directory, or, not alive, one that had its pid before and was killed."""
+    holder = {"pid": os.getpid(), "start": start_of(os.getpid()), "host": socket.gethostname(), "role": "supervisor"}
+    paths.holder.write_text(json.dumps(holder if alive else {**holder, "start": "1@another boot"}))
 
 
 def eventful_run(root: Path, monkeypatch: Any) -> RecordedRun:

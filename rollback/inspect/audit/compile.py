@@ -10,7 +10,7 @@ from rollback.facts.history import Case, History, fold, merge_windows
 from rollback.facts.supervisor import ABOUT_NODES
 from rollback.inspect.audit import report
 from rollback.inspect.audit.cost import Costs, reckon, rounded
-from rollback.inspect.audit.ending import confirmed, ending_of
+from rollback.inspect.audit.ending import NO_END, confirmed, ending_of, lacks_its_end
 from rollback.inspect.audit.incidents import put_together
 from rollback.inspect.audit.metrics import last_judged
 from rollback.inspect.audit.quarantine import sample_entries
@@ -32,7 +32,8 @@ def compile_ledger(material: Material) -> report.AuditReport:
     passed = _passed_over(material, told)
     skipped = _skipped(material, history, notices)
     incidents = _incidents(material, told, history, costs, passed)
-    attempts = _attempts(records, costs, material.held)
+    orphaned = material.abandoned and lacks_its_end(told)
+    attempts = _attempts(records, costs, material.held, orphaned)
     begun = next(reversed(of_kinds(told, {facts.Attached, facts.Restored})), None)
     return report.AuditReport(
         run=_run(material),
@@ -57,7 +58,9 @@ def compile_ledger(material: Material) -> report.AuditReport:
             *(_message(record, "filling the durable ring", f.error) for record, f in of_kind(told, facts.DrainFailed)),
         ],
         last_judged=last_judged(material.last_metrics, begun, history.timeline),
-        ending=confirmed(ending_of(told), held=material.held, reached=attempts[-1].reached if attempts else None),
+        ending=confirmed(
+            ending_of(told), held=material.held, reached=attempts[-1].reached if attempts else None, orphaned=orphaned
+        ),
         notices=notices,
     )
 
@@ -219,11 +222,14 @@ def _checkpoints(records: Sequence[facts.JournalEntry], history: History) -> lis
     return list(entries.values())
 
 
-def _attempts(records: Sequence[facts.JournalEntry], costs: Costs, held: bool) -> list[report.AttemptEntry]:
+def _attempts(
+    records: Sequence[facts.JournalEntry], costs: Costs, held: bool, orphaned: bool
+) -> list[report.AttemptEntry]:
+    """held, orphaned: as for `confirmed`, of the last attempt."""
     began = {record.attempt: record.at for record in reversed(records)}
     own, last = by_attempt(of_kinds(records, _OF_ATTEMPTS)), max(began, default=0)
     return [
-        _attempt(number, at, own.get(number, []), costs, is_last=number == last, held=held and number == last)
+        _attempt(number, at, own.get(number, []), costs, last=last, held=held, orphaned=orphaned)
         for number, at in sorted(began.items())
     ]
 
@@ -235,24 +241,26 @@ _OF_ATTEMPTS = frozenset({
 
 
 def _attempt(
-    number: int, began: str, records: list[facts.JournalEntry], costs: Costs, *, is_last: bool, held: bool
+    number: int, began: str, records: list[facts.JournalEntry], costs: Costs, *, last: int, held: bool, orphaned: bool
 ) -> report.AttemptEntry:
+    is_last = number == last
     started, attached = last_fact(records, facts.AttemptStarted), last_fact(records, facts.Attached)
     ended, restart = last_fact(records, facts.AttemptEnded), last_fact(records, facts.RestartScheduled)
     finished, stopped = last_fact(records, facts.Finished), last_fact(records, facts.Stopped)
     kept = last_fact(records, facts.LastSnapshotMade)
     how: Literal["finished", "stopped", "died", "running_or_unknown"] = "died"
-    if stopped:
+    if stopped or (ended and ended.why == "told_to_stop"):
         how = "stopped"
     elif (ended and ended.status == 0 and (finished or not attached)) or (
-        finished and not ended and not held and costs.reached.get(number, 0) <= finished.step
+        finished and not ended and not (held and is_last) and costs.reached.get(number, 0) <= finished.step
     ):
         how = "finished"
     elif is_last and not ended:
         how = "running_or_unknown"
     end = ended or finished or stopped
     # A rank that raised has recorded its step, and its peers cannot have done another one without it.
-    told = how in ("finished", "stopped") or (ended is not None and ended.fingerprint is not None)
+    told = how == "finished" or stopped is not None or (ended is not None and ended.fingerprint is not None)
+    lost = started and not ended and (orphaned or not is_last) and stopped and stopped.reason == "preempted"
     price = costs.deaths.get(number)
     return report.AttemptEntry(
         attempt=number,
@@ -266,7 +274,8 @@ def _attempt(
         at_least=not told,
         ended=how,
         ended_at=next((record.at for record in records if record.fact is end), None),
-        **report.said(ended, "status", "cause"),
+        status=ended.status if ended else None,
+        cause=ended.cause if ended else NO_END if lost else None,
         last_snapshot=kept.in_words() if kept else None,
         nodes=[r.fact.in_words() for r in records if isinstance(r.fact, ABOUT_NODES)],
         signals=[fact.signal for _, fact in of_kind(records, facts.Signalled)],

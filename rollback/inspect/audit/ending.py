@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from rollback.errors import ExitCode
 from rollback.facts import training as facts
 from rollback.inspect.audit.report import Ended, Ending
 from rollback.rundir.journal.journal import of_kinds
@@ -11,6 +12,8 @@ TURNS: frozenset[type[facts.Fact]] = frozenset({
     facts.AttemptEnded, facts.RunEnded,
 })  # fmt: skip
 """Facts that a run has ended, or that it has not."""
+NO_END = "no end is on record: its supervisor was killed, or the host went down"
+"""Of an attempt whose supervisor is gone. Ranks are told to stop then: that they did is not how it ended."""
 
 
 def ending_of(records: Iterable[facts.JournalEntry]) -> Ending | None:
@@ -36,11 +39,32 @@ def ending_of(records: Iterable[facts.JournalEntry]) -> Ending | None:
             case facts.RunEnded() as fact if ending:
                 ending = ending.model_copy(update={"exit_code": fact.exit_code, "by_supervisor": True})
             case facts.RunEnded() as fact:
-                how: Ended = "gave_up" if fact.exit_code else "finished"
                 ending = Ending(
-                    how=how, at=record.at, step=None, exit_code=fact.exit_code, by_supervisor=True, account=fact.reason
-                )
+                    how=_by_exit_code(fact.exit_code), at=record.at, step=None, exit_code=fact.exit_code,
+                    by_supervisor=True, account=fact.reason,
+                )  # fmt: skip
     return ending
+
+
+def lacks_its_end(records: Iterable[facts.JournalEntry]) -> bool:
+    """Whether a supervisor began the last attempt, and none has recorded its end."""
+    lacks = False
+    for record in of_kinds(records, TURNS):
+        match record.fact:
+            case facts.AttemptStarted():
+                lacks = True
+            case facts.AttemptEnded() | facts.RunEnded():
+                lacks = False
+            case facts.Attached() as fact if not fact.supervised:
+                lacks = False
+    return lacks
+
+
+def _by_exit_code(code: int) -> Ended:
+    """Of a run whose ranks did not say how it ended: they were not up yet, or were killed."""
+    if code == ExitCode.RESUMABLE:
+        return "preempted"
+    return "gave_up" if code else "finished"
 
 
 def _said(record: facts.JournalEntry, how: Ended, step: int, account: str) -> Ending:
@@ -48,11 +72,14 @@ def _said(record: facts.JournalEntry, how: Ended, step: int, account: str) -> En
     return Ending(how=how, at=record.at, step=step, exit_code=None, by_supervisor=False, account=account)
 
 
-def confirmed(ending: Ending | None, *, held: bool, reached: int | None) -> Ending | None:
+def confirmed(ending: Ending | None, *, held: bool, reached: int | None, orphaned: bool) -> Ending | None:
     """The ending; None: it was only the end of one pass over the data.
 
     held: somebody holds the run directory, or was killed while holding it. reached: the furthest step of the attempt.
+    orphaned: the attempt's end lacks (`lacks_its_end`), and neither who holds the run directory nor a rank is alive.
     """
+    if ending is not None and ending.how == "preempted" and orphaned:
+        return ending.model_copy(update={"orphaned": True, "account": f"{ending.account}; {NO_END}"})
     if ending is None or ending.how != "finished" or ending.by_supervisor:
         return ending
     return None if held or (reached or 0) > (ending.step or 0) else ending

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from rollback.facts.fact import by_whom
 from rollback.facts.history import History, fold
 from rollback.inspect.audit.reading import read_records, require_run_directory
 from rollback.inspect.audit.report import Document, SampleEntry
@@ -57,9 +58,9 @@ def sample_in_words(entry: SampleEntry) -> str:
     incidents = ", ".join(map(str, entry.incidents))
     words = [f"suspect of incidents {incidents}"] if incidents else []
     if entry.in_quarantine:
-        words.append(f"left out from batch {entry.since} on ({entry.who}: {entry.why})")
+        words.append(f"left out from batch {entry.since} on ({by_whom(entry.who, entry.why)})")
     elif entry.since is not None:
-        words.append(f"was left out from batch {entry.since} on, and is no longer ({entry.who}: {entry.why})")
+        words.append(f"was left out from batch {entry.since} on, and is no longer ({by_whom(entry.who, entry.why)})")
     else:
         words.append("not left out")
     return "; ".join(words)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -14,15 +15,18 @@ from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.facts.training import AttemptStarted, Incident, JournalEntry
 from rollback.inspect.audit.metrics import read_last_metrics
 from rollback.rundir import seal
+from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.elsewhere import read_elsewhere
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.journal.journal import of_kind, of_kinds, read_journal
+from rollback.rundir.lock import read_holder
 from rollback.rundir.metrics.metric_columns import last_steps, metric_pieces
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric, SkippedBatch, read_skipped
 from rollback.system.collector import no_collection
 from rollback.system.files import size_of
+from rollback.system.processes import runs
 
 _WITH_EVIDENCE = 500  # incidents
 _SKIP_RECORD = re.compile(r"rank-([0-9]+)\.jsonl")
@@ -46,6 +50,8 @@ class Material:
     last_metrics: list[Metric] = field(default_factory=list)
     held: bool = False
     """Whether somebody holds the run directory, or was killed while holding it."""
+    abandoned: bool = False
+    """Whether who holds the run directory was killed, and no rank is alive."""
     skipped_left_out: bool = False
     """Whether the skip records are too large to be read here."""
 
@@ -119,7 +125,21 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
         evidence,
         read_last_metrics(paths),
         paths.holder.exists(),
+        _is_abandoned(paths),
         left_out,
+    )
+
+
+def _is_abandoned(paths: RunPaths) -> bool:
+    """As far as this host can see: of processes elsewhere nothing is known, so they count as alive."""
+    holder, here = read_holder(paths), socket.gethostname()
+    if holder is None:
+        return False
+    processes: list[tuple[object, object, object]] = [(holder.get("host"), holder.get("pid"), holder.get("start"))]
+    processes += [(beat.host, beat.pid, beat.start) for beat in read_all_heartbeats(paths).values()]
+    return all(
+        host == here and isinstance(pid, int) and 0 < pid < 1 << 31 and start and not runs(pid, str(start))
+        for host, pid, start in processes
     )
 
 

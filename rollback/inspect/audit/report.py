@@ -345,6 +345,9 @@ class Ending(ReportItem):
     step: int | None
     exit_code: int | None = Field(description="of the supervisor")
     by_supervisor: bool = Field(description="whether it was a supervisor that saw it; false: the ranks alone said so")
+    orphaned: bool = Field(
+        False, description="whether the ranks stopped since their supervisor was killed, or its host went down"
+    )
     account: str
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rollback.facts.fact import by_whom
 from rollback.facts.history import Case, History, fold, merge_windows
 from rollback.facts.training import Incident, JournalEntry, PassedOver, ScreenedOut, Window
 from rollback.inspect.audit.reading import ranks_with_skips, read_records, readable, require_run_directory
@@ -148,7 +149,7 @@ class _Reasons:
         window: Row = (None, None, None)
         if added:
             fact = added[-1]
-            window = (fact.window.first, fact.window.last, f"{fact.who}: {fact.why}")
+            window = (fact.window.first, fact.window.last, by_whom(fact.who, fact.why))
         return (by_user, None, [], *window, *[None] * _OF_INCIDENT)
 
 

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rollback.facts.fact import by_whom
 from rollback.inspect.audit import report
 from rollback.inspect.audit.metrics import as_observed
 from rollback.inspect.audit.quarantine import sample_in_words
@@ -55,7 +56,7 @@ def print_ledger(console: Console, ledger: report.AuditReport, *, everything: bo
         _section(console, "skipped batches, with the data set indices that each rank would have read")
         _print_skipped(console, ledger.skipped, everything)
     section = partial(_print_section, console, everything=everything)
-    windows = [(w.span, f"{span_in_words(w.span)} by {w.who}: {w.why}") for w in ledger.user_windows]
+    windows = [(w.span, f"{span_in_words(w.span)} by {by_whom(w.who, w.why)}") for w in ledger.user_windows]
     section("skip windows that no incident gave", [(str(span.first), text) for span, text in windows])
     samples = [(str(entry.sample), sample_in_words(entry)) for entry in ledger.samples]
     section("data set samples that are suspected or left out", samples)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from rollback.facts import training as facts
 from rollback.facts.history import History, fold, merge_windows
-from rollback.inspect.audit.ending import TURNS, ending_of
+from rollback.inspect.audit.ending import TURNS, ending_of, lacks_its_end
 from rollback.inspect.audit.reading import merge
 from rollback.inspect.audit.report import Ending, Point
 from rollback.rundir.journal.journal import of_kind, of_kinds
@@ -22,6 +22,8 @@ class RunRecord:
 
     history: History = field(default_factory=History)
     ending: Ending | None = None
+    lacks_its_end: bool = False
+    """Whether a supervisor began the last attempt, and none has recorded its end."""
     passed_over: list[facts.Window] = field(default_factory=list)
     advice: dict[str, str] = field(default_factory=dict)
     begun: facts.JournalEntry | None = None
@@ -66,7 +68,8 @@ class RunRecord:
         self.began = self.began or min((record.at for record in news), default=None)
         for turns, journal in zip(self._turns, (train, supervisor), strict=True):
             turns.extend(of_kinds(journal, TURNS))
-        self.ending = ending_of(merge(*self._turns))
+        told = merge(*self._turns)
+        self.ending, self.lacks_its_end = ending_of(told), lacks_its_end(told)
         return news
 
     @property

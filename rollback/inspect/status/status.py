@@ -233,7 +233,11 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, ring: list[HeldCheckpo
     good_ones = map(CheckpointName, history.good & history.committed.keys())
     newest_good = max(good_ones, key=lambda name: name.order, default=None)
     good = history.committed[newest_good] if newest_good else None
-    ending = confirmed(past.ending, held=holder is not None, reached=point.step if point else None)
+    abandoned = holder is not None and {holder.alive, *(entry.alive for entry in ranks)} == {"no"}
+    ending = confirmed(
+        past.ending, held=holder is not None, reached=point.step if point else None,
+        orphaned=abandoned and past.lacks_its_end,
+    )  # fmt: skip
     state = _state(holder, ranks, ending)
     return Status(
         directory=str(root),

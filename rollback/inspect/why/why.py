@@ -13,6 +13,7 @@ from pydantic import Field
 from rollback.errors import UsageError
 from rollback.facts import training as facts
 from rollback.facts.supervisor import ABOUT_NODES, Why
+from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import by_attempt
 from rollback.inspect.audit.report import Document, ReportItem, said
 from rollback.inspect.status.status import StatusReader
@@ -110,10 +111,17 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     paths, notices = RunPaths(root), list(status.notices)
     attempts = by_attempt(reader.news)
     alive = status.state in ("running", "starting")
+    orphaned = status.ending is not None and status.ending.orphaned
+    newest = max(attempts, default=0)
     failed = {
         number: cause
         for number, own in sorted(attempts.items())
-        if (cause := _failure(paths, number, own, over=not alive or number < max(attempts))) is not None
+        if (
+            cause := _failure(
+                paths, number, own, over=number < newest or not alive, orphaned=number < newest or orphaned
+            )
+        )
+        is not None
     }
     if attempt is not None and attempt not in attempts:
         raise UsageError(
@@ -156,23 +164,27 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     )
 
 
-def _failure(paths: RunPaths, attempt: int, own: Sequence[facts.JournalEntry], *, over: bool) -> str | None:
-    """What ended an attempt that failed, in words; None: it did not fail, or still runs."""
+def _failure(
+    paths: RunPaths, attempt: int, own: Sequence[facts.JournalEntry], *, over: bool, orphaned: bool
+) -> str | None:
+    """What ended an attempt that failed, in words; None: it did not fail, or still runs.
+
+    over: nothing of it is alive. orphaned: its supervisor is gone for certain; ranks that stopped may have had to.
+    """
     ended = last_fact(own, facts.AttemptEnded)
     if ended is not None:
         well = ended.why is None and ended.status == 0
         return None if well or ended.why == "told_to_stop" else ended.cause
-    by_itself = last_fact(own, facts.Finished) and not last_fact(
-        own, facts.AttemptStarted
-    )  # a supervisor would have seen the end
-    if not over or by_itself or last_fact(own, facts.Stopped):
+    supervised = last_fact(own, facts.AttemptStarted) is not None
+    by_itself = last_fact(own, facts.Finished) and not supervised  # a supervisor would have seen the end
+    if (stopped := last_fact(own, facts.Stopped)) is not None:
+        return NO_END if supervised and orphaned and stopped.reason == "preempted" else None
+    if not over or by_itself:
         return None
     records = in_order_of_blame(read_failures(paths.failures(attempt)).values())
     if records:
         return f"rank {records[0].rank} raised {records[0].error} (no supervisor was there to judge)"
-    supervised = last_fact(own, facts.AttemptStarted) is not None
-    who = "its supervisor was killed, or the host went down" if supervised else "its ranks were killed"
-    return f"no end is on record: {who}"
+    return NO_END if supervised else "no end is on record: its ranks were killed"
 
 
 def _decision(own: Sequence[facts.JournalEntry]) -> str | None:

@@ -248,7 +248,7 @@ class Host:
                 patience = 0.0 if running.hopeless else _PATIENCE
                 others = [*self._before_us, *self._meeting]
                 end_all(lambda: descendants(apart_from=[*others, *self._standby.waiting]), patience=patience)
-                reap()
+                reap(apart_from=[*others, *self._standby.waiting])
 
     def _rank_environment(self, attempt: int) -> dict[str, str]:
         threads = threads_of_ranks(self._job, self._environment) if self._preload else {}

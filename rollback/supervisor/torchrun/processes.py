@@ -5,6 +5,7 @@ gone. Ranks have sessions of their own, and loader workers may outlive them, so 
 own list has all processes. A subreaper has: an orphan below this process becomes its child.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -174,11 +175,11 @@ def end_all(find: Callable[[], list[psutil.Process]], *, patience: float) -> Non
         psutil.wait_procs(processes, timeout=1.0)
 
 
-def reap() -> None:
-    """Collect ended orphans that became our children. Call it when no `Popen` of ours runs: it would lose its
-    status."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return
+def reap(apart_from: Iterable[psutil.Process] = ()) -> None:
+    """Collect ended orphans that became our children. apart_from: children whose status somebody here waits for (a
+    `Popen` would take one that it cannot get for 0)."""
+    waited_for = {process.pid for process in apart_from}
+    for child in psutil.Process().children():
+        if child.pid not in waited_for:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)

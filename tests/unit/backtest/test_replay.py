@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from rollback.backtest.table import read_table
 from rollback.backtest.text import describe
 from rollback.cli import main
 from rollback.config import Settings
-from rollback.errors import UsageError
+from rollback.errors import OutputNotWritten, UsageError
 from rollback.sentinel import Hint
 
 DATA = Path(__file__).parents[1] / "data"
@@ -455,6 +456,21 @@ def test_a_picture_of_a_log(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="cannot be drawn"):
         draw(replay(log, Overrides(), Settings()), tmp_path / "out.nonsense")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_picture_that_the_disk_refuses_leaves_what_was_there(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from rollback.backtest.picture import draw
+
+    log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": LOSSES, "gn": NORMS})
+    target = tmp_path / "out" / "picture.png"
+    target.parent.mkdir()
+    target.write_text("an older one")
+    (target.parent / f".{target.name}.{os.getpid()}.tmp").symlink_to("/dev/full")
+    with pytest.raises(OutputNotWritten, match="No space left"):
+        draw(replay(log, Overrides(), Settings()), target)
+    assert [(path, path.read_text()) for path in target.parent.iterdir()] == [(target, "an older one")]
 
 
 def test_a_picture_of_several_logs_is_refused(tmp_path: Path, run: Run) -> None:

@@ -1,6 +1,7 @@
 """The command line's contract: messages, exit codes, what is read from flags, and what is not imported."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,13 +11,15 @@ from typing import get_args
 import pytest
 
 import rollback
+from recorded_run import RecordedRun
 from rollback import cli
 from rollback.cli.launch import closing_line, default_run, read_settings, require_script
 from rollback.config import PresetName, Settings
 from rollback.errors import ExitCode, RunDirectoryError, UsageError
-from rollback.facts.training import SkipAdded, Window
+from rollback.facts.training import AttemptStarted, SkipAdded, Window
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.requests import names
 from rollback.supervisor.attempts import LaunchOrder, Result
 from rollback.supervisor.torchrun.flags import FLAGS
 from rollback.terminal.messages import printable
@@ -83,6 +86,83 @@ class TestFrame:
 
     def test_what_a_terminal_would_obey_is_shown_and_not_sent(self) -> None:
         assert printable("naïve\nβ\x07\x9b") == "naïve\nβ\\x07\\x9b"
+
+
+SCRIPT = """\
+import torch
+from torch.utils.data import DataLoader
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters())
+loader = DataLoader(range(8))
+for batch in loader:
+    loss = model(batch).sum()
+    loss.backward()
+    optimizer.step()
+"""
+FULL = Path("/dev/full")
+ANSWERS = [
+    "--version",
+    "status run",
+    "status run --json",
+    "audit run",
+    "audit run --format csv",
+    "drill --list",
+    "adopt train.py",
+    "backtest log.csv",
+]
+
+
+class TestAnswersThatCannotBeWritten:
+    @pytest.fixture
+    def recorded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+        monkeypatch.chdir(tmp_path)
+        Path("train.py").write_text(SCRIPT)
+        Path("log.csv").write_text("step,loss\n" + "".join(f"{step},2.5\n" for step in range(300)))
+        recorded = RecordedRun(tmp_path / "run", monkeypatch)
+        recorded.tell(0, AttemptStarted(command=("torchrun", "train.py"), host="node1", pid=4000))
+        recorded.attach(2, 1, None, 0)
+        recorded.judge(0, 49)
+        recorded.pass_over(50, 100, 101)
+        return recorded
+
+    def answer(self, words: str, stdout: int, *, at_once: bool = False) -> tuple[int, str]:
+        """Exit code and stderr. at_once: each line is written by itself, not all of them at the end."""
+        surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        told = subprocess.run(
+            [sys.executable, "-m", "rollback", *words.split()], stdout=stdout, stderr=subprocess.PIPE, text=True,
+            env=surroundings | ({"PYTHONUNBUFFERED": "1"} if at_once else {}), check=False,
+        )  # fmt: skip
+        return told.returncode, told.stderr
+
+    @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+    @pytest.mark.parametrize("words", ANSWERS)
+    @pytest.mark.usefixtures("recorded")
+    def test_an_answer_to_a_full_disk_is_one_error_in_words(self, words: str) -> None:
+        with FULL.open("w") as full:
+            assert self.answer(words, full.fileno(), at_once="--json" in words) == (
+                ExitCode.IO,
+                "rollback: error: writing the answer to stdout: No space left on device\n"
+                "  hint: check the free space there, and give the command again\n",
+            )
+
+    @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+    def test_of_an_order_whose_answer_cannot_be_written_it_is_said_that_it_stands(self, recorded: RecordedRun) -> None:
+        with FULL.open("w") as full:
+            code, err = self.answer("skip run --sample 3 --json", full.fileno())
+        assert code == ExitCode.IO
+        (request,) = names(recorded.paths)
+        assert f"hint: the order stands: request {request}: it will be carried out when the run" in err
+
+    @pytest.mark.usefixtures("recorded")
+    def test_a_reader_that_has_gone_away_is_told_nothing(self) -> None:
+        read, write = os.pipe()
+        os.close(read)
+        try:
+            assert self.answer("status run", write) == (1, "")
+            assert self.answer("status run --json", write, at_once=True) == (1, "")
+        finally:
+            os.close(write)
 
 
 class TestLaunchFlags:

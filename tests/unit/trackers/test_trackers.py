@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from typer.testing import CliRunner
 
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.cli import app
-from rollback.errors import UsageError
+from rollback.errors import ExitCode, OutputNotWritten, UsageError
 from rollback.rundir.records import LineWriter, Metric, metric_line
 from rollback.trackers.follow import Reader, follow
 from rollback.trackers.process import trackers_beside
@@ -224,6 +225,50 @@ def test_a_tracker_that_fails_is_told_of_and_fails_nothing_else(tmp_path: Path) 
         pass
     assert len(said) == 1
     assert "the run did not" in said[0]
+
+
+@pytest.mark.parametrize("error", [wandb.errors.UsageError, wandb.errors.CommError])
+def test_what_wandb_refuses_is_an_error_in_words(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def refuse(**_: object) -> None:
+        raise error("No API key configured.\nUse `wandb login`.")
+
+    judge(run, 0, 4, 3.0)
+    monkeypatch.setattr(wandb, "init", refuse)
+    found = track(run.paths.root, "--wandb", "mine").exception
+    assert isinstance(found, OutputNotWritten)
+    assert found.message == "logging to the project mine of W&B: No API key configured. Use `wandb login`."
+
+
+def test_a_tracker_that_fails_ends_although_the_launch_goes_on(run: RecordedRun, tmp_path: Path) -> None:
+    judge(run, 0, 4, 3.0)
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "rollback", "track", str(run.paths.root), "--until-eof"]
+    process = subprocess.Popen(
+        [*command, "--tensorboard", str(tmp_path / "file" / "tb")], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert process.wait(60) == ExitCode.IO
+        assert process.stderr is not None
+        assert b"Fatal Python error" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_of_a_tracker_that_failed_the_error_is_quoted_and_not_its_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb.py").write_text("raise ImportError('it is broken')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    said: list[str] = []
+    with trackers_beside(tmp_path / "run", ["--wandb", "mine"], said.append):
+        pass
+    (line,) = said
+    assert line.startswith(
+        "the trackers failed (--wandb needs wandb, which cannot be imported (it is broken)); the run"
+    )
 
 
 def test_beside_a_launch_only_its_own_attempts_are_told_and_all_of_them(

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from facts import facts
-from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
+from recorded_run import RecordedRun, eventful_run, hold, incident, rollback_plan, stopped_by_themselves
 from rollback.cli import app
 from rollback.errors import (
     JournalDamaged,
@@ -41,6 +41,7 @@ from rollback.facts.training import (
     Quarantined,
     Restored,
     RunEnded,
+    SampleQuarantine,
     ScalerSkipped,
     Signalled,
     SkipAdded,
@@ -50,6 +51,7 @@ from rollback.facts.training import (
 )
 from rollback.inspect.audit import AuditReport, Material, compile_ledger, read_material
 from rollback.inspect.audit.cost import Charged
+from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.report import Run
 from rollback.inspect.audit.text import indices_in_words, print_ledger
 from rollback.terminal.escape import console_for, printable, quoted
@@ -525,6 +527,56 @@ def test_a_run_whose_ranks_never_came_up_has_a_ledger_too(tmp_path: Path, monkey
     assert ledger.ending
     assert ledger.ending.how == "gave_up"
     assert "the ranks never agreed where to begin; died: missing.py does not exist" in text_of(ledger, width=200)
+
+
+def test_ranks_that_stopped_since_their_supervisor_was_killed_are_told_of_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stopped_by_themselves(tmp_path / "run", monkeypatch)
+    hold(run.paths, alive=True)
+    ledger = ledger_of(run)
+    assert ledger.ending is not None
+    assert (ledger.ending.orphaned, ledger.ending.account) == (False, "told to stop")
+    assert ledger.attempts[0].cause is None
+    hold(run.paths, alive=False)
+    ledger = ledger_of(run)
+    assert ledger.ending is not None
+    assert (ledger.ending.how, ledger.ending.orphaned) == ("preempted", True)
+    assert ledger.ending.account == f"told to stop; {NO_END}"
+    assert f"; stopped: {NO_END}" in text_of(ledger, width=200)
+    run.tell(60, AttemptStarted(command=("torchrun",), host="node1", pid=2), 2)
+    run.attach(61, 2, C1, 20)
+    hold(run.paths, alive=True)
+    ledger = ledger_of(run)
+    assert (ledger.ending, [entry.cause for entry in ledger.attempts]) == (None, [NO_END, None])
+
+
+def test_an_order_without_a_reason_leaves_no_room_for_one(run: RecordedRun) -> None:
+    run.tell(21, SkipAdded(window=Window(first=50, last=59), who="ann@site", why=""))
+    left_out = {"batch": 60, "samples": (7,), "added": (7,), "released": (), "who": "ann@site", "why": ""}
+    order = SampleQuarantine(**left_out)
+    run.tell(22, order)
+    text = text_of(ledger_of(run), width=200)
+    assert re.search(r"by ann@site *$", text, re.MULTILINE)
+    assert "left out from batch 60 on (ann@site)" in text
+    assert order.in_words() == "from batch 60 on left out: 7 (ann@site)"
+    assert order.model_copy(update={"why": "torn"}).in_words().endswith("(ann@site: torn)")
+
+
+def test_a_run_that_is_told_to_stop_before_its_ranks_are_up_has_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.tell(0, AttemptStarted(command=("torchrun", "train.py"), host="h", pid=1))
+    run.tell(1, Signalled(signal="SIGTERM"))
+    cause = "ended on request, before the ranks had stopped together"
+    run.tell(2, AttemptEnded(status=1, why="told_to_stop", cause=cause, step=None, seconds=2.0))
+    run.tell(2, RunEnded(exit_code=75, reason=cause))
+    ledger = ledger_of(run)
+    assert ledger.ending is not None
+    assert (ledger.ending.how, ledger.ending.exit_code, ledger.ending.account) == ("preempted", 75, cause)
+    assert (ledger.attempts[0].ended, ledger.attempts[0].at_least) == ("stopped", True)
+    assert f"the ranks never agreed where to begin; stopped: {cause}" in text_of(ledger, width=200)
 
 
 def test_a_clock_that_jumps_back_a_year_costs_nothing_and_breaks_nothing(run: RecordedRun) -> None:

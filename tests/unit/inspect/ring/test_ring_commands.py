@@ -550,3 +550,11 @@ def test_pin_and_unpin(paths: RunPaths) -> None:
     outcome = command("pin", paths.root, "c000009-s00000009")
     assert isinstance(outcome.exception, UsageError)
     assert outcome.exception.hint == f"it has {OLD} {MIDDLE} {NEW}"
+
+
+@pytest.mark.parametrize("size", ["0", "0GB", "0.4"])
+def test_files_of_no_bytes_are_refused(tmp_path: Path, size: str) -> None:
+    words = ["ring", "export", str(tmp_path), "-o", str(tmp_path / "x"), "--max-shard-size", size]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, UsageError)
+    assert result.exception.message == f"--max-shard-size: no tensor fits into {size}"

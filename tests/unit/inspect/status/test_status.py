@@ -14,10 +14,12 @@ import pytest
 from typer.testing import CliRunner
 from vouched import kinds_parsed
 
-from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
+from recorded_run import RecordedRun, eventful_run, hold, incident, rollback_plan, stopped_by_themselves
 from rollback.cli import app
 from rollback.facts.training import Drained, Finished
+from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.metrics import read_last_metrics
+from rollback.inspect.audit.reading import read_material
 from rollback.inspect.status import status as status_module
 from rollback.inspect.status.status import Status, StatusReader, read_status
 from rollback.rundir.journal import journal_index
@@ -135,6 +137,31 @@ def test_heartbeats_of_an_earlier_attempt_are_history(run: RecordedRun) -> None:
     status = status_of(run)
     assert [entry.rank for entry in status.ranks] == [1]
     assert status.step == 21
+
+
+def test_that_the_supervisor_was_killed_is_said_when_neither_it_nor_a_rank_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stopped_by_themselves(tmp_path / "other", monkeypatch)
+
+    def account() -> str:
+        ending = read_status(run.paths.root).ending
+        assert ending is not None
+        return ending.account
+
+    beat(run, 0, pid=gone())
+    hold(run.paths, alive=True)
+    assert account() == "told to stop", "the supervisor is alive"
+    hold(run.paths, alive=False)
+    assert account() == f"told to stop; {NO_END}"
+    beat(run, 1)
+    assert account() == "told to stop", "a rank is alive"
+    assert read_material(run.paths.root).abandoned is False
+    beat(run, 1, host="elsewhere")
+    assert account() == "told to stop", "of a rank elsewhere it is not known"
+    assert read_material(run.paths.root).abandoned is False
+    beat(run, 1, pid=gone())
+    assert read_material(run.paths.root).abandoned is True
 
 
 def test_a_holder_without_ranks_is_starting_and_one_that_was_killed_is_not(run: RecordedRun) -> None:

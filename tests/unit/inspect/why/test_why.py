@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from recorded_run import RecordedRun
+from recorded_run import RecordedRun, hold, stopped_by_themselves
 from rollback.facts.training import AttemptEnded, AttemptStarted, Finished, RunEnded, Signalled, Window
+from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.text import print_account
 from rollback.inspect.why.why import ProcessStacks, read_account
@@ -98,6 +99,20 @@ def test_a_supervisor_that_is_killed_after_the_end_of_an_epoch_has_left_a_failur
     assert read_account(run.paths.root).cause == (
         "no end is on record: its supervisor was killed, or the host went down"
     )
+
+
+def test_a_supervisor_that_is_killed_has_left_a_failure_also_where_its_ranks_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stopped_by_themselves(tmp_path / "saved", monkeypatch)
+    hold(run.paths, alive=True)
+    assert read_account(run.paths.root).attempt is None, "it is alive"
+    hold(run.paths, alive=False)
+    account = read_account(run.paths.root)
+    assert (account.attempt, account.cause) == (1, NO_END)
+    run.tell(60, AttemptStarted(command=("torchrun",), host="node1", pid=2), 2)
+    hold(run.paths, alive=True)
+    assert read_account(run.paths.root).cause == NO_END, "the next attempt began"
 
 
 def test_a_log_that_is_no_file_of_ours_is_left_alone(run: RecordedRun, tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""What a start adds to the record of samples that are left out."""
+
+import pytest
+
+from rollback.config import SamplesFrom, Settings
+from rollback.facts.training import Blamed, SampleQuarantine, Window
+from rollback.train.start_record import left_out_by_order
+
+
+def settings(*orders: tuple[int, tuple[int, ...]]) -> Settings:
+    return Settings(skip_samples=tuple(SamplesFrom(batch=batch, samples=samples) for batch, samples in orders))
+
+
+def blamed(*samples: int) -> Blamed:
+    window = Window(first=8, last=8)
+    return Blamed(
+        window=window, batch=8, rank=0, step=4, fingerprint="f", error="E: torn", attempts=(1, 2), samples=samples
+    )
+
+
+def in_force(orders: list[SampleQuarantine]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(order.batch, order.samples) for order in orders]
+
+
+AGAIN = [(10, (5,)), (20, ()), (30, (5,))]
+
+
+def test_a_sample_that_was_left_out_released_and_left_out_again_is_so_from_each_batch_on() -> None:
+    assert in_force(left_out_by_order([], settings(*AGAIN), [], 0)) == AGAIN
+
+
+@pytest.mark.parametrize("batch", [0, 25, 90])
+def test_a_later_start_adds_nothing_to_the_same_orders(batch: int) -> None:
+    """Wherever the first one began, and whatever an operator has ordered since."""
+    recorded = left_out_by_order([], settings(*AGAIN), [blamed(7)], batch)
+    recorded.append(
+        SampleQuarantine(batch=99, samples=(), added=(), released=(5, 7), who="ann@site", why="mended", request="r")
+    )
+    assert left_out_by_order(recorded, settings(*AGAIN), [blamed(7)], 120) == []
+
+
+def test_of_orders_of_which_some_are_on_record_the_others_are_added() -> None:
+    recorded = left_out_by_order([], settings(*AGAIN[:2]), [], 0)
+    assert in_force(left_out_by_order(recorded, settings(*AGAIN), [], 0)) == AGAIN[2:]
