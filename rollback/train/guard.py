@@ -119,7 +119,7 @@ class Guard(ScriptSide):
         self._lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
         self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
-        self._passes = Passes(cursor, objects.values())
+        self._passes = Passes(cursor, objects.values(), state.gradients)
         self._pass_rehearsal = PassRehearsal(optimizer)
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)

@@ -26,6 +26,7 @@ from rollback.train.state.kept_values import Memory
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.tree import memory_of
+from rollback.train.updates.wanted_gradients import WantedGradients
 
 _MODEL = "shared/model/"
 _IN_PLACE = (_MODEL, "shared/optimizer/state/", "local/buffers/", "local/nonpersistent_buffers/")
@@ -92,6 +93,7 @@ class TrainingState:
         modules = {name: unwrap(item) for name, item in self.objects.items() if isinstance(item, nn.Module)}
         self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
         """The model, and the other objects that are modules."""
+        self.gradients = WantedGradients(self.modules)
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""
         self.cursor = cursor
@@ -135,6 +137,7 @@ class TrainingState:
             "model": {name: value for name, value in model.items() if name not in buffers},
             "optimizer": self.optimizer.state_dict(),
             "trained": self.trained_names(),
+            "gradients": self.gradients.told(),
             "objects": objects,
             "sentinel": self.sentinel.state_dict(),
             "counters": vars(self.counters),
@@ -314,13 +317,14 @@ class TrainingState:
             item.load_state_dict(shared["objects"][name])
         for parameter in self.model.parameters():
             parameter.grad = None
+        self.gradients.loaded = shared.get("gradients")  # checkpoints had none once
         self.sentinel.load_state_dict(shared["sentinel"])
         self.counters = Counters(**shared["counters"])
         if "cursor" in local:
             self.cursor.load_state_dict(local["cursor"])
             self._loaded_at = self.cursor.batch
-        self.memory.load_state_dict(local.get("kept", {}))  # checkpoints had none once
-        self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # here too
+        self.memory.load_state_dict(local.get("kept", {}))  # nor this
+        self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # nor this
         self._random = local["random"]
         self.restore_random_states()
 
