@@ -183,13 +183,14 @@ class SmallStateReader:
         self._of_buffers = _encode(_table({**in_one_piece, **scattered}))
         self.buffer_trees = {name: image.local[name] for name in ("buffers", "nonpersistent_buffers")}
 
-    def why_too_large(self) -> str | None:
-        """Why the state of this job cannot be copied at every step, in words; None: it can."""
-        modules = [
-            name for name, item in self._state.modules.items() if name != "model" and isinstance(item, nn.Module)
-        ]
-        if modules:
-            return f"{modules[0]!r} is a module of its own, too large to be copied at every step"
+    def why_not_copied(self) -> str | None:
+        """Why the state of this job is not copied at every step, in words; None: it is."""
+        for name, item in self._state.modules.items():
+            if name != "model":
+                return (
+                    f"beside the model the guard keeps another module, the {type(item).__name__} {name!r}: all of it "
+                    "would have to be copied at every step"
+                )
         if any(item.is_cuda for item in self._state.model.parameters()):
             return "the parameters are on a GPU"
         return None
