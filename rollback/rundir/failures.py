@@ -22,6 +22,7 @@ from rollback.system.small_json import sound_models
 _LIMIT = 4 << 20
 _TEXT_LIMIT = 64 << 10
 _FRAMES = 50
+_FILE = re.compile(r'^ *File "(.+)", line \d+', re.MULTILINE)
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
@@ -53,6 +54,8 @@ class FailureRecord(BaseModel, frozen=True):
     fingerprint: str
     samples: list[int] = Field([], description="data set indices of the batch in hand, as that rank has it")
     unreadable: list[int] = Field([], description="of these, those that raised when they were read once more, singly")
+    in_hand: bool = Field(True, description="whether there is a batch; not so between epochs and behind the training")
+    ours: bool = Field(False, description="whether the code of rollback itself raised")
 
 
 def write_failure(path: Path, record: FailureRecord) -> None:
@@ -96,6 +99,14 @@ def frames_of(error: BaseException, libraries: Sequence[Path]) -> list[Frame]:
         Frame(file=_encodable(Path(item.filename).name), function=item.name, line=item.lineno or 0)
         for item in (own or list(summary))[-_FRAMES:]
     ]
+
+
+def raised_in(error: BaseException, library: Path) -> bool:
+    """Whether the innermost frame is in this folder; of an error in a loader's worker, the worker's innermost frame."""
+    *_, innermost = ["", *(frame.filename for frame in traceback.extract_tb(error.__traceback__))]
+    if "Original Traceback" in (message := message_of(error)):
+        *_, innermost = [innermost, *_FILE.findall(message)]
+    return _is_in(innermost, [library])
 
 
 def fingerprint(error: str, message: str, frames: Iterable[Frame]) -> str:

@@ -126,7 +126,7 @@ class Attempts:
                 continue
             if evidence.guarded:
                 self._begin_record()
-            if end != "failed":
+            if end != "failed" or (first is not None and first.is_behind(evidence.finished)):
                 return self._finish(end, evidence, first)
             progressed = got_further(self._journal.records(attempt), evidence.step, best)
             best = max((step for step in (best, evidence.step) if step is not None), default=None)
@@ -321,7 +321,9 @@ class Attempts:
         raise error
 
     def _finish(self, end: Ending, evidence: AttemptEvidence, first: FirstCause | None) -> Result:
-        """End a run whose last attempt did not fail."""
+        """End a run whose last attempt did not fail, or failed behind its training."""
+        if end == "failed" and evidence.finished is not None:
+            return self._end_behind(evidence.finished, evidence, cause(evidence, first))
         undrained = None
         if end == "done":
             self._draining.finish(self._out_of_time)
@@ -339,6 +341,19 @@ class Attempts:
         if evidence.kept is not None and evidence.step is not None and evidence.kept < evidence.step:
             why = f"resumable at step {evidence.kept} of at least {evidence.step}: {why}"
         return self._end(EXIT_CODES[end], why)
+
+    def _end_behind(self, finished: facts.Finished, evidence: AttemptEvidence, why: str) -> Result:
+        """End a run whose script has raised behind its training."""
+        self._tell_failure(evidence, why)
+        self._draining.finish(self._out_of_time)
+        kept = (
+            "is kept" if self._draining.has(finished.checkpoint) else f"is in memory only ({self._draining.why_not()})"
+        )
+        return self._end(
+            ExitCode.FAILED,
+            f"the script failed behind its training: {why}. Training is complete at step {finished.step}, and "
+            f"its final state {kept} ({finished.checkpoint}): the same command does only what comes behind it",
+        )
 
     def _end(self, exit_code: ExitCode, reason: str) -> Result:
         self._draining.finish(self._out_of_time)

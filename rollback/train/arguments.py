@@ -11,7 +11,7 @@ from rollback.config import Settings, settings_from
 from rollback.errors import UsageError
 from rollback.sentinel import Sentinel
 from rollback.train.sharded import whole_of
-from rollback.train.state.state import Stateful
+from rollback.train.state.stateful import Stateful
 
 
 def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, Stateful]]:

@@ -23,7 +23,7 @@ from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, is_provisional, next_seq, of_present_timeline
 from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings, guard_mark
-from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, RunDirectoryError
+from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, RunDirectoryError, RunDoesNotFit
 from rollback.facts.history import History, copy_of, history_as_json
 from rollback.facts.training import Accepted, Attached, Blamed, Quarantined
 from rollback.rundir.identity import (
@@ -63,6 +63,7 @@ from rollback.train.start_record import (
 from rollback.train.state.nonfinite import union
 from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
+from rollback.train.state.stateful import StateRefused
 from rollback.train.updates.advice import INIT_NOT_READ, JOURNAL_GONE, NOT_IN_CHECKPOINT, NOT_KEPT
 
 
@@ -238,12 +239,15 @@ def _restore_newest(
     """Collective: restore the newest usable checkpoint. Returns it and its place; None: the run has no checkpoint yet.
 
     Unusable checkpoints are noted in `found`. Raises NoUsableCheckpoint where there are or were checkpoints, and none
-    is usable.
+    is usable, and RunDoesNotFit where an object of the job does not load the state that the run has of it.
     """
     history, damaged = found.history, found.damaged
     places = _places(paths, found, HostCopies(paths, ranks, url).bring if ranks.apart or found.at_url else None)
     for manifest in candidates(history, [*found.manifests, *found.at_url]):
-        result = restore(manifest.name, places[manifest.name], ranks, state)
+        try:
+            result = restore(manifest.name, places[manifest.name], ranks, state)
+        except StateRefused as error:
+            raise RunDoesNotFit(f"{error.message}; nothing was written to {paths.root}", hint=error.hint) from error
         if any(place.in_slot for place, _ in result.faults):
             del found.slots[manifest.name]
             say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault}")

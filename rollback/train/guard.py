@@ -119,7 +119,7 @@ class Guard(ScriptSide):
         self._lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
         self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
-        self._passes = Passes(cursor, objects.values())
+        self._passes = Passes(cursor, objects.values(), state.gradients)
         self._pass_rehearsal = PassRehearsal(optimizer)
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
@@ -240,7 +240,7 @@ class Guard(ScriptSide):
         """Do what is due at a step's end, and hand out the next batch. `NO_BATCH`: training may stand elsewhere now."""
         between_steps = self._step_in_progress.first_batch is None
         if self._batches.open_epoch():
-            self._state.counters.epoch_left, self._step_in_progress.epoch_began = False, True
+            self._step_in_progress.begin_epoch()
         if between_steps and self._batches.may_be_marked():
             self._last.mark_end()
         rehearsed = self._pass_rehearsal.due and self._batches.nothing_is_left()
@@ -262,7 +262,7 @@ class Guard(ScriptSide):
             self._prober.abandon()
             self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)
         self._judge.end_pulse()
-        step.heartbeat.end(self._end.unrecorded)
+        step.heartbeat.end(in_hand=raised is not None, unrecorded=self._end.unrecorded)
         self._checkpoints.snapshots.close()
         self._judge.close()
         self._batches.close()
@@ -364,11 +364,9 @@ class Guard(ScriptSide):
 
     def _end_pass(self, by: str, *, final: bool = False) -> bool:
         """End the pass. False: the final state demanded a rollback, so batches follow."""
-        self._step_in_progress.show("saving")
         if not self._keep_end(by, left_over=self._step_in_progress.batches):
             return False
         self._passes.end(final=final)
-        self._step_in_progress.heartbeat.turn_to("training")
         if final:
             self._requests.stop.withdraw()  # nobody reads the flag any more: SIGTERM gets its old meaning
             self._end.note_finished()
@@ -376,11 +374,13 @@ class Guard(ScriptSide):
         return True
 
     def _keep_end(self, by: str, *, left_over: int, left: bool = False) -> bool:
+        self._step_in_progress.show("saving")
         self._end.keep_state(by, left_over=left_over, left=left)
         while self._checkpoints.manager.ailing is not None:
             if self._act(self._judge.answer_state()):
                 return False
             self._end.keep_state(by, left_over=left_over, left=left)  # the finding is left alone, and the state is kept
+        self._step_in_progress.heartbeat.turn_to("training")
         return True
 
     def _halt(self, halt: Halt) -> None:

@@ -59,6 +59,11 @@ class StepInProgress:
         """Show at once what this rank is doing."""
         self.heartbeat.show(doing, self._state.counters.step, self.batch, now=True)
 
+    def begin_epoch(self) -> None:
+        """An epoch has been opened. Its first batch may be read at once, to know whether there is one."""
+        self._state.counters.epoch_left, self.epoch_began = False, True
+        self.show_batch("reading", self._state.cursor.batch)
+
     def show_batch(self, doing: str, position: int) -> None:
         """A batch is read or trained on."""
         counters = self._state.counters

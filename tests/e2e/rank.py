@@ -216,6 +216,19 @@ def be_stuck_at_exit() -> None:
     time.sleep(60)
 
 
+def raise_behind_the_training() -> None:
+    attach()
+    tell(Finished(step=9, batch=9, checkpoint="c000001-s00000009"))
+    beat(9, "ended")
+    failure = FailureRecord(
+        rank=0, pid=os.getpid(), host=socket.gethostname(), attempt=ATTEMPT, at="", seconds=time.time(), step=9,
+        batch=9, whole_step=Window(first=9, last=9), doing="training", error="FileNotFoundError", message="plots",
+        traceback="", frames=[], fingerprint="f", in_hand=False,
+    )  # fmt: skip
+    write_failure(PATHS.failure(ATTEMPT, 0), failure)
+    raise FileNotFoundError("plots")
+
+
 def work_on() -> None:
     """Guards are closed; the script goes on, and so do handlers at the exit."""
     attach()

@@ -37,6 +37,15 @@ def test_restarts_without_progress_are_bounded_and_the_reason_is_told(job: Launc
     assert "1 restarts brought no progress" in output.splitlines()[-1]
 
 
+def test_a_script_that_raises_behind_its_training_is_not_started_again(job: Launch) -> None:
+    code, output = job.finish("raise_behind_the_training")
+    assert code == 1
+    assert len(job.facts(AttemptStarted)) == 1
+    (ended,) = job.facts(RunEnded)
+    assert ended.reason.startswith("the script failed behind its training: rank 0")
+    assert "Training is complete at step 9, and its final state is in memory only" in output, "this one keeps none"
+
+
 def test_a_script_that_cannot_start_is_given_up_after_two_attempts(job: Launch) -> None:
     code, output = job.finish("broken", "--max-restarts", "5")
     assert code == 1

@@ -21,7 +21,7 @@ table is the first cause: a rank that dies makes its peers raise, and a rank tha
 
 `node_lost`: the supervisor of a node fell silent or was started anew; what ranks of other nodes raised is a
 consequence. `launcher`: torchrun failed, and no rank did. `told_to_stop`: the attempt was ended on request. Only
-`exception` may blame a batch.
+`exception` may blame a batch, where one was in hand, and where the code of rollback has not raised itself.
 """
 
 import signal
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollback.facts.supervisor import Why
-from rollback.facts.training import Hung
+from rollback.facts.training import Finished, Hung
 from rollback.rundir.failure_class import NOTICED, PRECEDENCE, class_of_exception
 from rollback.rundir.failures import FailureRecord
 from rollback.rundir.records import Heartbeat
@@ -82,7 +82,15 @@ class FirstCause:
 
     @property
     def may_blame_the_batch(self) -> bool:
-        return self.why == "exception" and self.record is not None and not self.record.error.startswith("rollback.")
+        if self.why != "exception" or self.record is None:
+            return False
+        return self.record.in_hand and not (self.record.ours or self.record.error.startswith("rollback."))
+
+    def is_behind(self, finished: Finished | None) -> bool:
+        """Whether the script raised behind its training, whose final state is kept: it would raise there again."""
+        if finished is None or finished.checkpoint is None or self.why != "exception" or self.record is None:
+            return False
+        return not self.record.in_hand and self.record.step == finished.step
 
 
 def why_of(end: RankEnd) -> Why | None:
@@ -206,6 +214,8 @@ def _last_line(record: FailureRecord) -> str:
 
 
 def _where(record: FailureRecord) -> str:
+    if not record.in_hand:
+        return f"step {record.step}, with no batch in hand"
     return f"step {record.step}, {'reading ' if record.doing == 'reading' else ''}batch {record.batch}"
 
 

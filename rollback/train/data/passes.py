@@ -5,8 +5,8 @@ A *pass* is one `for batch in guard`. Pass p covers epoch p. Two things change t
 - A resumed run begins in a later epoch. The passes before it are empty.
 - A rollback goes back over an epoch's start. With `guard.epochs()` the pass ends, and the body of the earlier epoch
   begins again. A plain `range` loop cannot be sent back: the pass goes on with the rest of the earlier epoch, crosses
-  the start of its own epoch again, and repeats the learning-rate steps that the script made there. Other work between
-  epochs is not repeated; scripts with such work need `guard.epochs()`.
+  the start of its own epoch again, and repeats the learning-rate steps that the script made there and what it had made
+  of `requires_grad`. Other work between epochs is not repeated; scripts with such work need `guard.epochs()`.
 
 A run resumes after the last batch of an epoch only if the script says that it may (`Guard.epochs`, resume_between).
 Every other resumed pass has at least one batch, and the code after its loop works. The one exception is a complete run
@@ -14,7 +14,7 @@ that goes on: its last pass begins again and ends at once, so that the script do
 pass begins.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -24,6 +24,7 @@ from rollback.errors import UsageError
 from rollback.train.data.cursor import Cursor
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.updates.advice import of_loops
+from rollback.train.updates.wanted_gradients import WantedGradients
 
 
 class Again(Enum):
@@ -37,7 +38,7 @@ class Again(Enum):
 class Passes:
     """Counts passes. The same on all ranks, since the script's loops are the same."""
 
-    def __init__(self, cursor: Cursor, objects: Iterable[Any]) -> None:
+    def __init__(self, cursor: Cursor, objects: Iterable[Any], gradients: WantedGradients) -> None:
         self._cursor = cursor
         self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
         self._announced: int | None = None
@@ -48,6 +49,8 @@ class Passes:
         self._by_epochs = self._between = False
         self._steps_at_end: list[int] | None = None
         self._boundary_steps: dict[int, list[int]] = {}
+        self._gradients = gradients
+        self._gradients_at: dict[int, Mapping[str, Any]] = {}
         self.count = 0
         """Number of passes that have begun in this process; with epochs(), the number of the next one."""
         self.epoch = 0
@@ -116,7 +119,9 @@ class Passes:
         return self._cursor.epoch <= self.epoch
 
     def cross(self) -> None:
-        """Cross an epoch's start within a pass: repeat the learning-rate steps that the script made there."""
+        """Cross an epoch's start within a pass: repeat the learning-rate steps that the script made there, and what it
+        made of `requires_grad`."""
+        self._gradients.put_back(self._gradients_at.get(self._cursor.epoch))
         for scheduler, count in zip(
             self._schedulers, self._boundary_steps.get(self._cursor.epoch, [0] * len(self._schedulers)), strict=True
         ):
@@ -146,6 +151,7 @@ class Passes:
             self._by_epochs = self._between = False
 
     def _note_boundary(self, number: int) -> None:
+        self._gradients_at[number] = self._gradients.told()
         if self._steps_at_end is not None:
             now = [scheduler.last_epoch for scheduler in self._schedulers]
             self._boundary_steps[number] = [

@@ -37,6 +37,7 @@ class Rewinder:
         self._checkpoints = checkpoints
         self._restored = run.restored
         self._source: Manifest | HeldState | None = run.restored
+        self._resumed = run.restored  # while nothing has gone back: the script says then what is to be trained
         self._held: HeldState | None = None
         self.rehearsing = rehearsing
         self.before: Callable[[], object] = lambda: None
@@ -147,6 +148,10 @@ class Rewinder:
         case: Case | None = None,
         screened_out: Window | None = None,
     ) -> None:
+        if cause is RollbackCause.PLAN:
+            self._resumed = None
+        if source is not self._resumed:
+            self._state.gradients.put_back(self._state.gradients.loaded)
         if cause is not RollbackCause.PROBE:
             self._source = source
         if isinstance(source, Manifest):

@@ -43,7 +43,7 @@ def meet(
     if not snapshots.drained:
         return "there is no fast tier"
     sharded = any(map(is_sharded, state.model.parameters()))
-    if (why := ranks.first_fault("the model is sharded" if sharded else small_state.why_too_large())) is not None:
+    if (why := ranks.first_fault("the model is sharded" if sharded else small_state.why_not_copied())) is not None:
         return why
     tier, made = snapshots.slots_of_host, []
     paths = end_marks.marks_of(tier.paths)

@@ -34,7 +34,10 @@ _LOCAL = {
     "cursor": "local/cursor", "opening": "local/cursor/opening", "random": "", "parts": "",
 }  # fmt: skip
 _OF_OTHERS = ("kept", "nonfinite")
-_SHARED = {"objects": "shared/objects", "counters": "shared/counters", "groups": "shared/optimizer/param_groups"}
+_SHARED = {
+    "objects": "shared/objects", "counters": "shared/counters", "gradients": "shared/gradients",
+    "groups": "shared/optimizer/param_groups",
+}  # fmt: skip
 _MOVING = "offset", "batch", "last_indices"
 """What of a position is another one in each step: whole numbers and a text, or nothing."""
 _LENGTHS = struct.Struct("<2Q")  # of a text, and of the bytes that it tells of
@@ -161,7 +164,8 @@ class SmallStateReader:
         for group in groups:
             del group["params"]
         objects = {name: item.state_dict() for name, item in state.objects.items()}
-        return SharedState({"objects": objects, "counters": vars(state.counters), "groups": groups})
+        told = {"objects": objects, "counters": vars(state.counters), "gradients": state.gradients.told()}
+        return SharedState({**told, "groups": groups})
 
     def forget(self) -> None:
         """The cursor was put elsewhere, and the random states were restored."""
@@ -179,13 +183,14 @@ class SmallStateReader:
         self._of_buffers = _encode(_table({**in_one_piece, **scattered}))
         self.buffer_trees = {name: image.local[name] for name in ("buffers", "nonpersistent_buffers")}
 
-    def why_too_large(self) -> str | None:
-        """Why the state of this job cannot be copied at every step, in words; None: it can."""
-        modules = [
-            name for name, item in self._state.modules.items() if name != "model" and isinstance(item, nn.Module)
-        ]
-        if modules:
-            return f"{modules[0]!r} is a module of its own, too large to be copied at every step"
+    def why_not_copied(self) -> str | None:
+        """Why the state of this job is not copied at every step, in words; None: it is."""
+        for name, item in self._state.modules.items():
+            if name != "model":
+                return (
+                    f"beside the model the guard keeps another module, the {type(item).__name__} {name!r}: all of it "
+                    "would have to be copied at every step"
+                )
         if any(item.is_cuda for item in self._state.model.parameters()):
             return "the parameters are on a GPU"
         return None
@@ -385,5 +390,5 @@ def shared_tree(large: Mapping[str, Any], small: SharedState, sentinel: Mapping[
     ]
     return {
         **large, "optimizer": optimizer, "objects": trees["objects"], "counters": trees["counters"],
-        "sentinel": tree.encode(dict(sentinel), "shared/sentinel", {}),
+        "gradients": trees["gradients"], "sentinel": tree.encode(dict(sentinel), "shared/sentinel", {}),
     }  # fmt: skip

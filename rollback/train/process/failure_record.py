@@ -21,6 +21,7 @@ from rollback.rundir.failures import (
     frames_of,
     message_of,
     qualified_name,
+    raised_in,
     write_failure,
 )
 from rollback.train.comm.recorder import say
@@ -46,6 +47,8 @@ class Standing(NamedTuple):
     batch: int
     first: int
     last: int
+    in_hand: bool = False
+    """Whether this batch is read or trained on."""
 
     @property
     def whole_step(self) -> Window:
@@ -99,7 +102,7 @@ class FailureRecorder:
         said = message if (remark := self._remark(error)) is None else f"{message} ({remark})"
         now = time.time()
         reading = standing.doing == "reading"
-        samples = self._cursor.in_hand(reading) if self._cursor and standing.doing in ("reading", "training") else None
+        samples = self._cursor.in_hand(reading) if self._cursor and standing.in_hand else None
         unreadable = self._cursor.unreadable(samples) if self._cursor and samples and reading else []
         return FailureRecord(
             rank=self._rank, pid=self._pid, host=host_name(), attempt=self._attempt,
@@ -107,4 +110,5 @@ class FailureRecorder:
             step=standing.step, batch=standing.batch, whole_step=standing.whole_step, doing=standing.doing,
             error=name, message=said, traceback=formatted(error), frames=frames,
             fingerprint=fingerprint(name, message, frames), samples=list(samples or ()), unreadable=unreadable,
+            in_hand=standing.in_hand, ours=raised_in(error, _OURS),
         )  # fmt: skip

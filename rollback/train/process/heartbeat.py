@@ -72,7 +72,8 @@ class HeartbeatWriter:
         threading.Thread(target=self._keep_file, name="rollback-heartbeat", daemon=True).start()
 
     def show(self, doing: str, step: int, batch: int, *, now: bool = False) -> None:
-        """Set what this rank is doing. It is written within half a second; with `now`, on return."""
+        """Set what this rank is doing, with no batch in hand. It is written within half a second; with `now`, on
+        return."""
         self.standing = Standing(doing, step, batch, first=batch, last=batch)
         if now:
             self._moved = time.monotonic()
@@ -86,11 +87,10 @@ class HeartbeatWriter:
         """Call this where an exception that nobody caught ends the process, with what happened."""
         self._last_words.before_the_end = act
 
-    def end(self, unrecorded: str = "") -> None:
-        """The guard is closed. A failure record can still name the batch in hand.
-
-        unrecorded: see `Heartbeat`.
-        """
+    def end(self, *, in_hand: bool, unrecorded: str = "") -> None:
+        """The guard is closed. in_hand: because of an exception, perhaps, so that a failure record can still name the
+        batch in hand. unrecorded: see `Heartbeat`."""
+        self.standing = self.standing._replace(in_hand=self.standing.in_hand and in_hand)
         self._unrecorded = unrecorded[:UNRECORDED]
         self._ended, self._moved = True, time.monotonic()
         self._write()
@@ -110,7 +110,7 @@ class HeartbeatWriter:
     def show_batch(self, doing: str, step: int, batch: int, first: int | None, batches_per_step: int) -> None:
         """Set the batch that is read or trained on. first: the first batch of its update; None: this batch."""
         first = batch if first is None else first
-        self.standing = Standing(doing, step, batch, first, last=max(batch, first + batches_per_step - 1))
+        self.standing = Standing(doing, step, batch, first, max(batch, first + batches_per_step - 1), True)
 
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_SECONDS):

@@ -8,7 +8,7 @@ own. Of a sharded tensor, which is in `shared`, each rank stores its part.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +25,12 @@ from rollback.train.state import tree
 from rollback.train.state.kept_values import Memory
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
+from rollback.train.state.stateful import Stateful, load_into
 from rollback.train.state.tree import memory_of
+from rollback.train.updates.wanted_gradients import WantedGradients
 
 _MODEL = "shared/model/"
 _IN_PLACE = (_MODEL, "shared/optimizer/state/", "local/buffers/", "local/nonpersistent_buffers/")
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that the guard can keep: checkpoints have its state_dict, and a restore loads it."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 @dataclass
@@ -92,6 +86,7 @@ class TrainingState:
         modules = {name: unwrap(item) for name, item in self.objects.items() if isinstance(item, nn.Module)}
         self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
         """The model, and the other objects that are modules."""
+        self.gradients = WantedGradients(self.modules)
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""
         self.cursor = cursor
@@ -135,6 +130,7 @@ class TrainingState:
             "model": {name: value for name, value in model.items() if name not in buffers},
             "optimizer": self.optimizer.state_dict(),
             "trained": self.trained_names(),
+            "gradients": self.gradients.told(),
             "objects": objects,
             "sentinel": self.sentinel.state_dict(),
             "counters": vars(self.counters),
@@ -295,7 +291,8 @@ class TrainingState:
 
         The tensors must be those of `live_tensors`, or must have no other user: an optimizer keeps the tensors that it
         gets. Gradients are dropped, since their update will not happen. Without a position in the data, that stays as
-        it is. Random states come last, after everything that may draw.
+        it is. Random states come last, after everything that may draw. Raises StateRefused where an object refuses its
+        state.
         """
         if set(shared["objects"]) != set(self.objects):
             raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
@@ -311,16 +308,17 @@ class TrainingState:
             self.model.load_state_dict(model, strict=True)
         self.optimizer.load_state_dict(shared["optimizer"])
         for name, item in self.objects.items():
-            item.load_state_dict(shared["objects"][name])
+            load_into(name, item, shared["objects"][name])
         for parameter in self.model.parameters():
             parameter.grad = None
+        self.gradients.loaded = shared.get("gradients")  # checkpoints had none once
         self.sentinel.load_state_dict(shared["sentinel"])
         self.counters = Counters(**shared["counters"])
         if "cursor" in local:
             self.cursor.load_state_dict(local["cursor"])
             self._loaded_at = self.cursor.batch
-        self.memory.load_state_dict(local.get("kept", {}))  # checkpoints had none once
-        self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # here too
+        self.memory.load_state_dict(local.get("kept", {}))  # nor this
+        self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # nor this
         self._random = local["random"]
         self.restore_random_states()
 

@@ -1,6 +1,8 @@
 """Which crashes are blamed on a batch, with records as attempts leave them."""
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -132,3 +134,11 @@ def test_a_crash_at_random_is_blamed_only_where_it_hits_the_same_batch_twice(see
         batch = dice.randrange(10**6)
         assert (supervisor.fails(crash(batch)) is not None) == (batch in hit)
         hit.add(batch)
+
+
+@pytest.mark.parametrize("changed", [{"in_hand": False}, {"ours": True}, {"error": "rollback.errors.UsageError"}])
+def test_no_batch_is_blamed_where_none_was_in_hand_or_rollback_itself_raised(changed: dict[str, Any]) -> None:
+    supervisor, first = Supervisor(), crash(30, samples=(5, 6))
+    assert first.record is not None
+    again = replace(first, record=first.record.model_copy(update=changed))
+    assert [supervisor.fails(again) for _ in range(4)] == [None] * 4

@@ -1,12 +1,13 @@
 """From evidence to class and first cause: every row of the table of rollback.supervisor.diagnosis.first_cause."""
 
 import signal
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 
 from rollback.facts.supervisor import Why
-from rollback.facts.training import Hung, Stopped, Window
+from rollback.facts.training import Finished, Hung, Stopped, Window
 from rollback.rundir.failure_class import merely_noticed
 from rollback.rundir.failures import FailureRecord
 from rollback.supervisor.diagnosis.first_cause import RankEnd, cause, first_cause, why_of
@@ -229,3 +230,29 @@ class TestInWords:
     def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
         assert self.told(status=-9) == "torchrun was killed by signal 9 (SIGKILL)"
         assert self.told(status=3) == "torchrun exited with status 3 and left no account"
+
+
+BEHIND = Finished(step=7, batch=9, checkpoint="c000001-s00000007")
+
+
+@pytest.mark.parametrize(
+    ("finished", "in_hand", "error", "expected"),
+    [
+        (BEHIND, False, "FileNotFoundError", True),
+        (BEHIND, True, "FileNotFoundError", False),  # it trains again
+        (BEHIND, False, "MemoryError", False),
+        (BEHIND.model_copy(update={"step": 4}), False, "FileNotFoundError", False),  # an earlier loop's end
+        (BEHIND.model_copy(update={"checkpoint": None}), False, "FileNotFoundError", False),
+        (None, False, "FileNotFoundError", False),
+    ],
+)
+def test_what_a_script_raises_behind_its_training_it_would_raise_again(
+    finished: Finished | None, in_hand: bool, error: str, expected: bool
+) -> None:
+    end = raised(0, error, "runs/plots")
+    assert end.record is not None
+    end = replace(end, record=end.record.model_copy(update={"in_hand": in_hand}))
+    first = first_cause(evidence(), [end])
+    assert first is not None
+    assert first.is_behind(finished) is expected
+    assert ("with no batch in hand" in first.text) is not in_hand

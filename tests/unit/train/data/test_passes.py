@@ -6,6 +6,7 @@ from rollback.errors import UsageError
 from rollback.train.data.cursor import Cursor, cursor_for
 from rollback.train.data.passes import Again, Passes
 from rollback.train.events import RollbackApplied, RollbackCause
+from rollback.train.updates.wanted_gradients import WantedGradients
 
 
 def at(epoch: int, offset: int = 0) -> Cursor:
@@ -20,20 +21,24 @@ def at(epoch: int, offset: int = 0) -> Cursor:
     return cursor
 
 
+def passes_of(cursor: Cursor) -> Passes:
+    return Passes(cursor, [], WantedGradients({}))
+
+
 def put_back(passes: Passes) -> None:
     """As a plan does it, when it has put the cursor back."""
     passes.rollback_applied(RollbackApplied(RollbackCause.PLAN, 0, 0, "c000000-s00000000"))
 
 
 def test_a_new_run_begins_with_its_first_pass() -> None:
-    passes = Passes(at(0), [])
+    passes = passes_of(at(0))
     assert passes.start_pass() is Again.NOTHING
     assert (passes.epoch, passes.over) == (0, False)
 
 
 @pytest.mark.parametrize("epoch", [1, 3])
 def test_under_range_a_resumed_run_walks_through_what_is_over(epoch: int) -> None:
-    passes = Passes(at(epoch, 2), [])
+    passes = passes_of(at(epoch, 2))
     passes.resume()
     for _ in range(epoch):
         assert passes.start_pass() is Again.NOTHING
@@ -43,13 +48,13 @@ def test_under_range_a_resumed_run_walks_through_what_is_over(epoch: int) -> Non
 
 
 def test_a_run_resumed_in_its_first_pass_needs_its_random_states_only() -> None:
-    passes = Passes(at(0, 2), [])
+    passes = passes_of(at(0, 2))
     passes.resume()
     assert passes.start_pass() is Again.RANDOM_STATES
 
 
 def test_epochs_begins_where_a_resumed_run_stands() -> None:
-    passes = Passes(at(2, 1), [])
+    passes = passes_of(at(2, 1))
     passes.resume()
     assert next(passes.epochs(5)) == 2
     assert passes.start_pass() is Again.RANDOM_STATES
@@ -57,7 +62,7 @@ def test_epochs_begins_where_a_resumed_run_stands() -> None:
 
 def test_epochs_goes_back_over_an_epoch_s_start() -> None:
     cursor = at(1, 1)
-    passes = Passes(cursor, [])
+    passes = passes_of(cursor)
     passes.resume()
     epochs = passes.epochs(4)
     assert next(epochs) == 1
@@ -72,7 +77,7 @@ def test_epochs_goes_back_over_an_epoch_s_start() -> None:
 
 def test_under_range_a_rollback_over_an_epoch_s_start_goes_on_in_the_same_pass() -> None:
     cursor = at(1, 1)
-    passes = Passes(cursor, [])
+    passes = passes_of(cursor)
     passes.start_pass()
     passes.start_pass()
     cursor.load_state_dict(at(0, 2).state_dict())
@@ -87,14 +92,14 @@ def test_under_range_a_rollback_over_an_epoch_s_start_goes_on_in_the_same_pass()
 
 def test_an_epoch_that_the_script_broke_off_is_left() -> None:
     cursor = at(0, 2)
-    passes = Passes(cursor, [])
+    passes = passes_of(cursor)
     passes.start_pass()
     passes.start_pass()
     assert (cursor.epoch, cursor.opened) == (1, False)
 
 
 def test_a_finished_run_has_no_more_batches_and_no_more_epochs() -> None:
-    passes = Passes(at(0), [])
+    passes = passes_of(at(0))
     epochs = passes.epochs(9)
     assert next(epochs) == 0
     passes.start_pass()
@@ -112,7 +117,7 @@ def behind(epoch: int) -> Cursor:
 
 
 def test_behind_an_epoch_that_pass_begins_once_more_and_is_over_and_the_next_one_has_batches() -> None:
-    passes = Passes(behind(1), [])
+    passes = passes_of(behind(1))
     passes.resume()
     assert passes.start_pass() is Again.NOTHING
     assert passes.start_pass() is Again.EVERYTHING, "what the script does behind it is done on the restored state"
@@ -122,7 +127,7 @@ def test_behind_an_epoch_that_pass_begins_once_more_and_is_over_and_the_next_one
 
 
 def test_behind_an_epoch_at_which_the_script_was_through_the_next_one_begins() -> None:
-    passes = Passes(behind(1), [])
+    passes = passes_of(behind(1))
     passes.resume(left=True)
     assert next(passes.epochs(4)) == 2
     assert passes.start_pass() is Again.RANDOM_STATES
@@ -131,7 +136,7 @@ def test_behind_an_epoch_at_which_the_script_was_through_the_next_one_begins() -
 
 def test_epochs_asks_at_its_end_whether_it_is_the_end() -> None:
     cursor = at(1, 3)
-    passes = Passes(cursor, [])
+    passes = passes_of(cursor)
     passes.resume()
     asked: list[str] = []
 
@@ -152,7 +157,7 @@ def test_epochs_asks_at_its_end_whether_it_is_the_end() -> None:
 
 
 def test_a_body_that_does_not_iterate_over_the_guard_is_told_so() -> None:
-    epochs = Passes(at(0), []).epochs(3)
+    epochs = passes_of(at(0)).epochs(3)
     next(epochs)
     with pytest.raises(UsageError, match="did not iterate"):
         next(epochs)

@@ -81,3 +81,18 @@ def test_behind_a_rollback_a_number_that_numpy_had_drawn_and_not_given_out_is_in
         rng.restore(before)
         reader.forget()
         assert (marked()["has_gauss"], marked()["gauss"]) == (1, before["numpy"]["gauss"])
+
+
+def test_why_nothing_is_copied_at_every_step_is_told_by_what_the_other_module_is() -> None:
+    model = torch.nn.Linear(1, 1)
+
+    def why(**objects: Any) -> str | None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = TrainingState(model, optimizer, objects, cursor_for([1, 2, 3]), Sentinel("normal"))
+        return SmallStateReader(state).why_not_copied()
+
+    told = why(module=torch.optim.swa_utils.AveragedModel(model))
+    assert told is not None
+    assert told.startswith("beside the model the guard keeps another module, the AveragedModel 'module'")
+    assert "too large" not in told
+    assert why() is None

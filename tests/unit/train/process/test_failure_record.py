@@ -1,0 +1,119 @@
+"""What a rank's failure record says of where an exception came from."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from toy import SETTINGS
+
+import rollback
+from rollback.rundir.failures import FailureRecord, raised_in, read_failures
+from rollback.rundir.paths import RunPaths
+
+PACKAGE = Path(rollback.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+
+
+def record_of(run: Path, script: Callable[[rollback.Guard, Callable[[torch.Tensor], None]], object]) -> FailureRecord:
+    """What the script leaves that nobody catches the exception of."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=[*torch.randn(6, 2, 4)], run=run, **SETTINGS
+    )  # fmt: skip
+
+    def update(x: torch.Tensor) -> None:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.observe(loss)
+
+    try:
+        script(guard, update)
+    except Exception as error:  # noqa: BLE001 - as Python itself would
+        sys.excepthook(type(error), error, error.__traceback__)
+    guard.close()
+    (record,) = read_failures(RunPaths(run).failures(1)).values()
+    return record
+
+
+def in_a_step(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
+    for x in guard:
+        update(x)
+        if guard.batch == 3:
+            raise ValueError("here")
+
+
+def behind_a_pass(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
+    for x in guard:
+        update(x)
+    raise ValueError("here")
+
+
+def behind_epochs(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
+    for _ in guard.epochs(1):
+        for x in guard:
+            update(x)
+    raise ValueError("here")
+
+
+def behind_finish(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
+    for x in guard:
+        update(x)
+        if guard.batch == 3:
+            break
+    guard.finish("the script")
+    raise ValueError("here")
+
+
+def behind_close(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
+    for x in guard:
+        update(x)
+        if guard.batch == 3:
+            break
+    guard.close()
+    raise ValueError("here")
+
+
+def before_the_loop(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
+    raise ValueError("here")
+
+
+@pytest.mark.parametrize(
+    ("script", "in_hand"),
+    [
+        (in_a_step, True), (behind_a_pass, False), (behind_epochs, False), (behind_finish, False),
+        (behind_close, False), (before_the_loop, False),
+    ],
+)  # fmt: skip
+def test_a_batch_is_in_hand_in_the_loop_s_body_alone(
+    tmp_path: Path, script: Callable[[rollback.Guard, Callable[[torch.Tensor], None]], object], in_hand: bool
+) -> None:
+    record = record_of(tmp_path / "run", script)
+    assert (record.in_hand, record.ours, bool(record.samples)) == (in_hand, False, False)
+
+
+def test_what_rollback_itself_raises_is_told_to_be_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("rollback.train.step.StepInProgress.hand_out")  # an AttributeError in the guard
+    record = record_of(tmp_path / "run", in_a_step)
+    assert (record.error, record.ours) == ("AttributeError", True)
+
+
+def test_of_a_loader_s_worker_its_own_innermost_frame_counts() -> None:
+    def told(*files: str) -> ValueError:
+        frames = "\n".join(f'  File "{file}", line 7, in read\n    x' for file in files)
+        return ValueError(f"Caught ValueError in worker 0.\nOriginal Traceback (most recent call last):\n{frames}\nbad")
+
+    ours = str(PACKAGE / "train/data/workers.py")
+    assert raised_in(told("/script.py", ours), PACKAGE)
+    assert not raised_in(told(ours, "/script.py"), PACKAGE)
+    assert not raised_in(ValueError("bad"), PACKAGE)

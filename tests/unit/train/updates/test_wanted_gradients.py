@@ -1,0 +1,146 @@
+"""A script unfreezes layers in mid-run: what is sent back to before that trains without them again."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy import SETTINGS, facts
+
+import rollback
+from rollback.facts.training import Planned, Restored, ScreenedOut
+from rollback.train.last_snapshot.small_state import SmallStateReader, large_state, shared_tree
+
+EPOCH = 12  # batches
+Loop = Literal["epochs", "range", "steps"]
+
+
+class Script:
+    """Its first layer is frozen until the second epoch. The first `times` that batch `broken` comes by, it is NaN.
+
+    loop: `steps`: the loop's body counts, and the layer is trained from the sixteenth batch on. frozen: what it begins
+    with.
+    """
+
+    def __init__(self, run: Path, broken: int | None = None, *, frozen: bool = True, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        self.layer = self.model[0].requires_grad_(not frozen)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        data = torch.randn(EPOCH, 4, 4, generator=torch.Generator().manual_seed(1))
+        self.guard = rollback.Guard(
+            model=self.model, optimizer=self.optimizer, loader=list(data), run=run,
+            **SETTINGS | {"snapshot_every": 5} | settings,
+        )  # fmt: skip
+        self.broken = broken
+        self.times = 1
+        self.trained: dict[int, bool] = {}
+
+    def train(self, loop: Loop = "epochs", *, unfreezes_at: int | None = 1, leave_at: int | None = None) -> "Script":
+        for epoch in self._epochs(loop):
+            if epoch == unfreezes_at and loop != "steps":
+                self.layer.requires_grad_(True)
+            for x in self.guard:
+                if loop == "steps" and self.guard.batch == 16:
+                    self.layer.requires_grad_(True)
+                self.trained[self.guard.batch] = self.layer.weight.requires_grad
+                self._update(x)
+                if self.guard.batch == leave_at:
+                    self.guard.close()
+                    return self
+        self.guard.close()
+        return self
+
+    def _epochs(self, loop: Loop) -> Iterator[int]:
+        return self.guard.epochs(3) if loop == "epochs" else iter(range(3))
+
+    def _update(self, x: Tensor) -> None:
+        self.guard._checkpoints.snapshots.wait()
+        broken = self.times > 0 and self.guard.batch == self.broken
+        self.times -= broken
+        loss = self.model(x * torch.nan if broken else x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.guard.observe(loss)
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.model.state_dict()
+
+
+def require_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("loop", ["epochs", "range", "steps"])
+def test_a_run_sent_back_to_before_a_layer_was_unfrozen_ends_as_if_it_had_skipped_the_batches_from_the_start(
+    tmp_path: Path, loop: Loop
+) -> None:
+    run = tmp_path / "run"
+    script = Script(run, broken=20, rewind=9, skip_from="onset").train(loop)
+    (back,) = facts(run, Restored)
+    (plan,) = facts(run, Planned)
+    assert back.batch < EPOCH < 20
+    assert plan.skip is not None
+    unfrozen = 16 if loop == "steps" else EPOCH
+    assert script.trained == {batch: batch >= unfrozen for batch in script.trained}
+    fresh = Script(tmp_path / "fresh", skip=[plan.skip]).train(loop)
+    require_same(script.weights, fresh.weights)
+
+
+def test_what_an_undone_update_did_to_a_layer_is_undone(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run", broken=16, policy="screen")
+    script.times = 2
+    script.train("steps")
+    (out,) = facts(tmp_path / "run", ScreenedOut)
+    assert (out.window.first, out.window.last) == (16, 16)
+    del script.trained[16]
+    assert {*script.trained.values()} == {False}, "no other batch unfreezes the layer"
+    require_same(script.weights, Script(tmp_path / "fresh", skip=[out.window]).train("steps").weights)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_start_in_a_new_process_leaves_what_the_script_says(tmp_path: Path, frozen: bool) -> None:
+    Script(tmp_path / "run").train(leave_at=EPOCH + 8)
+    script = Script(tmp_path / "run", frozen=frozen)
+    assert script.guard.step > EPOCH
+    assert script.layer.weight.requires_grad is not frozen
+    script.train(unfreezes_at=None)
+    assert {*script.trained.values()} == {not frozen}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_rollback_to_before_the_process_freezes_what_was_frozen_if_the_script_began_alike(
+    tmp_path: Path, frozen: bool
+) -> None:
+    Script(tmp_path / "run").train(leave_at=EPOCH + 3)
+    script = Script(tmp_path / "run", broken=EPOCH + 5, frozen=frozen, rewind=9, skip_from="onset").train()
+    (back,) = facts(tmp_path / "run", Restored)
+    assert back.batch < EPOCH
+    first = min(batch for batch in script.trained if batch < EPOCH)
+    assert script.trained[first] is not frozen
+
+
+def test_an_older_checkpoint_that_tells_nothing_of_it_changes_nothing(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run")
+    script.layer.requires_grad_(True)
+    script.guard._state.gradients.put_back(None)
+    assert script.layer.weight.requires_grad
+    script.guard.close()
+
+
+def test_the_last_snapshot_has_it_as_it_was_at_the_step_s_end(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run")
+    state = script.guard._state
+    script.layer.requires_grad_(True)
+    small, expected = SmallStateReader(state).shared(), state.image().shared["gradients"]
+    script.layer.requires_grad_(False)
+    tree = shared_tree(large_state(state)[0], small, {})
+    assert (
+        tree["gradients"] == expected == {"first": state.gradients.told()["first"], "changed": ["0.weight", "0.bias"]}
+    )
+    assert tree.keys() == state.image().shared.keys()
+    script.guard.close()
