@@ -27,6 +27,7 @@ from rollback.train import attach
 from rollback.train.guard import Guard
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
 from rollback.trainers.huggingface_state import LoopState, RunMark
+from rollback.trainers.huggingface_trl import end_update, followers, require_completions_of_one_update
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from
 _NONE = object()
@@ -60,6 +61,7 @@ def _require_known(trainer: Any) -> None:
     ):  # fmt: skip
         if met:
             raise UsageError(f"rollback.protect cannot guard this Trainer: {what}", hint=instead)
+    require_completions_of_one_update(trainer)
 
 
 _REPLICATED = "the guard keeps models of which every rank has all: train with DistributedDataParallel, the default"
@@ -120,13 +122,14 @@ class _GuardedLoop:
         prepared = self._originals["_prepare_for_training"](max_steps, loader, *given, **others)
         try:
             require_known_loader(loader)
+            following = followers(trainer)
         except UsageError as error:
             attach.refuse(error)
         self._loader = loader
         self.guard = Guard(
             model=trainer.model_wrapped, optimizer=trainer.optimizer.optimizer, loader=loader.base_dataloader,
             scheduler=trainer.lr_scheduler, scaler=getattr(trainer.accelerator, "scaler", None), max_steps=max_steps,
-            **self._settings,
+            **{**following, **self._settings},
         )  # fmt: skip
         self.guard.without_probes("the Trainer counts every batch as one of its own")
         self._callback.run = str(self.guard.run)
@@ -136,6 +139,7 @@ class _GuardedLoop:
         """All epochs. The Trainer, which has called this for its first one, is told to stop behind the last."""
         trainer, announced = self._trainer, True
         self.guard.keep(trainer=self._state)
+        self._has_moved()  # a resume has
         epochs = sys.maxsize if trainer.args.max_steps > 0 else trainer.state.num_train_epochs
         for epoch in self.guard.epochs(epochs):
             if not announced:
@@ -149,6 +153,7 @@ class _GuardedLoop:
                     ended = True
             if trainer.control.should_training_stop:
                 break
+        self._has_moved()  # the last epoch's end may have been restored
         trainer.control.should_training_stop = True
         self.guard.close()
 
@@ -165,6 +170,7 @@ class _GuardedLoop:
             self._state.last_update = grad_norm, learning_rate
         grad_norm, learning_rate = self._state.last_update
         self._originals["_maybe_log_save_evaluate"](tr_loss, grad_norm, *given, learning_rate=learning_rate, **others)
+        end_update(self._trainer)
 
     # Its batches -----------------------------------------------------------------------------------------------------
 
@@ -180,15 +186,15 @@ class _GuardedLoop:
                 set_epoch(epoch)
         begin_pass(loader)
         iter(self.guard)
-        self._drawn, self._position, self._state.moved = [], -1, False
+        self._has_moved()  # to where this epoch begins
+        self._drawn, self._position = [], -1
         with contextlib.suppress(_Moved):
             self._draw()
 
     def _draw(self) -> bool:
         """Whether there is another batch of the epoch. Raises _Moved where it is not the next one, or none of it."""
         batch, expected = next(self.guard, _NONE), self._position + 1
-        moved, self._state.moved = self._state.moved, False
-        if moved:
+        if moved := self._has_moved():
             self._drawn = []
         if batch is not _NONE:
             self._position = self.guard.batch_in_epoch
@@ -196,6 +202,13 @@ class _GuardedLoop:
         if moved or (batch is not _NONE and self._position != expected):
             raise _Moved
         return batch is not _NONE
+
+    def _has_moved(self) -> bool:
+        """Whether training has been put elsewhere since this was asked last. Collective."""
+        moved, self._state.moved = self._state.moved, False
+        if moved:
+            self._state.forget_lost_best()
+        return moved
 
     def _place(self, epoch: int, batches: int) -> dict[str, Any]:
         """Where `_run_epoch` is to begin: before what has been drawn, with all that is left of the epoch's `batches`.

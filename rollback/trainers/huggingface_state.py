@@ -1,12 +1,15 @@
 """What a Trainer knows of its training besides model, optimizer and learning rate, and which folders it has saved."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
+from rollback.train.comm.recorder import say
 from rollback.trainers.saved_files import rename_undone
 
 _STATE = (
@@ -14,8 +17,12 @@ _STATE = (
     "best_model_checkpoint",
 )  # fmt: skip
 """Of TrainerState, with its `log_history`; what else it has follows from arguments."""
-_LOOP = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos", "_total_train_tokens")
-"""Of the Trainer; the last one TRL's trainers have. `_tr_loss` and `_metrics` (TRL) are put back in place."""
+_BEST: dict[str, Any] = {"best_metric": None, "best_global_step": None, "best_model_checkpoint": None}
+"""Of TrainerState, before the first evaluation."""
+_LOOP = (
+    "_total_loss_scalar", "_globalstep_last_logged", "current_flos", "_total_train_tokens", "_step", "_buffer_step",
+)  # fmt: skip
+"""Of the Trainer; the last three TRL's trainers have. `_tr_loss` and `_metrics` (TRL) are put back in place."""
 
 
 class RunMark(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -72,10 +79,29 @@ class LoopState:
         for mode, values in kept["metrics"].items():
             trainer._metrics[mode].clear()
             trainer._metrics[mode].update(values)
+        if "_last_loaded_step" in vars(trainer):  # TRL's, of the weights that vLLM has: of a step that may be undone
+            trainer._last_loaded_step = -1
         trainer.control.should_training_stop = trainer.control.should_epoch_stop = False
         if trainer.args.should_save:
             _set_aside(Path(trainer.args.output_dir), state.global_step, self._mark)
         self.moved = True
+
+    def forget_lost_best(self) -> None:
+        """Let the next evaluation choose a new best model where the folder of the best one is gone. Collective.
+
+        With `save_total_limit`, the Trainer deletes it for a better one, and the steps of that may be undone later.
+        """
+        state, accelerator = self._trainer.state, self._trainer.accelerator
+        best = state.best_model_checkpoint
+        lost = torch.tensor(float(best is not None and not os.path.isdir(best)), device=accelerator.device)
+        if not accelerator.reduce(lost, "sum").item():
+            return
+        vars(state).update(_BEST)
+        if accelerator.is_main_process:
+            say(
+                f"the folder of the best model so far, {best}, is gone, as a better one of a step that is undone now "
+                "had taken its place: the next evaluation chooses a new best model"
+            )
 
     def _exportable(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks

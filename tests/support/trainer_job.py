@@ -45,7 +45,8 @@ class TrainerJob:
     """One job. bad_at: positions of batches whose loss is NaN, on rank `bad_rank`. The rest is the library's."""
 
     loop: str = "trainer"
-    """`trainer`, `sft`, `accelerate`, `lightning`, `torchtitan`; `lora`: a script's own loop over a model of PEFT's."""
+    """`trainer`, `sft`, `dpo`, `grpo`, `accelerate`, `lightning`, `torchtitan`; `lora`: a script's own loop over a
+    model of PEFT's."""
     samples: int = 60
     """A rank's; `torchtitan`: words in a document."""
     batch_size: int = 2
@@ -153,10 +154,10 @@ class Job:
         return Stream(count, drawing=self.job.stream == "drawing") if self.job.stream else Text(count)
 
     def spoil(self, module: nn.Module, given: Any, output: Any) -> Any:
-        if self.poisoned and module.training:
-            for name in ("loss", "log_probs"):  # the latter is what TRL asks for
-                if getattr(output, name, None) is not None:
-                    setattr(output, name, getattr(output, name) * float("nan"))
+        if self.poisoned and module.training and torch.is_grad_enabled():  # not while TRL generates
+            asked = ("loss", "log_probs")  # the latter is what TRL asks for, if not for logits alone
+            for name in [name for name in asked if getattr(output, name, None) is not None] or ["logits"]:
+                setattr(output, name, getattr(output, name) * float("nan"))
         return output
 
     def take(self, step: int, ids: Tensor, position: int | None) -> None:
@@ -208,6 +209,50 @@ class Job:
             eval_dataset=data, peft_config=self.adapter(),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>"),
         )  # fmt: skip
+
+    def train_by_dpo(self) -> dict[str, str]:
+        """TRL's trainer, with a reference model that follows the trained one."""
+        import datasets
+        import trl
+
+        texts = self.texts()
+        data = datasets.Dataset.from_dict(
+            {"prompt": texts, "chosen": [f"w{i % 90 + 5}" for i in range(len(texts))], "rejected": ["w7"] * len(texts)}
+        )
+        return self.train_by(
+            trl.DPOTrainer, model=self.llama(), ref_model=self.llama(), args=self.arguments(trl.DPOConfig),
+            train_dataset=data, processing_class=self.words(),
+        )  # fmt: skip
+
+    def train_by_grpo(self) -> dict[str, str]:
+        """TRL's trainer, whose completions serve several batches."""
+        import datasets
+        import trl
+
+        def variety(completions: list[str], **_: Any) -> list[float]:
+            return [float(sum(map(int, text.replace("w", "").split())) % 97) for text in completions]
+
+        texts = self.texts()
+        return self.train_by(
+            trl.GRPOTrainer, model=self.llama(), args=self.arguments(trl.GRPOConfig), reward_funcs=variety,
+            train_dataset=datasets.Dataset.from_dict({"prompt": texts, "number": list(range(len(texts)))}),
+            processing_class=self.words(),
+        )  # fmt: skip
+
+    def texts(self) -> list[str]:
+        """Text i begins with word i."""
+        return [f"w{i + 10} w{i * 7 % 500 + 10} w{i * 3 % 400 + 10}" for i in range(self.job.samples * self.ranks)]
+
+    def words(self) -> Any:
+        """A tokenizer: word i has the number i."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        words = Tokenizer(
+            models.WordLevel({"<pad>": 0, "<end>": 1, **{f"w{i}": i for i in range(2, 1000)}}, unk_token="<pad>")
+        )
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
 
     def llama(self) -> nn.Module:
         """A Llama of two layers, with dropout, of more than a MiB: what a LoRA of it leaves as it is is stored once."""
@@ -275,7 +320,11 @@ class Job:
                 if watched.run is not None:
                     watched.guard = self.train.__self__.guard
                     position = watched.guard.batch - self.current_gradient_accumulation_steps + 1 + watched.micro
-                watched.take(self.state.global_step, inputs["input_ids"], position)
+                ids = (
+                    inputs["input_ids"] if isinstance(inputs, dict)
+                    else torch.tensor([[sample["number"]] for sample in inputs])
+                )  # fmt: skip
+                watched.take(self.state.global_step, ids, position)
                 watched.micro = 0 if self.accelerator.sync_gradients else watched.micro + 1
                 loss: Tensor = super().training_step(model, inputs, *more, **others)
                 return loss
@@ -289,11 +338,13 @@ class Job:
         if self.run is not None:
             rollback.protect(trainer, **self.settings())
         output = trainer.train()
+        reference = getattr(trainer, "ref_model", None)
         return self.portrait(
             trainer.model, trainer.optimizer, trainer.lr_scheduler, trainer.state.global_step,
             logs=dict(enumerate(self.untimed(trainer.state.log_history))), epoch=trainer.state.epoch,
             best=trainer.state.best_metric, loss=output.training_loss, flos=trainer.state.total_flos,
             tokens=trainer.state.num_input_tokens_seen, saved=self.saved(),
+            reference=reference.state_dict() if reference is not None else {},
         )  # fmt: skip
 
     def scale(self, accelerator: Any) -> None:
@@ -317,7 +368,7 @@ class Job:
 
     def untimed(self, logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [
-            {name: value for name, value in log.items() if not name.endswith(("runtime", "per_second"))} for log in logs
+            {name: value for name, value in log.items() if not name.endswith(("time", "per_second"))} for log in logs
         ]
 
     def saved(self) -> list[str]:

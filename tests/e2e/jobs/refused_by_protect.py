@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 os.environ["HF_HUB_OFFLINE"] = "1"
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, DistributedType, GradientState
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import rollback
 from rollback.errors import RollbackError
@@ -74,6 +74,21 @@ def with_enabled(name: str) -> None:
     rollback.protect(made)
 
 
+def with_completions(trained: Any, *, of_batches: int, updates_of: int) -> Any:
+    """As TRL's GRPOTrainer has them."""
+    trained._buffered_inputs, trained._step, trained.num_iterations = None, 0, 2
+    trained.args.steps_per_generation = of_batches // 2
+    trained.args.gradient_accumulation_steps = updates_of
+    return trained
+
+
+def with_an_average() -> None:
+    kind = type("BEMACallback", (TrainerCallback,), {"__module__": "trl.trainer.callbacks"})
+    made = protected()
+    made.add_callback(kind())
+    made.train()
+
+
 def with_gpus() -> None:
     made = trainer()
     made.args._n_gpu = 2
@@ -118,6 +133,13 @@ CASES: dict[str, Callable[[], object]] = {
     "the Trainer with DeepSpeed": lambda: with_enabled("is_deepspeed_enabled"),
     "the Trainer with FSDP": lambda: with_enabled("is_fsdp_enabled"),
     "the Trainer with DataParallel": with_gpus,
+    "completions for several updates": lambda: rollback.protect(
+        with_completions(trainer(), of_batches=8, updates_of=4)
+    ),
+    "completions for an update and a half": lambda: rollback.protect(
+        with_completions(trainer(), of_batches=4, updates_of=6)
+    ),
+    "an average of the weights": with_an_average,
     "hyperparameter_search": lambda: protected().train(trial={"learning_rate": 1.0}),
     "trained twice": trained_twice,
     "twice": twice,

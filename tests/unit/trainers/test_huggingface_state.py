@@ -20,7 +20,7 @@ def trainer_with(rows: list[dict[str, Any]]) -> Any:
     state = SimpleNamespace(epoch=0.5, global_step=7, log_history=rows, stateful_callbacks={})
     return SimpleNamespace(
         state=state, callback_handler=SimpleNamespace(callbacks=[]), _tr_loss=torch.zeros(()),
-        control=SimpleNamespace(), args=SimpleNamespace(should_save=False),
+        control=SimpleNamespace(), _step=8, _last_loaded_step=7, args=SimpleNamespace(should_save=False),
     )  # fmt: skip
 
 
@@ -55,3 +55,12 @@ def test_what_an_earlier_version_kept_is_read() -> None:
     state["state"]["log_history"] = [{"step": 1}]
     kept_of(trainer).load_state_dict(state)
     assert trainer.state.log_history == [{"step": 1}]
+
+
+def test_the_count_of_batches_of_trls_trainers_goes_back_and_vllm_gets_the_weights_anew() -> None:
+    trainer = trainer_with([])
+    kept = kept_of(trainer)
+    before = kept.state_dict()
+    trainer._step, trainer._last_loaded_step = 12, 10
+    kept.load_state_dict(before)
+    assert (trainer._step, trainer._last_loaded_step) == (8, -1)
