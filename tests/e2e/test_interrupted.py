@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attempts import DIED, Forker
@@ -146,10 +147,10 @@ def test_loader_workers_that_end_with_their_epoch_end_nothing_of_their_rank(
 ) -> None:
     ended, end = tmp_path / "ended", HeartbeatWriter.end
 
-    def noted(self: HeartbeatWriter) -> None:
+    def noted(self: HeartbeatWriter, **given: Any) -> None:
         with ended.open("a") as file:
             file.write(f"{os.getpid()}\n")
-        end(self)
+        end(self, **given)
 
     monkeypatch.setattr(HeartbeatWriter, "end", noted)
     train(Toy(100, epochs=2, loop="epochs", workers=1), tmp_path / "run")
