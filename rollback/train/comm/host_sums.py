@@ -127,10 +127,9 @@ class HostSums:
             ended = [rank for rank in self._late() if not is_running(self._processes[rank])]
             late = self._late()
             self._gone = [rank for rank in late if rank in ended]  # not one that has put it before it ended
-            if self._gone or self._awaited not in late:  # who should have told of that may be dead
+            # Again at each look: a wake is lost on who is about to sleep, and who should have given one may be dead.
+            if self._gone or self._closed or self._awaited not in late:
                 self._wake(self._awaited)
-            if self._gone:
-                return
 
     def _late(self) -> list[int]:
         behind: list[int] = np.flatnonzero((self._counts - np.uint32(self._puts % _COUNTS)).view(np.int32) < 0).tolist()

@@ -208,6 +208,26 @@ def test_who_dies_before_it_has_told_of_its_part_has_put_it() -> None:
         late.join()
 
 
+def test_a_wake_that_is_lost_is_given_again() -> None:
+    ended = subprocess.Popen(["sleep", "100"])
+    names = [name_process(os.getpid()), name_process(ended.pid)]
+    ended.kill()
+    ended.wait()
+    with ranks_of_a_host(2, names, patience=5) as (first, _):
+        wake, given = first._wake, []
+        first.put([1.0] * WIDTH)
+
+        def wake_but_not_at_first(rank: int) -> None:
+            given.append(rank)
+            if len(given) > 1:
+                wake(rank)
+
+        first._wake = wake_but_not_at_first  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="rank 1 has ended"):
+            first.rows()
+        assert given[:2] == [1, 1], "it was not waited for until patience was over"
+
+
 @pytest.mark.parametrize("after", [0.05, 0.3], ids=["at once", "while the others are watched"])
 def test_who_closes_it_while_another_thread_waits_ends_the_wait(after: float) -> None:
     with ranks_of_a_host(2) as (first, _):
