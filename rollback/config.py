@@ -93,8 +93,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     )
     overhead: float = Field(0.01, gt=0, le=1, description="share of the time that checkpoints may hold up the loop")
     fast_tier: str = Field("auto", description="where slots in memory are made: auto (/dev/shm), off, or a directory")
-    last_snapshot: Literal["on", "off"] = Field(
-        "on", description="when a rank dies, keep the state that the others still hold"
+    last_snapshot: Literal["auto", "on", "off"] = Field(
+        "auto", description="when a rank dies, keep the state that the others still hold; auto: not on GPUs"
     )
     keep: int = Field(6, ge=3, description="capacity of the ring: the newest, older ones further and further apart")
     ring: Annotated[str | None, BeforeValidator(lambda url: url or None)] = Field(

@@ -4,7 +4,7 @@ they made of it."""
 import time
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.fast_tier import end_marks, last_account
+from rollback.checkpoints.fast_tier import end_marks, last_account, last_locks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import KeptOnHost
@@ -26,7 +26,7 @@ def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes) -> None:
     began = time.monotonic()
     while asked and (waited := time.monotonic() - began) < _PATIENCE:
         told = {account.rank for account in last_account.read_accounts(marks, attempt)}
-        if asked <= told or (waited > _ANSWER and not end_marks.is_busy(marks)):
+        if asked <= told or (waited > _ANSWER and not last_locks.is_busy(marks)):
             return
         time.sleep(_POLL)
 

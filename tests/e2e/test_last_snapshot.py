@@ -38,6 +38,7 @@ LIMIT = 200.0
 STEPS = 30
 TOY = Toy(samples=8 * STEPS, sampler="distributed", augment=True, patient=False, settings={"snapshot_every": 50})
 KILL = 21
+ON_GPU = TOY.but(settings={**TOY.settings, "last_snapshot": "on"})
 EPOCH = 10
 EPOCHS = TOY.but(samples=8 * EPOCH, epochs=3, loop="rehearsed epochs", between=True)
 
@@ -108,6 +109,32 @@ def test_a_killed_rank_costs_no_step(tmp_path: Path, undisturbed: Launched, rank
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert outcome.checkpoint in [fact.checkpoint for fact in facts(launched.run, Committed)]
     assert not facts(launched.run, NoLastSnapshot)
+
+
+@pytest.mark.parametrize("rank", [0, *soak(1)])
+def test_of_a_job_on_a_gpu_a_killed_rank_costs_no_step(tmp_path: Path, undisturbed: Launched, rank: int) -> None:
+    """The CPU in its place, and late. The buffer that moves in every forward lies there, and what goes on the pulse."""
+    launched = Launched(tmp_path, ON_GPU, signal=[rank, KILL, signal.SIGKILL, 1], late_gpu=True)
+    launched.finish()
+    assert launched.resumed_at == [KILL], launched.outcomes
+    launched.require(undisturbed)
+
+
+def test_of_a_job_on_a_gpu_a_rank_that_dies_before_its_gpu_has_come_to_the_end_is_no_guess(
+    tmp_path: Path, undisturbed: Launched
+) -> None:
+    launched = Launched(tmp_path, ON_GPU, ends=[1, KILL, "kill in its update"], late_gpu=True)
+    launched.finish()
+    (outcome,) = launched.outcomes
+    assert outcome.why_not == f"rank 1 had not come to the end of step {KILL + 1}, and the others had"
+    launched.require(undisturbed)
+
+
+def test_a_job_on_a_gpu_is_asked_first(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, TOY, late_gpu=True)
+    launched.finish()
+    (told,) = facts(launched.run, NoLastSnapshot)
+    assert told.reason == "the parameters are on a GPU, where it has to be asked for: --last-snapshot on"
 
 
 def test_a_rank_that_was_a_step_behind_the_dead_one_keeps_the_step_that_both_have(

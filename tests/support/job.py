@@ -16,7 +16,8 @@ in every attempt), `holds` (`[batch, file]`, or several in a row: all ranks wait
 their update only when who speaks for it has done that in `Exchange`; and who speaks goes on when its
 own rank has begun; "": they never do),
 `evaluates` (`[rank, n, seconds]`: so long behind its n-th evaluation that rank is killed, with 0 where it begins, in
-the first attempt), `slow` (seconds that each batch takes at least). Each rank writes `<name>-<rank>.json` beside it:
+the first attempt), `slow` (seconds that each batch takes at least), `late_gpu` (true: the CPU counts as a GPU, see
+late_gpu.py). Each rank writes `<name>-<rank>.json` beside it:
 `portrait`, or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 from asking import asking, hand_in
 from eating import eat
+from late_gpu import use_late_gpu
 from scenarios import perform_all
 from toy import Hook, Loop, Toy, told_from_the_start, train
 from unreadable import unreadable
@@ -57,6 +59,8 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
     run = scenario.get("run", os.environ.get("ROLLBACK_RUN"))
     write = vars(pipeline)["write_direct"]
     reader, *what = scenario.get("unreadable", [None])
+    if scenario.get("late_gpu"):
+        use_late_gpu()
     if scenario.get("dies_in_restore", [None])[0] == rank and os.environ.get("ROLLBACK_ATTEMPT") == "1":
         vars(restore)["_load"] = partial(die, vars(restore)["_load"], scenario["dies_in_restore"][1])
     if scenario.get("evaluates", [None])[0] == rank and os.environ.get("ROLLBACK_ATTEMPT") == "1":
@@ -79,6 +83,8 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
 
 def hook(scenario: dict[str, Any], toy: Toy, rank: int) -> Hook:
     def at_batch(guard: rollback.Guard | None, position: int) -> None:
+        if guard is not None and (gpu := guard._last._device) is not None:
+            gpu.await_gradients()  # what becomes of a rank here, its GPU has come so far
         if scenario.get("signal", [])[:2] == [rank, position]:
             number, *attempt = scenario["signal"][2:]
             if not attempt or attempt == [int(os.environ["ROLLBACK_ATTEMPT"])]:

@@ -1,6 +1,7 @@
 """End marks: what each rank leaves in its host's memory at every step's end, so that its death loses nothing.
 
     TIER/last/mark-00001      what only rank 1 knew at the ends of its last two steps
+    TIER/last/added-00001     what rank 1's GPU has added to them, once it had come there itself
     TIER/last/bell-00001      a pipe: a byte in it asks rank 1 for a last snapshot
     TIER/last/busy            held, shared, by all ranks that have a part in a last snapshot just now
     TIER/last/lock            held by the one that writes it
@@ -12,16 +13,18 @@ knew of a step's end before it gave its gradients to the sum of that step. A ran
 when another one asks. Each part has a checksum over all of it, its step's end included. So a rank that is killed while
 it writes one half leaves the other, and half a mark is never believed. What stays the same over many steps is in each
 part, and is not copied there again.
+
+What a GPU has at a step's end the host cannot write: it is ahead of it. There the host says in the half how many bytes
+are added, and the GPU writes them, and then a stamp of that step's end, when it comes there. Without it the half is not
+whole. A half is begun anew by the host before the GPU is asked for what is added to it.
 docs/format.md, "The last snapshot", has the layout. Nothing here knows torch.
 """
 
 import contextlib
-import fcntl
 import mmap
 import os
 import stat
 import struct
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +38,7 @@ from rollback.system import files
 
 MOST = 256 << 10
 """Bytes that a mark may have: copying more would be felt at every step."""
-_NUMBERS = struct.Struct("<12Q")  # lengths: of what stays and of the rest; a StepEnd; a Hold
+_NUMBERS = struct.Struct("<13Q")  # lengths: of what stays and of the rest; what a GPU adds; a StepEnd; a Hold
 _CHECK = struct.Struct("<Q")
 _HEAD = _CHECK.size + _NUMBERS.size  # a checksum, and these numbers
 _NO_HEAD = bytes(_HEAD)
@@ -47,6 +50,8 @@ _LEFT_AT = 2048  # in the first page
 _STOPPED_AT, _STOPPED_MOST = 2056, 2000
 SIZE = 4096 + PARTS * _PART
 """Bytes of a mark's file."""
+SIZE_ADDED = _EARLY * _PART
+"""Bytes of the file with what is added: for each half a stamp and what is told of."""
 ELSEWHERE = b"o"
 REASONS = {
     b"h": "the ranks hang", b"g": "the grace is over", b"e": "the attempt is ended",
@@ -108,6 +113,9 @@ class EndMarkPaths:
     def mark(self, rank: int) -> Path:
         return self.root / f"mark-{rank:05d}"
 
+    def added(self, rank: int) -> Path:
+        return self.root / f"added-{rank:05d}"
+
     def bell(self, rank: int) -> Path:
         return self.root / f"bell-{rank:05d}"
 
@@ -150,13 +158,8 @@ class EndMark:
     """The mark of one rank, which writes it. Call `close` at the end. Raises OSError where it cannot be made."""
 
     def __init__(self, paths: EndMarkPaths, rank: int) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(paths.mark(rank), flags, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, SIZE)  # a map of memory that is not there kills with SIGBUS
+        with new_memory(paths.mark(rank), SIZE) as fd:
             self._map = mmap.mmap(fd, SIZE)
-        finally:
-            os.close(fd)
         self._half = self._early = 0
         self._early_end: StepEnd | None = None
         self._stays = [b""] * PARTS  # what each part has of it
@@ -164,13 +167,16 @@ class EndMark:
         os.mkfifo(paths.bell(rank), 0o600)
         self.bell = os.open(paths.bell(rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def write(self, end: StepEnd, body: bytes, stays: bytes = b"") -> None:
-        """Leave what this rank knows at the end of a step. The mark before stays.
+    def write(self, end: StepEnd, body: bytes, stays: bytes = b"", added: int | None = None) -> int:
+        """Leave what this rank knows at the end of a step. The mark before stays. Returns the number of the half.
 
-        stays: behind the body, for whoever reads it. As long as it is the same object, it is not copied again.
+        stays: behind the body, for whoever reads it. As long as it is the same object, it is not copied again. added:
+        the number of bytes at the body's end in whose place a GPU puts others; nobody reads this half before it has.
+        None: there is no GPU.
         """
         self._half ^= 1
-        self._put(self._half, body, stays, end)
+        self._put(self._half, body, stays, end, adding=0 if added is None else 1 + added)
+        return self._half
 
     def write_early(self, end: StepEnd, body: bytes, hold: Hold, stays: bytes = b"") -> None:
         """Leave what this rank knows of a step's end, if nothing changes it until then."""
@@ -183,10 +189,12 @@ class EndMark:
         start = start_of(_EARLY + self._early)
         self._map[start : start + _HEAD] = _NO_HEAD
 
-    def _put(self, part: int, body: bytes, stays: bytes, end: StepEnd, hold: Hold = _NO_HOLD) -> None:
+    def _put(
+        self, part: int, body: bytes, stays: bytes, end: StepEnd, hold: Hold = _NO_HOLD, adding: int = 0
+    ) -> None:  # fmt: skip
         if self._digest[0] is not stays:
             self._digest = stays, xxhash.xxh3_64_intdigest(stays)
-        numbers = _NUMBERS.pack(len(stays), len(body), *end, *hold)
+        numbers = _NUMBERS.pack(len(stays), len(body), adding, *end, *hold)
         start = start_of(part)
         content, rest = start + _HEAD, start + _HEAD + len(stays)
         self._map[start:content] = _NO_HEAD  # nothing, until all of it is there
@@ -219,9 +227,33 @@ class EndMark:
         self._map.close()
 
 
+@contextlib.contextmanager
+def new_memory(path: Path, size: int) -> Iterator[int]:
+    """A new file of a mark, all of whose memory is there: a map of memory that is not there kills with SIGBUS.
+
+    Gives its descriptor, which is closed behind the block. Raises OSError.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def start_of(part: int) -> int:
     """Where a part begins in the file: at its checksum, eight bytes that are zero while there is nothing."""
     return 4096 + part * _PART
+
+
+def place_of_added(half: int) -> tuple[int, int]:
+    """Where the stamp of a half begins in the file of what is added, and where what it tells of does."""
+    return half * _PART, half * _PART + _CHECK.size
+
+
+def stamp_of(end: StepEnd) -> int:
+    """What tells that all is added which belongs to that step's end. Not zero, and it fits into an int64."""
+    return _seed(struct.pack("<6Q", *end)) >> 1 | 1
 
 
 def _seed(numbers: bytes) -> int:
@@ -233,10 +265,10 @@ def _check(numbers: bytes, digest: int, body: bytes) -> int:
     return xxhash.xxh3_64_intdigest(body, xxhash.xxh3_64_intdigest(numbers, digest))
 
 
-def _read(paths: EndMarkPaths, rank: int, start: int, length: int) -> bytes:
-    """Bytes of a mark; none where there is no mark."""
+def _read(path: Path, start: int, length: int) -> bytes:
+    """Bytes of a file of a mark; none where there is no such file."""
     try:
-        fd = os.open(paths.mark(rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return b""
     try:
@@ -259,12 +291,28 @@ def read_early(paths: EndMarkPaths, rank: int) -> dict[StepEnd, EarlyMark]:
 
 def _read_part(paths: EndMarkPaths, rank: int, part: int) -> EarlyMark | None:
     """A part of a mark, if it is whole."""
-    raw = whole_part(lambda start, length: _read(paths, rank, start, length), part)
+    raw = whole_part(lambda start, length: _read(paths.mark(rank), start, length), part)
     if raw is None:
         return None
-    staying, _, *rest = _NUMBERS.unpack_from(raw, _CHECK.size)
-    content, end = raw[_HEAD:], len(StepEnd._fields)
-    return EarlyMark(StepEnd(*rest[:end]), content[staying:] + content[:staying], Hold(*rest[end:]))
+    staying, _, adding, *rest = _NUMBERS.unpack_from(raw, _CHECK.size)
+    content, count = raw[_HEAD:], len(StepEnd._fields)
+    stays, body, end = content[:staying], content[staying:], StepEnd(*rest[:count])
+    if adding:
+        if (added := _read_added(paths, rank, part, end, adding - 1)) is None:
+            return None
+        body = body[: len(body) - len(added)] + added
+    return EarlyMark(end, body + stays, Hold(*rest[count:]))
+
+
+def _read_added(paths: EndMarkPaths, rank: int, half: int, end: StepEnd, length: int) -> bytes | None:
+    """What a GPU has added to a half; None: it has not come to that step's end, or the half is another's by now."""
+    stamp, place = place_of_added(half)
+    if _read(paths.added(rank), stamp, _CHECK.size) != _CHECK.pack(stamp_of(end)):
+        return None
+    added = _read(paths.added(rank), place, length)
+    head = _read(paths.mark(rank), start_of(half) + _CHECK.size, _NUMBERS.size)
+    still = bool(head) and _NUMBERS.unpack(head)[3 : 3 + len(end)] == end
+    return added if len(added) == length and still else None
 
 
 def whole_part(read: Callable[[int, int], bytes], part: int) -> bytes | None:
@@ -273,8 +321,8 @@ def whole_part(read: Callable[[int, int], bytes], part: int) -> bytes | None:
     if not (head := read(start, _HEAD)):
         return None
     numbers = head[_CHECK.size :]
-    staying, length, *_ = _NUMBERS.unpack(numbers)
-    if not length or staying + length > MOST:
+    staying, length, adding, *_ = _NUMBERS.unpack(numbers)
+    if not length or staying + length > MOST or adding > 1 + length:
         return None
     content = read(start + _HEAD, staying + length)
     stays, body = content[:staying], content[staying:]
@@ -284,7 +332,7 @@ def whole_part(read: Callable[[int, int], bytes], part: int) -> bytes | None:
 
 def read_digest(paths: EndMarkPaths, rank: int, end: StepEnd) -> int | None:
     """The digest of a rank's parameters at that moment, if it has told it."""
-    if not (told := _read(paths, rank, 0, _STATUS.size)):
+    if not (told := _read(paths.mark(rank), 0, _STATUS.size)):
         return None
     check, digest, *numbers = _STATUS.unpack(told)
     return digest if tuple(numbers) == end and _seed(told[8:]) == check else None
@@ -292,12 +340,12 @@ def read_digest(paths: EndMarkPaths, rank: int, end: StepEnd) -> int | None:
 
 def has_left(paths: EndMarkPaths, rank: int) -> bool:
     """Whether a rank has ended as it should."""
-    return _read(paths, rank, _LEFT_AT, 1) == b"\1"
+    return _read(paths.mark(rank), _LEFT_AT, 1) == b"\1"
 
 
 def read_stopped(paths: EndMarkPaths, rank: int) -> str | None:
     """Why a rank leaves no marks any more; None: it does."""
-    text = _read(paths, rank, _STOPPED_AT, _STOPPED_MOST).partition(b"\0")[0]
+    text = _read(paths.mark(rank), _STOPPED_AT, _STOPPED_MOST).partition(b"\0")[0]
     return text.decode(errors="replace") or None
 
 
@@ -321,57 +369,3 @@ def ring_bell(paths: EndMarkPaths, rank: int, why: bytes = b"!") -> bool:
     finally:
         os.close(fd)
     return True
-
-
-@contextlib.contextmanager
-def alone(paths: EndMarkPaths, deadline: float) -> Iterator[None]:
-    """Be the only process of the host that makes the last snapshot. The kernel lets go of it when the process dies.
-
-    deadline: monotonic seconds. Raises TimeoutError, OSError.
-    """
-    fd = os.open(paths.lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError("another rank was at it for too long") from None
-                time.sleep(0.005)
-        yield
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def busy(paths: EndMarkPaths) -> Iterator[None]:
-    """Let `is_busy` say so in the block. Raises OSError."""
-    fd = os.open(paths.busy, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(fd)
-
-
-def is_busy(paths: EndMarkPaths) -> bool:
-    """Whether any rank has a part in a last snapshot just now."""
-    with contextlib.suppress(OSError):
-        return is_held(paths.busy, fcntl.LOCK_EX)
-    return False
-
-
-def is_held(path: Path, wanted: int) -> bool:
-    """Whether somebody has locked a file so that it cannot be locked as wanted (LOCK_EX, LOCK_SH). Raises OSError."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, wanted | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False

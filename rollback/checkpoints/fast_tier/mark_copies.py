@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from rollback.checkpoints.fast_tier import end_marks, slots
+from rollback.checkpoints.fast_tier import end_marks, last_locks, slots
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
 from rollback.checkpoints.fast_tier.slots import COPIED_MARKS, SlotPaths
 from rollback.system import files
@@ -109,7 +109,7 @@ class CopiedMarks:
 
     def is_fed(self) -> bool:
         """Whether this host still hears from that one. Raises OSError."""
-        return end_marks.is_held(self._fed, fcntl.LOCK_SH)
+        return last_locks.is_held(self._fed, fcntl.LOCK_SH)
 
     def last_alive(self) -> int:
         """That host's clock, in nanoseconds, when this host heard no more of it: it may have lived that long. Raises
@@ -138,7 +138,7 @@ class FedMarks:
             fcntl.flock(self._fed, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in (paths.lock, paths.busy):
                 os.close(_made(path))
-            with end_marks.alone(paths, time.monotonic()):
+            with last_locks.alone(paths, time.monotonic()):
                 if not _are_of(paths, ranks, hosts):
                     for name in os.listdir(paths.root):
                         if not _KEPT.fullmatch(name):

@@ -32,7 +32,7 @@ DEFAULT_BASE = Path("/dev/shm")
 _SLOT_NAME = re.compile(r"slot-(\d{2,4})")
 _RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
 _OWNER_LIMIT = 1 << 16
-OF_MARKS = re.compile(r"(mark|bell|account)-\d{5}|lock|busy|fed|hosts\.json|\.(account-\d{5}|hosts\.json)\.tmp")
+OF_MARKS = re.compile(r"(mark|added|bell|account)-\d{5}|lock|busy|fed|hosts\.json|\.(account-\d{5}|hosts\.json)\.tmp")
 """What is in the directory of the end marks (`end_marks`), or of copies of them."""
 BUDDY_COPIES, ARRIVING = "buddy-*", "arriving-*"
 """The directories of copies of another host's slots, and of what arrives (`buddy_copies`)."""

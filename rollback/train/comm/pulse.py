@@ -163,7 +163,7 @@ class Pulse:
         self._host = torch.zeros(room, dtype=torch.float64, pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
-        self._sent = b""
+        self._sent: bytes | Tensor = b""
         self._ailments: Tensor | list[float] | None = None  # this rank's, of the beat that is under way
         self._work: dist.Work | None = None
         self._vector: Tensor | list[float] | None = None
@@ -213,8 +213,9 @@ class Pulse:
         return beat
 
     @property
-    def sent(self) -> bytes:
-        """What this rank has put into the beat under way; empty: none is under way, or it is composed on a device."""
+    def sent(self) -> bytes | Tensor:
+        """What this rank has put into the beat under way; empty: none is under way. On a device where it is composed
+        there: then a copy, which nothing changes."""
         return self._sent if self._vector is not None else b""
 
     def close(self) -> None:
@@ -291,7 +292,9 @@ class Pulse:
         if gauges.found_inf is not None:
             known[_SCALER_SKIPPED] += (self._on_device(gauges.found_inf) > 0).double()
         letters = [self._letter_row(signs.letter)] if signs.letter is not None else []
-        return torch.cat([torch.where(finite, values, 0.0), there * finite, self._ailments, known, *letters])
+        vector = torch.cat([torch.where(finite, values, 0.0), there * finite, self._ailments, known, *letters])
+        self._sent = vector[:FIELDS].clone()  # the sum will be where the vector is
+        return vector
 
     def _letter_row(self, letter: tuple[int, ...]) -> Tensor:
         """This rank's letter at its place among those of all ranks."""

@@ -1,4 +1,4 @@
-"""The CPU random states as bytes: what `rng.capture` has as a tree, read in microseconds at every step's end.
+"""The random states as bytes: what `rng.capture` has as a tree, read in microseconds at every step's end.
 
 Making Python's and NumPy's states into objects takes ten times as long as all the rest. Both lie in memory as 624 words
 of the Mersenne twister and the number of the next one, and are read from there. That they lie there is proved before it
@@ -22,7 +22,7 @@ _TWISTER = 4 * (_WORDS + 1)
 
 class RawRandom:
     """Reads the random states of this process. `read` returns numbers for JSON and bytes; `tree_of` turns both into
-    what `rng.capture` would have returned at that moment, without CUDA. Call `forget` behind each `rng.restore`."""
+    what `rng.capture` would have returned at that moment. Call `forget` behind each `rng.restore`."""
 
     def __init__(self) -> None:
         self._python = _python_reader()
@@ -30,13 +30,20 @@ class RawRandom:
         self._numpy: tuple[bytes, list[Any]] = b"", []
 
     def read(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Numbers, and the words of torch, Python and, where it is imported, NumPy."""
+        """Numbers, and the words of torch, Python, NumPy (where it is imported) and the GPUs (where they are used).
+
+        The state of a GPU's generator is kept by the host, so nobody waits for the GPU.
+        """
         state = torch.default_generator.get_state()
         told: dict[str, Any] = {"gauss_next": random._inst.gauss_next}  # type: ignore[attr-defined]
         parts = [ctypes.string_at(state.data_ptr(), state.nbytes), self._python()]
         if numpy := sys.modules.get("numpy"):
             words, told["numpy"] = self._read_numpy(numpy)
             parts.append(words)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            on_gpus = [generator.get_state() for generator in torch.cuda.default_generators]
+            told["cuda"] = len(on_gpus)
+            parts += [ctypes.string_at(state.data_ptr(), state.nbytes) for state in on_gpus]
         return told, parts
 
     def forget(self) -> None:
@@ -61,8 +68,8 @@ def tree_of(told: dict[str, Any], parts: list[bytes]) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "python": {"version": 3, "words": _int64(parts[1][4:] + parts[1][:4]), "gauss_next": told["gauss_next"]},
         "numpy": None,
-        "torch": torch.frombuffer(bytearray(parts[0]), dtype=torch.uint8),
-        "cuda": [],
+        "torch": _uint8(parts[0]),
+        "cuda": [_uint8(state) for state in parts[len(parts) - told.get("cuda", 0) :]],
     }
     if (rest := told.get("numpy")) is not None:
         algorithm, has_gauss, gauss = rest
@@ -72,6 +79,10 @@ def tree_of(told: dict[str, Any], parts: list[bytes]) -> dict[str, Any]:
             "has_gauss": has_gauss, "gauss": gauss,
         }  # fmt: skip
     return tree
+
+
+def _uint8(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _int64(words: bytes) -> Tensor:

@@ -141,7 +141,7 @@ class Judge:
         return self._verdict is Kind.HEALTHY
 
     @property
-    def sent(self) -> bytes:
+    def sent(self) -> bytes | Tensor:
         """What this rank has put into the beat under way. Not collective."""
         return self._pulse.sent
 

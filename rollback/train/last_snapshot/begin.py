@@ -10,6 +10,7 @@ from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, EndMark, EndMark
 from rollback.errors import RollbackError, UsageError
 from rollback.facts.training import NoLastSnapshot
 from rollback.system.durable import write_file
+from rollback.train.last_snapshot.device import Device, device_of
 from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, StoreGone, place_of_store
 from rollback.train.last_snapshot.peers import Peers
 from rollback.train.last_snapshot.small_state import SmallStateReader
@@ -25,12 +26,14 @@ NO_STORE = "the ranks are on several hosts, which can agree only by torchrun's o
 
 @dataclass(frozen=True)
 class MarkAndPeers:
-    """This rank's mark, and how it reaches the others. hosts: None where there is one host."""
+    """This rank's mark, and how it reaches the others. hosts: None where there is one host. device: None where the
+    parameters are in the host's memory."""
 
     paths: EndMarkPaths
     mark: EndMark
     peers: Peers
     hosts: Hosts | None
+    device: Device | None
 
 
 def meet(
@@ -42,9 +45,9 @@ def meet(
         return SWITCHED_OFF
     if not snapshots.drained:
         return "there is no fast tier"
-    sharded = any(map(is_sharded, state.model.parameters()))
-    if (why := ranks.first_fault("the model is sharded" if sharded else small_state.why_not_copied())) is not None:
+    if (why := ranks.first_fault(_why_not(run, state) or small_state.why_not_copied())) is not None:
         return why
+    device, devices = device_of(state), list[Device]()
     tier, made = snapshots.slots_of_host, []
     paths = end_marks.marks_of(tier.paths)
     peers = Peers(paths, ranks)
@@ -53,14 +56,33 @@ def meet(
         end_marks.prepare(paths)
         sweep_slots(tier)
 
-    for act in (prepare if ranks.first_of_host else _nothing, lambda: made.append(EndMark(paths, ranks.rank))):
+    def make() -> None:
+        made.append(EndMark(paths, ranks.rank))
+        if device is not None:
+            devices.append(Device(device, paths, ranks.rank))
+
+    for act in (prepare if ranks.first_of_host else _nothing, make):
         if (why := ranks.first_fault(_fault_of(act))) is not None:
             return why
     pids = ranks.from_each(os.getpid())
     if (why := ranks.first_fault(_fault_of(lambda: peers.watch(pids)))) is not None:
         return why
     hosts = _meet_hosts(run, paths) if ranks.host_count > 1 else None
-    return hosts if isinstance(hosts, str) else MarkAndPeers(paths, made[0], peers, hosts)
+    return hosts if isinstance(hosts, str) else MarkAndPeers(paths, made[0], peers, hosts, next(iter(devices), None))
+
+
+def _why_not(run: AttachedRun, state: TrainingState) -> str | None:
+    """Why the parameters of this job are not kept, in words; None: they are."""
+    parameters = list(state.model.parameters())
+    if any(map(is_sharded, parameters)):
+        return "the model is sharded"
+    if device_of(state) is None:
+        return None
+    if len({item.device for item in parameters}) > 1:
+        return "the parameters of a rank are not all on one GPU"
+    if run.settings.last_snapshot != "on":
+        return "the parameters are on a GPU, where it has to be asked for: --last-snapshot on"
+    return None
 
 
 def _meet_hosts(run: AttachedRun, paths: EndMarkPaths) -> Hosts | str:

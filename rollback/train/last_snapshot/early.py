@@ -6,6 +6,7 @@ all given to the sum: whoever has got the sums can rely on it. It stands for the
 changes in between what only that rank knows. That is looked at in every step, by every rank.
 """
 
+import struct
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from rollback.train.updates.backward import BackwardWatch
 TRIED = 3
 """Steps in which nothing may have changed before an early mark is left."""
 _LATITUDE = 500_000_000  # nanoseconds
+_PARTS = struct.Struct("<2Q")  # the lengths of what only the rank knew, and of what it has sent
 
 
 class _Present(NamedTuple):
@@ -56,6 +58,9 @@ class EarlyMarks:
         if (end := self._coming()) is None:
             return
         local = self._small_state.local(in_step=True)
+        if self._small_state.on_gpu:  # what is in these buffers now is not known
+            self.stop()
+            return
         self._present = present = _Present(end, local, time.monotonic_ns(), time.process_time_ns())
         patience, effort = 2 * self._longest + _LATITUDE, 2 * self._most + _LATITUDE
         self._leave(present, Hold(present.at, patience, present.computed, effort))
@@ -132,10 +137,11 @@ def require_quiet(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> No
 
 def mark_body(sent: bytes, local: bytes) -> bytes:
     """A mark's content. sent: what the rank has told the others of the step; none in an early mark."""
-    return len(sent).to_bytes(8, "little") + sent + local
+    return b"".join((_PARTS.pack(len(local), len(sent)), local, sent))
 
 
 def split(body: bytes) -> tuple[bytes, bytes]:
-    """Both parts of a mark's content."""
-    start = 8 + int.from_bytes(body[:8], "little")
-    return body[8:start], body[start:]
+    """Both parts of a mark's content, where what stays is behind it: with that, what only the rank knew."""
+    local, sent = _PARTS.unpack_from(body)
+    start = _PARTS.size + local
+    return body[start : start + sent], body[_PARTS.size : start] + body[start + sent :]

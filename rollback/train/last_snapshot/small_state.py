@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from rollback.checkpoints.format.layout import ITEM_SIZE
 from rollback.checkpoints.format.shard import ShardPiece
 from rollback.train.data.raw_random import RawRandom, tree_of
+from rollback.train.last_snapshot.device import Read, as_it_is, device_of
 from rollback.train.snapshots.capture import as_it_is_stored, bytes_of
 from rollback.train.state import tree
 from rollback.train.state.module_buffers import all_of
@@ -105,6 +106,9 @@ class SmallStateReader:
         self._registers: _Registers | None = None
         self._views: list[memoryview] = []
         self._scattered: list[Tensor] = []
+        self._instead = b""  # of what is on a GPU
+        self.on_gpu: list[Tensor] = []
+        """Buffers whose bytes `local` does not have: the GPU is further behind. There are as many zeros at its end."""
         self._of_buffers = ""
         self._stays: tuple[_Unchanged, str, bytes] = self._opening, "", b""
         self.buffer_trees: dict[str, Any] = {}
@@ -125,7 +129,7 @@ class SmallStateReader:
         }  # fmt: skip
         rest = self._encode_rest(told)
         scattered = map(_bytes_of, self._scattered) if self._scattered else ()
-        stored = b"".join((*parts, rest.stored, *self._views, *scattered))
+        stored = b"".join((*parts, rest.stored, *self._views, *scattered, self._instead))
         return LocalState(f"{rest.text},{position.moving}", stored, self._find_what_stays())
 
     def _find_what_stays(self) -> bytes:
@@ -176,11 +180,15 @@ class SmallStateReader:
         image = self._state.image()
         self._registers = _Registers(self._state.modules.values())
         buffers = {name: item for name, item in image.local_tensors.items() if name.startswith(_BUFFERS)}
-        scattered = {name: item for name, item in buffers.items() if item.is_cuda or not item.is_contiguous()}
+        gpu = device_of(self._state)
+        on_gpu = {name: buffers.pop(name) for name, item in [*buffers.items()] if item.device == gpu}
+        scattered = {name: item for name, item in buffers.items() if not item.is_contiguous()}
         in_one_piece = {name: item for name, item in buffers.items() if name not in scattered}
         self._views = [item.reshape(-1).view(torch.uint8).numpy().data for item in in_one_piece.values()]
         self._scattered = [*scattered.values()]
-        self._of_buffers = _encode(_table({**in_one_piece, **scattered}))
+        self.on_gpu = [*on_gpu.values()]
+        self._instead = bytes(sum(item.nbytes for item in self.on_gpu))
+        self._of_buffers = _encode(_table({**in_one_piece, **scattered, **on_gpu}))
         self.buffer_trees = {name: image.local[name] for name in ("buffers", "nonpersistent_buffers")}
 
     def why_not_copied(self) -> str | None:
@@ -191,8 +199,6 @@ class SmallStateReader:
                     f"beside the model the guard keeps another module, the {type(item).__name__} {name!r}: all of it "
                     "would have to be copied at every step"
                 )
-        if any(item.is_cuda for item in self._state.model.parameters()):
-            return "the parameters are on a GPU"
         return None
 
 
@@ -359,10 +365,10 @@ def _parted(joined: bytes) -> tuple[bytes, bytes, bytes]:
     return joined[_LENGTHS.size : start], joined[start:end], joined[end:]
 
 
-def piece_of(name: str, item: Tensor) -> ShardPiece:
+def piece_of(name: str, item: Tensor, read: Read = as_it_is) -> ShardPiece:
     """A tensor for a shard, whose bytes are read when it is written: where they lie, if they are in order there."""
     dtype, shape = tree.DTYPE_CODE[item.dtype], tuple(item.shape)
-    return ShardPiece(name, dtype, shape, lambda: [bytes_of(as_it_is_stored(item.cpu()))])
+    return ShardPiece(name, dtype, shape, lambda: [bytes_of(as_it_is_stored(read(item)))])
 
 
 def large_state(state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor]]:

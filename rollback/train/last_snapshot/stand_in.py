@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier import end_marks, last_locks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.checkpoints.fast_tier.last_account import LastAccount, read_accounts, write_account
 from rollback.checkpoints.fast_tier.slots import SlotPaths
@@ -38,9 +38,9 @@ def stand_in(paths: EndMarkPaths, noticed: float, deadline: float, lost_at: int 
         return
     gone = [rank for rank in job.ranks if not end_marks.has_left(paths, rank)]
     account = LastAccount(attempt=job.attempt, rank=job.own, reason=in_words(gone))
-    with end_marks.busy(paths):
+    with last_locks.busy(paths):
         try:
-            with end_marks.alone(paths, deadline):
+            with last_locks.alone(paths, deadline):
                 if not read_accounts(paths, job.attempt):  # else somebody else has spoken
                     write_account(paths, _account(paths, job, account, gone, noticed, deadline, lost_at))
         except TimeoutError as error:

@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from rollback.checkpoints.fast_tier import end_marks, last_account
+from rollback.checkpoints.fast_tier import end_marks, last_account, last_locks
 from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, REASONS, EndMark, StepEnd
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.format.manifest import Manifest
@@ -27,18 +27,21 @@ from rollback.rundir.records import metric_line
 from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.agreement import DECIDES
 from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
-from rollback.train.last_snapshot.early import EarlyMarks, mark_body
+from rollback.train.last_snapshot.device import Device, NoAnswer, as_it_is
+from rollback.train.last_snapshot.early import EarlyMarks
+from rollback.train.last_snapshot.end_of_step import EndOfStep
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
+from rollback.train.last_snapshot.held_ends import CommonEnd, HeldEnd
 from rollback.train.last_snapshot.hosts import Hosts, StoreGone
 from rollback.train.last_snapshot.lost_hosts import speaking_for_lost_hosts
 from rollback.train.last_snapshot.peers import POLL, HostMarks, in_words, ranks_in_words
-from rollback.train.last_snapshot.small_state import SharedState, SmallStateReader
+from rollback.train.last_snapshot.small_state import SmallStateReader
 from rollback.train.last_snapshot.unseen_writes import UnseenWrites
 from rollback.train.last_snapshot.write import (
     Foreseen,
     LastWrite,
     NotProved,
-    digests_of_large_state,
+    digest_of_large_state,
     digests_of_parameters,
     together,
 )
@@ -53,26 +56,6 @@ _PATIENCE = 30.0  # for all of it: as long as torchrun gives its ranks
 _REST = 2.0  # of it, for the other ranks of a host when the hosts could not agree
 _LEAST_WAIT = 0.5  # for the digests of the others
 _version = attrgetter("_version")
-
-
-class _Standing(NamedTuple):
-    """A step's end, and how much had begun to change the state until then."""
-
-    end: StepEnd
-    changes: int
-    versions: int
-    small: SharedState
-    buffer_trees: Mapping[str, Any]
-    digest: int | None
-    """Of the parameters and the optimizer's tensors, where a script may write to them and torch does not count it:
-    in an attempt's first steps, and in the work between two epochs. None: not needed."""
-
-
-class _CommonEnd(NamedTuple):
-    """A step's end at which this rank stands and of which all ranks of its host have told."""
-
-    standing: _Standing
-    marks: HostMarks
 
 
 class LastSnapshot:
@@ -90,7 +73,7 @@ class LastSnapshot:
         state: TrainingState,
         snapshots: Snapshots,
         timeline: Callable[[], int],
-        sent: Callable[[], bytes],
+        sent: Callable[[], bytes | Tensor],
         foresee: Callable[[Sequence[bytes]], Foreseen],
         telltale: torch.nn.Parameter | None,
         markable: Callable[[], bool],
@@ -99,10 +82,11 @@ class LastSnapshot:
         self._timeline, self._sent, self._foresee, self._markable = timeline, sent, foresee, markable
         self._small_state = SmallStateReader(state)
         self._changes = self._returns = 0
-        self._standings: tuple[_Standing, ...] = ()
+        self._standings: tuple[HeldEnd, ...] = ()
         """Newest first: more than one behind an epoch's last step, before and behind the work between two epochs."""
         self._parameters = list(state.model.parameters())
         self._mark: EndMark | None = None
+        self._device: Device | None = None
         self._early: EarlyMarks | None = None
         self._once, self._done, self._over = threading.Lock(), False, False
         self._gone: tuple[int, ...] = ()
@@ -113,6 +97,7 @@ class LastSnapshot:
             run.record.note(NoLastSnapshot(reason=met), None if met == SWITCHED_OFF else f"no last snapshots: {met}")
             return
         self._paths, self._mark, self._peers, self._hosts = met.paths, met.mark, met.peers, met.hosts
+        self._device, self._read = met.device, met.device.read if met.device is not None else as_it_is
         self._tier = snapshots.slots_of_host.paths
         before_update(state.optimizer, weak_hook(self._before_update))
         self._unseen = UnseenWrites(state, telltale, self._seems_unchanged, self._stop)
@@ -127,17 +112,17 @@ class LastSnapshot:
         """A step has ended and the next batch is not read yet: note where this rank stands."""
         if self._mark is None or self._over:
             return
-        local = self._small_state.local()
-        body = mark_body(self._sent(), local.body(self._state.cursor.of_next()))
-        if (size := len(body) + len(local.stays)) > end_marks.MOST:
-            self._stop(f"{size >> 10} KiB of buffers and other small state would be copied at every step")
-            return
-        end = self._end_of(self._state.counters.step)
+        local, end = self._small_state.local(), self._end_of(self._state.counters.step)
         if (digest := self._unseen.at_end()) is None and self._state.cursor.at_end:
-            digest = together(digests_of_large_state(self._state))
+            digest = digest_of_large_state(self._state)
         shared, trees = self._small_state.shared(), self._small_state.buffer_trees
-        standing = _Standing(end, self._changes, self._versions(), shared, trees, digest)
-        self._mark.write(end, body, local.stays)
+        standing = HeldEnd(end, self._changes, self._versions(), shared, trees, digest)
+        sent = self._sent() if self._device is None else self._device.holding(self._sent())
+        left = EndOfStep.of(sent, local, self._state.cursor.of_next(), self._small_state.on_gpu)
+        if left.size > end_marks.MOST:
+            self._stop(f"{left.size >> 10} KiB of buffers and other small state would be copied at every step")
+            return
+        left.write(self._mark, self._device, end)
         before = self._standings[:1] if self._stands and self._standings[0].end != end else ()
         self._standings = standing, *before
         if self._early is not None:
@@ -164,6 +149,8 @@ class LastSnapshot:
         self._small_state.forget()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._device is not None and not self._over:
+            self._device.await_gradients()
         self._changes += 1
 
     @property
@@ -196,7 +183,7 @@ class LastSnapshot:
                 return
             self._done = True
             speaking = speaking_for_lost_hosts(self._hosts, self._tier, _PATIENCE - _REST)
-            with contextlib.suppress(OSError), end_marks.busy(self._paths), speaking:
+            with contextlib.suppress(OSError), last_locks.busy(self._paths), speaking:
                 self._try_to_keep(reason)
 
     def _try_to_keep(self, reason: str) -> None:
@@ -211,7 +198,7 @@ class LastSnapshot:
             if self._hosts is not None and known != ELSEWHERE:
                 self._hosts.ring()
             account = self._keep(account, began)
-        except NotProved as error:
+        except (NotProved, NoAnswer) as error:
             account = account.model_copy(update={"why_not": str(error)})
             if self._hosts is not None:
                 self._hosts.refuse(str(error))
@@ -235,6 +222,8 @@ class LastSnapshot:
             self._hosts.close()
         self._thread.join()
         self._peers.close()
+        if self._device is not None:
+            self._device.close()
         self._mark.close()
 
     def _keep(self, account: LastAccount, began: float) -> LastAccount:
@@ -252,18 +241,18 @@ class LastSnapshot:
                 if ends[0].standing.changes == self._changes or time.monotonic() > began + _PATIENCE:
                     raise
 
-    def _keep_one(self, ends: Sequence[_CommonEnd], account: LastAccount, began: float) -> LastAccount:
+    def _keep_one(self, ends: Sequence[CommonEnd], account: LastAccount, began: float) -> LastAccount:
         """Keep the state of the first of these ends; of several hosts, of that one which all have."""
         told = time.monotonic()
         ends = self._as_they_were(ends)
         first = ends[0].standing
-        digests = digests_of_parameters(self._state)
+        digests = digests_of_parameters(self._state, self._read)
         digest = together(digests)
         self._require_unchanged(first)
         assert self._mark is not None
         self._mark.tell_digest(first.end, digest)
         wait = max(_LEAST_WAIT, 3 * (time.monotonic() - told))
-        with end_marks.alone(self._paths, began + _PATIENCE):
+        with last_locks.alone(self._paths, began + _PATIENCE):
             if self._another_has_kept():
                 return account
             self._peers.require_same(first.end, digest, time.monotonic() + wait)
@@ -283,7 +272,7 @@ class LastSnapshot:
 
     def _keep_by_marks(self, hosts: Hosts, account: LastAccount, began: float) -> LastAccount:
         """No rank of this host stands at these ends. Those of other hosts may, and lack nothing but these marks."""
-        with end_marks.alone(self._paths, began + _PATIENCE):
+        with last_locks.alone(self._paths, began + _PATIENCE):
             if self._another_has_kept():
                 return account
             exchange = Exchange(hosts, self._foresee, began + _PATIENCE - _REST - time.monotonic())
@@ -312,35 +301,35 @@ class LastSnapshot:
         last_account.write_account(self._paths, account)
         return account
 
-    def _write_at(self, standing: _Standing, marks: HostMarks, digests: Mapping[str, bytes]) -> LastWrite:
+    def _write_at(self, standing: HeldEnd, marks: HostMarks, digests: Mapping[str, bytes]) -> LastWrite:
         return LastWrite(
             self._run, self._state, self._snapshots, standing.end, marks.bodies, standing.small,
-            standing.buffer_trees, digests, lambda: self._require_unchanged(standing),
+            standing.buffer_trees, digests, self._read, lambda: self._require_unchanged(standing),
         )  # fmt: skip
 
-    def _as_they_were(self, ends: Sequence[_CommonEnd]) -> Sequence[_CommonEnd]:
+    def _as_they_were(self, ends: Sequence[CommonEnd]) -> Sequence[CommonEnd]:
         """Those of these ends whose weights and optimizer this rank still has. Raises NotProved: it has none."""
         if all(standing.digest is None for standing, _ in ends):
             return ends
-        digest = together(digests_of_large_state(self._state))
+        digest = digest_of_large_state(self._state, self._read)
         if not (same := [each for each in ends if each.standing.digest in (None, digest)]):
             step = ends[0].standing.end.step
             raise NotProved(f"weights or optimizer are not those of step {step} any more")
         return same
 
-    def _await_common_ends(self, began: float, deadline: float) -> list[_CommonEnd]:
+    def _await_common_ends(self, began: float, deadline: float) -> list[CommonEnd]:
         """The steps' ends at which this rank stands and which all ranks of this host have told of, and what they told;
         newest first. Where another rank is further, this one will be there in a moment."""
         why = "this rank has not come to the end of a step"
         while True:
             over, standings = time.monotonic() > deadline, self._standings
             stands = bool(standings) and standings[0].changes == self._changes
-            found: list[_CommonEnd] = []
+            found: list[CommonEnd] = []
             for standing in standings if stands else ():
                 end, first = standing.end, standing is standings[-1]  # early marks tell of the first of these ends
                 marks, missing = self._peers.marks_of(end, began, early=first, over=over)
                 if not missing and (over or not self._peers.any_is_beyond(end)):
-                    found.append(_CommonEnd(standing, marks))
+                    found.append(CommonEnd(standing, marks))
                     if self._hosts is None:
                         break
                 else:
@@ -353,7 +342,7 @@ class LastSnapshot:
                 raise NotProved(why)
             time.sleep(POLL)
 
-    def _require_unchanged(self, standing: _Standing) -> None:
+    def _require_unchanged(self, standing: HeldEnd) -> None:
         if standing.changes != self._changes or standing.versions != self._versions():
             raise NotProved(f"the state of step {standing.end.step} was changed while it was read")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from rollback.train.last_snapshot.write import digests_of_large_state, together
+from rollback.train.last_snapshot.write import digest_of_large_state
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.backward import BackwardWatch
 
@@ -44,7 +44,7 @@ class UnseenWrites:
             self._watch.remove()
             self._digest = None
         else:
-            self._digest = together(digests_of_large_state(self._state))
+            self._digest = digest_of_large_state(self._state)
             self._ends, self._looks = self._ends + 1, 0
         return self._digest
 
@@ -52,7 +52,7 @@ class UnseenWrites:
         if self._digest is None or self._looks == _LOOKS or not self._seems_unchanged():
             return
         self._looks += 1
-        if together(digests_of_large_state(self._state)) != self._digest:
+        if digest_of_large_state(self._state) != self._digest:
             self._watch.remove()
             self._found(
                 "within a step the script writes to parameters through `.data` or the like, which torch counts not"

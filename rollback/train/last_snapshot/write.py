@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from torch import Tensor
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.fast_tier import slots
@@ -25,8 +26,10 @@ from rollback.checkpoints.format.shard import ShardPiece, ShardReader, write_sha
 from rollback.facts.training import Tier
 from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.system import files
+from rollback.train.last_snapshot.device import Read, as_it_is, device_of
 from rollback.train.last_snapshot.small_state import SharedState, SmallState, large_state, piece_of, shared_tree
 from rollback.train.run import AttachedRun
+from rollback.train.snapshots import drift
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.capture import PARAMETERS, as_it_is_stored, bytes_of, owners
 from rollback.train.snapshots.pipeline import Snapshots
@@ -55,22 +58,32 @@ class Foreseen:
     metric: str | None
 
 
-def digests_of_parameters(state: TrainingState) -> dict[str, bytes]:
-    """Of all bits of this rank's parameters, where they lie, by name."""
-    return digests_of_large_state(state, PARAMETERS)
+def digests_of_parameters(state: TrainingState, read: Read = as_it_is) -> dict[str, bytes]:
+    """Of all bits of this rank's parameters, by name."""
+    parameters = {name: item for name, item in large_state(state)[1].items() if name.startswith(PARAMETERS)}
+    return {name: _digest(read(item)) for name, item in parameters.items()}
 
 
-def digests_of_large_state(state: TrainingState, only: str = "") -> dict[str, bytes]:
-    """Of all bits of this rank's parameters and of the optimizer's tensors, by name. only: what names begin with."""
-    return {
-        name: xxhash.xxh3_64_digest(bytes_of(as_it_is_stored(item)))
-        for name, item in large_state(state)[1].items() if name.startswith(only)
-    }  # fmt: skip
+def digest_of_large_state(state: TrainingState, read: Read = as_it_is) -> int:
+    """Of all bits of this rank's parameters and of the optimizer's tensors, where they lie.
+
+    On a GPU it is another kind of digest, which a GPU computes too; `read` does not change it.
+    """
+    digest = _digest if device_of(state) is None else _digest_by_gpu
+    return together({name: digest(read(item)) for name, item in large_state(state)[1].items()})
 
 
 def together(digests: Mapping[str, bytes]) -> int:
     """One digest in place of many."""
     return xxhash.xxh3_64_intdigest(b"".join(digest for _, digest in sorted(digests.items())))
+
+
+def _digest(item: Tensor) -> bytes:
+    return xxhash.xxh3_64_digest(bytes_of(as_it_is_stored(item)))
+
+
+def _digest_by_gpu(item: Tensor) -> bytes:
+    return int(drift.on_device([item])).to_bytes(8, "little", signed=True)
 
 
 def sweep_slots(tier: FastTier) -> None:
@@ -150,8 +163,8 @@ class HostWrite:
 class LastWrite(HostWrite):
     """The same by a rank that stands there, and so has what is the same on all.
 
-    small, buffer_trees: of this rank. digests: of the parameters. require_unchanged: raises NotProved if anything has
-    begun to change the state. Raises NotProved.
+    small, buffer_trees: of this rank. digests: of the parameters. read: gives tensors on the host. require_unchanged:
+    raises NotProved if anything has begun to change the state. Raises NotProved.
     """
 
     def __init__(
@@ -164,11 +177,12 @@ class LastWrite(HostWrite):
         small: SharedState,
         buffer_trees: Mapping[str, Any],
         digests: Mapping[str, bytes],
+        read: Read,
         require_unchanged: Callable[[], None],
     ) -> None:
         super().__init__(snapshots.slots_of_host.paths, bodies, buffer_trees)
         self._run, self._state, self._snapshots, self._end, self._small = run, state, snapshots, end, small
-        self._digests, self._require_unchanged = digests, require_unchanged
+        self._digests, self._read, self._require_unchanged = digests, read, require_unchanged
         (self._large, tensors), (_, self._small_tensors) = large_state(state), small.encoded()
         self._tensors = {name: item for name, item in tensors.items() if name not in self._small_tensors}
         self._assign(range(run.ranks.world_size))
@@ -220,8 +234,6 @@ class LastWrite(HostWrite):
     def _write(self, directory: Path, sentinel: Mapping[str, Any] | None) -> dict[int, ShardRecord]:
         """Nothing has changed until it returns. Raises NotProved, OSError, and then there is no directory."""
         with _or_removed(directory):
-            if found := self._state.finite.found(self._tensors):
-                raise NotProved(f"{self._state.finite.in_words(min(found))} has values that are not finite")
             self._require_unchanged()
             records = super()._write(directory, sentinel)
             self._require_copied(directory, records)
@@ -230,12 +242,21 @@ class LastWrite(HostWrite):
 
     def _shard(self, rank: int, sentinel: Mapping[str, Any] | None) -> tuple[list[ShardPiece], dict[str, str]]:
         pieces, metadata = super()._shard(rank, sentinel)
-        pieces += [piece_of(name, self._tensors[name]) for name in self._owned[rank]]
+        pieces += [
+            piece_of(name, self._tensors[name], lambda item, name=name: self._finite(name, item))  # type: ignore[misc]
+            for name in self._owned[rank]
+        ]
         if rank == 0:
             assert sentinel is not None
-            pieces += [piece_of(name, item) for name, item in self._small_tensors.items()]
+            pieces += [piece_of(name, item, self._read) for name, item in self._small_tensors.items()]
             metadata["shared"] = json.dumps(shared_tree(self._large, self._small, sentinel))
         return pieces, metadata
+
+    def _finite(self, name: str, item: Tensor) -> Tensor:
+        read = self._read(item)
+        if self._state.finite.found({name: read}):
+            raise NotProved(f"{self._state.finite.in_words(name)} has values that are not finite")
+        return read
 
     def _require_copied(self, directory: Path, records: Mapping[int, ShardRecord]) -> None:
         """Raise NotProved unless the parameters in the files are those of the digests."""

@@ -13,7 +13,7 @@ from open_files import open_below
 from test_buddy import IDENTITY, HostHere, Make, begin, make, of, until
 
 from checkpoints import manifest_of
-from rollback.checkpoints.fast_tier import buddy_copies, end_marks, last_account, mark_copies, slots
+from rollback.checkpoints.fast_tier import buddy_copies, end_marks, last_account, last_locks, mark_copies, slots
 from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths, Hold, StepEnd
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, FedMarks, MarkPiece, NewsOfMarks
@@ -177,7 +177,7 @@ def test_while_somebody_speaks_by_the_copies_none_arrive(both: tuple[HostHere, H
     until(lambda: ends(second, 0) == [1])
     first.buddy.rest()
     until(lambda: not copied(second).is_fed())
-    with end_marks.alone(copied(second).marks, time.monotonic()):
+    with last_locks.alone(copied(second).marks, time.monotonic()):
         Ranks(first, 0, hosts="{}").end(9)
         with pytest.raises(TimeoutError):
             FedMarks(second.tier, 0, [0], b"{}")

@@ -1009,6 +1009,8 @@ def test_where_there_can_be_no_last_snapshot_the_journal_says_so_at_the_start(
 
 
 class Reader:
+    on_gpu: tuple[torch.Tensor, ...] = ()
+
     def local(self, *, in_step: bool) -> LocalState:
         assert in_step
         return LocalState("[]", b"")

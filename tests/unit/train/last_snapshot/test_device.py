@@ -1,0 +1,137 @@
+"""What a last snapshot adds for a GPU, with the CPU in its place."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from late_gpu import LateGpu, use_late_gpu
+from test_survivor import BEFORE, END, TOY, kept, memory
+from torch import Tensor
+
+import rollback
+from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier.end_marks import EndMark, StepEnd
+from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.train.last_snapshot import device as of_device
+from rollback.train.last_snapshot.device import Device, NoAnswer
+
+__all__ = ["memory"]  # a fixture
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def marks(memory: Path) -> end_marks.EndMarkPaths:
+    paths = end_marks.marks_of(SlotPaths(memory))
+    end_marks.prepare(paths)
+    return paths
+
+
+def test_a_half_is_whole_once_the_gpu_has_come_to_its_step_s_end(marks: end_marks.EndMarkPaths) -> None:
+    mark, gpu = EndMark(marks, 0), Device(CPU, marks, 0)
+    late = [torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([3.5], dtype=torch.float64)]
+    for end in (BEFORE, END):
+        half = mark.write(end, b"host" + bytes(10), b"stays", added=10)
+        assert end not in end_marks.read_ends(marks, 0)
+        gpu.add(half, end, late)
+        assert end_marks.read_ends(marks, 0)[end] == b"host\1\2" + struct.pack("<d", 3.5) + b"stays"
+    assert set(end_marks.read_ends(marks, 0)) == {BEFORE, END}
+    mark.write(later := END._replace(step=9), b"host" + bytes(10), b"stays", added=10)
+    assert set(end_marks.read_ends(marks, 0)) == {END}, "the stamp of another step is none of this one"
+    gpu.close()
+    assert later not in end_marks.read_ends(marks, 0)
+
+
+def test_a_gpu_that_has_nothing_to_add_says_that_it_has_come_there(marks: end_marks.EndMarkPaths) -> None:
+    mark, gpu = EndMark(marks, 0), Device(CPU, marks, 0)
+    half = mark.write(END, b"host", added=0)
+    assert not end_marks.read_ends(marks, 0)
+    gpu.add(half, END, [])
+    assert end_marks.read_ends(marks, 0) == {END: b"host"}
+    marks.added(0).unlink()
+    assert not end_marks.read_ends(marks, 0), "a copy of the mark without what is added is not believed"
+
+
+def test_a_half_that_is_begun_anew_while_it_is_read_is_not_believed(
+    marks: end_marks.EndMarkPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, gpu = EndMark(marks, 0), Device(CPU, marks, 0)
+    half = mark.write(END, b"host" + bytes(8), added=8)
+    gpu.add(half, END, [torch.zeros(1, dtype=torch.float64)])
+    read = vars(end_marks)["_read"]
+
+    def and_meanwhile(path: Path, start: int, length: int) -> Any:
+        if path == marks.added(0) and length == 8 and start % 4096:  # what is added, behind its stamp
+            mark.write(BEFORE, b"x", added=0)
+            mark.write(END._replace(step=10), b"host" + bytes(8), added=8)
+        return read(path, start, length)
+
+    monkeypatch.setattr(end_marks, "_read", and_meanwhile)
+    assert END not in end_marks.read_ends(marks, 0)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4).t(), torch.tensor(2.5), torch.empty(0, 3),
+        torch.arange(24, dtype=torch.int16)[3::2], torch.arange(5.0).expand(2, 5),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(7).bfloat16(),
+        torch.tensor([True, False]), torch.randn(3, dtype=torch.complex64),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_read_is_a_copy_with_the_same_values(
+    marks: end_marks.EndMarkPaths, monkeypatch: pytest.MonkeyPatch, item: Tensor
+) -> None:
+    monkeypatch.setattr(of_device, "_ROOM", 7)  # bytes: in many parts
+    copied = Device(CPU, marks, 0).read(item)
+    assert copied.dtype == item.dtype
+    assert torch.equal(copied, item)
+    assert copied.data_ptr() != item.data_ptr() or not item.numel()
+
+
+def test_a_gpu_that_does_not_answer_is_given_up(marks: end_marks.EndMarkPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Never:
+        def query(self) -> bool:
+            return False
+
+    gpu = Device(CPU, marks, 0)
+    monkeypatch.setattr(of_device, "_ANSWER", 0.0)
+    with pytest.raises(NoAnswer, match=r"cpu has not copied 0\.0 MB within 0 s"):
+        gpu._await(Never(), 8)
+
+
+def test_stamps_differ_with_each_number_of_a_step_s_end() -> None:
+    ends = [END._replace(**{name: value + 1}) for name, value in END._asdict().items()]
+    stamps = {end_marks.stamp_of(end) for end in (END, *ends)}
+    assert len(stamps) == 1 + len(StepEnd._fields)
+    assert all(0 < stamp < 1 << 63 for stamp in stamps)
+
+
+def test_an_update_waits_for_its_gradients_before_it_counts_as_a_change(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a host whose GPU waits for ever for a sum would have asked for the update behind it."""
+    use_late_gpu(monkeypatch.setattr)
+    waited: list[tuple[int, int]] = []
+    seen: list[rollback.Guard] = []
+    really = LateGpu.await_gradients
+
+    def await_gradients(gpu: LateGpu) -> None:
+        if seen:
+            waited.append((seen[0].step, seen[0]._last._changes))
+        really(gpu)
+
+    monkeypatch.setattr(LateGpu, "await_gradients", await_gradients)
+    changes: list[tuple[int, int]] = []
+
+    def at_each(guard: rollback.Guard | None, position: int) -> None:
+        assert guard is not None
+        seen[:] = [guard]
+        changes.append((guard.step, guard._last._changes))
+
+    toy = TOY.but(samples=40, settings={"last_snapshot": "on"})
+    kept(tmp_path / "run", memory, lambda guard: None, toy, at_each)
+    assert len(changes) == 10
+    assert waited[: len(changes)] == changes, "once in each step, and nothing has begun to change"
