@@ -229,3 +229,15 @@ def test_parameters_and_optimizer_are_the_same_on_other_numbers_of_ranks(
         require_same(states[0], state, f"{ranks} ranks, {sharding}")
     assert not facts(tmp_path / "run", Quarantined)
     assert [fact.world_size for fact in facts(tmp_path / "run", Attached)] == [ranks for ranks, _ in stages]
+
+
+def test_what_an_optimizer_keeps_for_each_row_of_a_sharded_weight_is_kept(tmp_path: Path) -> None:
+    """It has another shape than the weight, and is sharded as that is."""
+    job = str(Path(__file__).parent / "jobs" / "by_rows.py")
+    for name, killed_at in (("undisturbed", -1), ("killed", 10)):
+        run, out = str(tmp_path / f"run-{name}"), str(tmp_path / name)
+        run_warm([*LAUNCH, "--nproc", "2", "--run", run, job, out, str(killed_at)], timeout=180, check=True)
+    assert not facts(tmp_path / "run-killed", Quarantined)
+    assert facts(tmp_path / "run-killed", Attached)[-1].step > 0
+    ended = [torch.load(tmp_path / name / f"{rank}.pt") for name in ("undisturbed", "killed") for rank in (0, 1)]
+    assert all(torch.equal(*pair) for other in ended[1:] for pair in zip(ended[0], other, strict=True))
