@@ -1,4 +1,5 @@
-"""FSDP2 with an optimizer that keeps one number for each row of a weight. Rank 1 of the first attempt kills itself at a
+"""FSDP2 with an optimizer of the user's own: by rows, it keeps one number for each row of a weight; by parts, each rank
+keeps the state of its own part in a plain tensor. Rank 1 of the first attempt kills itself at a
 step, if told to; each rank writes the final parameters."""
 
 import os
@@ -30,13 +31,25 @@ class ByRows(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad / (size.sqrt() + 1e-3), alpha=group["lr"])
 
 
-def main(out: Path, killed_at: int) -> None:
+class ByParts(torch.optim.SGD):
+    """As SGD with momentum."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            part, gradient = parameter.to_local(), parameter.grad.to_local()
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(part))
+            part.sub_(momentum.mul_(0.9).add_(gradient, alpha=0.1), alpha=0.1)
+
+
+def main(kind: str, out: Path, killed_at: int) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 8))
+    rows = 5 if kind == "by rows" else 4
+    model = nn.Sequential(nn.Linear(8, rows), nn.Tanh(), nn.Linear(rows, 8))
     fully_shard(model)
-    optimizer = ByRows(list(model.parameters()))
+    optimizer = {"by rows": ByRows, "by parts": ByParts}[kind](list(model.parameters()))
     data = torch.randn(12, 4, 8)[:, rank * 4 // ranks : (rank + 1) * 4 // ranks]
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=list(data), max_steps=12, snapshot_every=3)
     for batch in guard:
@@ -54,4 +67,4 @@ def main(out: Path, killed_at: int) -> None:
     dist.destroy_process_group()
 
 
-main(Path(sys.argv[1]), int(sys.argv[2]))
+main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
