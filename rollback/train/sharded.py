@@ -8,6 +8,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rollback.checkpoints.format.parts import Box, Part, whole
@@ -67,6 +68,28 @@ def sharded_like(local: Tensor, model: Any) -> Tensor:
     """A DTensor of this part, sharded as `model` is."""
     made: Tensor = type(model).from_local(
         local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
+    )
+    return made
+
+
+def like_of(model: Any, shape: tuple[int, ...]) -> Tensor:
+    """`model` itself where it has this shape. Else a stand-in without memory, for what an optimizer keeps for each row
+    of a parameter: sharded as the parameter is, along the sides that both have alike, and on each rank along others."""
+    if (of := tuple(model.shape)) == shape:
+        return model  # type: ignore[no-any-return]
+    item = local_of(model).detach().new_empty(())
+    if not is_sharded(model):
+        return item.expand(shape)
+    whole_here = sys.modules["torch.distributed.tensor"].Replicate()
+    sides = (getattr(placement, "dim", None) for placement in model.placements)
+    placements = tuple(
+        placement if side is None or shape[side : side + 1] == of[side : side + 1] else whole_here
+        for side, placement in zip(sides, model.placements, strict=True)
+    )
+    here = _part(shape, model.device_mesh, placements).box.shape
+    stride = torch.empty(shape, device="meta").stride()
+    made: Tensor = type(model).from_local(
+        item.expand(here), model.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
     return made
 

@@ -229,3 +229,34 @@ def test_parameters_and_optimizer_are_the_same_on_other_numbers_of_ranks(
         require_same(states[0], state, f"{ranks} ranks, {sharding}")
     assert not facts(tmp_path / "run", Quarantined)
     assert [fact.world_size for fact in facts(tmp_path / "run", Attached)] == [ranks for ranks, _ in stages]
+
+
+OWN_OPTIMIZER = Path(__file__).parent / "jobs" / "own_optimizer.py"
+
+
+def test_what_an_optimizer_keeps_for_each_row_of_a_sharded_weight_is_kept(tmp_path: Path) -> None:
+    """It has another shape than the weight, and is sharded as that is."""
+    for name, killed_at in (("undisturbed", -1), ("killed", 10)):
+        run, out = str(tmp_path / f"run-{name}"), str(tmp_path / name)
+        run_warm(
+            [*LAUNCH, "--nproc", "2", "--run", run, str(OWN_OPTIMIZER), "by rows", out, str(killed_at)],
+            timeout=180,
+            check=True,
+        )
+    assert not facts(tmp_path / "run-killed", Quarantined)
+    assert facts(tmp_path / "run-killed", Attached)[-1].step > 0
+    ended = [torch.load(tmp_path / name / f"{rank}.pt") for name in ("undisturbed", "killed") for rank in (0, 1)]
+    assert all(torch.equal(*pair) for other in ended[1:] for pair in zip(ended[0], other, strict=True))
+
+
+def test_where_each_rank_keeps_a_state_of_its_own_in_plain_tensors_no_checkpoint_is_taken(tmp_path: Path) -> None:
+    """One rank stores plain tensors for all: a resumed run would go on with the state of another rank's part."""
+    run = tmp_path / "run"
+    done = run_warm(
+        [*LAUNCH, "--nproc", "2", "--run", str(run), str(OWN_OPTIMIZER), "by parts", str(tmp_path / "out"), "-1"],
+        timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 74, done.stdout
+    assert "the plain tensors (parameters that are not sharded, the optimizer's state) of ranks 0 and 1" in done.stdout
+    assert {fact.ranks for fact in facts(run, Drifted)} == {(0, 1)}
+    assert {fact.step for fact in facts(run, Committed)} == {0}

@@ -26,7 +26,7 @@ from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
 from rollback.train.restore.reads import fitting, fresh, reading, threads_of
-from rollback.train.sharded import is_sharded, local_of, part_of, sharded_like
+from rollback.train.sharded import is_sharded, like_of, local_of, part_of, sharded_like
 from rollback.train.snapshots.frozen import FrozenInCheckpoint
 from rollback.train.state import tree
 from rollback.train.state.state import TrainingState
@@ -86,7 +86,8 @@ class Whole:
         def sharded(key: str) -> Tensor:
             if (like := find(key)) is None:
                 raise CheckpointDamaged(f"the checkpoint has the sharded tensor {key!r}; this job has no such tensor")
-            return part(key, like, self._parts[key])
+            stored = self._parts[key]
+            return part(key, like_of(like, stored[0][0].shape), stored)
 
         with reading(ranks) as reads:
             shared, local = self._decode(plain, sharded, lambda key: self.frozen.take(key, plain))
@@ -195,8 +196,9 @@ class Parted:
         sources: dict[str, int] = {}
         likes: dict[str, Tensor] = {}
         fault: str | None = None
+        shapes = {key: part.shape for key, part in self._holders}
         for key in self._wanted_parts:
-            like = find(key)
+            like = None if (beside := find(key)) is None else like_of(beside, shapes[key])
             if like is None or (holders := self._holders.get((key, part_of(like, key)))) is None:
                 fault = f"this rank had another part of {key!r}: the ranks share it otherwise now"
                 break

@@ -5,8 +5,10 @@ thread may copy them while the next forward and backward run, until the optimize
 what other objects keep) are copied at once. If a still tensor is written to before the optimizer begins, its version
 counter tells, and the capture is torn. Version counters do not count writes to `parameter.data` or to raw memory.
 
-For `drift` a rank digests all parameters. Those that it stores are digested in the copy, at any time. The others are
-digested in place, before the optimizer begins. Parameters that nothing trains are not copied: see `frozen`.
+For `drift` a rank digests all parameters. Of a sharded model it also digests what the optimizer keeps in plain tensors:
+one rank stores them for all, and where each of them has its own part of a state in such a tensor, the others' would be
+lost. Tensors that the rank stores are digested in the copy, at any time. The others are digested in place, before the
+optimizer begins. Parameters that nothing trains are not copied: see `frozen`.
 """
 
 import json
@@ -39,9 +41,9 @@ _STILL = (PARAMETERS, "shared/optimizer/state/")
 class Share:
     """What one rank stores of an image.
 
-    replicas: the parameters that all ranks have; empty if there is one rank. parts: this rank's parts of the sharded
-    parameters, and where they lie in the whole. sharded: the tensors that the parts belong to. frozen: the parameters
-    that no rank stores.
+    replicas: what all ranks have alike and compare: parameters, and what a sharded model's optimizer keeps in plain
+    tensors; empty if there is one rank. parts: this rank's parts of the sharded parameters, and where they lie in the
+    whole. sharded: the tensors that the parts belong to. frozen: the parameters that no rank stores.
     """
 
     tensors: Mapping[str, Tensor]
@@ -76,7 +78,8 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
             metadata[METADATA_FROZEN] = write_digests(frozen)
     if image.parts:
         metadata[METADATA] = write_parts({name: part for name, part in image.parts.items() if name in stored})
-    compared = {name: item for name, item in shared.items() if name.startswith(PARAMETERS) and ranks.world_size > 1}
+    alike_on_all = _STILL if image.parts else PARAMETERS
+    compared = {name: item for name, item in shared.items() if name.startswith(alike_on_all) and ranks.world_size > 1}
     parts = {
         name: (part, image.local_tensors[name]) for name, part in image.parts.items() if name.startswith(PARAMETERS)
     }
@@ -135,7 +138,7 @@ class Capture:
             self._arrived.synchronize()
 
     def digest(self) -> int:
-        """The digest of this rank's parameters, for `drift`; 0 if there is one rank. Call it after `finish`."""
+        """The digest of this rank's replicas, for `drift`; 0 if there is one rank. Call it after `finish`."""
         return self._digest_of(self._share.replicas)
 
     def part_digest(self) -> tuple[int, int]:

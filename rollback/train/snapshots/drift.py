@@ -47,12 +47,14 @@ def parts_in_words(ranks: Sequence[int]) -> str:
     return f"the parameters of {who} are not those of the ranks that have the same part, though they are replicas"
 
 
-def in_words(ranks: Sequence[int], world_size: int) -> str:
+def in_words(ranks: Sequence[int], world_size: int, *, sharded: bool = False) -> str:
+    """sharded: the model is, so what was compared is the rest of it, and of its optimizer."""
+    what = "the plain tensors (parameters that are not sharded, the optimizer's state)" if sharded else "the parameters"
     if len(ranks) == world_size:
         listed = ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
-        return f"the parameters of ranks {listed} differ, though they are replicas"
+        return f"{what} of ranks {listed} differ, though they are replicas"
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"the parameters of {who} are not those of the other ranks, though they are replicas"
+    return f"{what} of {who} are not those of the other ranks, though they are replicas"
 
 
 def fold(digest: int) -> int:

@@ -287,7 +287,8 @@ class Snapshots:
     def _commit_together(self, flight: SnapshotInFlight, letters: Letters) -> Landing | None:
         """All ranks have written and know each other's letters: commit, unless their parameters differ."""
         if ranks := drift.differing(letters.digests):
-            return self._drop(drift.in_words(ranks, self._ranks.world_size), drifted=ranks)
+            words = drift.in_words(ranks, self._ranks.world_size, sharded=bool(letters.parts.any()))
+            return self._drop(words, drifted=ranks)
         if ranks := drift.differing_parts(letters.parts):
             return self._drop(drift.parts_in_words(ranks), drifted=ranks)
         if ailing := tuple(letters.nonfinite.nonzero().flatten().tolist()):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from rollback.train.sharded import is_sharded, local_of, sharded_like
+from rollback.train.sharded import is_sharded, like_of, local_of, sharded_like
 from rollback.train.state import tree
 from rollback.train.state.state import TrainingState
 
@@ -27,6 +27,7 @@ class HeldState:
         room = before._copies if before is not None else {}
         self.step, self.batch = state.counters.step, state.cursor.batch
         self._trees = image.shared, image.local
+        self._shapes = {name: part.shape for name, part in image.parts.items()}
         self._copies: dict[str, Tensor] = {}
         tensors = {**image.shared_tensors, **image.local_tensors}
         with torch.no_grad():
@@ -53,9 +54,9 @@ class HeldState:
             return held.clone()
 
         def sharded(name: str) -> Tensor:
-            like = find(name)
-            assert like is not None
-            part = plain(name)
+            found = find(name)
+            assert found is not None
+            like, part = like_of(found, self._shapes[name]), plain(name)
             return sharded_like(part.to(local_of(like).device), like) if is_sharded(like) else part
 
         shared, local = self._trees

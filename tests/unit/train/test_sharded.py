@@ -26,13 +26,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rollback.checkpoints.format.layout import header_space_for, lay_out
-from rollback.checkpoints.format.parts import Box, Part, cover
+from rollback.checkpoints.format.parts import Box, Part, cover, whole
 from rollback.sentinel import Sentinel
 from rollback.system.region import Region
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
-from rollback.train.sharded import copies_of, holders_of, is_sharded, local_of, part_of
+from rollback.train.sharded import copies_of, holders_of, is_sharded, like_of, local_of, part_of
 from rollback.train.snapshots.capture import Capture, share_of
+from rollback.train.state.held import HeldState
 from rollback.train.state.state import Image, TrainingState
 
 MOST = 8
@@ -221,6 +222,32 @@ def test_of_a_module_that_is_sharded_in_part_the_rest_is_stored_as_ever(ask: Any
     require_whole(counted(5, 3), [one["0.weight"] for one in ask(3, partly_sharded)])
 
 
+def beside(sides: dict[str, int], plan: str) -> dict[str, Tensor]:
+    """Shaped like what an optimizer may keep beside a weight: for each row, for each column, for all of it."""
+    weight = of_fsdp(6, 4, sides, plan)["weight"]
+    likes = {str(shape): like_of(weight, shape) for shape in ((6, 4), (6, 1), (6,), (1, 4), (4,), ())}
+    assert likes["(6, 4)"] is weight
+    for like in likes.values():
+        if like is not weight:
+            part = part_of(like, "like")
+            local_of(like).set_(counted(*part.shape)[part.box.inside(whole(part.shape).box)].contiguous())
+    return {name: like for name, like in likes.items() if like is not weight}
+
+
+@pytest.mark.parametrize(
+    ("sides", "plan", "rows"),
+    [({"shards": 4}, "", 2), ({"replicas": 2, "shards": 2}, "", 3), ({"shards": 2, "tensors": 2}, "rows", 3)],
+)
+def test_what_is_kept_beside_a_weight_is_sharded_along_the_sides_that_it_has(
+    ask: Any, sides: dict[str, int], plan: str, rows: int
+) -> None:
+    found = ask(4, beside, sides, plan)
+    for shape in ((6, 1), (6,), (1, 4), (4,), ()):
+        require_whole(counted(*shape), [one[str(shape)] for one in found])
+    assert found[0]["(6, 1)"].part.box.shape == (rows, 1)
+    assert found[0]["(1, 4)"].part.box.shape == ((1, 2) if plan else (1, 4))
+
+
 def of_several_sizes() -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (4, 2))
     return {
@@ -256,3 +283,18 @@ def test_a_write_to_a_sharded_parameter_while_it_is_copied_is_noticed(write: str
                 with torch.no_grad():
                     weight.clamp_(max=3.0)
         assert bool(capture.moved()) == (write != "not")
+
+
+def test_a_held_state_has_what_an_optimizer_keeps_for_each_row_of_a_weight() -> None:
+    with one_rank():
+        model = fully_sharded(nn.Sequential(layer(5, 3)))
+        optimizer = torch.optim.SGD(model.parameters())
+        weight: Any = next(model.parameters())
+        optimizer.state[weight]["size"] = size = weight.detach().mean(-1, keepdim=True)
+        state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
+        held, was = HeldState(state), size.full_tensor().clone()
+        size.zero_()
+        held.put_back(state)
+        back = optimizer.state[weight]["size"]
+        assert (back.shape, back.placements) == ((5, 1), weight.placements)
+        assert torch.equal(back.full_tensor(), was)

@@ -1,0 +1,70 @@
+"""FSDP2 with an optimizer of the user's own: by rows, it keeps one number for each row of a weight; by parts, each rank
+keeps the state of its own part in a plain tensor. Rank 1 of the first attempt kills itself at a
+step, if told to; each rank writes the final parameters."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import rollback
+
+
+class ByRows(torch.optim.Optimizer):
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                square = parameter.grad.square()
+                square = square.mean(-1, keepdim=True) if square.dim() > 1 else square
+                size = self.state[parameter].setdefault("size", torch.zeros_like(square))
+                size.mul_(0.9).add_(square, alpha=0.1)
+                parameter.sub_(parameter.grad / (size.sqrt() + 1e-3), alpha=group["lr"])
+
+
+class ByParts(torch.optim.SGD):
+    """As SGD with momentum."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            part, gradient = parameter.to_local(), parameter.grad.to_local()
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(part))
+            part.sub_(momentum.mul_(0.9).add_(gradient, alpha=0.1), alpha=0.1)
+
+
+def main(kind: str, out: Path, killed_at: int) -> None:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    rows = 5 if kind == "by rows" else 4
+    model = nn.Sequential(nn.Linear(8, rows), nn.Tanh(), nn.Linear(rows, 8))
+    fully_shard(model)
+    optimizer = {"by rows": ByRows, "by parts": ByParts}[kind](list(model.parameters()))
+    data = torch.randn(12, 4, 8)[:, rank * 4 // ranks : (rank + 1) * 4 // ranks]
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=list(data), max_steps=12, snapshot_every=3)
+    for batch in guard:
+        loss = (model(batch) - batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.observe(loss)
+        guard._checkpoints.snapshots.wait()  # which checkpoints there are does not depend on the disk's speed then
+        if guard.step == killed_at and rank == 1 and not out.exists():
+            out.mkdir()
+            os.kill(os.getpid(), signal.SIGKILL)
+    out.mkdir(exist_ok=True)
+    torch.save([parameter.full_tensor().detach() for parameter in model.parameters()], out / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
