@@ -5,9 +5,11 @@ thread may copy them while the next forward and backward run, until the optimize
 what other objects keep) are copied at once. If a still tensor is written to before the optimizer begins, its version
 counter tells, and the capture is torn. Version counters do not count writes to `parameter.data` or to raw memory.
 
-For `drift` a rank digests all parameters. Of a sharded model it also digests what the optimizer keeps in plain tensors:
-one rank stores them for all, and where each of them has its own part of a state in such a tensor, the others' would be
-lost. Tensors that the rank stores are digested in the copy, at any time. The others are digested in place, before the
+For `drift` a rank digests all parameters. Of a sharded model it also digests what the optimizer keeps in plain tensors,
+and other objects in tensors of a part's shape: one rank stores them for all, and where each of them has its own part of
+a state in such a tensor, the others' would be lost.
+
+Tensors that the rank stores are digested in the copy, at any time. The others are digested in place, before the
 optimizer begins. Parameters that nothing trains are not copied: see `frozen`.
 """
 
@@ -41,9 +43,9 @@ _STILL = (PARAMETERS, "shared/optimizer/state/")
 class Share:
     """What one rank stores of an image.
 
-    replicas: what all ranks have alike and compare: parameters, and what a sharded model's optimizer keeps in plain
-    tensors; empty if there is one rank. parts: this rank's parts of the sharded parameters, and where they lie in the
-    whole. sharded: the tensors that the parts belong to. frozen: the parameters that no rank stores.
+    replicas: what all ranks have alike and compare: parameters, and of a sharded model what is kept beside them in
+    plain tensors; empty if there is one rank. parts: this rank's parts of the sharded parameters, and where they lie in
+    the whole. sharded: the tensors that the parts belong to. frozen: the parameters that no rank stores.
     """
 
     tensors: Mapping[str, Tensor]
@@ -78,13 +80,21 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
             metadata[METADATA_FROZEN] = write_digests(frozen)
     if image.parts:
         metadata[METADATA] = write_parts({name: part for name, part in image.parts.items() if name in stored})
-    alike_on_all = _STILL if image.parts else PARAMETERS
-    compared = {name: item for name, item in shared.items() if name.startswith(alike_on_all) and ranks.world_size > 1}
+    compared = _compared(shared, image) if ranks.world_size > 1 else {}
     parts = {
         name: (part, image.local_tensors[name]) for name, part in image.parts.items() if name.startswith(PARAMETERS)
     }
     still = {name: image.shared_tensors[name] for name in frozen}
     return Share(stored, compared, metadata, parts, image.sharded, image.finite, still)
+
+
+def _compared(shared: Mapping[str, Tensor], image: Image) -> dict[str, Tensor]:
+    """What all ranks have alike and compare. Of a sharded model, what has the shape of a rank's part of something may
+    be just that."""
+    if not image.parts:
+        return {name: item for name, item in shared.items() if name.startswith(PARAMETERS)}
+    shapes = {image.local_tensors[name].shape for name in image.parts}
+    return {name: item for name, item in shared.items() if name.startswith(_STILL) or item.shape in shapes}
 
 
 class Capture:
@@ -103,9 +113,10 @@ class Capture:
         self._digests: dict[str, bytes] = {}
         compared = {**share.replicas, **self._parts}
         self._stored_by_others = {name: item for name, item in compared.items() if name not in share.tensors}
+        self._still_of_others = {name: item for name, item in self._stored_by_others.items() if _is_still(name)}
         left: dict[str, Tensor] = {}
         if mode != "held":
-            left |= self._stored_by_others
+            left |= self._still_of_others
         if mode == "overlapped":
             left |= self._still
         watched = {name: share.sharded.get(name, item) for name, item in left.items()}
@@ -122,18 +133,19 @@ class Capture:
         """
         self._region.view[: self._layout.header_space] = self._layout.head(self._share.metadata)
         self._copy({name: item for name, item in self._share.tensors.items() if name not in self._still})
+        self._digest({name: item for name, item in self._stored_by_others.items() if not _is_still(name)})
         self._start_on_device()
         if self._mode != "overlapped":
             self._copy(self._still)
         if self._mode == "held":
-            self._digest_replicas()
+            self._digest(self._still_of_others)
 
     def finish(self) -> None:
         """Do the rest of the copy. Afterwards everything is in the region, and live tensors are not read any more."""
         if self._mode == "overlapped":
             self._copy(self._still)
         if self._mode != "held":
-            self._digest_replicas()
+            self._digest(self._still_of_others)
         if self._arrived is not None:
             self._arrived.synchronize()
 
@@ -184,8 +196,8 @@ class Capture:
                 plain = as_it_is_stored(item)
                 copy(self._region.address + self._layout.entries[name].start, plain.data_ptr(), plain.nbytes)
 
-    def _digest_replicas(self) -> None:
-        for name, item in self._stored_by_others.items():
+    def _digest(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, item in tensors.items():
             if not item.is_cuda:
                 self._digests[name] = xxhash.xxh3_64_digest(bytes_of(as_it_is_stored(item)))
 

@@ -5,14 +5,44 @@ every rank the same sum of gradients and the same update. So a difference in any
 script that changed the parameters of one rank alone.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
+
+from rollback.errors import UsageError
+from rollback.train.comm.ranks import Ranks
+from rollback.train.state import tree
 
 BITS = 52  # of a digest: a whole number that a float64 of the pulse carries exactly
 _MASK = (1 << BITS) - 1
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def require_alike(shared: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Collective: raise UsageError on all ranks unless all have tensors of the same names, types and shapes. Of what is
+    shared each rank stores a part, and which part follows from these."""
+    kinds = {name: [tree.DTYPE_CODE[item.dtype], [*item.shape]] for name, item in shared.items()}
+    if len({*ranks.from_each(xxhash.xxh3_64_hexdigest(json.dumps(kinds, sort_keys=True).encode()))}) == 1:
+        return
+    of_first = ranks.from_first(kinds)
+    name = min((name for name in {**of_first, **kinds} if of_first.get(name) != kinds.get(name)), default=None)
+    fault = ranks.first_fault(
+        name
+        and f"{name} is {_kind_in_words(kinds.get(name))} on rank {ranks.rank}, and "
+        f"{_kind_in_words(of_first.get(name))} on rank 0"
+    )
+    raise UsageError(
+        f"a checkpoint takes model, optimizer and named objects for the same on all ranks, and they are not: {fault}",
+        hint="let an object's state_dict() give what is the same everywhere; parts of sharded tensors as DTensors",
+    )
+
+
+def _kind_in_words(kind: list[Any] | None) -> str:
+    return f"{kind[0]}{kind[1]}" if kind is not None else "not there"
 
 
 def differing(digests: Tensor) -> tuple[int, ...]:
@@ -48,8 +78,12 @@ def parts_in_words(ranks: Sequence[int]) -> str:
 
 
 def in_words(ranks: Sequence[int], world_size: int, *, sharded: bool = False) -> str:
-    """sharded: the model is, so what was compared is the rest of it, and of its optimizer."""
-    what = "the plain tensors (parameters that are not sharded, the optimizer's state)" if sharded else "the parameters"
+    """sharded: the model is, so what was compared is the rest of it, and what is kept beside it."""
+    what = (
+        "the plain tensors (parameters that are not sharded, the state of the optimizer and of objects)"
+        if sharded
+        else "the parameters"
+    )
     if len(ranks) == world_size:
         listed = ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
         return f"{what} of ranks {listed} differ, though they are replicas"

@@ -103,6 +103,7 @@ class Snapshots:
     def fit_buffers(self, image: Image) -> int:
         """Collective: make room for snapshots of this image, in the background. Returns the rank's shard size."""
         self.outgrown = False
+        drift.require_alike(image.shared_tensors, self._ranks)
         self._frozen.agree(image, self._ranks)
         share = share_of(image, self._ranks, self._frozen.digests)
         kinds = share.kinds()

@@ -121,8 +121,8 @@ REPLICAS_DIFFER = (
     "the ranks no longer train the same model, and no checkpoint is taken of that. Stop the job and run the same "
     "command again: all ranks then go on from the last checkpoint, where they agreed. If the same rank is named again, "
     "suspect its machine; if the script changes parameters outside of DDP, it must do so alike on all ranks. An "
-    "optimizer of your own that keeps each rank's part of a sharded parameter's state must keep it in DTensors, as "
-    "torch.zeros_like(parameter) makes them",
+    "optimizer or object of your own that keeps something for each rank's part of a sharded parameter must keep it in "
+    "DTensors, as torch.zeros_like(parameter) makes them",
 )
 
 _UNOBSERVED = 20

@@ -1,6 +1,6 @@
 """FSDP2 with an optimizer of the user's own: by rows, it keeps one number for each row of a weight; by parts, each rank
-keeps the state of its own part in a plain tensor. Rank 1 of the first attempt kills itself at a
-step, if told to; each rank writes the final parameters."""
+keeps the state of its own part in a plain tensor. Or with an average of each rank's own parts. Rank 1 of the first
+attempt kills itself at a step, if told to; each rank writes the final parameters."""
 
 import os
 import signal
@@ -42,21 +42,45 @@ class ByParts(torch.optim.SGD):
             part.sub_(momentum.mul_(0.9).add_(gradient, alpha=0.1), alpha=0.1)
 
 
+class AverageOfParts:
+    def __init__(self, model: nn.Module) -> None:
+        self.parts = [parameter.to_local().detach().clone() for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for part, parameter in zip(self.parts, model.parameters(), strict=True):
+            part.lerp_(parameter.to_local(), 0.1)
+
+    def state_dict(self) -> dict[str, list[torch.Tensor]]:
+        return {"parts": self.parts}
+
+    def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
+        for part, stored in zip(self.parts, state["parts"], strict=True):
+            part.copy_(stored)
+
+
 def main(kind: str, out: Path, killed_at: int) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    rows = 5 if kind == "by rows" else 4
+    rows = 5 if kind in ("by rows", "average of uneven parts") else 4
     model = nn.Sequential(nn.Linear(8, rows), nn.Tanh(), nn.Linear(rows, 8))
     fully_shard(model)
-    optimizer = {"by rows": ByRows, "by parts": ByParts}[kind](list(model.parameters()))
+    average = {"average": AverageOfParts(model)} if kind.startswith("average") else {}
+    optimizer = {"by rows": ByRows}.get(kind, ByParts)(list(model.parameters()))
+    if average:
+        optimizer = torch.optim.AdamW(model.parameters())
     data = torch.randn(12, 4, 8)[:, rank * 4 // ranks : (rank + 1) * 4 // ranks]
-    guard = rollback.Guard(model=model, optimizer=optimizer, loader=list(data), max_steps=12, snapshot_every=3)
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=list(data), max_steps=12, snapshot_every=3, **average
+    )
     for batch in guard:
         loss = (model(batch) - batch).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        for each in average.values():
+            each.update(model)
         guard.observe(loss)
         guard._checkpoints.snapshots.wait()  # which checkpoints there are does not depend on the disk's speed then
         if guard.step == killed_at and rank == 1 and not out.exists():
