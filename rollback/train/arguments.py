@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollback.config import Settings, settings_from
+from rollback.config import Settings, host_name, settings_from
 from rollback.errors import UsageError
 from rollback.sentinel import Sentinel
+from rollback.train.comm.ranks import Ranks
 from rollback.train.sharded import whole_of
 from rollback.train.state.stateful import Stateful
+
+_OF_A_HOST = {"fast_tier", "evidence_limit", "init"}
+"""Settings that a host may have for itself: room on it, and a path there. Its ranks alone act by them."""
+_SHOWN = 60  # characters of a value
 
 
 def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, Stateful]]:
@@ -66,6 +71,29 @@ def check_run(run: object) -> None:
     """Raise UsageError where the run directory is no path."""
     if not isinstance(run, str | os.PathLike | None):
         raise UsageError(f"Guard got run={run!r}, which is no path", hint="for example run='runs/one'")
+
+
+def check_alike(settings: Settings, max_steps: int | None, ranks: Ranks) -> None:
+    """Collective: raise UsageError, on all ranks, where they do not train by the same settings.
+
+    Each host is given its own command line. By other settings ranks would decide otherwise about the same facts: they
+    would go to different batches without a word, or wait in different collectives.
+    """
+    if not ranks.distributed:
+        return
+    own = {**settings.model_dump(mode="json", exclude=_OF_A_HOST), "max_steps": max_steps}
+    first = ranks.from_first(own)
+    here = f"on rank {ranks.rank} ({host_name()})"
+    fault = ", ".join(
+        f"{name} is {str(first.get(name))[:_SHOWN]} on rank 0 and {str(value)[:_SHOWN]} {here}"
+        for name, value in own.items()
+        if first.get(name) != value
+    )
+    if (found := ranks.first_fault(fault)) is not None:
+        raise UsageError(
+            f"the ranks are to train by different settings: {found}",
+            hint="give all hosts the same options and variables, and the same script; nothing was changed",
+        )
 
 
 def whole_number(value: Any, what: str) -> int:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from rollback.errors import RollbackError, RunDoesNotFit, UsageError
+from rollback.train import arguments, drill
 from rollback.train import attach as attaching
-from rollback.train import drill
-from rollback.train.arguments import check_run, check_trained, sentinel_for, settings_and_objects, whole_number
 from rollback.train.catalogue.draining import at_exit, end_draining
 from rollback.train.checkpointing import checkpoint_side
 from rollback.train.comm.pulse import Pulse
@@ -80,11 +79,12 @@ class Guard(ScriptSide):
     ) -> None:
         try:
             ranks = attaching.meet()
-            settings, objects = settings_and_objects(others)
-            sentinel = sentinel_for(settings)
-            check_trained(model, optimizer)
-            check_run(run)
-            end = None if max_steps is None else whole_number(max_steps, "Guard got max_steps")
+            settings, objects = arguments.settings_and_objects(others)
+            sentinel = arguments.sentinel_for(settings)
+            arguments.check_trained(model, optimizer)
+            arguments.check_run(run)
+            end = None if max_steps is None else arguments.whole_number(max_steps, "Guard got max_steps")
+            arguments.check_alike(settings, end, ranks)
             self._state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
             self._state.check()  # refuses now what could not be kept later
             self._run = attaching.attach(attaching.run_paths(run), self._state, ranks, settings)
@@ -162,7 +162,7 @@ class Guard(ScriptSide):
         Raises UsageError where `count` is not a whole number, and where a body did not iterate over the guard.
         """
         self._pass_rehearsal.make, self._batches.resumes_between = rehearse, resume_between
-        return self._passes.epochs(whole_number(count, "guard.epochs got count"), self.finish)
+        return self._passes.epochs(arguments.whole_number(count, "guard.epochs got count"), self.finish)
 
     def finish(self, by: str) -> bool:
         """Training ends here, and not at `max_steps` or behind `guard.epochs`; `by`: what says so. All ranks alike.

@@ -231,6 +231,20 @@ def test_two_ranks(tmp_path: Path, base: Path) -> None:
     assert [fact.code for fact in facts(scenarios.run("drift"), Advice)][:1] == ["replicas-differ"]
 
 
+def test_a_host_where_memory_is_switched_off_holds_nobody_up(tmp_path: Path, base: Path) -> None:
+    """As by ROLLBACK_FAST_TIER or another command line there: the ranks would wait in different collectives."""
+    scenarios = Scenarios(tmp_path, limit=60.0)
+    toy = fast(Toy(96, sampler="distributed"), base)
+    scenarios.add("one without", toy, otherwise=[1, {"fast_tier": "off"}, None])
+    scenarios.torchrun(2)
+    assert (
+        "on rank 1 it is switched off, and on rank 0 it is not" in facts(scenarios.run("one without"), Saving)[0].reason
+    )
+    assert {fact.tier for fact in facts(scenarios.run("one without"), Committed)} == {"durable"}
+    for rank in range(2):
+        assert scenarios.portrait("one without", rank)
+
+
 def test_a_place_for_slots_that_is_not_there_is_said_once_and_what_is_in_memory_is_not_taken_for_lost(
     tmp_path: Path, base: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

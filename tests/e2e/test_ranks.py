@@ -1,5 +1,6 @@
 """Two ranks and four under torchrun: one job each, with scenario after scenario in the same process group."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Scenarios:
     scenarios.add("one full disk", HEALTHY, full_disk=[1, 15])
     scenarios.add("one unreadable disk", UNREADABLE, unreadable=[1, "c000004-s00000030", 2])
     scenarios.add("one unreadable disk, fresh", UNREADABLE, skips_of=str(scenarios.run("one unreadable disk")))
+    scenarios.add("unlike", HEALTHY, otherwise=[1, {"horizon": 50, "evidence_limit": 1}, 1000])
     train(Toy(60), scenarios.run("of one rank"))
     scenarios.add("of one rank", Toy(60))
     scenarios.torchrun(2)
@@ -155,6 +157,18 @@ def test_a_run_of_another_world_size_is_refused_on_all_ranks(two: Scenarios, tmp
         assert "the run has 1 ranks, this job 2" in result["message"]
     train(Toy(60), tmp_path / "alike")
     assert files(two.run("of one rank")).keys() == files(tmp_path / "alike").keys()
+
+
+def test_ranks_with_settings_of_their_own_are_refused_together(two: Scenarios) -> None:
+    """As by a host with another command line. What is kept as evidence is each host's own affair."""
+    for rank in (0, 1):
+        result = two.result("unlike", rank)
+        assert result.get("error") == "UsageError", result
+        assert re.search(
+            r"horizon is 100 on rank 0 and 50 on rank 1 \(.+\), max_steps is None on rank 0 and 1000", result["message"]
+        ), result
+        assert "evidence_limit" not in result["message"]
+    assert not two.run("unlike").exists()
 
 
 @pytest.mark.soak

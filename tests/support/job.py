@@ -10,7 +10,8 @@ is restored, see unreadable.py), `dies_in_restore` (`[rank, before | after]`: in
 before or after it reads a state that is restored), `shell` (`[rank, batch, command]`, or several in a row: that rank
 runs the command there, in the first attempt), `ends` (`[rank, batch, how]`: there that rank ends or hangs in one of the
 ways of `end`, in the first attempt), `faulty_host` (`[host, batch]`: the rank that runs on that host is killed there,
-in every attempt), `holds` (`[batch, file]`, or several in a row: all ranks wait there until the file exists), `lags`
+in every attempt), `otherwise` (`[rank, settings, max_steps]`: that rank trains by these
+besides), `holds` (`[batch, file]`, or several in a row: all ranks wait there until the file exists), `lags`
 (`[rank, batch]`: there that rank begins its update only when another rank has died and this has been noticed),
 `lags_behind` (`[batch, folder, method, ...]`, a method of each host: there its ranks, but for one that `ends`, begin
 their update only when who speaks for it has done that in `Exchange`; and who speaks goes on when its
@@ -54,6 +55,8 @@ from rollback.train.snapshots import pipeline
 
 def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     toy = Toy.from_json(scenario["toy"])
+    if scenario.get("otherwise", [None])[0] == rank:
+        toy = toy.with_settings(**scenario["otherwise"][1]).but(max_steps=scenario["otherwise"][2])
     if scenario.get("skips_of"):
         toy = told_from_the_start(toy, Path(scenario["skips_of"]))
     run = scenario.get("run", os.environ.get("ROLLBACK_RUN"))

@@ -32,17 +32,22 @@ The last is for scripts that change parameters outside of the optimizer's step: 
 def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> tuple[SlotPaths | None, str]:
     """Collective: make the run's fast tier on every host, or find it. None and why, on all ranks, if one host cannot.
 
-    Without a base, that of an earlier attempt is found, if there is one, but none is made.
+    Without a base on any rank, that of an earlier attempt is found, if there is one, but none is made.
     """
-    if base is None:
-        known = tiers.fast_tier_of(paths)
-        return (known if ranks.all_of(known is not None) else None), SWITCHED_OFF
     tier, fault = None, ""
     try:
-        tier = slots.tier_of(base, run_id)
+        tier = slots.tier_of(base, run_id) if base is not None else None
     except RollbackError as error:
         fault = f"{base} cannot be used ({error})"
-    roots = sorted(set(ranks.from_each(str(tier.root) if tier is not None else "")))
+    # Each host has options and variables of its own, so all ask the same before they part.
+    places = ranks.from_each(None if base is None else str(tier.root) if tier is not None else "")
+    off = [place is None for place in places]
+    if all(off):
+        known = tiers.fast_tier_of(paths)
+        return (known if ranks.all_of(known is not None) else None), SWITCHED_OFF
+    if any(off):
+        return None, f"on rank {off.index(True)} it is switched off, and on rank {off.index(False)} it is not"
+    roots = sorted(set(places))
     if len(roots) > 1:  # one file in the run directory says where it is, on every host
         return None, f"the ranks name different places for it: {', '.join(roots)}"
     try:

@@ -75,7 +75,7 @@ def test_where_it_is_switched_off_that_of_an_earlier_attempt_is_found_and_none_i
     assert open_tier(paths, Ranks(), run_id, None) == (None, "it is switched off")
     tier, _ = open_tier(paths, Ranks(), run_id, tmp_path)
     assert open_tier(paths, Ranks(), run_id, None) == (tier, "it is switched off")
-    several: Any = Several([False], here=[0, 1])
+    several: Any = Several([None], [False], here=[0, 1])
     assert open_tier(paths, several, run_id, None) == (None, "it is switched off"), "one rank does not see it"
 
 
