@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops, range_of
 
-_WRAPPERS = ("enumerate", "tqdm", "trange", "zip")
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -56,12 +55,19 @@ class _Script:
         epochs = self._loops.epochs.get(id(batches))
         outer = epochs or batches
         scope = self._scopes[id(outer)]
+        if (around := self._loops.around(outer)) is not None:
+            word = "while" if isinstance(around, ast.While) else "for"
+            raise self._by_hand(
+                outer, f"is begun anew by the `{word}` in line {around.lineno}, and a job has one guard",
+                "a loop over epochs is `for epoch in guard.epochs(n):`; one over trainings belongs around the launch",
+            )  # fmt: skip
         loader, guard = self._loader(batches), "guard"
         made = {"loader": loader.id}
         if (prepared := self._prepared(scope)) is not None:
             guard = self._protect(*prepared, loader)
         else:
             made |= self._made(scope, outer)
+            self._require_there(batches, loader, outer)
             if self._scopes[id(batches)] is scope:
                 self._instead.append((loader, "guard"))
             else:
@@ -69,6 +75,7 @@ class _Script:
                 made["loader"] = argument.id
                 self._instead.append((argument, "guard"))
             inside = "guard" if self._scopes[id(batches)] is scope else loader.id
+            self._require_kept(made, outer)
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
             self._put.append((outer.lineno - 1, f"{_indent(outer)}guard = rollback.Guard({given})\n"))
@@ -100,14 +107,25 @@ class _Script:
         return found[0]
 
     def _loader(self, batches: ast.For) -> ast.Name:
-        found: ast.expr = batches.iter
-        while (
-            isinstance(found, ast.Call) and found.args and ast.unparse(found.func).rpartition(".")[2] in _WRAPPERS[:2]
-        ):
-            found = found.args[0]
+        found = self._loops.iterated(batches)
         if isinstance(found, ast.Name):
             return found
         raise self._by_hand(batches, f"goes over {ast.unparse(batches.iter)}", "guard in place of the loader")
+
+    def _require_there(self, batches: ast.For, loader: ast.Name, outer: ast.For) -> None:
+        """A progress bar around the loader that is made before the guard cannot be given the guard."""
+        if loader.lineno < outer.lineno and self._scopes[id(batches)] is self._scopes[id(outer)]:
+            what = f"goes over {ast.unparse(batches.iter)}, which line {loader.lineno} makes of {loader.id}"
+            raise self._by_hand(batches, what, f"make the guard in front of line {loader.lineno}, and use it there")
+
+    def _require_kept(self, made: dict[str, str], outer: ast.For) -> None:
+        """The guard is made of these in front of the loop: none of them may be another one, or only be made, inside."""
+        for node in ast.walk(outer):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in made.values():
+                raise self._by_hand(
+                    outer, f"sets {node.id} inside of it (line {node.lineno})",
+                    "make it in front of the loop, and the guard behind that",
+                )  # fmt: skip
 
     def _argument(self, batches: ast.For, loader: ast.Name, epochs: ast.For | None) -> ast.Name:
         """By which the function with the loop over batches is given its loader in the loop over epochs."""

@@ -13,6 +13,15 @@ HEAD = """\
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = torch.utils.data.DataLoader(data)
 """
+FOLDS = """\
+def train(fold):
+    for epoch in range(3):
+        for x in loader:
+            loss.backward()
+
+for i in range(5):
+    train(i)
+"""
 
 
 def added(body: str) -> list[str]:
@@ -57,6 +66,19 @@ def test_epochs_count_as_they_did(epochs: str, guarded: str) -> None:
     assert f"for epoch in {guarded}:" in added(body)
 
 
+def test_a_progress_bar_goes_over_the_guard() -> None:
+    lines = added("""
+        for epoch in range(3):
+            bar = tqdm(enumerate(loader), total=len(loader))
+            for i, x in bar:
+                loss = model(x)
+                loss.backward()
+    """)
+    assert "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)" in lines
+    assert "bar = tqdm(enumerate(guard), total=len(loader))" in lines
+    assert "i = guard.batch_in_epoch" in lines
+
+
 def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() -> None:
     needs = """
         for epoch in range(3):
@@ -81,6 +103,14 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
         ),
         ("for x in batches():\n    model(x).backward()", "this loop goes over batches()"),
         ("guard = rollback.Guard(model=model)", "has a guard already"),
+        (
+            "while n < 3:\n    for x in loader:\n        loss.backward()\n    n += 1",
+            "begun anew by the `while` in line 5",
+        ),
+        ("for epoch in trange(3):\n    for x in loader:\n        loss.backward()", "begun anew by the `for` in line 5"),
+        (FOLDS, "line 6: this loop is begun anew by the `for` in line 10"),
+        ("for i in range(3):\n    loader = f(i)\n    for x in loader:\n        loss.backward()", "sets loader inside"),
+        ("bar = tqdm(loader)\nfor x in bar:\n    loss.backward()", "goes over bar, which line 5 makes of loader"),
         ("for epoch in range(0, 9, 3):\n    for x in loader:\n        model(x).backward()", "goes over range(0, 9, 3)"),
     ],
 )
