@@ -192,18 +192,35 @@ class _Script:
         return None
 
     def _losses(self, batches: ast.For) -> Iterator[tuple[ast.stmt, str]]:
-        """Statements that call backward(), and what they call it on."""
+        """Statements that call backward(), and what they call it on.
+
+        What calls something is given a name: to call it again would draw other random numbers, and count a batch twice.
+        """
         found = False
+        used = {node.id for node in ast.walk(self._loops.tree) if isinstance(node, ast.Name)}
         for statement in (node for part in batches.body for node in ast.walk(part) if isinstance(node, ast.stmt)):
             match statement:
+                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="backward", value=receiver), args=[])):
+                    found, loss = True, _unscaled(receiver)
+                    if not any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(loss)):
+                        yield statement, ast.unparse(loss)
+                        continue
+                    if isinstance(receiver, ast.IfExp):
+                        raise self._by_hand(statement, f"calls backward() on {ast.unparse(receiver)}", _NAMED)
+                    name = next(name for name in ("loss", "observed", "observed_loss") if name not in used)
+                    self._instead.append((loss, f"({name} := {ast.unparse(loss)})"))
+                    yield statement, name
                 case ast.Expr(value=ast.Call(func=ast.Attribute(attr="backward", value=receiver))):
-                    found = True
-                    yield statement, ast.unparse(_unscaled(receiver))
+                    what = f"calls backward() of {ast.unparse(receiver)} with an argument"
+                    raise self._by_hand(statement, what, "guard.observe(loss) behind it, with the loss of the batch")
         if not found:
             raise self._by_hand(batches, "calls a function that calls backward()", "guard.observe(loss) behind it")
 
-    def _by_hand(self, loop: ast.For, what: str, do: str) -> UsageError:
-        return UsageError(f"{self._name}, line {loop.lineno}: this loop {what}", hint=f"by hand: {do} (docs/guard.md)")
+    def _by_hand(self, found: ast.stmt, what: str, do: str) -> UsageError:
+        word = "loop" if isinstance(found, ast.For) else "line"
+        return UsageError(
+            f"{self._name}, line {found.lineno}: this {word} {what}", hint=f"by hand: {do} (docs/guard.md)"
+        )
 
     # What becomes of it ----------------------------------------------------------------------------------------------
 
@@ -265,6 +282,7 @@ class _Script:
         return "".join(lines)
 
 
+_NAMED = "give the loss a name, loss = ..., then loss.backward() and guard.observe(loss)"
 _PROTECTED = ("rollback.Guard", "rollback.protect")
 
 

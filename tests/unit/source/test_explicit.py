@@ -46,6 +46,27 @@ def test_a_plain_loop_gets_a_guard_and_tells_its_loss() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "made"),
+    [
+        ("f(model(x)).backward()", ["(loss := f(model(x))).backward()", "guard.observe(loss)"]),
+        ("scaler.scale(f(x)).backward()", ["scaler.scale((loss := f(x))).backward()", "guard.observe(loss)"]),
+        ("loss.mean().backward()", ["(observed := loss.mean()).backward()", "guard.observe(observed)"]),
+        ("(loss / 4).backward(retain_graph=True)", ["guard.observe(loss / 4)"]),
+    ],
+)
+def test_the_loss_is_not_computed_a_second_time_to_be_told(line: str, made: list[str]) -> None:
+    """With dropout that would draw other random numbers, and with BatchNorm count each batch twice."""
+    assert (
+        added(f"""
+        for x in loader:
+            {line}
+            optimizer.step()
+    """)[3:]
+        == made
+    )
+
+
+@pytest.mark.parametrize(
     ("epochs", "guarded"),
     [
         ("range(3)", "guard.epochs(3)"),
@@ -108,6 +129,14 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
             "begun anew by the `while` in line 5",
         ),
         ("for epoch in trange(3):\n    for x in loader:\n        loss.backward()", "begun anew by the `for` in line 5"),
+        (
+            "for x in loader:\n    fabric.backward(loss)",
+            "line 6: this line calls backward() of fabric with an argument",
+        ),
+        (
+            "for x in loader:\n    (scaler.scale(f(x)) if scaler else f(x)).backward()",
+            "this line calls backward() on scaler.scale(f(x)) if scaler else f(x)",
+        ),
         (FOLDS, "line 6: this loop is begun anew by the `for` in line 10"),
         ("for i in range(3):\n    loader = f(i)\n    for x in loader:\n        loss.backward()", "sets loader inside"),
         ("bar = tqdm(loader)\nfor x in bar:\n    loss.backward()", "goes over bar, which line 5 makes of loader"),
