@@ -12,6 +12,7 @@ What Accelerate has prepared is handed to `rollback.protect` instead, which leav
 
 import ast
 import difflib
+import re
 from collections.abc import Callable, Iterator
 
 from rollback.errors import UsageError
@@ -31,7 +32,13 @@ def diff_of(source: str, name: str) -> str:
         raise UsageError(
             f"{name} is not Python that this interpreter reads: line {error.lineno}: {error.msg}"
         ) from error
-    compile(changed, name, "exec", dont_inherit=True)
+    try:
+        compile(changed, name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise UsageError(
+            f"{name}: a guard would have to go where no line of its own can be: line {error.lineno} of the result",
+            hint="give each statement of the training loop a line of its own",
+        ) from error
     lines = difflib.unified_diff(source.splitlines(keepends=True), changed.splitlines(keepends=True), name, name)
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
@@ -78,14 +85,14 @@ class _Script:
             self._require_kept(made, outer)
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
-            self._put.append((outer.lineno - 1, f"{_indent(outer)}guard = rollback.Guard({given})\n"))
+            self._put.append((outer.lineno - 1, f"{self._indent(outer)}guard = rollback.Guard({given})\n"))
             for statement, loss in self._losses(batches):
-                self._put.append((statement.end_lineno or 0, f"{_indent(statement)}{inside}.observe({loss})\n"))
+                self._put.append((statement.end_lineno or 0, f"{self._indent(statement)}{inside}.observe({loss})\n"))
             if (counted := self._loops.enumerated(batches)) is not None:
                 name, start = counted
                 more = "" if start == "0" else f" + {start}"
                 first = batches.body[0]
-                self._put.append((first.lineno - 1, f"{_indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))
+                self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))
         if epochs is not None:
             given = made["loader"] if prepared is None else f"{loader.id}.base_dataloader"
             rehearse = f", rehearse=lambda: next(iter({given}))" if self._leaves_names(batches) else ""
@@ -222,12 +229,19 @@ class _Script:
             f"{self._name}, line {found.lineno}: this {word} {what}", hint=f"by hand: {do} (docs/guard.md)"
         )
 
+    def _indent(self, node: ast.stmt) -> str:
+        """What the line of a statement begins with: of several on a line all have it, but for a block's on its own."""
+        line = self._lines[node.lineno - 1]
+        if line.encode()[: node.col_offset].strip() and _BLOCK.match(line):
+            raise self._by_hand(node, "is on the line that its block begins with", "give it a line of its own")
+        return line[: len(line) - len(line.lstrip())]
+
     # What becomes of it ----------------------------------------------------------------------------------------------
 
     def _protect(self, prepare: ast.Assign, accelerator: str, loader: ast.Name) -> str:
         """Returns what the guard is called then."""
         names = ast.unparse(prepare.targets[0]).strip("()")
-        line = f"{_indent(prepare)}{names} = rollback.protect({accelerator}, {names})\n"
+        line = f"{self._indent(prepare)}{names} = rollback.protect({accelerator}, {names})\n"
         self._put.append((prepare.end_lineno or 0, line))
         return f"{loader.id}.guard"
 
@@ -260,7 +274,9 @@ class _Script:
 
     def _behind_imports(self) -> int:
         """The number of the line behind which another import belongs."""
-        last = 0
+        last = next(
+            (place for place, line in enumerate(self._lines) if not line.startswith("#")), 0
+        )  # "#!", "# coding"
         for place, node in enumerate(self._loops.tree.body):
             is_docstring = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             if not isinstance(node, ast.Import | ast.ImportFrom) and not is_docstring:
@@ -282,6 +298,7 @@ class _Script:
         return "".join(lines)
 
 
+_BLOCK = re.compile(r"\s*(if|elif|else|for|while|with|try|except|finally|async|def|class|case)\b")
 _NAMED = "give the loss a name, loss = ..., then loss.backward() and guard.observe(loss)"
 _PROTECTED = ("rollback.Guard", "rollback.protect")
 
@@ -289,10 +306,6 @@ _PROTECTED = ("rollback.Guard", "rollback.protect")
 def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Outer ones before those inside them."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
-def _indent(node: ast.stmt) -> str:
-    return " " * node.col_offset
 
 
 def _last(call: ast.Call) -> str:

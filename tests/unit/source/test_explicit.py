@@ -13,6 +13,7 @@ HEAD = """\
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = torch.utils.data.DataLoader(data)
 """
+SIMPLE = "for x in loader:\n    loss.backward()\n"
 FOLDS = """\
 def train(fold):
     for epoch in range(3):
@@ -87,6 +88,19 @@ def test_epochs_count_as_they_did(epochs: str, guarded: str) -> None:
     assert f"for epoch in {guarded}:" in added(body)
 
 
+def test_it_is_indented_as_the_script_is() -> None:
+    body = "for x in loader:\n\tfor y in x: pass\n\ta = 1; loss = f(x); loss.backward(); optimizer.step()\n"
+    lines = diff_of(dedent(HEAD) + body, "train.py").splitlines()
+    assert lines[-2:] == [" \ta = 1; loss = f(x); loss.backward(); optimizer.step()", "+\tguard.observe(loss)"]
+
+
+def test_the_import_goes_behind_what_a_file_has_to_begin_with() -> None:
+    lines = diff_of(
+        "#!/usr/bin/env python\n# -*- coding: utf-8 -*-\nn = 3\n" + dedent(HEAD) + SIMPLE, "train.py"
+    ).splitlines()
+    assert lines[3:6] == [" #!/usr/bin/env python", " # -*- coding: utf-8 -*-", "+import rollback"]
+
+
 def test_a_progress_bar_goes_over_the_guard() -> None:
     lines = added("""
         for epoch in range(3):
@@ -137,6 +151,12 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
             "for x in loader:\n    (scaler.scale(f(x)) if scaler else f(x)).backward()",
             "this line calls backward() on scaler.scale(f(x)) if scaler else f(x)",
         ),
+        (
+            "for x in loader:\n    if x: a(); loss.backward()",
+            "line 6: this line is on the line that its block begins with",
+        ),
+        ("for i, x in enumerate(loader): loss.backward()", "this line is on the line that its block begins with"),
+        ("for x in loader:\n    loss.backward(); print(\n        x)", "where no line of its own can be"),
         (FOLDS, "line 6: this loop is begun anew by the `for` in line 10"),
         ("for i in range(3):\n    loader = f(i)\n    for x in loader:\n        loss.backward()", "sets loader inside"),
         ("bar = tqdm(loader)\nfor x in bar:\n    loss.backward()", "goes over bar, which line 5 makes of loader"),
