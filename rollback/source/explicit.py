@@ -68,33 +68,31 @@ class _Script:
                 outer, f"is begun anew by the `{word}` in line {around.lineno}, and a job has one guard",
                 "a loop over epochs is `for epoch in guard.epochs(n):`; one over trainings belongs around the launch",
             )  # fmt: skip
-        loader, guard = self._loader(batches), "guard"
-        made = {"loader": loader.id}
-        if (prepared := self._prepared(scope)) is not None:
-            guard = self._protect(*prepared, loader)
+        loader = self._loader(batches)
+        here = self._scopes[id(batches)] is scope
+        argument = loader if here else self._argument(batches, loader, epochs)
+        made = {"loader": argument.id}
+        if prepared := self._prepared(scope):
+            self._protect(prepared, argument.id, batches)
+            guard, inside = f"{argument.id}.guard", f"{loader.id}.guard"
         else:
+            guard, inside = "guard", "guard" if here else loader.id
             made |= self._made(scope, outer)
             self._require_there(batches, loader, outer)
-            if self._scopes[id(batches)] is scope:
-                self._instead.append((loader, "guard"))
-            else:
-                argument = self._argument(batches, loader, epochs)
-                made["loader"] = argument.id
-                self._instead.append((argument, "guard"))
-            inside = "guard" if self._scopes[id(batches)] is scope else loader.id
             self._require_kept(made, outer)
+            self._instead.append((argument, "guard"))
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
             self._put.append((outer.lineno - 1, f"{self._indent(outer)}guard = rollback.Guard({given})\n"))
             for statement, loss in self._losses(batches):
                 self._put.append((statement.end_lineno or 0, f"{self._indent(statement)}{inside}.observe({loss})\n"))
-            if (counted := self._loops.enumerated(batches)) is not None:
-                name, start = counted
-                more = "" if start == "0" else f" + {start}"
-                first = batches.body[0]
-                self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))
+        if (counted := self._loops.enumerated(batches)) is not None:
+            name, start = counted
+            more = "" if start == "0" else f" + {start}"
+            first = batches.body[0]
+            self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))
         if epochs is not None:
-            given = made["loader"] if prepared is None else f"{loader.id}.base_dataloader"
+            given = f"{argument.id}.base_dataloader" if prepared else argument.id
             rehearse = f", rehearse=lambda: next(iter({given}))" if self._leaves_names(batches) else ""
             self._count_epochs(epochs, guard, rehearse)
         self._put.append((self._behind_imports(), "import rollback\n"))
@@ -187,16 +185,16 @@ class _Script:
                     found[targets[0].id] = calls[0]
         return found
 
-    def _prepared(self, scope: Scope) -> tuple[ast.Assign, str] | None:
-        """The line that has Accelerate prepare objects, and the accelerator."""
-        for node in ast.walk(scope):
-            match node:
-                case ast.Assign(
-                    targets=[ast.Tuple()], value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)) as called)
-                ):
-                    if called.attr == "prepare":
-                        return node, name
-        return None
+    def _prepared(self, scope: Scope) -> list[ast.Assign]:
+        """The lines that have Accelerate prepare objects, in their order."""
+        backward = {ast.unparse(node.value) for node in ast.walk(self._loops.tree)
+                    if isinstance(node, ast.Attribute) and node.attr == "backward"}  # fmt: skip
+        return [
+            node for node in ast.walk(scope)
+            if isinstance(node, ast.Assign) and isinstance(call := node.value, ast.Call)
+            and isinstance(call.func, ast.Attribute) and call.func.attr == "prepare"
+            and ast.unparse(call.func.value) in backward and self._scopes[id(node)] is scope
+        ]  # fmt: skip
 
     def _losses(self, batches: ast.For) -> Iterator[tuple[ast.stmt, str]]:
         """Statements that call backward(), and what they call it on.
@@ -238,12 +236,21 @@ class _Script:
 
     # What becomes of it ----------------------------------------------------------------------------------------------
 
-    def _protect(self, prepare: ast.Assign, accelerator: str, loader: ast.Name) -> str:
-        """Returns what the guard is called then."""
-        names = ast.unparse(prepare.targets[0]).strip("()")
-        line = f"{self._indent(prepare)}{names} = rollback.protect({accelerator}, {names})\n"
-        self._put.append((prepare.end_lineno or 0, line))
-        return f"{loader.id}.guard"
+    def _protect(self, prepared: list[ast.Assign], loader: str, batches: ast.For) -> None:
+        """Hand over what is prepared, but for loaders that are not trained on."""
+        last = prepared[-1]
+        assert isinstance(last.value, ast.Call)
+        assert isinstance(last.value.func, ast.Attribute)
+        targets = [node for line in prepared for node in ast.walk(line.targets[0])]
+        names = dict.fromkeys(node.id for node in targets if isinstance(node, ast.Name))
+        if loader not in names:
+            raise self._by_hand(batches, f"goes over {loader}, which is none of what is prepared here",
+                                "loop over the loader that rollback.protect has returned")  # fmt: skip
+        others = {name for name in names if _LOADER.search(name)} - {loader}
+        line = ", ".join(name for name in names if name not in others)
+        accelerator = ast.unparse(last.value.func.value)
+        line = f"{self._indent(last)}{line} = rollback.protect({accelerator}, {line})\n"
+        self._put.append((last.end_lineno or 0, line))
 
     def _leaves_names(self, batches: ast.For) -> bool:
         """Whether code behind a loop over batches, in its function, uses a name that only the loop has set."""
@@ -299,6 +306,7 @@ class _Script:
 
 
 _BLOCK = re.compile(r"\s*(if|elif|else|for|while|with|try|except|finally|async|def|class|case)\b")
+_LOADER = re.compile(r"load|batches|_dl\b|\bdl_|_dl_", re.IGNORECASE)
 _NAMED = "give the loss a name, loss = ..., then loss.backward() and guard.observe(loss)"
 _PROTECTED = ("rollback.Guard", "rollback.protect")
 

@@ -14,6 +14,19 @@ HEAD = """\
     loader = torch.utils.data.DataLoader(data)
 """
 SIMPLE = "for x in loader:\n    loss.backward()\n"
+PREPARED = """\
+def train(accelerator, model, loader, optimizer):
+    for step, x in enumerate(loader):
+        loss = model(x)
+        accelerator.backward(loss)
+    print(loss)
+
+def main():
+    model = accelerator.prepare(make_model())
+    optimizer, train_loader, eval_loader = accelerator.prepare(optimizer, train_loader, eval_loader)
+    for epoch in range(3):
+        train(accelerator, model, train_loader, optimizer)
+"""
 FOLDS = """\
 def train(fold):
     for epoch in range(3):
@@ -88,6 +101,16 @@ def test_epochs_count_as_they_did(epochs: str, guarded: str) -> None:
     assert f"for epoch in {guarded}:" in added(body)
 
 
+def test_what_accelerate_has_prepared_is_handed_over_but_for_loaders_that_are_not_trained_on() -> None:
+    """By the names of where it was prepared; and a loop that counts its batches counts from the place in the epoch."""
+    assert added(PREPARED) == [
+        "import rollback",
+        "step = loader.guard.batch_in_epoch",
+        "model, optimizer, train_loader = rollback.protect(accelerator, model, optimizer, train_loader)",
+        "for epoch in train_loader.guard.epochs(3, rehearse=lambda: next(iter(train_loader.base_dataloader))):",
+    ]
+
+
 def test_it_is_indented_as_the_script_is() -> None:
     body = "for x in loader:\n\tfor y in x: pass\n\ta = 1; loss = f(x); loss.backward(); optimizer.step()\n"
     lines = diff_of(dedent(HEAD) + body, "train.py").splitlines()
@@ -157,6 +180,10 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
         ),
         ("for i, x in enumerate(loader): loss.backward()", "this line is on the line that its block begins with"),
         ("for x in loader:\n    loss.backward(); print(\n        x)", "where no line of its own can be"),
+        (
+            PREPARED.replace("train(accelerator, model, train_loader", "train(accelerator, model, active_loader"),
+            "goes over active_loader, which is none of what is prepared here",
+        ),
         (FOLDS, "line 6: this loop is begun anew by the `for` in line 10"),
         ("for i in range(3):\n    loader = f(i)\n    for x in loader:\n        loss.backward()", "sets loader inside"),
         ("bar = tqdm(loader)\nfor x in bar:\n    loss.backward()", "goes over bar, which line 5 makes of loader"),
