@@ -166,7 +166,13 @@ class _Script:
             node.func.value for node in ast.walk(made)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"
         ]  # fmt: skip
-        model = wrapped[-1] if wrapped else ast.unparse(receivers[0])
+        wholes = list(dict.fromkeys(map(_whole, receivers)))
+        if len(wholes) > 1:
+            raise self._by_hand(
+                before, f"has an optimizer of {' and '.join(wholes)}",
+                "pass one as model=, the others by names of their own; or one torch.nn.ModuleDict of them",
+            )  # fmt: skip
+        model = wrapped[-1] if wrapped else wholes[0]
         schedulers = list(self._names(scope, before, lambda call: _schedules(call) and optimizer in _words(call)))
         scalers = list(self._names(scope, before, lambda call: _last(call) == "GradScaler"))
         named = {"model": model, "optimizer": optimizer}
@@ -327,6 +333,14 @@ def _words(node: ast.AST) -> set[str]:
 def _schedules(call: ast.Call) -> bool:
     name = ast.unparse(call.func)
     return "lr_scheduler" in name or name.endswith("LR") or "schedule" in name.lower()
+
+
+def _whole(part: ast.expr) -> str:
+    """`model` of `model.head` and `model[0]`: what is frozen, or has buffers, is to be kept too."""
+    found = part
+    while isinstance(found, ast.Attribute | ast.Subscript):
+        found = found.value
+    return found.id if isinstance(found, ast.Name) and found.id != "self" else ast.unparse(part)
 
 
 def _unscaled(receiver: ast.expr) -> ast.expr:

@@ -111,6 +111,22 @@ def test_what_accelerate_has_prepared_is_handed_over_but_for_loaders_that_are_no
     ]
 
 
+@pytest.mark.parametrize(
+    "given", ["model.head.parameters()", "[{'params': model[0].parameters()}, *model[1].parameters()]"]
+)
+def test_of_an_optimizer_of_parts_the_whole_model_is_kept(given: str) -> None:
+    """Else buffers of the other parts would not go back with a rollback."""
+    source = dedent(HEAD).replace("model.parameters()", given) + SIMPLE
+    assert "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)" in diff_of(source, "train.py")
+
+
+def test_an_optimizer_of_several_modules_is_refused_with_what_to_do() -> None:
+    source = dedent(HEAD).replace("model.parameters()", "[*a.parameters(), *b.parameters()]") + SIMPLE
+    with pytest.raises(UsageError, match="this loop has an optimizer of a and b") as refused:
+        diff_of(source, "train.py")
+    assert "ModuleDict" in str(refused.value.hint)
+
+
 def test_it_is_indented_as_the_script_is() -> None:
     body = "for x in loader:\n\tfor y in x: pass\n\ta = 1; loss = f(x); loss.backward(); optimizer.step()\n"
     lines = diff_of(dedent(HEAD) + body, "train.py").splitlines()
