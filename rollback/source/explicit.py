@@ -12,12 +12,12 @@ What Accelerate has prepared is handed to `rollback.protect` instead, which leav
 
 import ast
 import difflib
+import re
 from collections.abc import Callable, Iterator
 
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops, range_of
 
-_WRAPPERS = ("enumerate", "tqdm", "trange", "zip")
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -32,7 +32,13 @@ def diff_of(source: str, name: str) -> str:
         raise UsageError(
             f"{name} is not Python that this interpreter reads: line {error.lineno}: {error.msg}"
         ) from error
-    compile(changed, name, "exec", dont_inherit=True)
+    try:
+        compile(changed, name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise UsageError(
+            f"{name}: a guard would have to go where no line of its own can be: line {error.lineno} of the result",
+            hint="give each statement of the training loop a line of its own",
+        ) from error
     lines = difflib.unified_diff(source.splitlines(keepends=True), changed.splitlines(keepends=True), name, name)
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
@@ -56,31 +62,37 @@ class _Script:
         epochs = self._loops.epochs.get(id(batches))
         outer = epochs or batches
         scope = self._scopes[id(outer)]
-        loader, guard = self._loader(batches), "guard"
-        made = {"loader": loader.id}
-        if (prepared := self._prepared(scope)) is not None:
-            guard = self._protect(*prepared, loader)
+        if (around := self._loops.around(outer)) is not None:
+            word = "while" if isinstance(around, ast.While) else "for"
+            raise self._by_hand(
+                outer, f"is begun anew by the `{word}` in line {around.lineno}, and a job has one guard",
+                "a loop over epochs is `for epoch in guard.epochs(n):`; one over trainings belongs around the launch",
+            )  # fmt: skip
+        loader = self._loader(batches)
+        here = self._scopes[id(batches)] is scope
+        argument = loader if here else self._argument(batches, loader, epochs)
+        made = {"loader": argument.id}
+        if prepared := self._prepared(scope):
+            self._protect(prepared, argument.id, batches)
+            guard, inside = f"{argument.id}.guard", f"{loader.id}.guard"
         else:
+            guard, inside = "guard", "guard" if here else loader.id
             made |= self._made(scope, outer)
-            if self._scopes[id(batches)] is scope:
-                self._instead.append((loader, "guard"))
-            else:
-                argument = self._argument(batches, loader, epochs)
-                made["loader"] = argument.id
-                self._instead.append((argument, "guard"))
-            inside = "guard" if self._scopes[id(batches)] is scope else loader.id
+            self._require_there(batches, loader, outer)
+            self._require_kept(made, outer)
+            self._instead.append((argument, "guard"))
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
-            self._put.append((outer.lineno - 1, f"{_indent(outer)}guard = rollback.Guard({given})\n"))
+            self._put.append((outer.lineno - 1, f"{self._indent(outer)}guard = rollback.Guard({given})\n"))
             for statement, loss in self._losses(batches):
-                self._put.append((statement.end_lineno or 0, f"{_indent(statement)}{inside}.observe({loss})\n"))
-            if (counted := self._loops.enumerated(batches)) is not None:
-                name, start = counted
-                more = "" if start == "0" else f" + {start}"
-                first = batches.body[0]
-                self._put.append((first.lineno - 1, f"{_indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))
+                self._put.append((statement.end_lineno or 0, f"{self._indent(statement)}{inside}.observe({loss})\n"))
+        if (counted := self._loops.enumerated(batches)) is not None:
+            name, start = counted
+            more = "" if start == "0" else f" + {start}"
+            first = batches.body[0]
+            self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))
         if epochs is not None:
-            given = made["loader"] if prepared is None else f"{loader.id}.base_dataloader"
+            given = f"{argument.id}.base_dataloader" if prepared else argument.id
             rehearse = f", rehearse=lambda: next(iter({given}))" if self._leaves_names(batches) else ""
             self._count_epochs(epochs, guard, rehearse)
         self._put.append((self._behind_imports(), "import rollback\n"))
@@ -100,14 +112,25 @@ class _Script:
         return found[0]
 
     def _loader(self, batches: ast.For) -> ast.Name:
-        found: ast.expr = batches.iter
-        while (
-            isinstance(found, ast.Call) and found.args and ast.unparse(found.func).rpartition(".")[2] in _WRAPPERS[:2]
-        ):
-            found = found.args[0]
+        found = self._loops.iterated(batches)
         if isinstance(found, ast.Name):
             return found
         raise self._by_hand(batches, f"goes over {ast.unparse(batches.iter)}", "guard in place of the loader")
+
+    def _require_there(self, batches: ast.For, loader: ast.Name, outer: ast.For) -> None:
+        """A progress bar around the loader that is made before the guard cannot be given the guard."""
+        if loader.lineno < outer.lineno and self._scopes[id(batches)] is self._scopes[id(outer)]:
+            what = f"goes over {ast.unparse(batches.iter)}, which line {loader.lineno} makes of {loader.id}"
+            raise self._by_hand(batches, what, f"make the guard in front of line {loader.lineno}, and use it there")
+
+    def _require_kept(self, made: dict[str, str], outer: ast.For) -> None:
+        """The guard is made of these in front of the loop: none of them may be another one, or only be made, inside."""
+        for node in ast.walk(outer):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in made.values():
+                raise self._by_hand(
+                    outer, f"sets {node.id} inside of it (line {node.lineno})",
+                    "make it in front of the loop, and the guard behind that",
+                )  # fmt: skip
 
     def _argument(self, batches: ast.For, loader: ast.Name, epochs: ast.For | None) -> ast.Name:
         """By which the function with the loop over batches is given its loader in the loop over epochs."""
@@ -143,7 +166,13 @@ class _Script:
             node.func.value for node in ast.walk(made)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"
         ]  # fmt: skip
-        model = wrapped[-1] if wrapped else ast.unparse(receivers[0])
+        wholes = list(dict.fromkeys(map(_whole, receivers)))
+        if len(wholes) > 1:
+            raise self._by_hand(
+                before, f"has an optimizer of {' and '.join(wholes)}",
+                "pass one as model=, the others by names of their own; or one torch.nn.ModuleDict of them",
+            )  # fmt: skip
+        model = wrapped[-1] if wrapped else wholes[0]
         schedulers = list(self._names(scope, before, lambda call: _schedules(call) and optimizer in _words(call)))
         scalers = list(self._names(scope, before, lambda call: _last(call) == "GradScaler"))
         named = {"model": model, "optimizer": optimizer}
@@ -162,39 +191,72 @@ class _Script:
                     found[targets[0].id] = calls[0]
         return found
 
-    def _prepared(self, scope: Scope) -> tuple[ast.Assign, str] | None:
-        """The line that has Accelerate prepare objects, and the accelerator."""
-        for node in ast.walk(scope):
-            match node:
-                case ast.Assign(
-                    targets=[ast.Tuple()], value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)) as called)
-                ):
-                    if called.attr == "prepare":
-                        return node, name
-        return None
+    def _prepared(self, scope: Scope) -> list[ast.Assign]:
+        """The lines that have Accelerate prepare objects, in their order."""
+        backward = {ast.unparse(node.value) for node in ast.walk(self._loops.tree)
+                    if isinstance(node, ast.Attribute) and node.attr == "backward"}  # fmt: skip
+        return [
+            node for node in ast.walk(scope)
+            if isinstance(node, ast.Assign) and isinstance(call := node.value, ast.Call)
+            and isinstance(call.func, ast.Attribute) and call.func.attr == "prepare"
+            and ast.unparse(call.func.value) in backward and self._scopes[id(node)] is scope
+        ]  # fmt: skip
 
     def _losses(self, batches: ast.For) -> Iterator[tuple[ast.stmt, str]]:
-        """Statements that call backward(), and what they call it on."""
+        """Statements that call backward(), and what they call it on.
+
+        What calls something is given a name: to call it again would draw other random numbers, and count a batch twice.
+        """
         found = False
+        used = {node.id for node in ast.walk(self._loops.tree) if isinstance(node, ast.Name)}
         for statement in (node for part in batches.body for node in ast.walk(part) if isinstance(node, ast.stmt)):
             match statement:
+                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="backward", value=receiver), args=[])):
+                    found, loss = True, _unscaled(receiver)
+                    if not any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(loss)):
+                        yield statement, ast.unparse(loss)
+                        continue
+                    if isinstance(receiver, ast.IfExp):
+                        raise self._by_hand(statement, f"calls backward() on {ast.unparse(receiver)}", _NAMED)
+                    name = next(name for name in ("loss", "observed", "observed_loss") if name not in used)
+                    self._instead.append((loss, f"({name} := {ast.unparse(loss)})"))
+                    yield statement, name
                 case ast.Expr(value=ast.Call(func=ast.Attribute(attr="backward", value=receiver))):
-                    found = True
-                    yield statement, ast.unparse(_unscaled(receiver))
+                    what = f"calls backward() of {ast.unparse(receiver)} with an argument"
+                    raise self._by_hand(statement, what, "guard.observe(loss) behind it, with the loss of the batch")
         if not found:
             raise self._by_hand(batches, "calls a function that calls backward()", "guard.observe(loss) behind it")
 
-    def _by_hand(self, loop: ast.For, what: str, do: str) -> UsageError:
-        return UsageError(f"{self._name}, line {loop.lineno}: this loop {what}", hint=f"by hand: {do} (docs/guard.md)")
+    def _by_hand(self, found: ast.stmt, what: str, do: str) -> UsageError:
+        word = "loop" if isinstance(found, ast.For) else "line"
+        return UsageError(
+            f"{self._name}, line {found.lineno}: this {word} {what}", hint=f"by hand: {do} (docs/guard.md)"
+        )
+
+    def _indent(self, node: ast.stmt) -> str:
+        """What the line of a statement begins with: of several on a line all have it, but for a block's on its own."""
+        line = self._lines[node.lineno - 1]
+        if line.encode()[: node.col_offset].strip() and _BLOCK.match(line):
+            raise self._by_hand(node, "is on the line that its block begins with", "give it a line of its own")
+        return line[: len(line) - len(line.lstrip())]
 
     # What becomes of it ----------------------------------------------------------------------------------------------
 
-    def _protect(self, prepare: ast.Assign, accelerator: str, loader: ast.Name) -> str:
-        """Returns what the guard is called then."""
-        names = ast.unparse(prepare.targets[0]).strip("()")
-        line = f"{_indent(prepare)}{names} = rollback.protect({accelerator}, {names})\n"
-        self._put.append((prepare.end_lineno or 0, line))
-        return f"{loader.id}.guard"
+    def _protect(self, prepared: list[ast.Assign], loader: str, batches: ast.For) -> None:
+        """Hand over what is prepared, but for loaders that are not trained on."""
+        last = prepared[-1]
+        assert isinstance(last.value, ast.Call)
+        assert isinstance(last.value.func, ast.Attribute)
+        targets = [node for line in prepared for node in ast.walk(line.targets[0])]
+        names = dict.fromkeys(node.id for node in targets if isinstance(node, ast.Name))
+        if loader not in names:
+            raise self._by_hand(batches, f"goes over {loader}, which is none of what is prepared here",
+                                "loop over the loader that rollback.protect has returned")  # fmt: skip
+        others = {name for name in names if _LOADER.search(name)} - {loader}
+        line = ", ".join(name for name in names if name not in others)
+        accelerator = ast.unparse(last.value.func.value)
+        line = f"{self._indent(last)}{line} = rollback.protect({accelerator}, {line})\n"
+        self._put.append((last.end_lineno or 0, line))
 
     def _leaves_names(self, batches: ast.For) -> bool:
         """Whether code behind a loop over batches, in its function, uses a name that only the loop has set."""
@@ -225,7 +287,9 @@ class _Script:
 
     def _behind_imports(self) -> int:
         """The number of the line behind which another import belongs."""
-        last = 0
+        last = next(
+            (place for place, line in enumerate(self._lines) if not line.startswith("#")), 0
+        )  # "#!", "# coding"
         for place, node in enumerate(self._loops.tree.body):
             is_docstring = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             if not isinstance(node, ast.Import | ast.ImportFrom) and not is_docstring:
@@ -247,16 +311,15 @@ class _Script:
         return "".join(lines)
 
 
+_BLOCK = re.compile(r"\s*(if|elif|else|for|while|with|try|except|finally|async|def|class|case)\b")
+_LOADER = re.compile(r"load|batches|_dl\b|\bdl_|_dl_", re.IGNORECASE)
+_NAMED = "give the loss a name, loss = ..., then loss.backward() and guard.observe(loss)"
 _PROTECTED = ("rollback.Guard", "rollback.protect")
 
 
 def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Outer ones before those inside them."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
-def _indent(node: ast.stmt) -> str:
-    return " " * node.col_offset
 
 
 def _last(call: ast.Call) -> str:
@@ -270,6 +333,14 @@ def _words(node: ast.AST) -> set[str]:
 def _schedules(call: ast.Call) -> bool:
     name = ast.unparse(call.func)
     return "lr_scheduler" in name or name.endswith("LR") or "schedule" in name.lower()
+
+
+def _whole(part: ast.expr) -> str:
+    """`model` of `model.head` and `model[0]`: what is frozen, or has buffers, is to be kept too."""
+    found = part
+    while isinstance(found, ast.Attribute | ast.Subscript):
+        found = found.value
+    return found.id if isinstance(found, ast.Name) and found.id != "self" else ast.unparse(part)
 
 
 def _unscaled(receiver: ast.expr) -> ast.expr:

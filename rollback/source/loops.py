@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 EPOCHS, MOVED, COUNT = "__rollback_epochs__", "__rollback_moved__", "__rollback_count__"
 """Names under which a script that `steered` has changed finds what steers it."""
+_WRAPPERS = "enumerate", "tqdm"
 _PASSES_ON = (ast.Yield, ast.YieldFrom)
 _OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
 """Methods that models and optimizers have: `model.train()` does not mean the script's own of that name."""
@@ -53,6 +54,29 @@ class ScriptLoops:
             nearest = [loop for loop in outer if not any(other in inner[id(loop)] for other in outer)]
             if nearest:
                 self.epochs[id(batches)] = nearest[0]
+
+    def around(self, loop: ast.For) -> ast.For | ast.While | None:
+        """A loop by which this one is begun anew each time, also by way of a function."""
+        for other in ast.walk(self.tree):
+            if isinstance(other, ast.For | ast.While) and any(node is loop for node in self._reached(other)):
+                return other
+        return None
+
+    def iterated(self, loop: ast.For) -> ast.expr:
+        """What a loop goes over, without `enumerate` and `tqdm`, also where they are in a variable: a progress bar."""
+        found, where = loop.iter, loop.lineno
+        while True:
+            match found:
+                case ast.Call(func=function, args=[first, *_]) if ast.unparse(function).rpartition(".")[2] in _WRAPPERS:
+                    found = first
+                case ast.Name(id=name):
+                    given = [item for item in self._given(name, loop) if item.lineno < where]
+                    last = max(given, key=lambda item: item.lineno, default=None)
+                    if not isinstance(last, ast.Call) or ast.unparse(last.func).rpartition(".")[2] not in _WRAPPERS:
+                        return found
+                    found, where = last, last.lineno
+                case _:
+                    return found
 
     def trains_at(self, line: int) -> bool | None:
         """Whether a loader that is iterated at `line` is trained on; None where the source does not tell.
@@ -126,7 +150,7 @@ class ScriptLoops:
         reached = set(map(id, self._reached(loop)))
         return [other for other in loops if other is not loop and id(other) in reached]
 
-    def _reached(self, loop: ast.For) -> Iterator[ast.AST]:
+    def _reached(self, loop: ast.For | ast.While) -> Iterator[ast.AST]:
         """The body, and the bodies of what it calls in this file."""
         pending: list[ast.AST] = list(loop.body)
         entered: set[int] = set()

@@ -49,7 +49,7 @@ from rollback.train.comm.recorder import Recorder, say
 from rollback.train.host_directory import first_writes_of_host, require_one_run
 from rollback.train.initial import begin_with
 from rollback.train.restore.restore import restore
-from rollback.train.run import AttachedRun
+from rollback.train.run import AttachedRun, require_first
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
 from rollback.train.start_record import (
@@ -222,6 +222,8 @@ def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settin
 
     Nothing is written before. Raises RollbackError, the same on all ranks.
     """
+    if supervised():  # else the lock tells, and a guard that was closed may be followed by another, as in a notebook
+        require_first(paths)
     found, lock = read_run(paths, state.job(ranks.world_size), ranks, settings)
     try:
         run = _go_on(paths, found, state, ranks, settings)

@@ -5,11 +5,29 @@ from dataclasses import dataclass, field
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import Settings
+from rollback.errors import UsageError
 from rollback.facts.history import History
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
+
+_processes: set[int] = set()
+"""Those in which a guard has attached to a run: this one, and any that it was forked from."""
+
+
+def require_first(paths: RunPaths) -> None:
+    """Raise UsageError where a guard of this very process has attached to a run before.
+
+    A launch has one run directory. A second guard would take the first one's checkpoints for its own: it would put the
+    first training's weights into its model, and train nothing.
+    """
+    if os.getpid() in _processes:
+        raise UsageError(
+            f"a second guard in one job: {paths.root} is the run directory of the first one's training",
+            hint="make one guard, in front of all loops (while, folds, seeds). For several trainings, call "
+            "`rollback launch --run DIR` once for each",
+        )
 
 
 @dataclass
@@ -41,6 +59,9 @@ class AttachedRun:
     """The number of ranks of that checkpoint, if it differs from the present number."""
     _process: int = field(default_factory=os.getpid)
     _left: bool = False
+
+    def __post_init__(self) -> None:
+        _processes.add(self._process)
 
     def leave(self) -> bool:
         """Whether this rank leaves the run now. True once, and only in the process that attached.

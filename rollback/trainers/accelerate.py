@@ -44,6 +44,7 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     found = _sorted(prepared)
     loader, scheduler = found["loader"], found.get("scheduler")
     require_known_loader(loader)
+    _begin_alike(accelerator)
     guard = Guard(
         model=found["model"], optimizer=found["optimizer"].optimizer, loader=loader.base_dataloader,
         scheduler=getattr(scheduler, "scheduler", scheduler), scaler=accelerator.scaler, **settings,
@@ -76,6 +77,17 @@ def _sorted(prepared: tuple[Any, ...]) -> dict[str, Any]:
             "scheduler), behind accelerator.prepare",
         )
     return found
+
+
+def _begin_alike(accelerator: Any) -> None:
+    """Let the first pass over a loader draw from the random states what all others draw.
+
+    What `use_stateful_dataloader` makes has drawn its first pass's seed in `prepare`. Of a loader of an evaluation that
+    pass comes again in a process that resumes, and comes no more where a rollback repeats the evaluation.
+    """
+    for loader in accelerator._dataloaders:
+        if getattr(loader, "use_stateful_dataloader", False):
+            loader.base_dataloader.load_state_dict({})  # to its beginning; what it had begun with is dropped
 
 
 def _told(guard: Guard, backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -114,7 +114,7 @@ class _GuardedLoop:
         if hasattr(self, "guard"):
             raise UsageError(
                 "trainer.train() a second time: rollback.protect guards one training",
-                hint="make another Trainer, and give it another run directory: rollback.protect(trainer, run=...)",
+                hint="train with another Trainer in a launch of its own: rollback launch --run DIR",
             )
 
     def _prepare_for_training(self, max_steps: int, loader: Any, *given: Any, **others: Any) -> Any:

@@ -142,7 +142,7 @@ class _GuardedFit:
         if hasattr(self, "guard"):
             raise UsageError(
                 "trainer.fit() a second time: rollback.protect guards one training",
-                hint="make another Trainer, and give it another run directory: rollback.protect(trainer, run=...)",
+                hint="train with another Trainer in a launch of its own: rollback launch --run DIR",
             )
 
     def save_checkpoint(self, filepath: Any, *given: Any, **others: Any) -> None:

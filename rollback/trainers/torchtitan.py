@@ -120,7 +120,7 @@ class _GuardedTraining:
             if hasattr(self, "guard"):
                 raise UsageError(
                     "trainer.train() a second time: rollback.protect guards one training",
-                    hint="make another Trainer, and give it another run directory: rollback.protect(trainer, run=...)",
+                    hint="train with another Trainer in a launch of its own: rollback launch --run DIR",
                 )
             _require_known(self._trainer)
         except UsageError as error:

@@ -101,3 +101,19 @@ def test_copies_that_nobody_could_keep_are_a_usage_error(job: Launch, flags: tup
     code, message = refused(job, "", *flags)
     assert code == ExitCode.USAGE
     assert said in message
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_training_in_one_job_does_not_get_the_weights_of_the_first(tmp_path: Path, ranks: int) -> None:
+    """A loop over folds or seeds, or a guard that is made anew in each epoch: the launch has one run directory."""
+    with launching(tmp_path, with_torchrun=ranks > 1, script=TINY) as job:
+        code, output = job.finish("--again", ranks=ranks)
+        assert code == ExitCode.USAGE, output
+        assert "a second guard in one job" in output
+        assert "`rollback launch --run DIR` once for each" in output
+        assert "a second guard was made" not in output
+        assert len(job.facts(AttemptStarted)) == 1
+        finished = [
+            record.fact for record in read_journal(job.paths.train_journal).records if record.fact.kind == "finished"
+        ]
+        assert len(finished) == 1, "the first training is complete and kept"

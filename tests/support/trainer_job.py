@@ -391,6 +391,7 @@ class Job:
         how: Any = {"batch_size": job.batch_size, "shuffle": not job.stream, "num_workers": job.workers}
         loader: Any = DataLoader(self.data(), **how)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
+        validation: Any = accelerator.prepare(DataLoader(Text(8), batch_size=job.batch_size)) if job.evaluate else ()
         prepared = accelerator.prepare(model, optimizer, loader, scheduler)
         if self.run is not None:
             prepared = rollback.protect(accelerator, *prepared, **self.settings())
@@ -398,7 +399,8 @@ class Job:
         model, optimizer, loader, scheduler = prepared
         torch.manual_seed(100 + self.rank)
         steps = 0
-        for _ in range(int(job.epochs)):
+        epochs: Any = range(int(job.epochs))
+        for _ in self.guard.epochs(len(epochs)) if self.guard is not None and job.evaluate else epochs:
             for batch in loader:
                 steps = self.guard.step if self.guard is not None else steps
                 self.take(steps, batch["input_ids"], self.guard.batch if self.guard is not None else None)
@@ -412,6 +414,9 @@ class Job:
                     optimizer.zero_grad()
                 steps += accelerator.sync_gradients
                 self.micro = 0 if accelerator.sync_gradients else self.micro + 1
+            for batch in validation:
+                with torch.no_grad():
+                    model(**batch)
         if self.guard is not None:
             steps = self.guard.step
             self.guard.close()

@@ -26,6 +26,10 @@ class SnapshotBuffer(Protocol):
     fault: str | None
     """Why there can be none, once that is known."""
 
+    @property
+    def next_slot(self) -> int | None:
+        """The slot of the next snapshot, the same on all ranks. It changes where an earlier one is released."""
+
     def fit(self, size: int, device: torch.device | None) -> None:
         """Make room for snapshots of this many bytes, in the background. device: the CUDA device they come from."""
 
@@ -48,6 +52,10 @@ class Staging:
         self._region: Region | None = None
         self._device: torch.device | None = None
         self._job: Future[None] | None = None
+
+    @property
+    def next_slot(self) -> int | None:
+        return None
 
     def fit(self, size: int, device: torch.device | None) -> None:
         if self._region is None or (self._region.size, self._device) != (size, device):
@@ -113,6 +121,10 @@ class FastTier:
         self._jobs: dict[int, Future[bool]] = {}
         self._leaving: dict[int, Callable[[bool], None]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-slots")
+
+    @property
+    def next_slot(self) -> int | None:
+        return next(iter(self._free()), None)
 
     def resize(self, count: int) -> None:
         """Use this many slots from now on. Checkpoints in the other slots stay until they are evicted."""

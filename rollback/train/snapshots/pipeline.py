@@ -81,6 +81,7 @@ class Snapshots:
         self._place = place_in_run(ranks.rank, None)
         self._device: torch.device | None = None
         self._all_ready = self._said_ready = False
+        self._asked_of: int | None = None  # the slot that they have said it of
         self._flight: SnapshotInFlight | None = None
         self._job: Future[None] | None = None
 
@@ -96,7 +97,8 @@ class Snapshots:
     @property
     def ready(self) -> bool:
         """Whether all ranks have said that the next snapshot can begin; the same on all ranks."""
-        return self._all_ready and not self.in_flight and not self.outgrown
+        same = self._buffer.next_slot == self._asked_of  # else one was released since they were asked
+        return self._all_ready and same and not self.in_flight and not self.outgrown
 
     # Buffers -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +151,7 @@ class Snapshots:
         if not self._ranks.all_of(self._can_begin()) and self.tier == "fast":
             self.use_slots(0)
             self._buffer.wait(_HELD_UP)
-        self._all_ready = self._ranks.all_of(self._can_begin())
+        self._all_ready, self._asked_of = self._ranks.all_of(self._can_begin()), self._buffer.next_slot
 
     @property
     def fault(self) -> str | None:
@@ -229,7 +231,7 @@ class Snapshots:
         self._follow_thread()
         flight = self._flight
         stage = flight.stage if flight else None
-        self._said_ready = True
+        self._said_ready, self._asked_of = True, self._buffer.next_slot
         return Signs(
             shard_written=stage is SnapshotStage.WRITTEN,
             shard_failed=stage is SnapshotStage.FAILED,

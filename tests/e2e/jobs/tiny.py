@@ -1,7 +1,8 @@
 """A guarded job of a few steps; distributed where torchrun started it.
 
-`tiny.py [--width N] [--samples N] [--keep N] [--hold] [--evaluate]`; with --hold, the first attempt waits at batch 3
-for SIGTERM; with --evaluate, it evaluates for a minute, whatever it is told, once there is a second checkpoint.
+`tiny.py [--width N] [--samples N] [--keep N] [--hold] [--evaluate] [--again]`; with --hold, the first attempt waits at
+batch 3 for SIGTERM; with --evaluate, it evaluates for a minute, whatever it is told, once there is a second checkpoint;
+with --again, it makes another guard behind the training, for a model of other weights.
 """
 
 import argparse
@@ -23,6 +24,7 @@ parser.add_argument("--samples", type=int, default=24)
 parser.add_argument("--keep", type=int, default=6)
 parser.add_argument("--hold", action="store_true")
 parser.add_argument("--evaluate", action="store_true")
+parser.add_argument("--again", action="store_true")
 options = parser.parse_args()
 
 told: list[int] = []
@@ -49,3 +51,9 @@ for batch, (x, y) in enumerate(guard):
     optimizer.step()
     optimizer.zero_grad()
     guard.observe(loss)
+if options.again:
+    guard.close()
+    other = nn.Linear(options.width, 1)
+    trained = torch.optim.SGD(other.parameters(), lr=0.01)
+    rollback.Guard(model=other, optimizer=trained, loader=loader, run="another", snapshot_every=2, keep=options.keep)
+    print("a second guard was made")

@@ -71,13 +71,19 @@ BAD = {
     "accelerate, accumulation": ACCELERATE.but(bad_at=(58,), **UNEVEN),
     "accelerate, odd epochs": ACCELERATE.but(bad_at=(81,), **UNEVEN),
     "accelerate, stateful": ACCELERATE.but(bad_at=(32,), more={"use_stateful_dataloader": True}),
+    "accelerate, stateful, evaluated": ACCELERATE.but(
+        **SHORT, bad_at=(20,), evaluate=1, more={"use_stateful_dataloader": True}
+    ),
     "accelerate, stream": ACCELERATE.but(bad_at=(32,), stream="drawing", more=READ_BY_RANK),
     "accelerate, stateful stream": ACCELERATE.but(bad_at=(32,), stream="datasets", more=STATEFUL),
 }
 FEW = {
     1: ["trainer, accumulation", "accelerate, stream", "trainer, in the middle", "trainer, at an epoch's tail"],
-    2: ["trainer, best of several", "trainer, over an epoch's start", "accelerate, over an epoch's start"],
-}
+    2: [
+        "trainer, best of several", "trainer, over an epoch's start", "accelerate, over an epoch's start",
+        "accelerate, stateful, evaluated",
+    ],
+}  # fmt: skip
 
 
 def require_same_of(folder: Path, ranks: int, names: list[str]) -> None:

@@ -13,6 +13,29 @@ HEAD = """\
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = torch.utils.data.DataLoader(data)
 """
+SIMPLE = "for x in loader:\n    loss.backward()\n"
+PREPARED = """\
+def train(accelerator, model, loader, optimizer):
+    for step, x in enumerate(loader):
+        loss = model(x)
+        accelerator.backward(loss)
+    print(loss)
+
+def main():
+    model = accelerator.prepare(make_model())
+    optimizer, train_loader, eval_loader = accelerator.prepare(optimizer, train_loader, eval_loader)
+    for epoch in range(3):
+        train(accelerator, model, train_loader, optimizer)
+"""
+FOLDS = """\
+def train(fold):
+    for epoch in range(3):
+        for x in loader:
+            loss.backward()
+
+for i in range(5):
+    train(i)
+"""
 
 
 def added(body: str) -> list[str]:
@@ -37,6 +60,27 @@ def test_a_plain_loop_gets_a_guard_and_tells_its_loss() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "made"),
+    [
+        ("f(model(x)).backward()", ["(loss := f(model(x))).backward()", "guard.observe(loss)"]),
+        ("scaler.scale(f(x)).backward()", ["scaler.scale((loss := f(x))).backward()", "guard.observe(loss)"]),
+        ("loss.mean().backward()", ["(observed := loss.mean()).backward()", "guard.observe(observed)"]),
+        ("(loss / 4).backward(retain_graph=True)", ["guard.observe(loss / 4)"]),
+    ],
+)
+def test_the_loss_is_not_computed_a_second_time_to_be_told(line: str, made: list[str]) -> None:
+    """With dropout that would draw other random numbers, and with BatchNorm count each batch twice."""
+    assert (
+        added(f"""
+        for x in loader:
+            {line}
+            optimizer.step()
+    """)[3:]
+        == made
+    )
+
+
+@pytest.mark.parametrize(
     ("epochs", "guarded"),
     [
         ("range(3)", "guard.epochs(3)"),
@@ -55,6 +99,58 @@ def test_epochs_count_as_they_did(epochs: str, guarded: str) -> None:
                 optimizer.step()
     """
     assert f"for epoch in {guarded}:" in added(body)
+
+
+def test_what_accelerate_has_prepared_is_handed_over_but_for_loaders_that_are_not_trained_on() -> None:
+    """By the names of where it was prepared; and a loop that counts its batches counts from the place in the epoch."""
+    assert added(PREPARED) == [
+        "import rollback",
+        "step = loader.guard.batch_in_epoch",
+        "model, optimizer, train_loader = rollback.protect(accelerator, model, optimizer, train_loader)",
+        "for epoch in train_loader.guard.epochs(3, rehearse=lambda: next(iter(train_loader.base_dataloader))):",
+    ]
+
+
+@pytest.mark.parametrize(
+    "given", ["model.head.parameters()", "[{'params': model[0].parameters()}, *model[1].parameters()]"]
+)
+def test_of_an_optimizer_of_parts_the_whole_model_is_kept(given: str) -> None:
+    """Else buffers of the other parts would not go back with a rollback."""
+    source = dedent(HEAD).replace("model.parameters()", given) + SIMPLE
+    assert "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)" in diff_of(source, "train.py")
+
+
+def test_an_optimizer_of_several_modules_is_refused_with_what_to_do() -> None:
+    source = dedent(HEAD).replace("model.parameters()", "[*a.parameters(), *b.parameters()]") + SIMPLE
+    with pytest.raises(UsageError, match="this loop has an optimizer of a and b") as refused:
+        diff_of(source, "train.py")
+    assert "ModuleDict" in str(refused.value.hint)
+
+
+def test_it_is_indented_as_the_script_is() -> None:
+    body = "for x in loader:\n\tfor y in x: pass\n\ta = 1; loss = f(x); loss.backward(); optimizer.step()\n"
+    lines = diff_of(dedent(HEAD) + body, "train.py").splitlines()
+    assert lines[-2:] == [" \ta = 1; loss = f(x); loss.backward(); optimizer.step()", "+\tguard.observe(loss)"]
+
+
+def test_the_import_goes_behind_what_a_file_has_to_begin_with() -> None:
+    lines = diff_of(
+        "#!/usr/bin/env python\n# -*- coding: utf-8 -*-\nn = 3\n" + dedent(HEAD) + SIMPLE, "train.py"
+    ).splitlines()
+    assert lines[3:6] == [" #!/usr/bin/env python", " # -*- coding: utf-8 -*-", "+import rollback"]
+
+
+def test_a_progress_bar_goes_over_the_guard() -> None:
+    lines = added("""
+        for epoch in range(3):
+            bar = tqdm(enumerate(loader), total=len(loader))
+            for i, x in bar:
+                loss = model(x)
+                loss.backward()
+    """)
+    assert "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)" in lines
+    assert "bar = tqdm(enumerate(guard), total=len(loader))" in lines
+    assert "i = guard.batch_in_epoch" in lines
 
 
 def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() -> None:
@@ -81,6 +177,32 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
         ),
         ("for x in batches():\n    model(x).backward()", "this loop goes over batches()"),
         ("guard = rollback.Guard(model=model)", "has a guard already"),
+        (
+            "while n < 3:\n    for x in loader:\n        loss.backward()\n    n += 1",
+            "begun anew by the `while` in line 5",
+        ),
+        ("for epoch in trange(3):\n    for x in loader:\n        loss.backward()", "begun anew by the `for` in line 5"),
+        (
+            "for x in loader:\n    fabric.backward(loss)",
+            "line 6: this line calls backward() of fabric with an argument",
+        ),
+        (
+            "for x in loader:\n    (scaler.scale(f(x)) if scaler else f(x)).backward()",
+            "this line calls backward() on scaler.scale(f(x)) if scaler else f(x)",
+        ),
+        (
+            "for x in loader:\n    if x: a(); loss.backward()",
+            "line 6: this line is on the line that its block begins with",
+        ),
+        ("for i, x in enumerate(loader): loss.backward()", "this line is on the line that its block begins with"),
+        ("for x in loader:\n    loss.backward(); print(\n        x)", "where no line of its own can be"),
+        (
+            PREPARED.replace("train(accelerator, model, train_loader", "train(accelerator, model, active_loader"),
+            "goes over active_loader, which is none of what is prepared here",
+        ),
+        (FOLDS, "line 6: this loop is begun anew by the `for` in line 10"),
+        ("for i in range(3):\n    loader = f(i)\n    for x in loader:\n        loss.backward()", "sets loader inside"),
+        ("bar = tqdm(loader)\nfor x in bar:\n    loss.backward()", "goes over bar, which line 5 makes of loader"),
         ("for epoch in range(0, 9, 3):\n    for x in loader:\n        model(x).backward()", "goes over range(0, 9, 3)"),
     ],
 )

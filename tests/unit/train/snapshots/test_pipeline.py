@@ -3,17 +3,19 @@
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from rollback.checkpoints import ring
+from rollback.checkpoints.fast_tier import slots
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.pulse import Beat, Signs
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import pipeline as module
+from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Landing, Snapshots
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state.state import Image
@@ -27,14 +29,14 @@ def start(snapshots: Snapshots, image: Image, step: int) -> str:
 class TwoRanks:
     """Two ranks' snapshots in one process; `beat` does what the pulse does between them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fast: Sequence[FastTier | None] = (None, None)) -> None:
         self.paths = RunPaths(folder)
         self.paths.ring.mkdir(parents=True)
         self.ranks = []
         for rank in range(2):
             one = Ranks()
             one.rank, one.world_size = rank, 2
-            self.ranks.append(Snapshots(self.paths, one, 0, 1))
+            self.ranks.append(Snapshots(self.paths, one, 0, 1, fast[rank]))
         self.weights = torch.arange(6.0)
         self.image = Image({"$tensor": "w"}, {"$tensor": "l"}, {"w": self.weights}, {"l": torch.ones(2)})
 
@@ -154,6 +156,32 @@ def test_a_state_that_outgrows_its_room_on_one_rank_is_dropped_on_all_and_fits_t
         landed = two.beat()
     assert [landing is not None and landing.committed for landing in landed] == [True, True]
     assert ring.names(two.paths) == ["c000000-s00000010", "c000002-s00000030"]
+
+
+def test_ranks_that_were_ready_for_another_slot_are_not_ready_for_one_that_is_released_then(tmp_path: Path) -> None:
+    """A checkpoint lands and evicts an older one in the very step in which the next snapshot is due."""
+    tier = slots.tier_of(tmp_path, "0123456789abcdef")
+    slots.claim(tier, tmp_path / "run")
+    fast = [FastTier(tier, rank, leads=rank == 0, here=[0, 1], taken=[0]) for rank in (0, 1)]
+    two = TwoRanks(tmp_path / "run", fast)
+    for one in two.ranks:
+        one.use_slots(4)
+    two.begin(10)  # into slot 1
+    for _ in range(3):
+        two.beat()
+    for one in fast:
+        one.wait(30)
+    two.beat()
+    assert all(one.ready for one in two.ranks), "for slot 2"
+    for one in fast:
+        one.release(0)
+    assert not any(one.ready for one in two.ranks)
+    two.begin(20)
+    for _ in range(3):
+        landed = two.beat()
+    two.close()
+    assert [landing is not None and landing.committed for landing in landed] == [True, True]
+    slots.require_committed(tier, 0, (0, 1))
 
 
 def test_only_one_is_in_flight(two: TwoRanks) -> None:
