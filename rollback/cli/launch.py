@@ -36,7 +36,7 @@ from rollback.supervisor.supervise import supervise
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.flags import FLAGS, read_flags
 from rollback.supervisor.torchrun.redaction import redacted
-from rollback.terminal.messages import line_for, occupy_standard_streams, say
+from rollback.terminal.messages import line_for, say
 from rollback.trackers.process import trackers_beside
 
 # Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
@@ -92,7 +92,6 @@ def launch(
     )  # fmt: skip
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    occupy_standard_streams()
     with _audience(paths.root) as screen, trackers_beside(paths.root, trackers, screen.say):
         try:
             result = supervise(order, screen)

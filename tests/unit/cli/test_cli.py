@@ -154,6 +154,13 @@ class TestAnswersThatCannotBeWritten:
         (request,) = names(recorded.paths)
         assert f"hint: the order stands: request {request}: it will be carried out when the run" in err
 
+    @pytest.mark.parametrize("words", [*ANSWERS, "audit run --format jsonl", "status run --watch"])
+    @pytest.mark.usefixtures("recorded")
+    def test_without_a_stdout_nothing_is_answered_and_nothing_is_wrong(self, words: str) -> None:
+        closed = f"exec {sys.executable} -m rollback {words} >&-"
+        told = subprocess.run(["sh", "-c", closed], stderr=subprocess.PIPE, text=True, check=False)
+        assert (told.returncode, told.stderr) == (0, "")
+
     @pytest.mark.usefixtures("recorded")
     def test_a_reader_that_has_gone_away_is_told_nothing(self) -> None:
         read, write = os.pipe()
