@@ -4,6 +4,7 @@ What a file is, is told from its content; names and endings lie. Nothing here kn
 """
 
 import csv
+import io
 import json
 import math
 import zipfile
@@ -21,23 +22,23 @@ Table = dict[str, list[Cell]]
 _SUPPORTED = "CSV, TSV, JSON lines, Hugging Face trainer_state.json, TensorBoard event files and npz are read"
 _SIZE_LIMIT = 2 << 30
 _SNIFFED = 4096
+_AT_ONCE = 1 << 20
 
 
 def read_table(path: Path) -> Table:
     """The columns of a log. Raises UsageError for a file that is missing, empty, binary or malformed."""
-    head = _head(path)
+    content = _content(path)
+    head = content[:_SNIFFED]
     if head.startswith(b"PK\x03\x04"):
-        return _from_npz(path)
+        return _from_npz(path, content)
     if tensorboard.is_event_file(head):
         return tensorboard.read_scalars(path)
     if b"\0" in head:
         raise UsageError(f"{path} is a binary file of no kind that is read here", hint=_SUPPORTED)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not text: byte {error.start} is no UTF-8", hint=_SUPPORTED) from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
     if not text.strip():
         raise UsageError(f"{path} is empty", hint=_SUPPORTED)
     if text.lstrip()[0] in "{[":
@@ -45,28 +46,41 @@ def read_table(path: Path) -> Table:
     return _from_csv(path, text)
 
 
-def _head(path: Path) -> bytes:
+def _content(path: Path) -> bytearray:
+    """All of a log, read in one go: what a pipe has given once (`<(zcat log.gz)`, /dev/stdin) it does not give again.
+
+    Of an event file, which TensorBoard's reader opens by its name, the beginning.
+    """
+    content = bytearray()
     try:
         if path.is_dir():
             raise UsageError(f"{path} is a directory", hint="name the log files in it, for example DIR/*.csv")
-        if path.stat().st_size > _SIZE_LIMIT:
-            raise UsageError(f"{path} has more than {_SIZE_LIMIT >> 30} GiB", hint="cut it down to the metrics")
+        too_long = path.stat().st_size > _SIZE_LIMIT
         with path.open("rb") as file:
-            return file.read(_SNIFFED)
+            while not too_long and (part := file.read(_AT_ONCE)):
+                content += part
+                if tensorboard.is_event_file(content):
+                    if not file.seekable():
+                        raise UsageError(f"{path} is an event file in a pipe", hint="name the event file itself")
+                    return content
+                too_long = len(content) > _SIZE_LIMIT
     except OSError as error:
         raise _unreadable(path, error) from error
+    if too_long:
+        raise UsageError(f"{path} has more than {_SIZE_LIMIT >> 30} GiB", hint="cut it down to the metrics")
+    return content
 
 
 def _unreadable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"{path} cannot be read: {error.strerror}", hint="name an existing log file")
 
 
-def _from_npz(path: Path) -> Table:
+def _from_npz(path: Path, content: bytearray) -> Table:
     """Arrays of one dimension in a NumPy archive. Object arrays, which would need unpickling, are refused."""
     import numpy
 
     try:
-        with numpy.load(path, allow_pickle=False) as archive:
+        with numpy.load(io.BytesIO(content), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except (ValueError, OSError, zipfile.BadZipFile) as error:
         raise UsageError(f"{path} is no NumPy archive of plain numbers: {error}", hint=_SUPPORTED) from error

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +180,26 @@ def test_numpy_archives_but_no_pickles_in_them(tmp_path: Path) -> None:
     np.savez(tmp_path / "evil.npz", loss=np.array([object()], dtype=object))
     with pytest.raises(UsageError, match="no NumPy archive of plain numbers"):
         read_table(tmp_path / "evil.npz")
+
+
+@pytest.mark.parametrize("kind", ["csv", "npz"])
+def test_a_log_in_a_pipe_is_read_whole(tmp_path: Path, kind: str) -> None:
+    losses, log = [float(index) for index in range(5000)], tmp_path / "log"
+    if kind == "csv":
+        write_csv(log, {"loss": losses})
+    else:
+        with log.open("wb") as file:
+            np.savez(file, loss=np.array(losses))
+    with subprocess.Popen(["cat", log], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert read_table(Path(f"/dev/fd/{writer.stdout.fileno()}")) == {"loss": losses}
+
+
+def test_an_event_file_in_a_pipe_is_refused_in_words() -> None:
+    with subprocess.Popen(["cat", DATA / "scalars-simple.tfevents"], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        with pytest.raises(UsageError, match="is an event file in a pipe"):
+            read_table(Path(f"/dev/fd/{writer.stdout.fileno()}"))
 
 
 @pytest.mark.parametrize(
