@@ -36,6 +36,7 @@ def read_table(path: Path) -> Table:
     if b"\0" in head:
         raise UsageError(f"{path} is a binary file of no kind that is read here", hint=_SUPPORTED)
     try:
+        # Every end of a line becomes "\n". Nothing else ends one: JSON may hold what Unicode calls a line separator.
         text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not text: byte {error.start} is no UTF-8", hint=_SUPPORTED) from error
@@ -92,7 +93,7 @@ def _from_npz(path: Path, content: bytearray) -> Table:
 
 
 def _from_csv(path: Path, text: str) -> Table:
-    lines = text.splitlines()
+    lines = [line for line in text.split("\n") if line.strip()]
     delimiter = max("\t,;", key=lines[0].count)
     rows = csv.reader(lines, delimiter=delimiter) if lines[0].count(delimiter) else ([cell] for cell in lines)
     try:
@@ -139,7 +140,7 @@ def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     try:
         document = _parse(path, text)
     except json.JSONDecodeError:
-        return list(_json_lines(path, text.splitlines()))
+        return list(_json_lines(path, text.rstrip("\n").split("\n")))
     if isinstance(document, dict) and isinstance(document.get("log_history"), list):
         document = document["log_history"]
     if isinstance(document, dict):

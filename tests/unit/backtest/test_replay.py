@@ -80,6 +80,22 @@ def test_numbers_without_a_header_are_step_loss_and_gradient_norm(tmp_path: Path
     assert calls(tmp_path / "log.csv") == EXPECTED
 
 
+def test_blank_lines_before_the_header_are_passed_over(tmp_path: Path) -> None:
+    log = write_csv(tmp_path / "log.csv", {"step": [1, 2], "loss": [2.5, 2.25]})
+    log.write_text("\n \n" + log.read_text())
+    assert read_table(log) == {"step": [1.0, 2.0], "loss": [2.5, 2.25]}
+
+
+def test_only_the_end_of_a_line_ends_a_record(tmp_path: Path) -> None:
+    said = ["a\u2028b", "c\x0cd\x85e"]
+    rows = [{"loss": 2.5, "said": said[0]}, {"loss": 2.25, "said": said[1]}]
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows), newline="")
+    wanted = {"loss": [2.5, 2.25], "said": said}
+    assert read_table(log) == wanted
+    assert read_table(write_csv(tmp_path / "log.csv", wanted)) == wanted
+
+
 def test_json_lines_with_nested_records_and_a_torn_last_line(tmp_path: Path) -> None:
     rows = [
         {"iteration": step, "train": {"loss": loss, "grad_norm": norm}, "note": "x"}
