@@ -5,6 +5,7 @@ What a file is, is told from its content; names and endings lie. Nothing here kn
 
 import csv
 import io
+import itertools
 import json
 import math
 import zipfile
@@ -109,10 +110,11 @@ def _named(path: Path, rows: list[list[str]]) -> Table:
         if names is None:
             raise UsageError(f"{path} has {len(header)} columns and no header", hint="add a first line that names them")
         header, rows = names, [[], *rows]
+    named, header = header, _told_apart(header)
     table: Table = {name: [] for name in header if name}
     for number, row in enumerate(rows[1:], start=2):
         cells = [cell.strip() for cell in row]
-        if cells == header:
+        if cells == named:
             continue  # a log that was appended to by a second run repeats its header
         if len(cells) > len(header) and any(cells[len(header) :]):
             raise UsageError(
@@ -124,6 +126,15 @@ def _named(path: Path, rows: list[list[str]]) -> Table:
             if name:
                 table[name].append(_cell(cell))
     return table
+
+
+def _told_apart(header: list[str]) -> list[str]:
+    """The names of columns; of those that come again, the second is `loss.1`, as pandas has it."""
+    names: dict[str, str] = {}  # what a column is called here, and in the file
+    for name in header:
+        numbered = (f"{name}.{count}" for count in itertools.count(1))
+        names[next(each for each in itertools.chain([name], numbered) if each not in names)] = name
+    return [here if name else "" for here, name in names.items()]  # one without a name has none here either
 
 
 def _cell(text: str) -> Cell:

@@ -80,10 +80,26 @@ def test_numbers_without_a_header_are_step_loss_and_gradient_norm(tmp_path: Path
     assert calls(tmp_path / "log.csv") == EXPECTED
 
 
+def test_without_a_header_a_row_like_the_first_is_a_row(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("2.5\n2.25\n2.5\n")
+    assert read_table(log) == {"loss": [2.5, 2.25, 2.5]}
+
+
 def test_blank_lines_before_the_header_are_passed_over(tmp_path: Path) -> None:
     log = write_csv(tmp_path / "log.csv", {"step": [1, 2], "loss": [2.5, 2.25]})
     log.write_text("\n \n" + log.read_text())
     assert read_table(log) == {"step": [1.0, 2.0], "loss": [2.5, 2.25]}
+
+
+def test_columns_of_one_name_are_told_apart_and_the_first_is_guessed(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("step,loss,loss.1,loss,,\n1,2.5,9,7,,\n2,2.25,8,6,,\n" * 2)
+    table = read_table(log)
+    assert table == {
+        "step": [1.0, 2.0] * 2, "loss": [2.5, 2.25] * 2, "loss.1": [9.0, 8.0] * 2, "loss.2": [7.0, 6.0] * 2,
+    }  # fmt: skip
+    assert find_columns(log, table, Overrides()).loss == "loss"
 
 
 def test_only_the_end_of_a_line_ends_a_record(tmp_path: Path) -> None:
