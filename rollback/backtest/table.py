@@ -7,7 +7,6 @@ import csv
 import io
 import itertools
 import json
-import math
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -163,7 +162,7 @@ def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
 
 def _parse(path: Path, text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=float)
     except RecursionError:
         raise UsageError(f"{path} is nested too deep for a log", hint=_SUPPORTED) from None
 
@@ -207,7 +206,7 @@ def _number(value: Any) -> Cell:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):
-        return float(value) if abs(value) < 1e300 or not math.isfinite(value) else math.copysign(math.inf, value)
+        return float(value)
     if isinstance(value, list):
         return "|".join(str(part) for part in value)
     return _cell(value) if isinstance(value, str) else None

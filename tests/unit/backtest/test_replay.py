@@ -102,6 +102,13 @@ def test_columns_of_one_name_are_told_apart_and_the_first_is_guessed(tmp_path: P
     assert find_columns(log, table, Overrides()).loss == "loss"
 
 
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_whole_number_beyond_all_floats_is_infinite(tmp_path: Path, digits: int) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(f'{{"step": 1, "loss": 2}}\n{{"step": 2, "loss": -{"9" * digits}}}\n')
+    assert read_table(log) == {"step": [1.0, 2.0], "loss": [2.0, -math.inf]}
+
+
 def test_only_the_end_of_a_line_ends_a_record(tmp_path: Path) -> None:
     said = ["a\u2028b", "c\x0cd\x85e"]
     rows = [{"loss": 2.5, "said": said[0]}, {"loss": 2.25, "said": said[1]}]
