@@ -109,6 +109,11 @@ def test_a_whole_number_beyond_all_floats_is_infinite(tmp_path: Path, digits: in
     assert read_table(log) == {"step": [1.0, 2.0], "loss": [2.0, -math.inf]}
 
 
+def test_a_column_whose_name_has_no_letter_means_nothing(tmp_path: Path) -> None:
+    log = write_csv(tmp_path / "log.csv", {"#": [1, 2], "step": [1, 2], "loss": [2.5, 2.25]})
+    assert [seen.loss for seen in replay(log, Overrides(), Settings()).observations] == [2.5, 2.25]
+
+
 def test_only_the_end_of_a_line_ends_a_record(tmp_path: Path) -> None:
     said = ["a\u2028b", "c\x0cd\x85e"]
     rows = [{"loss": 2.5, "said": said[0]}, {"loss": 2.25, "said": said[1]}]
