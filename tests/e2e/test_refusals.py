@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,8 @@ SGD = torch.optim.SGD(ONE.parameters(), lr=0.1)
         ({"model": ONE, "optimizer": [SGD]}, "Guard(optimizer=...) is a list", "names of their own"),
         ({"model": ONE, "optimizer": Unhooked(SGD)}, "Unhooked", "optimizer.optimizer"),
         ({"loader": None}, "NoneType", "accepted are"),
+        ({"skip_samples": [{"samples": [3, 4000]}]}, "samples, and no sample 4000", "--skip A:B"),
+        ({"skip_samples": [{"samples": [3]}], "loader": repeat(torch.ones(2, 8))}, "no data set indices", "--skip A:B"),
         ({"loader": Prepared(DataLoader(range(8)))}, "accelerate.data_loader.Prepared", "DistributedSampler"),
         ({"scheduler": torch.optim.lr_scheduler.StepLR}, "Guard(scheduler=...) is the class StepLR", "an instance"),
         ({"max_steps": "5"}, "max_steps='5'", "whole number"),
