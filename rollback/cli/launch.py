@@ -28,7 +28,7 @@ from rollback.facts.history import History, merge_windows
 from rollback.live.screen import Screen
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.seal import use
+from rollback.rundir.seal import ENV_SEAL, use
 from rollback.supervisor.attempts import LaunchOrder, Result
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
@@ -75,8 +75,8 @@ def launch(
     require_script(script, flags)
     require_files(flags)
     paths = RunPaths(run if run is not None else default_run(script, flags))
-    if seal is not None:
-        use(seal, paths.root)
+    if key := seal or os.environ.get(ENV_SEAL):
+        use(Path(key), paths.root)
     settings = read_settings(given, skips_of)
     budget = _restart_budget(restart_budget, flags.get("max-restarts"))
     limits = hang_limits(hang_after, stall_after)

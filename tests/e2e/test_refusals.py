@@ -24,6 +24,7 @@ from rollback.errors import (
     RunDoesNotFit,
     UsageError,
 )
+from rollback.rundir.seal import ENV_SEAL
 
 TOY = Toy(samples=120)
 
@@ -283,6 +284,16 @@ SGD = torch.optim.SGD(ONE.parameters(), lr=0.1)
 def test_what_makes_no_sense_is_refused_in_words(tmp_path: Path, changes: dict[str, Any], text: str, hint: str) -> None:
     error = refused(UsageError, tmp_path / "run", text, **changes)
     assert hint in (error.hint or "")
+
+
+def test_a_key_that_cannot_be_read_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_SEAL, str(tmp_path / "none"))
+    run = tmp_path / "run"
+    with pytest.raises(UsageError, match="reading the key of the seal"):
+        make(run)
+    assert not (run / "ranks").exists()
 
 
 def test_a_run_directory_that_is_no_path() -> None:
