@@ -25,6 +25,7 @@ from rollback.errors import (
     UsageError,
 )
 from rollback.rundir.seal import ENV_SEAL
+from rollback.train.arguments import scalar
 
 TOY = Toy(samples=120)
 
@@ -359,3 +360,12 @@ def test_what_is_sharded_otherwise_than_into_parts_is_refused_on_all_ranks_at_on
     }
     assert told == {f"rank {rank}, {name}: {message}" for rank in (0, 1) for name, message in models.items()}
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_loss_that_is_a_number_is_seen_as_it_is_whatever_the_script_s_default_type() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert scalar(70000.0, "loss").item() == 70000.0
+    finally:
+        torch.set_default_dtype(before)
