@@ -28,7 +28,7 @@ _PATTERN = {
     "grad_norm": r"(^|_)(grad|gradient)s?_?(norm|l2)($|_)|(^|_)gnorm$",
     "lr": r"(^|_)(lr|learning_rate)($|_)",
     "epoch": r"(^|_)epoch$",
-    "hints": r"$^",
+    "hints": r"(?!)",  # none: `$^` would be found in a name without a letter, as `#`
 }
 _NOT_TRAINING = re.compile(r"(^|_)(val|valid|validation|eval|evaluation|test|dev|aux|scale|per_token_sec)($|_)")
 _HINTS = {name.lower(): hint for name, hint in Hint.__members__.items() if hint is not Hint.NONE}

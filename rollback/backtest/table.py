@@ -4,8 +4,9 @@ What a file is, is told from its content; names and endings lie. Nothing here kn
 """
 
 import csv
+import io
+import itertools
 import json
-import math
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,23 +22,24 @@ Table = dict[str, list[Cell]]
 _SUPPORTED = "CSV, TSV, JSON lines, Hugging Face trainer_state.json, TensorBoard event files and npz are read"
 _SIZE_LIMIT = 2 << 30
 _SNIFFED = 4096
+_AT_ONCE = 1 << 20
 
 
 def read_table(path: Path) -> Table:
     """The columns of a log. Raises UsageError for a file that is missing, empty, binary or malformed."""
-    head = _head(path)
+    content = _content(path)
+    head = content[:_SNIFFED]
     if head.startswith(b"PK\x03\x04"):
-        return _from_npz(path)
+        return _from_npz(path, content)
     if tensorboard.is_event_file(head):
         return tensorboard.read_scalars(path)
     if b"\0" in head:
         raise UsageError(f"{path} is a binary file of no kind that is read here", hint=_SUPPORTED)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        # Every end of a line becomes "\n". Nothing else ends one: JSON may hold what Unicode calls a line separator.
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not text: byte {error.start} is no UTF-8", hint=_SUPPORTED) from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
     if not text.strip():
         raise UsageError(f"{path} is empty", hint=_SUPPORTED)
     if text.lstrip()[0] in "{[":
@@ -45,28 +47,41 @@ def read_table(path: Path) -> Table:
     return _from_csv(path, text)
 
 
-def _head(path: Path) -> bytes:
+def _content(path: Path) -> bytearray:
+    """All of a log, read in one go: what a pipe has given once (`<(zcat log.gz)`, /dev/stdin) it does not give again.
+
+    Of an event file, which TensorBoard's reader opens by its name, the beginning.
+    """
+    content = bytearray()
     try:
         if path.is_dir():
             raise UsageError(f"{path} is a directory", hint="name the log files in it, for example DIR/*.csv")
-        if path.stat().st_size > _SIZE_LIMIT:
-            raise UsageError(f"{path} has more than {_SIZE_LIMIT >> 30} GiB", hint="cut it down to the metrics")
+        too_long = path.stat().st_size > _SIZE_LIMIT
         with path.open("rb") as file:
-            return file.read(_SNIFFED)
+            while not too_long and (part := file.read(_AT_ONCE)):
+                content += part
+                if tensorboard.is_event_file(content):
+                    if not file.seekable():
+                        raise UsageError(f"{path} is an event file in a pipe", hint="name the event file itself")
+                    return content
+                too_long = len(content) > _SIZE_LIMIT
     except OSError as error:
         raise _unreadable(path, error) from error
+    if too_long:
+        raise UsageError(f"{path} has more than {_SIZE_LIMIT >> 30} GiB", hint="cut it down to the metrics")
+    return content
 
 
 def _unreadable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"{path} cannot be read: {error.strerror}", hint="name an existing log file")
 
 
-def _from_npz(path: Path) -> Table:
+def _from_npz(path: Path, content: bytearray) -> Table:
     """Arrays of one dimension in a NumPy archive. Object arrays, which would need unpickling, are refused."""
     import numpy
 
     try:
-        with numpy.load(path, allow_pickle=False) as archive:
+        with numpy.load(io.BytesIO(content), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except (ValueError, OSError, zipfile.BadZipFile) as error:
         raise UsageError(f"{path} is no NumPy archive of plain numbers: {error}", hint=_SUPPORTED) from error
@@ -78,7 +93,7 @@ def _from_npz(path: Path) -> Table:
 
 
 def _from_csv(path: Path, text: str) -> Table:
-    lines = text.splitlines()
+    lines = [line for line in text.split("\n") if line.strip()]
     delimiter = max("\t,;", key=lines[0].count)
     rows = csv.reader(lines, delimiter=delimiter) if lines[0].count(delimiter) else ([cell] for cell in lines)
     try:
@@ -94,10 +109,11 @@ def _named(path: Path, rows: list[list[str]]) -> Table:
         if names is None:
             raise UsageError(f"{path} has {len(header)} columns and no header", hint="add a first line that names them")
         header, rows = names, [[], *rows]
+    named, header = header, _told_apart(header)
     table: Table = {name: [] for name in header if name}
     for number, row in enumerate(rows[1:], start=2):
         cells = [cell.strip() for cell in row]
-        if cells == header:
+        if cells == named:
             continue  # a log that was appended to by a second run repeats its header
         if len(cells) > len(header) and any(cells[len(header) :]):
             raise UsageError(
@@ -109,6 +125,15 @@ def _named(path: Path, rows: list[list[str]]) -> Table:
             if name:
                 table[name].append(_cell(cell))
     return table
+
+
+def _told_apart(header: list[str]) -> list[str]:
+    """The names of columns; of those that come again, the second is `loss.1`, as pandas has it."""
+    names: dict[str, str] = {}  # what a column is called here, and in the file
+    for name in header:
+        numbered = (f"{name}.{count}" for count in itertools.count(1))
+        names[next(each for each in itertools.chain([name], numbered) if each not in names)] = name
+    return [here if name else "" for here, name in names.items()]  # one without a name has none here either
 
 
 def _cell(text: str) -> Cell:
@@ -125,7 +150,7 @@ def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     try:
         document = _parse(path, text)
     except json.JSONDecodeError:
-        return list(_json_lines(path, text.splitlines()))
+        return list(_json_lines(path, text.rstrip("\n").split("\n")))
     if isinstance(document, dict) and isinstance(document.get("log_history"), list):
         document = document["log_history"]
     if isinstance(document, dict):
@@ -137,7 +162,7 @@ def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
 
 def _parse(path: Path, text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=float)
     except RecursionError:
         raise UsageError(f"{path} is nested too deep for a log", hint=_SUPPORTED) from None
 
@@ -181,7 +206,7 @@ def _number(value: Any) -> Cell:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):
-        return float(value) if abs(value) < 1e300 or not math.isfinite(value) else math.copysign(math.inf, value)
+        return float(value)
     if isinstance(value, list):
         return "|".join(str(part) for part in value)
     return _cell(value) if isinstance(value, str) else None

@@ -11,7 +11,7 @@ from rollback.terminal.extras import require_extra
 _VERSION = b"brain.Event:"  # in the first record of every event file
 
 
-def is_event_file(head: bytes) -> bool:
+def is_event_file(head: bytes | bytearray) -> bool:
     """Whether a file that begins so is an event file."""
     return _VERSION in head[:64]
 

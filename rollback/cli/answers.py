@@ -52,8 +52,7 @@ def answering(hint: str = "check the free space there, and give the command agai
 
 def _flush() -> None:
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         return
 

@@ -28,7 +28,7 @@ from rollback.facts.history import History, merge_windows
 from rollback.live.screen import Screen
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.seal import use
+from rollback.rundir.seal import ENV_SEAL, use
 from rollback.supervisor.attempts import LaunchOrder, Result
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
@@ -36,7 +36,7 @@ from rollback.supervisor.supervise import supervise
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.flags import FLAGS, read_flags
 from rollback.supervisor.torchrun.redaction import redacted
-from rollback.terminal.messages import line_for, occupy_standard_streams, say
+from rollback.terminal.messages import line_for, say
 from rollback.trackers.process import trackers_beside
 
 # Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
@@ -75,8 +75,8 @@ def launch(
     require_script(script, flags)
     require_files(flags)
     paths = RunPaths(run if run is not None else default_run(script, flags))
-    if seal is not None:
-        use(seal, paths.root)
+    if key := seal or os.environ.get(ENV_SEAL):
+        use(Path(key), paths.root)
     settings = read_settings(given, skips_of)
     budget = _restart_budget(restart_budget, flags.get("max-restarts"))
     limits = hang_limits(hang_after, stall_after)
@@ -92,7 +92,6 @@ def launch(
     )  # fmt: skip
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    occupy_standard_streams()
     with _audience(paths.root) as screen, trackers_beside(paths.root, trackers, screen.say):
         try:
             result = supervise(order, screen)

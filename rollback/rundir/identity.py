@@ -98,8 +98,8 @@ def require_key(paths: RunPaths, sealed_lines: int = 0) -> None:
 
 
 def require_key_for(is_sealed: bool, where: str) -> None:
-    """As `require_key`, for a run at `where`."""
-    if is_sealed and seal.present() is None:
+    """As `require_key`, for a run at `where`. A key that cannot be used is found before anything is written with it."""
+    if seal.present() is None and is_sealed:
         raise RunDoesNotFit(
             f"the run {where} is sealed, and without its key nothing is restored of it",
             hint=f"name the key: --seal KEYFILE, or {seal.ENV_SEAL} in the environment; nothing was changed",

@@ -209,8 +209,19 @@ def read_skipped(path: Path, damaged: list[str] | None = None) -> Iterator[Skipp
 
 
 def write_heartbeat(path: Path, heartbeat: Heartbeat) -> None:
-    """Replace a rank's heartbeat. Not synced: it matters only while the processes live. Raises OSError."""
-    write_file(path, heartbeat.model_dump_json().encode(), durable=False)
+    """Replace a rank's heartbeat. Not synced: it matters only while the processes live. Raises OSError.
+
+    Where their directory was removed it comes back, since without one `rollback status` sees no rank. The run directory
+    does not: it may have been moved.
+    """
+    content = heartbeat.model_dump_json().encode()
+    try:
+        write_file(path, content, durable=False)
+    except FileNotFoundError:
+        if not path.parent.parent.is_dir():
+            raise
+        files.make_directory(path.parent)
+        write_file(path, content, durable=False)
 
 
 def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:

@@ -29,12 +29,14 @@ def printable(text: str) -> str:
 
 def occupy_standard_streams() -> None:
     """Open those of descriptors 0 to 2 that are closed, on nothing: a file of ours in their place would be written to
-    by every process that takes it for its standard stream."""
+    by every process that takes it for its standard stream. Python has no stream for them until then."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
 
 
 def _paint(style: str, text: str) -> str:

@@ -123,16 +123,17 @@ def scalar(value: Tensor | float, what: str) -> Tensor:
     """The observed number, without its graph. Raises UsageError for other values."""
     if not isinstance(value, Tensor):
         try:
-            return torch.tensor(float(operator.pos(value)))  # of a text, float() would make a number
+            number = float(operator.pos(value))  # of a text, float() would make a number
         except TypeError as error:
             raise UsageError(
                 f"guard.observe got a {what} that is a {type(value).__name__}; it takes one number, or a tensor of one",
                 hint="models that return several things have the loss in one of them, for example output.loss",
             ) from error
+        return torch.tensor(number, dtype=torch.float32)  # a script's default may end at 65504, as float16 does
     if type(value) is Tensor and not value.dim() and value.is_floating_point():
         return value.detach()
     if value.numel() != 1 or value.is_complex():
-        kind = "a complex number" if value.is_complex() else f"of shape {list(value.shape)}"
+        kind = "that is a complex number" if value.is_complex() else f"of shape {list(value.shape)}"
         raise UsageError(
             f"guard.observe got a {what} {kind}; it takes one real number",
             hint=f"reduce it first, for example {what}.mean()",

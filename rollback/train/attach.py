@@ -57,6 +57,7 @@ from rollback.train.start_record import (
     finish_pending_plan,
     leave_out_what_is_new,
     require_a_change,
+    require_samples,
     take_over_last_snapshot,
     where_it_goes_on,
 )
@@ -224,6 +225,7 @@ def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settin
     """
     if supervised():  # else the lock tells, and a guard that was closed may be followed by another, as in a notebook
         require_first(paths)
+    require_samples(settings, state.cursor)
     found, lock = read_run(paths, state.job(ranks.world_size), ranks, settings)
     try:
         run = _go_on(paths, found, state, ranks, settings)

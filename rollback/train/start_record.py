@@ -8,7 +8,7 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_SUPERVISOR, Settings
-from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural
+from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural, UsageError
 from rollback.facts.history import History
 from rollback.facts.training import (
     THE_SUPERVISOR,
@@ -24,6 +24,8 @@ from rollback.facts.training import (
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names, sound_requests
 from rollback.train.comm.recorder import Recorder, say
+from rollback.train.data.cursor import Cursor
+from rollback.train.data.skips import why_kept
 
 
 def require_a_change(paths: RunPaths, settings: Settings, history: History) -> None:
@@ -47,6 +49,18 @@ def require_a_change(paths: RunPaths, settings: Settings, history: History) -> N
         hint="change a setting that decides about incidents, ask for a `rollback rewind` or `rollback skip`, or, where "
         "the script or the data have changed, say --accept-structural; nothing was touched",
     )
+
+
+def require_samples(settings: Settings, cursor: Cursor) -> None:
+    """Raise UsageError where samples that the settings leave out cannot be: the record would say that they were.
+
+    Where another data set is accepted, the order may be from before it shrank.
+    """
+    listed = {sample for one in settings.skip_samples for sample in one.samples}
+    if not listed or (cursor.leaves_out and settings.accept_data_change):
+        return
+    if (why := why_kept(listed, cursor)) is not None:
+        raise UsageError(f"skip_samples: {why}", hint="leave it out, or say --skip A:B to pass over whole batches")
 
 
 def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest | None, record: Recorder) -> None:

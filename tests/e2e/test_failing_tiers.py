@@ -174,7 +174,7 @@ def test_a_run_directory_s_disk_that_stays_full_costs_neither_the_slots_nor_the_
         require_same(scenarios.portrait("job", 0), undisturbed, "trained again")
 
 
-@pytest.mark.parametrize("fault", ["the ring is read-only", "run.json is gone"])
+@pytest.mark.parametrize("fault", ["the ring is read-only", "the ring is a file", "run.json is gone"])
 def test_a_final_state_that_did_not_get_into_the_ring_is_told_with_the_reason(
     tmp_path: Path, memory: Path, fault: str
 ) -> None:
@@ -184,6 +184,7 @@ def test_a_final_state_that_did_not_get_into_the_ring_is_told_with_the_reason(
         paths = RunPaths(disk / "job")
         does, why = {
             "the ring is read-only": (f"mount -t tmpfs -o ro rollback-test {paths.ring}", "Read-only file system"),
+            "the ring is a file": (f"mv {paths.ring} {disk}/aside && touch {paths.ring}", "Not a directory"),
             "run.json is gone": (f"rm {paths.identity}", f"the fast tier cannot be found by {paths.identity} and "),
         }[fault]
         scenarios.add("job", TOY.with_settings(fast_tier=str(memory)), shell=[0, 27, does])

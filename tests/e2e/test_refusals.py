@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from rollback.errors import (
     RunDoesNotFit,
     UsageError,
 )
+from rollback.rundir.seal import ENV_SEAL
+from rollback.train.arguments import scalar
 
 TOY = Toy(samples=120)
 
@@ -252,6 +255,8 @@ SGD = torch.optim.SGD(ONE.parameters(), lr=0.1)
         ({"model": ONE, "optimizer": [SGD]}, "Guard(optimizer=...) is a list", "names of their own"),
         ({"model": ONE, "optimizer": Unhooked(SGD)}, "Unhooked", "optimizer.optimizer"),
         ({"loader": None}, "NoneType", "accepted are"),
+        ({"skip_samples": [{"samples": [3, 4000]}]}, "samples, and no sample 4000", "--skip A:B"),
+        ({"skip_samples": [{"samples": [3]}], "loader": repeat(torch.ones(2, 8))}, "no data set indices", "--skip A:B"),
         ({"loader": Prepared(DataLoader(range(8)))}, "accelerate.data_loader.Prepared", "DistributedSampler"),
         ({"scheduler": torch.optim.lr_scheduler.StepLR}, "Guard(scheduler=...) is the class StepLR", "an instance"),
         ({"max_steps": "5"}, "max_steps='5'", "whole number"),
@@ -280,6 +285,16 @@ SGD = torch.optim.SGD(ONE.parameters(), lr=0.1)
 def test_what_makes_no_sense_is_refused_in_words(tmp_path: Path, changes: dict[str, Any], text: str, hint: str) -> None:
     error = refused(UsageError, tmp_path / "run", text, **changes)
     assert hint in (error.hint or "")
+
+
+def test_a_key_that_cannot_be_read_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_SEAL, str(tmp_path / "none"))
+    run = tmp_path / "run"
+    with pytest.raises(UsageError, match="reading the key of the seal"):
+        make(run)
+    assert not (run / "ranks").exists()
 
 
 def test_a_run_directory_that_is_no_path() -> None:
@@ -345,3 +360,12 @@ def test_what_is_sharded_otherwise_than_into_parts_is_refused_on_all_ranks_at_on
     }
     assert told == {f"rank {rank}, {name}: {message}" for rank in (0, 1) for name, message in models.items()}
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_loss_that_is_a_number_is_seen_as_it_is_whatever_the_script_s_default_type() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert scalar(70000.0, "loss").item() == 70000.0
+    finally:
+        torch.set_default_dtype(before)

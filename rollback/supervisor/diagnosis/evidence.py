@@ -126,8 +126,15 @@ def gather(
 
 
 def newest_there(paths: RunPaths) -> int | None:
-    """The step of the newest checkpoint, here or in the durable ring; None: there is none."""
-    names = {place.name for place in tiers.locate(paths)} | drained(read_journal(paths.supervisor_journal).records)
+    """The step of the newest checkpoint, here or in the durable ring; None: there is none.
+
+    Where the ring cannot be looked into, it is that of the newest one in memory, or that was seen to reach the ring.
+    """
+    try:
+        here = tiers.locate(paths)
+    except OSError:
+        here = tiers.in_slots(paths)
+    names = {place.name for place in here} | drained(read_journal(paths.supervisor_journal).records)
     return max((CheckpointName(name).step for name in names), default=None)
 
 

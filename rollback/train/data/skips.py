@@ -1,6 +1,6 @@
 """Skips the batches of the skip list, with a record of each; and knows the samples that are left out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import xxhash
@@ -11,6 +11,15 @@ from rollback.rundir.records import LineWriter, SkippedBatch
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
 from rollback.train.run import AttachedRun
+
+
+def why_kept(samples: Collection[int], cursor: Cursor) -> str | None:
+    """Why samples cannot be left out of what a cursor gives; None: they can."""
+    length = cursor.describe().get("length") if cursor.leaves_out else None
+    if length is None:
+        return "this loader's batches have no data set indices that could be left out"
+    beyond = min((sample for sample in samples if sample >= length), default=None)
+    return f"the data set has {length} samples, and no sample {beyond}" if beyond is not None else None
 
 
 class SkipList:

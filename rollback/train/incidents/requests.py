@@ -13,7 +13,7 @@ from rollback.policy import PolicyCheckpoint
 from rollback.rundir.lock import launch_of
 from rollback.rundir.requests import Inbox, Request, read_request, sound_requests
 from rollback.train.data.cursor import Cursor
-from rollback.train.data.skips import SkipList
+from rollback.train.data.skips import SkipList, why_kept
 from rollback.train.events import RollbackApplied
 from rollback.train.incidents.decisions import Halt, Rewind
 from rollback.train.incidents.judge import Judge
@@ -149,12 +149,8 @@ class Requests:
         self.answer(name, True, _to_be_skipped(window))
 
     def _leave_out(self, name: str, request: Request) -> None:
-        length = self._cursor.describe().get("length") if self._cursor.leaves_out else None
-        if length is None:
-            self.answer(name, False, "refused: this loader's batches have no data set indices that could be left out")
-            return
-        if beyond := [sample for sample in request.samples if sample >= length]:
-            self.answer(name, False, f"refused: the data set has {length} samples, and no sample {beyond[0]}")
+        if (why := why_kept(request.samples, self._cursor)) is not None:
+            self.answer(name, False, f"refused: {why}")
             return
         samples = {*request.samples}
         before = {*self._skips.quarantine[-1].samples} if self._skips.quarantine else set()

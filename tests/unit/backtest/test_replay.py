@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,50 @@ def test_numbers_without_a_header_are_step_loss_and_gradient_norm(tmp_path: Path
     rows = [f"{step},{loss},{norm}" for step, loss, norm in zip(STEPS, LOSSES, NORMS, strict=True)]
     (tmp_path / "log.csv").write_text("\n".join(rows))
     assert calls(tmp_path / "log.csv") == EXPECTED
+
+
+def test_without_a_header_a_row_like_the_first_is_a_row(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("2.5\n2.25\n2.5\n")
+    assert read_table(log) == {"loss": [2.5, 2.25, 2.5]}
+
+
+def test_blank_lines_before_the_header_are_passed_over(tmp_path: Path) -> None:
+    log = write_csv(tmp_path / "log.csv", {"step": [1, 2], "loss": [2.5, 2.25]})
+    log.write_text("\n \n" + log.read_text())
+    assert read_table(log) == {"step": [1.0, 2.0], "loss": [2.5, 2.25]}
+
+
+def test_columns_of_one_name_are_told_apart_and_the_first_is_guessed(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("step,loss,loss.1,loss,,\n1,2.5,9,7,,\n2,2.25,8,6,,\n" * 2)
+    table = read_table(log)
+    assert table == {
+        "step": [1.0, 2.0] * 2, "loss": [2.5, 2.25] * 2, "loss.1": [9.0, 8.0] * 2, "loss.2": [7.0, 6.0] * 2,
+    }  # fmt: skip
+    assert find_columns(log, table, Overrides()).loss == "loss"
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_whole_number_beyond_all_floats_is_infinite(tmp_path: Path, digits: int) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(f'{{"step": 1, "loss": 2}}\n{{"step": 2, "loss": -{"9" * digits}}}\n')
+    assert read_table(log) == {"step": [1.0, 2.0], "loss": [2.0, -math.inf]}
+
+
+def test_a_column_whose_name_has_no_letter_means_nothing(tmp_path: Path) -> None:
+    log = write_csv(tmp_path / "log.csv", {"#": [1, 2], "step": [1, 2], "loss": [2.5, 2.25]})
+    assert [seen.loss for seen in replay(log, Overrides(), Settings()).observations] == [2.5, 2.25]
+
+
+def test_only_the_end_of_a_line_ends_a_record(tmp_path: Path) -> None:
+    said = ["a\u2028b", "c\x0cd\x85e"]
+    rows = [{"loss": 2.5, "said": said[0]}, {"loss": 2.25, "said": said[1]}]
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows), newline="")
+    wanted = {"loss": [2.5, 2.25], "said": said}
+    assert read_table(log) == wanted
+    assert read_table(write_csv(tmp_path / "log.csv", wanted)) == wanted
 
 
 def test_json_lines_with_nested_records_and_a_torn_last_line(tmp_path: Path) -> None:
@@ -179,6 +224,26 @@ def test_numpy_archives_but_no_pickles_in_them(tmp_path: Path) -> None:
     np.savez(tmp_path / "evil.npz", loss=np.array([object()], dtype=object))
     with pytest.raises(UsageError, match="no NumPy archive of plain numbers"):
         read_table(tmp_path / "evil.npz")
+
+
+@pytest.mark.parametrize("kind", ["csv", "npz"])
+def test_a_log_in_a_pipe_is_read_whole(tmp_path: Path, kind: str) -> None:
+    losses, log = [float(index) for index in range(5000)], tmp_path / "log"
+    if kind == "csv":
+        write_csv(log, {"loss": losses})
+    else:
+        with log.open("wb") as file:
+            np.savez(file, loss=np.array(losses))
+    with subprocess.Popen(["cat", log], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert read_table(Path(f"/dev/fd/{writer.stdout.fileno()}")) == {"loss": losses}
+
+
+def test_an_event_file_in_a_pipe_is_refused_in_words() -> None:
+    with subprocess.Popen(["cat", DATA / "scalars-simple.tfevents"], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        with pytest.raises(UsageError, match="is an event file in a pipe"):
+            read_table(Path(f"/dev/fd/{writer.stdout.fileno()}"))
 
 
 @pytest.mark.parametrize(

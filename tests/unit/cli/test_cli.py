@@ -20,6 +20,7 @@ from rollback.facts.training import AttemptStarted, SkipAdded, Window
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
+from rollback.rundir.seal import ENV_SEAL
 from rollback.supervisor.attempts import LaunchOrder, Result
 from rollback.supervisor.torchrun.flags import FLAGS
 from rollback.terminal.messages import printable
@@ -154,6 +155,13 @@ class TestAnswersThatCannotBeWritten:
         (request,) = names(recorded.paths)
         assert f"hint: the order stands: request {request}: it will be carried out when the run" in err
 
+    @pytest.mark.parametrize("words", [*ANSWERS, "audit run --format jsonl", "status run --watch"])
+    @pytest.mark.usefixtures("recorded")
+    def test_without_a_stdout_nothing_is_answered_and_nothing_is_wrong(self, words: str) -> None:
+        closed = f"exec {sys.executable} -m rollback {words} >&-"
+        told = subprocess.run(["sh", "-c", closed], stderr=subprocess.PIPE, text=True, check=False)
+        assert (told.returncode, told.stderr) == (0, "")
+
     @pytest.mark.usefixtures("recorded")
     def test_a_reader_that_has_gone_away_is_told_nothing(self) -> None:
         read, write = os.pipe()
@@ -272,6 +280,24 @@ class TestLaunchMistakes:
         assert told in capsys.readouterr().err
         assert orders == []
         assert [path.name for path in Path().iterdir()] == ["train.py"]
+
+    def test_a_key_that_the_environment_names_is_looked_at_like_one_that_a_flag_names(
+        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        key = Path("key")
+        for named, told in (
+            (key, "reading the key of the seal"),
+            (Path("runs/train/key"), "lies in the run directory"),
+        ):
+            monkeypatch.setenv(ENV_SEAL, str(named))
+            assert run(monkeypatch, "launch", "train.py") == ExitCode.USAGE
+            assert told in capsys.readouterr().err
+        assert orders == []
+        key.write_bytes(bytes(32))
+        key.chmod(0o600)
+        monkeypatch.setenv(ENV_SEAL, str(key))
+        assert run(monkeypatch, "launch", "train.py") == ExitCode.DONE
+        assert os.environ[ENV_SEAL] == str(key.resolve()), "the script may change to another directory"
 
     def test_a_module_and_a_program_are_found_without_being_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

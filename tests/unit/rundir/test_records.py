@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import (
     Heartbeat,
     LineWriter,
@@ -127,6 +128,15 @@ def test_heartbeats_are_found_by_rank_and_bad_ones_left_out(tmp_path: Path) -> N
     os.mkfifo(tmp_path / "rank-00002.json")
     assert read_heartbeats(tmp_path) == {0: BEAT, 3: BEAT.model_copy(update={"step": 6})}
     assert read_heartbeats(tmp_path / "nothing") == {}
+
+
+def test_heartbeats_bring_their_directory_back_and_not_the_run_s(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        write_heartbeat(paths.heartbeat(0), BEAT)
+    paths.root.mkdir()
+    write_heartbeat(paths.heartbeat(0), BEAT)
+    assert read_heartbeats(paths.ranks) == {0: BEAT}
 
 
 def test_a_heartbeat_is_replaced_without_leaving_anything_else(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_in_words() -> None:
     assert "rank 2 are not" in drift.in_words((2,), 4)
     assert "ranks 0, 4 are not" in drift.in_words((0, 4), 5)
     assert "parameters of ranks 0 and 1 differ" in drift.in_words((0, 1), 2)
-    assert "the optimizer's state) of ranks 0 and 1 differ" in drift.in_words((0, 1), 2, sharded=True)
+    assert "the optimizer and of objects) of ranks 0 and 1 differ" in drift.in_words((0, 1), 2, sharded=True)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 63))
