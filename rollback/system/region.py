@@ -8,6 +8,7 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Callable
 
 import numpy as np
 
@@ -57,6 +58,8 @@ class Region:
             self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
             status = os.fstat(fd)
             self.file = status.st_dev, status.st_ino
+        self.before_close: Callable[[], None] | None = None
+        """Gives back what was done to the memory for whoever else knows it."""
         self.view = memoryview(self._map)[:size]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
@@ -73,6 +76,8 @@ class Region:
 
     def close(self) -> None:
         """Give the memory back. Nobody may use it any more."""
+        if self.before_close is not None:
+            self.before_close()
         self.view.release()
         try:
             self._map.close()

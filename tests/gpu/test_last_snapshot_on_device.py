@@ -1,6 +1,7 @@
 """A rank of a job on a device dies, and the other one keeps the state."""
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,12 @@ import torch
 from on_devices import DEVICES, GROUPS, Group, Supervised
 from toy import Toy, facts
 
+from rollback.checkpoints.fast_tier.end_marks import EndMark, StepEnd, marks_of, prepare, read_ends
+from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.facts.training import Attached, NoLastSnapshot
 from rollback.train.data import rng
 from rollback.train.data.raw_random import RawRandom, tree_of
+from rollback.train.last_snapshot.device import Device
 
 # Dropout draws on the device, and the buffer that moves in every forward lies there.
 TOY = Toy(
@@ -55,5 +59,51 @@ def test_random_states_are_read_as_they_are_captured(device: str) -> None:
     torch.rand(3, device=device)
     told, parts = RawRandom().read()
     states, captured = tree_of(told, parts), rng.capture()
-    assert len(states["cuda"]) == len(captured["cuda"]) == (torch.cuda.device_count() if device == "cuda" else 0)
+    assert len(states["cuda"]) == len(captured["cuda"])
     assert all(map(torch.equal, states["cuda"], captured["cuda"]))
+    assert states["cuda"] or device == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("behind", [0, 3000])
+def test_what_is_kept_is_copied_while_the_stream_of_the_training_waits(tmp_path: Path, behind: int) -> None:
+    """As for a sum that never comes. behind: kernels that were asked for behind it, in another thread: a launch may
+    wait, and who waits may keep others out of the driver."""
+    (tmp_path / "memory").mkdir(0o700)
+    paths = marks_of(SlotPaths(tmp_path / "memory"))
+    prepare(paths)
+    here = torch.device("cuda", torch.cuda.current_device())
+    gpu, weights = Device(here, paths, 0), torch.randn(3 << 22, device=here)
+    expected = weights.cpu()
+    other = torch.ones(8, device=here)
+    other.add_(1)
+    torch.cuda.synchronize()
+    training = torch.cuda.current_stream()
+    torch.cuda._sleep(int(1.5e10))  # cycles: seconds
+    launching = threading.Thread(target=lambda: [other.add_(1) for _ in range(behind)], daemon=True)
+    launching.start()
+    assert torch.equal(gpu.read(weights), expected)
+    assert not training.query(), "it was not waited for"
+    launching.join()
+    gpu.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_stamp_is_there_once_the_gpu_has_come_to_it(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir(0o700)
+    paths = marks_of(SlotPaths(tmp_path / "memory"))
+    prepare(paths)
+    here = torch.device("cuda", torch.cuda.current_device())
+    mark, gpu = EndMark(paths, 0), Device(here, paths, 0)
+    late, end = torch.arange(4, dtype=torch.uint8, device=here), StepEnd(1, 0, 8, 8, 0, 0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(3e9))
+    half = mark.write(end, b"host" + bytes(4), added=4)
+    gpu.add(half, end, [late])
+    assert not read_ends(paths, 0)
+    torch.cuda.synchronize()
+    assert read_ends(paths, 0) == {end: b"host\0\1\2\3"}
+    gpu.close()
+    mark.close()

@@ -22,7 +22,7 @@ class LateGpu(Device):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._asked: queue.SimpleQueue[tuple[int, StepEnd, list[Tensor]]] = queue.SimpleQueue()
+        self._behind: queue.SimpleQueue[tuple[int, StepEnd, list[Tensor]]] = queue.SimpleQueue()
         self._left = 0
         self._changed = threading.Condition()
         threading.Thread(target=self._work, daemon=True).start()
@@ -30,15 +30,19 @@ class LateGpu(Device):
     def add(self, half: int, end: StepEnd, tensors: Sequence[Tensor]) -> None:
         with self._changed:
             self._left += 1
-        self._asked.put((half, end, [item.detach().clone() for item in tensors]))
+        self._behind.put((half, end, [item.detach().clone() for item in tensors]))
 
     def await_gradients(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._left)
 
+    def close(self) -> None:
+        self.await_gradients()
+        super().close()
+
     def _work(self) -> None:
         while True:
-            half, end, tensors = self._asked.get()
+            half, end, tensors = self._behind.get()
             time.sleep(LATE)
             super().add(half, end, tensors)
             with self._changed:

@@ -14,6 +14,7 @@ send, a letter of `LETTER` numbers from each rank follows in the vector. A rank'
 so letters arrive exactly: whole numbers below 2**53. They stay one tensor: no Python object is made for a rank.
 """
 
+import contextlib
 import math
 import time
 from array import array
@@ -226,8 +227,9 @@ class Pulse:
         that do not send it have died, and their connections are closed.
         """
         deadline = time.monotonic() + _PATIENCE
-        while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
-            time.sleep(_POLL)
+        with contextlib.suppress(RuntimeError):  # of a device on which everything fails since an error
+            while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
+                time.sleep(_POLL)
         if self._shared is not None:
             self._shared.close()
         self._work = self._vector = None
@@ -323,13 +325,14 @@ def beat_of(sent: Sequence[bytes]) -> Beat | None:
 
 
 def _exact_sum(column: Sequence[float]) -> float | None:
-    """The sum, if all partial sums are exact in whatever order: all are whole multiples of one step, below 2**53 of
-    it."""
+    """The sum, if it is the same in whatever order: of two values at most, or where all partial sums are exact. They
+    are if all values are whole multiples of one power of two, and together below 2**53 of it."""
     ratios = [value.as_integer_ratio() for value in column]
     finest = max(below for _, below in ratios)
     total = sum(abs(above) * (finest // below) for above, below in ratios)
     common = math.gcd(*(above * (finest // below) for above, below in ratios)) or 1
-    return math.fsum(column) if total // common < 1 << 53 else None
+    power = common & -common
+    return math.fsum(column) if len(column) <= 2 or total // power < 1 << 53 else None
 
 
 def _beat(vector: Tensor | list[float], world_size: int) -> Beat:

@@ -80,6 +80,8 @@ def _why_not(run: AttachedRun, state: TrainingState) -> str | None:
         return None
     if len({item.device for item in parameters}) > 1:
         return "the parameters of a rank are not all on one GPU"
+    if len({item.device for item in state.model.buffers() if item.is_cuda} | {device_of(state)}) > 1:
+        return "the buffers of a rank are on other GPUs, too"
     if run.settings.last_snapshot != "on":
         return "the parameters are on a GPU, where it has to be asked for: --last-snapshot on"
     return None

@@ -8,9 +8,13 @@ And what is kept is copied in a stream of its own (`read`): that of the training
 The communicator is not aborted for that. It writes to no parameter, and an abort would let the script go on.
 """
 
+import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +25,14 @@ from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.system.region import Region
 from rollback.train.snapshots.capture import bytes_of
-from rollback.train.snapshots.pinned import pin, unpin
+from rollback.train.snapshots.pinned import pin
 from rollback.train.state.state import TrainingState
 
 _ROOM = 32 << 20  # bytes that are copied at once: large enough for the link's full speed
 _ANSWER = 10.0  # seconds for so many bytes
+_CLOSING = 2.0  # seconds for what was asked of the GPU before this rank leaves
 _POLL = 0.0001
+_URGENT = -1  # priority: torch hands streams of that one out for nothing else here, and NCCL has none of them
 
 Read = Callable[[Tensor], Tensor]
 """Gives a tensor as it is read on the host."""
@@ -50,17 +56,36 @@ class Device:
     """One rank's GPU. The thread that trains calls everything but `read`. Raises OSError where there is no memory."""
 
     def __init__(self, device: torch.device, paths: EndMarkPaths, rank: int) -> None:
-        on_gpu = device.type == "cuda"
-        self._device, self._registered = device, device if on_gpu else None
+        self._device, on_gpu = device, device.type == "cuda"
         self._region = _memory(paths.added(rank))
         self._added = torch.frombuffer(self._region.view, dtype=torch.uint8)
-        pin(self._region, self._registered)
+        if on_gpu and not pin(self._region, device):
+            raise OSError(f"{device} cannot copy into it without a wait of the host")
         try:
             self._room = torch.empty(_ROOM, dtype=torch.uint8, pin_memory=on_gpu)
-            self._stream: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+            self._stream: Any = torch.cuda.Stream(device, priority=_URGENT) if on_gpu else None  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # of the driver
             raise OSError(f"{device} would not register {_ROOM / 1e6:.0f} MB of memory: {error}") from error
-        self._one_reads = threading.Lock()
+        self._updated: Any = None
+        self._last_added: Any = None
+        self._one_reads, self._silent = threading.Lock(), False
+        self._asked: queue.SimpleQueue[tuple[Tensor, Future[None]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._copy_what_is_asked, name="rollback-gpu", daemon=True).start()
+
+    # The thread that trains ------------------------------------------------------------------------------------------
+
+    def await_gradients(self) -> None:
+        """Before an update: wait for all that was asked of the GPU so far.
+
+        By looking: who waits in the driver may keep other threads out of it.
+        """
+        if self._stream is not None and not torch.cuda.is_current_stream_capturing():
+            _await(torch.cuda.current_stream(self._device).record_event())
+
+    def note_update(self) -> None:
+        """Behind an update: what is added next comes behind it, in whatever stream it was made."""
+        if self._stream is not None and not torch.cuda.is_current_stream_capturing():
+            self._updated = torch.cuda.current_stream(self._device).record_event()
 
     def holding(self, told: bytes | Tensor) -> Tensor:
         """What is added, as the GPU has it."""
@@ -68,26 +93,32 @@ class Device:
             told = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else torch.empty(0, dtype=torch.uint8)
         return told.to(self._device)
 
-    def await_gradients(self) -> None:
-        """Before an update: wait for all that was asked of the GPU so far."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).synchronize()
-
     def add(self, half: int, end: StepEnd, tensors: Sequence[Tensor]) -> None:
         """Behind a step: have the GPU add these to that half of the mark, which is there already, once it has done all
         that was asked of it so far. The host does not wait."""
         at, place = end_marks.place_of_added(half)
+        if self._updated is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._updated)
         if tensors:
             told = torch.cat([_as_bytes(item) for item in tensors])
             self._added[place : place + len(told)].copy_(told, non_blocking=True)
         stamp = torch.full((1,), end_marks.stamp_of(end), dtype=torch.int64, device=self._device)
         self._added[at : at + stamp.nbytes].copy_(_as_bytes(stamp), non_blocking=True)
+        if self._stream is not None:
+            self._last_added = torch.cuda.current_stream(self._device).record_event()
+
+    def close(self) -> None:
+        """Nothing is added or read any more. Where the GPU does not come to an end, its memory stays as it is."""
+        self._asked.put(None)
+        with contextlib.suppress(RuntimeError):  # of a GPU on which everything fails since an error
+            if self._last_added is None or _await(self._last_added, _CLOSING):
+                del self._added
+                self._region.close()
+
+    # Any thread ------------------------------------------------------------------------------------------------------
 
     def read(self, item: Tensor) -> Tensor:
-        """A copy of a tensor of the GPU in the host's memory; of the host's, the tensor itself. Any thread.
-
-        Raises NoAnswer.
-        """
+        """A copy of a tensor of the GPU in the host's memory; of the host's, the tensor itself. Raises NoAnswer."""
         if item.device != self._device:
             return item
         item = item.detach()
@@ -96,33 +127,45 @@ class Device:
         with self._one_reads:
             for start in range(0, len(source), _ROOM):
                 part = source[start : start + _ROOM]
-                self._copy_into_room(part)
+                self._have_copied(part)
                 target[start : start + len(part)] = bytes_of(self._room[: len(part)])
         return copied
 
-    def close(self) -> None:
-        """Nothing is added any more."""
-        self.await_gradients()
-        unpin(self._region, self._registered)
-        del self._added
-        self._region.close()
+    def _have_copied(self, part: Tensor) -> None:
+        """Into the room. A call of the driver itself may not return, so another thread makes it."""
+        if not self._silent:
+            copied: Future[None] = Future()
+            self._asked.put((part, copied))
+            try:
+                return copied.result(_ANSWER)
+            except futures.TimeoutError:
+                self._silent = True
+        raise NoAnswer(f"{self._device} has not copied {len(part) / 1e6:.1f} MB within {_ANSWER:g} s")
 
-    def _copy_into_room(self, part: Tensor) -> None:
-        if self._stream is None:
-            self._room[: len(part)].copy_(part)
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._room[: len(part)].copy_(part, non_blocking=True)
-            copied = self._stream.record_event()
-        self._await(copied, len(part))
+    def _copy_what_is_asked(self) -> None:
+        with contextlib.ExitStack() as there:
+            if self._stream is not None:
+                there.enter_context(torch.cuda.device(self._device))
+                there.enter_context(torch.cuda.stream(self._stream))
+            while (asked := self._asked.get()) is not None:
+                part, copied = asked
+                try:
+                    self._room[: len(part)].copy_(part, non_blocking=True)
+                    if self._stream is not None:
+                        _await(self._stream.record_event())
+                    copied.set_result(None)
+                except Exception as error:  # noqa: BLE001 - who asked tells it
+                    copied.set_exception(error)
 
-    def _await(self, copied: Any, size: int) -> None:
-        """An event, and the bytes that are copied before it."""
-        until = time.monotonic() + _ANSWER
-        while not copied.query():
-            if time.monotonic() > until:
-                raise NoAnswer(f"{self._device} has not copied {size / 1e6:.1f} MB within {_ANSWER:g} s")
-            time.sleep(_POLL)
+
+def _await(event: Any, seconds: float = float("inf")) -> bool:
+    """Whether the GPU has come there, within that time."""
+    until = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLL)
+    return True
 
 
 def _memory(path: Path) -> Region:

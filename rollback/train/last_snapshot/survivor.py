@@ -100,6 +100,8 @@ class LastSnapshot:
         self._device, self._read = met.device, met.device.read if met.device is not None else as_it_is
         self._tier = snapshots.slots_of_host.paths
         before_update(state.optimizer, weak_hook(self._before_update))
+        if met.device is not None:
+            state.optimizer.register_step_post_hook(weak_hook(self._after_update))
         self._unseen = UnseenWrites(state, telltale, self._seems_unchanged, self._stop)
         if run.ranks.world_size > 1:
             self._early = EarlyMarks(self._mark, telltale, self._small_state, self._coming)
@@ -152,6 +154,10 @@ class LastSnapshot:
         if self._device is not None and not self._over:
             self._device.await_gradients()
         self._changes += 1
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._device is not None and not self._over:
+            self._device.note_update()
 
     @property
     def _stands(self) -> bool:

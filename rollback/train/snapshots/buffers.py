@@ -17,7 +17,7 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.errors import RollbackError
 from rollback.system.region import Region
-from rollback.train.snapshots.pinned import pin, unpin
+from rollback.train.snapshots.pinned import pin
 
 
 class SnapshotBuffer(Protocol):
@@ -72,9 +72,13 @@ class Staging:
         assert self._region is not None
         return None, self._region
 
+    def close(self) -> None:
+        """When its thread has ended."""
+        if self._region is not None:
+            self._region.close()
+
     def _make(self, size: int, device: torch.device | None) -> None:
         if self._region is not None:
-            unpin(self._region, self._device)
             self._region.close()
             self._region = None
         region = Region(size)
@@ -223,6 +227,8 @@ class FastTier:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
+        for number in list(self._regions):
+            self._regions.pop(number).close()
 
     def _free(self) -> list[int]:
         return [number for number in range(self.count) if number not in self._taken]
@@ -247,7 +253,6 @@ class FastTier:
         if number >= self.count or (region is not None and region.size != size):
             self._regions.pop(number, None)
             if region is not None:
-                unpin(region, self._device)
                 region.close()
                 region = None
         if number >= self.count:

@@ -30,6 +30,7 @@ from rollback.system.region import Region, copy
 from rollback.train.comm.ranks import Ranks
 from rollback.train.sharded import holders_of, version_of
 from rollback.train.snapshots import drift
+from rollback.train.snapshots.copy_stream import copy_stream
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state import tree
 from rollback.train.state.nonfinite import FiniteCheck, NonFiniteKind
@@ -147,7 +148,8 @@ class Capture:
         if self._mode != "held":
             self._digest(self._still_of_others)
         if self._arrived is not None:
-            self._arrived.synchronize()
+            with torch.cuda.device(self._stream.device):
+                self._arrived.synchronize()
 
     def digest(self) -> int:
         """The digest of this rank's replicas, for `drift`; 0 if there is one rank. Call it after `finish`."""
@@ -211,18 +213,16 @@ class Capture:
         device = next((item.device for item in (*tensors.values(), *compared[0], *compared[1])), None)
         if device is None:
             return
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
+        with copy_stream(device) as stream:
+            self._stream = stream
             for name, item in tensors.items():
                 view(self._region, self._layout.entries[name]).copy_(item, non_blocking=True)
-                item.record_stream(self._stream)
+                item.record_stream(stream)
             for place, items in enumerate(compared):
                 if items:
                     made = torch.zeros((), dtype=torch.int64, pin_memory=True)
                     self._on_device[place] = made.copy_(drift.on_device(items), non_blocking=True)
-            self._arrived.record(self._stream)
+            self._arrived = stream.record_event()
         if any(not _is_still(name) for name in tensors):
             self.fence()  # restless ones: the next kernel may change them
 

@@ -19,7 +19,6 @@ from rollback.train.state import tree
 
 BITS = 52  # of a digest: a whole number that a float64 of the pulse carries exactly
 _MASK = (1 << BITS) - 1
-_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def require_alike(shared: Mapping[str, Tensor], ranks: Ranks) -> None:
@@ -77,7 +76,7 @@ def parts_in_words(ranks: Sequence[int]) -> str:
     return f"the parameters of {who} are not those of the ranks that have the same part, though they are replicas"
 
 
-def in_words(ranks: Sequence[int], world_size: int, *, sharded: bool = False) -> str:
+def in_words(ranks: Sequence[int], world_size: int, sharded: bool = False) -> str:
     """sharded: the model is, so what was compared is the rest of it, and what is kept beside it."""
     what = (
         "the plain tensors (parameters that are not sharded, the state of the optimizer and of objects)"
@@ -99,13 +98,19 @@ def fold(digest: int) -> int:
 def on_device(tensors: Iterable[Tensor]) -> Tensor:
     """A digest (int64, on the tensors' device) that changes with every single changed bit. The host does not wait.
 
-    The bit patterns of each tensor are summed as whole numbers. The sums are multiplied by odd factors and added,
-    modulo 2**64.
+    The bit patterns of each tensor are summed as whole numbers of 64 bits: torch makes a copy of narrower ones first,
+    as large as all of them in 64 bits. The sums are multiplied by odd factors and added, modulo 2**64.
     """
     total: Tensor | None = None
     for place, tensor in enumerate(tensors):
-        flat = tensor.detach().contiguous().reshape(-1)
-        bits = flat.view(_OF_SIZE[min(flat.element_size(), 8)])
-        part = bits.sum(dtype=torch.int64) * (2 * place + 1)
+        part = _sum_of_bits(tensor.detach().contiguous().reshape(-1).view(torch.uint8)) * (2 * place + 1)
         total = part if total is None else total + part
     return total if total is not None else torch.zeros((), dtype=torch.int64)
+
+
+def _sum_of_bits(raw: Tensor) -> Tensor:
+    """raw: bytes. The same for the same bytes, wherever they lie."""
+    if raw.storage_offset() % 8:  # no whole numbers of 64 bits may begin there
+        raw = raw.clone()
+    whole = len(raw) // 8 * 8
+    return raw[:whole].view(torch.int64).sum() + raw[whole:].sum(dtype=torch.int64)

@@ -24,6 +24,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.capture import as_it_is_stored, bytes_of
+from rollback.train.snapshots.copy_stream import copy_stream
 from rollback.train.state import tree
 from rollback.train.state.state import Image, TrainingState
 
@@ -178,10 +179,7 @@ def prints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     on_device = {name: item for name, item in tensors.items() if item.is_cuda}
     sums: Sequence[int] = []
     if on_device:
-        device = next(iter(on_device.values())).device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        with copy_stream(next(iter(on_device.values())).device):
             sums = torch.stack([drift.on_device([item]) for item in on_device.values()]).tolist()
     here = digests_of({name: item for name, item in tensors.items() if name not in on_device})
     return {**dict(zip(on_device, map(str, sums), strict=True)), **here}

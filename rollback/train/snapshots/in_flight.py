@@ -171,6 +171,11 @@ class Letters:
         """The two digests of each rank's part."""
         return self.words[:, -2:]
 
+    @property
+    def of_parts(self) -> bool:
+        """Whether the model is sharded."""
+        return bool(self.parts.any())
+
     def shards(self) -> tuple[ShardRecord, ...]:
         """What the ranks have written. It takes microseconds for each rank: not for the training thread."""
         rows = enumerate(self.words[:, : 1 + len(_WORDS)].tolist())

@@ -290,8 +290,7 @@ class Snapshots:
     def _commit_together(self, flight: SnapshotInFlight, letters: Letters) -> Landing | None:
         """All ranks have written and know each other's letters: commit, unless their parameters differ."""
         if ranks := drift.differing(letters.digests):
-            words = drift.in_words(ranks, self._ranks.world_size, sharded=bool(letters.parts.any()))
-            return self._drop(words, drifted=ranks)
+            return self._drop(drift.in_words(ranks, self._ranks.world_size, letters.of_parts), drifted=ranks)
         if ranks := drift.differing_parts(letters.parts):
             return self._drop(drift.parts_in_words(ranks), drifted=ranks)
         if ailing := tuple(letters.nonfinite.nonzero().flatten().tolist()):
@@ -394,7 +393,8 @@ class Snapshots:
 
     def close(self) -> None:
         """Wait for the threads."""
-        self._copier.shutdown(wait=True)
-        self.thread.shutdown(wait=True)
+        for pool in (self._copier, self.thread):
+            pool.shutdown(wait=True)
+        self._staging.close()
         if self._fast is not None:
             self._fast.close()

@@ -184,8 +184,8 @@ class Gradients:
         grown = factor.clamp(min=1.0)
         total = seen.total * grown.to(seen.total.dtype)
         if seen.squares is None:
-            return seen._replace(total=total, kept=factor)
-        kept = torch.where(before > 0, factor, math.nan)
+            return seen._replace(total=total, kept=factor.float())
+        kept = torch.where(before > 0, factor, math.nan).float()
         return seen._replace(total=total, kept=kept, squares=seen.squares * grown.double().square())
 
     def _backward_reached_telltale(self) -> None:

@@ -1,6 +1,7 @@
 """What a last snapshot adds for a GPU, with the CPU in its place."""
 
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +72,21 @@ def test_a_half_that_is_begun_anew_while_it_is_read_is_not_believed(
     assert END not in end_marks.read_ends(marks, 0)
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4).t(), torch.tensor(2.5), torch.empty(0, 3),
-        torch.arange(24, dtype=torch.int16)[3::2], torch.arange(5.0).expand(2, 5),
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(7).bfloat16(),
-        torch.tensor([True, False]), torch.randn(3, dtype=torch.complex64),
-    ],
-    ids=repr,
-)  # fmt: skip
+ITEMS = {
+    "contiguous": torch.arange(12.0).reshape(3, 4),
+    "transposed": torch.arange(12.0).reshape(3, 4).t(),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+    "with gaps": torch.arange(24, dtype=torch.int16)[3::2],
+    "expanded": torch.arange(5.0).expand(2, 5),
+    "channels last": torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "bfloat16": torch.arange(7).bfloat16(),
+    "bool": torch.tensor([True, False]),
+    "complex": torch.complex(torch.arange(3.0), torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("item", ITEMS.values(), ids=ITEMS)
 def test_what_is_read_is_a_copy_with_the_same_values(
     marks: end_marks.EndMarkPaths, monkeypatch: pytest.MonkeyPatch, item: Tensor
 ) -> None:
@@ -92,14 +98,37 @@ def test_what_is_read_is_a_copy_with_the_same_values(
 
 
 def test_a_gpu_that_does_not_answer_is_given_up(marks: end_marks.EndMarkPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, copied = Device(CPU, marks, 0), threading.Event()
+
     class Never:
-        def query(self) -> bool:
-            return False
+        def __getitem__(self, _: Any) -> "Never":
+            return self
+
+        def copy_(self, *_: Any, **__: Any) -> None:
+            copied.wait()
+
+    monkeypatch.setattr(of_device, "_ANSWER", 0.05)
+    gpu._room = Never()
+    with pytest.raises(NoAnswer, match=r"cpu has not copied 0\.0 MB within 0\.05 s"):
+        gpu.read(torch.ones(2))
+    monkeypatch.setattr(of_device, "_ANSWER", 1e9)
+    with pytest.raises(NoAnswer):
+        gpu.read(torch.ones(2))
+    copied.set()
+
+
+def test_what_a_driver_says_is_told_by_who_asked(marks: end_marks.EndMarkPaths) -> None:
+    class Broken:
+        def __getitem__(self, _: Any) -> "Broken":
+            return self
+
+        def copy_(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
 
     gpu = Device(CPU, marks, 0)
-    monkeypatch.setattr(of_device, "_ANSWER", 0.0)
-    with pytest.raises(NoAnswer, match=r"cpu has not copied 0\.0 MB within 0 s"):
-        gpu._await(Never(), 8)
+    gpu._room = Broken()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        gpu.read(torch.ones(2))
 
 
 def test_stamps_differ_with_each_number_of_a_step_s_end() -> None:

@@ -1088,7 +1088,10 @@ def test_what_not_all_hosts_have_and_what_is_half_written_is_removed_before_an_a
     tier.close()
 
 
-_sent = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=5)
+_doubles = st.floats(-100, 100).flatmap(
+    lambda value: st.lists(st.sampled_from([value, value / 3]), min_size=3, max_size=6)
+)
+_sent = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=5) | _doubles
 
 
 @given(_sent)

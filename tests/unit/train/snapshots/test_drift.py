@@ -47,6 +47,12 @@ def test_a_changed_bit_changes_the_digest_that_a_device_makes(dtype: torch.dtype
     assert drift.on_device(tensors) != before
 
 
+@given(st.integers(0, 40), st.integers(0, 9))
+def test_the_digest_that_a_device_makes_does_not_depend_on_where_a_tensor_lies(size: int, start: int) -> None:
+    memory = torch.arange(64, dtype=torch.bfloat16)
+    assert drift.on_device([memory[start : start + size]]) == drift.on_device([memory[start : start + size].clone()])
+
+
 @given(st.integers(8, 2**52), st.integers(0, 2**128 - 1), *[st.integers(0, 2**52 - 1)] * 3)
 def test_a_letter_arrives_as_it_was_written_through_floats(
     size: int, number: int, digest: int, place: int, held: int

@@ -1,0 +1,29 @@
+"""The stream in which a device copies and digests for snapshots, beside the training."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def copy_stream(device: torch.device) -> Iterator[Any]:
+    """That stream, current in this thread; it begins behind what the thread has asked of the device so far.
+
+    There is one for each device. torch hands 32 of a device out in turn, to NCCL as well, so with a new one for each
+    snapshot copies would now and then stand in front of the gradients' sums, and memory would be kept for all 32. The
+    device is named first: leaving a stream's block in a thread that has chosen no device would make a context on the
+    first one.
+    """
+    with torch.cuda.device(device):
+        stream = _stream_of(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield stream
+
+
+@cache
+def _stream_of(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
