@@ -7,7 +7,7 @@ tier's, then the ring's.
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,15 +100,19 @@ def is_whole(place: Located) -> bool:
 
 
 @contextlib.contextmanager
-def held(place: Located) -> Iterator[None]:
-    """Keep a checkpoint where it is while it is read. Raises CheckpointDamaged where it has left already."""
+def held(place: Located) -> Iterator[Callable[[], None]]:
+    """Keep a checkpoint where it is while it is read. Raises CheckpointDamaged where it has left already.
+
+    Gives what lets it go before: for a reader that is kept waiting, as ranks want the slot. Who reads on compares
+    hashes, and asks `has_left` where they do not fit.
+    """
     if place.tier == "durable":  # it leaves by rename: what is open stays readable, the rest is damage to a reader
-        yield
+        yield lambda: None
         return
-    with slots.reading(place.directory) as manifest:
+    with slots.reading(place.directory) as (manifest, slot):
         if manifest.name != place.name:
             raise CheckpointDamaged(f"the slot {place.directory} holds {manifest.name} now, not {place.name}")
-        yield
+        yield slot.let_go
 
 
 def has_left(place: Located) -> bool:

@@ -248,11 +248,11 @@ class Drainer:
             return
         began = time.monotonic()
         try:
-            with tiers.held(place):
-                self._ring.put(place.manifest, place.directory)
+            with tiers.held(place) as let_go:
+                self._ring.put(place.manifest, place.directory, let_go)
         except CheckpointDamaged as error:
             self._lost.add(name)
-            if place.directory.exists() or place.tier == "fast":
+            if not tiers.has_left(place):
                 self._complain(name, error)
             return
         seconds = time.monotonic() - began

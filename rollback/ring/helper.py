@@ -126,14 +126,14 @@ class Helper:
             place = next((p for p in tiers.in_slots(self._paths) if p.manifest.content == wanted.content), None)
             if place is None:
                 raise CheckpointDamaged(f"{wanted.name} is not, or no longer, in the slots of {self._host}")
-            with tiers.held(place):
+            with tiers.held(place) as let_go:
                 shards = place.manifest.shards
                 own = tuple(rank for rank in wanted.shards if (place.directory / shards[rank].file).exists())
                 beacon.show(shards=own)
                 for file in self._files(wanted, place.manifest, own):
                     if self._ended.is_set() or (now := self._wanted()) is None or now.order != wanted.order:
                         return
-                    self._copy(wanted, file, place)
+                    self._copy(wanted, file, place, let_go)
                     beacon.show(done=(*beacon.record.done, *file.shards))
         except (RollbackError, OSError, IndexError) as error:
             text = error.message if isinstance(error, RollbackError) else str(error)
@@ -147,13 +147,16 @@ class Helper:
         shards = manifest.packed().shards
         return [CheckpointFile(shards[rank].file, {rank: shards[rank]}) for rank in own]
 
-    def _copy(self, wanted: Wanted, file: CheckpointFile, place: tiers.Located) -> None:
+    def _copy(
+        self, wanted: Wanted, file: CheckpointFile, place: tiers.Located, let_go: Callable[[], None]
+    ) -> None:  # fmt: skip
         if self._ring is not None and wanted.ring != self._ring.rstrip("/"):
             raise CheckpointDamaged(f"a copy to {wanted.ring} is wanted, and the ring of this host is {self._ring}")
         if wanted.ring is not None:
             if self._store is None or self._store.url != wanted.ring.rstrip("/"):
                 self._store = Store(wanted.ring)
-            put_checkpoint_file(self._store, file, place.manifest, place.directory)
+            with self._store.progress.if_stuck(let_go):
+                put_checkpoint_file(self._store, file, place.manifest, place.directory)
             return
         arriving = self._paths.draining(wanted.name)
         ((rank, shard),) = file.shards.items()

@@ -40,10 +40,11 @@ class RingInRun:
     def held(self) -> Sequence[str]:
         return ring.names(self._paths)
 
-    def put(self, manifest: Manifest, directory: Path) -> None:
+    def put(self, manifest: Manifest, directory: Path, let_go: object = None) -> None:
         """Copy a checkpoint past the page cache (the cache is for training), and commit it by a rename.
 
-        Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says.
+        let_go: as of `RingAtUrl`; a disk refuses at once. Raises CheckpointDamaged where a shard is not, or no longer,
+        what the manifest says.
         """
         arriving = self._paths.draining(manifest.name)
         stored = manifest.packed()

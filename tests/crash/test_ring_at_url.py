@@ -17,6 +17,7 @@ from rollback.checkpoints.format.manifest import read_manifest
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, RunDoesNotFit
 from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.checkpoints import read_listing
+from rollback.ring.url import progress
 from rollback.ring.url import store as storing
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.ring import RingAtUrl
@@ -85,6 +86,19 @@ def fetched(root: Path) -> RunPaths:
 
 def journal(paths: RunPaths) -> list[str]:
     return [repr(record) for record in read_journal(paths.train_journal).records]
+
+
+def test_where_nothing_gets_through_to_the_ring_nobody_holds_what_is_copied(
+    run: RecordedRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks may want the slot: an outage must not keep it for as long as it is tried again."""
+    at_url, told = opened(run.paths), list[str]()
+    for name, seconds in ((NAMES[0], 0.0), (NAMES[1], 0.1)):  # of each operation there
+        bucket.delay, directory = seconds, run.paths.checkpoint(name)
+        monkeypatch.setattr(progress, "STUCK", 0.05 if seconds else 60.0)
+        at_url.put(read_manifest(directory), directory, lambda name=name: told.append(name))  # type: ignore[misc]
+    assert told == [NAMES[1]]
+    assert at_url.held() == tuple(NAMES[:2])
 
 
 @in_both_layouts

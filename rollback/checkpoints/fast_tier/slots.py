@@ -16,6 +16,7 @@ import json
 import os
 import re
 import stat
+import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,19 +207,37 @@ def uncommit(slots: SlotPaths, number: int) -> bool:
     return True
 
 
+class HeldSlot:
+    """A slot that is not written for as long as this holds it. Any process.
+
+    Raises CheckpointDamaged where there is none.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        with reporting(CheckpointDamaged, f"opening the slot {directory}"):
+            self._fd: int | None = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        self._one_lets_go = threading.Lock()
+
+    def let_go(self) -> None:
+        """From now on it may be written. Whoever reads on finds other bytes than the manifest tells of. Any thread."""
+        with self._one_lets_go:
+            if self._fd is not None:
+                os.close(self._fd)
+            self._fd = None
+
+
 @contextlib.contextmanager
-def reading(directory: Path) -> Iterator[Manifest]:
-    """Hold a slot's checkpoint while it is read: it is not written meanwhile. Any process.
+def reading(directory: Path) -> Iterator[tuple[Manifest, HeldSlot]]:
+    """Hold a slot's checkpoint while it is read, or until it is let go.
 
     Raises CheckpointDamaged where there is none (any more).
     """
-    with reporting(CheckpointDamaged, f"opening the slot {directory}"):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    slot = HeldSlot(directory)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        yield read_manifest(directory, in_slot=True)
+        yield read_manifest(directory, in_slot=True), slot
     finally:
-        os.close(fd)
+        slot.let_go()
 
 
 def discard(slots: SlotPaths, number: int) -> None:

@@ -25,6 +25,10 @@ from rollback.rundir.paths import CheckpointName, RunPaths, has_packs, shard_nam
 from rollback.system import files
 
 
+def _held_by_nobody() -> None:
+    """What is copied from a directory that nobody waits for."""
+
+
 class RingAtUrl:
     """Checkpoints and record of a run at a URL. Call `open` first; every method may raise RingUnavailable.
 
@@ -80,11 +84,17 @@ class RingAtUrl:
         """Names of the checkpoints that exist there, oldest first."""
         return tuple(self._held)
 
-    def put(self, manifest: Manifest, directory: Path) -> None:
+    def put(self, manifest: Manifest, directory: Path, let_go: Callable[[], None] = _held_by_nobody) -> None:
         """Add a checkpoint from a local directory, and the record with it.
+
+        let_go: called, in a thread, when nothing gets through there: then nobody has to hold it here.
 
         Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says; nothing then exists there.
         """
+        with self._store.progress.if_stuck(let_go):
+            self._put(manifest, directory)
+
+    def _put(self, manifest: Manifest, directory: Path) -> None:
         name, frozen = manifest.name, manifest.frozen
         if frozen is not None:
             self._frozen.add(frozen)

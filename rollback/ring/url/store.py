@@ -23,6 +23,7 @@ import tenacity
 from rollback.checkpoints.format.hashing import ShardHash
 from rollback.checkpoints.format.shard import Written, read_verified
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, UsageError
+from rollback.ring.url.progress import Progress
 from rollback.system import files
 from rollback.system.durable import sync_directory
 
@@ -132,6 +133,7 @@ class Store:
         self.url = url.rstrip("/")
         self.patience = PATIENCE if patience is None else patience
         self._given_up = threading.Event()
+        self.progress = Progress()
         protocol = urlsplit(url).scheme
         self._makes_directories = protocol in _WITH_DIRECTORIES
         options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
@@ -190,6 +192,7 @@ class Store:
                     for part in read_verified(source.path, source.expected, source.start):
                         self.require_not_given_up()
                         sink.write(part)
+                        self.progress.note()
                     end = begin + source.expected.size
 
         try:
@@ -324,7 +327,9 @@ class Store:
             reraise=True,
         )
         try:
-            return retrying(once)
+            done = retrying(once)
+            self.progress.note()
+            return done
         except _Transient as error:
             raise self._explain(doing, key, error.__cause__) from error.__cause__
         except _Missing as error:

@@ -44,7 +44,7 @@ from rollback.train.state.state import Image
 _PAGE = 4096
 _SPARE = 1 << 16
 _MEMORY_OF_LOSSES = 1 << 15  # the sentinel's state, which is empty in a fresh run, takes a third of it
-_HELD_UP = 5.0  # seconds to wait for who reads the slot that is wanted now
+_HELD_UP = {False: 5.0, True: 20.0}  # seconds for who reads the slot that is wanted; hosts apart have only that
 
 
 class Snapshots:
@@ -147,10 +147,10 @@ class Snapshots:
         """Collective: wait until the next snapshot can begin. If the fast tier is not ready in time, stop using it."""
         if not self._size:
             self.fit_buffers(image)
-        self._buffer.wait(_HELD_UP)
+        self._buffer.wait(_HELD_UP[self._ranks.apart])
         if not self._ranks.all_of(self._can_begin()) and self.tier == "fast":
             self.use_slots(0)
-            self._buffer.wait(_HELD_UP)
+            self._buffer.wait(_HELD_UP[False])
         self._all_ready, self._asked_of = self._ranks.all_of(self._can_begin()), self._buffer.next_slot
 
     @property

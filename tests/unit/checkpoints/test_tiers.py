@@ -190,6 +190,17 @@ def test_what_has_left_the_ring_is_seen_to_have_left(paths: RunPaths) -> None:
     assert tiers.has_left(place)
 
 
+def test_a_reader_that_is_kept_waiting_lets_the_slot_go(paths: RunPaths, tier: SlotPaths) -> None:
+    commit(tier, 0, 1)
+    (place,) = tiers.in_slots(paths)
+    with tiers.held(place) as let_go:
+        assert not slots.uncommit(tier, 0)
+        let_go()
+        assert slots.uncommit(tier, 0)
+        let_go()
+    assert tiers.has_left(place)
+
+
 def test_a_checkpoint_that_has_left_its_slot_cannot_be_held(paths: RunPaths, tier: SlotPaths) -> None:
     commit(tier, 0, 1)
     (place,) = tiers.in_slots(paths)

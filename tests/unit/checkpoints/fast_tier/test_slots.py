@@ -51,7 +51,7 @@ def fill(tier: SlotPaths, number: int, seq: int, byte: int) -> Manifest:
 
 def test_what_lies_in_a_slot_is_a_checkpoint_like_any_other(tier: SlotPaths) -> None:
     manifest = fill(tier, 0, 1, 5)
-    with slots.reading(tier.slot(0)) as found:
+    with slots.reading(tier.slot(0)) as (found, _):
         assert found == manifest
         for record in found.shards:
             with ShardReader(tier.slot(0) / record.file, record.written) as reader:
@@ -65,7 +65,7 @@ def test_a_slot_is_written_again_in_place_and_may_change_its_size(tier: SlotPath
     inode = (tier.slot(0) / shard_name(0)).stat().st_ino
     later = fill(tier, 0, 2, 6)
     assert (tier.slot(0) / shard_name(0)).stat().st_ino == inode
-    with slots.reading(tier.slot(0)) as found:
+    with slots.reading(tier.slot(0)) as (found, _):
         assert found == later
     assert slots.uncommit(tier, 0)
     slots.map_shard(tier, 0, 0, 100_000).close()

@@ -254,7 +254,7 @@ def test_the_shards_of_ranks_that_have_moved_away_leave_a_slot_that_is_written_a
 
 
 def slots_manifest(tier: SlotPaths) -> Iterator[Any]:
-    with slots.reading(tier.slot(SLOT)) as manifest:
+    with slots.reading(tier.slot(SLOT)) as (manifest, _):
         yield manifest
 
 
