@@ -13,7 +13,7 @@ STUCK = 5.0
 """Seconds."""
 
 
-class Progress:
+class StoreProgress:
     """One thread notes it."""
 
     def __init__(self) -> None:

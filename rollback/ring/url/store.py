@@ -23,7 +23,7 @@ import tenacity
 from rollback.checkpoints.format.hashing import ShardHash
 from rollback.checkpoints.format.shard import Written, read_verified
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, UsageError
-from rollback.ring.url.progress import Progress
+from rollback.ring.url.progress import StoreProgress
 from rollback.system import files
 from rollback.system.durable import sync_directory
 
@@ -133,7 +133,7 @@ class Store:
         self.url = url.rstrip("/")
         self.patience = PATIENCE if patience is None else patience
         self._given_up = threading.Event()
-        self.progress = Progress()
+        self.progress = StoreProgress()
         protocol = urlsplit(url).scheme
         self._makes_directories = protocol in _WITH_DIRECTORIES
         options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
