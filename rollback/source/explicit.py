@@ -79,6 +79,8 @@ class _Script:
             guard, inside = "guard", "guard" if here else loader.id
             made |= self._made(scope, outer)
             self._require_there(batches, loader, outer)
+            if not here:
+                self._require_of_guard(self._scopes[id(batches)], loader.id, batches)
             self._require_kept(made, outer)
             self._instead.append((argument, "guard"))
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
@@ -149,6 +151,15 @@ class _Script:
                 return argument
         raise self._by_hand(batches, f"is in {function.name}(), and not called once with its loader as an argument",
                             "pass the guard to it in place of the loader")  # fmt: skip
+
+    def _require_of_guard(self, function: Scope, name: str, batches: ast.For) -> None:
+        """The guard comes in place of the loader there: it has a length and the data set, and nothing else of it."""
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == name and node.attr != "dataset":
+                raise self._by_hand(
+                    batches, f"is in a function that asks {ast.unparse(node)} in line {node.lineno}",
+                    "pass the guard to it beside the loader, and go over the guard",
+                )  # fmt: skip
 
     def _made(self, scope: Scope, before: ast.For) -> dict[str, str]:
         """Names of model, optimizer, schedulers and scaler."""

@@ -203,6 +203,11 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
         (FOLDS, "line 6: this loop is begun anew by the `for` in line 10"),
         ("for i in range(3):\n    loader = f(i)\n    for x in loader:\n        loss.backward()", "sets loader inside"),
         ("bar = tqdm(loader)\nfor x in bar:\n    loss.backward()", "goes over bar, which line 5 makes of loader"),
+        (
+            "def train(batches):\n    batches.sampler.set_epoch(1)\n    for x in batches:\n        loss.backward()\n"
+            "for epoch in range(3):\n    train(loader)",
+            "is in a function that asks batches.sampler in line 6",
+        ),
         ("for epoch in range(0, 9, 3):\n    for x in loader:\n        model(x).backward()", "goes over range(0, 9, 3)"),
     ],
 )
