@@ -71,6 +71,7 @@ class Device:
         self._one_reads, self._silent = threading.Lock(), False
         self._asked: queue.SimpleQueue[tuple[Tensor, Future[None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._copy_what_is_asked, name="rollback-gpu", daemon=True).start()
+        self.read(torch.zeros(1, device=device))  # a driver does at the first time what later would wait for the GPU
 
     # The thread that trains ------------------------------------------------------------------------------------------
 
