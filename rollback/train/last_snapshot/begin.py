@@ -10,7 +10,7 @@ from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, EndMark, EndMark
 from rollback.errors import RollbackError, UsageError
 from rollback.facts.training import NoLastSnapshot
 from rollback.system.durable import write_file
-from rollback.train.last_snapshot.device import Device, device_of
+from rollback.train.last_snapshot.device import Device, NoAnswer, device_of
 from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, StoreGone, place_of_store
 from rollback.train.last_snapshot.peers import Peers
 from rollback.train.last_snapshot.small_state import SmallStateReader
@@ -124,6 +124,6 @@ def _nothing() -> None:
 def _fault_of(act: Callable[[], None]) -> str | None:
     try:
         act()
-    except (OSError, RollbackError, UsageError) as error:
+    except (OSError, RollbackError, UsageError, NoAnswer) as error:
         return f"the memory for it cannot be had: {error}"
     return None
