@@ -1,13 +1,17 @@
 """A rank that raises on one particular batch again and again, and one that raises anywhere: what is skipped."""
 
+import os
 import random
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from attempts import Forker
+from job_results import LAUNCH, LIMIT
 from toy import Toy, facts, require_same, same_skips_from_the_start, skipped
+from warm_server import run_warm
 
 from rollback.facts.training import AttemptEnded, Blamed, SampleQuarantine, SkipAdded
 from rollback.rundir.journal.journal import Journal, read_journal
@@ -115,6 +119,60 @@ def test_a_sample_at_which_the_step_raises_is_found_by_what_the_batches_have_in_
     portrait = job.finishes()
     assert [*skipped(job.run)] == [skips.batch]
     require_same(portrait, same_skips_from_the_start(toy, job.run, tmp_path / "fresh"), "told from the start")
+
+
+CATCHES = """
+import os
+import torch
+from torch.utils.data import DataLoader, Dataset
+import rollback
+
+class Samples(Dataset):
+    tries = 0
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 17:
+            Samples.tries += 1
+            if Samples.tries <= int(os.environ["BAD_TRIES"]):
+                raise ValueError("cannot be decoded")
+        return torch.ones(8) * index / 40
+
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+guard = rollback.Guard(model=model, optimizer=optimizer, loader=DataLoader(Samples(), batch_size=4))
+for epoch in guard.epochs(2):
+    batches = iter(guard)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            break
+        except Exception:
+            continue
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.observe(loss)
+"""
+
+
+@pytest.mark.parametrize(("tries", "code"), [(3, 0), (10**9, 2)], ids=["a few times", "for ever"])
+def test_a_script_that_catches_what_reading_raises_may_try_again_but_not_without_end(
+    tmp_path: Path, tries: int, code: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CATCHES)
+    done = run_warm(
+        [*LAUNCH, "--nproc", "1", "--run", str(tmp_path / "run"), str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "BAD_TRIES": str(tries)}, timeout=LIMIT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout[-4000:]
+    assert ("batch 4 of the data could not be read" in done.stdout) == (code != 0)
 
 
 def test_with_quarantine_off_the_batch_is_skipped(forker: Forker, tmp_path: Path) -> None:

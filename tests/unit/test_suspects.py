@@ -1,12 +1,14 @@
 """Which samples incidents have in common, and who stands in for those that are left out."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler, SubsetRandomSampler
 
 from rollback.facts.training import Incident, SampleQuarantine
 from rollback.suspects import quarantine_after, suspects
@@ -96,6 +98,14 @@ def test_what_was_decided_last_holds_from_its_batch_on() -> None:
     assert [neighbours.instead([1, 2], batch) for batch in (449, 450, 600)] == [[1, 2], [3, 3], [3, 3]]
 
 
+class Readable(Dataset[int]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class Numbers(Dataset[int]):
     def __len__(self) -> int:
         return 40
@@ -129,6 +139,60 @@ def test_batches_are_as_many_and_as_large_and_a_resume_finds_its_place(workers: 
     for position in (4, 8):
         before, state = read(position)
         assert before + read(state=state)[0] == whole
+
+
+HELD_OUT = frozenset(range(1, 40, 3))
+
+
+class InGroups(Sampler[list[int]]):
+    """Batches of four, each of ten samples that belong together, as those of one length; some are held out."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in (20, 0, 30, 10):
+            group = [first + int(number) for number in torch.randperm(10) if first + int(number) not in HELD_OUT]
+            for start in range(0, 6, self.size):
+                yield group[start : start + self.size]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [3, 1])
+def test_of_a_sampler_of_a_part_a_sample_that_it_gives_stands_in(size: int, workers: int) -> None:
+    """The next one in the data set might be of the validation, or not fit into the batch."""
+    left_out = frozenset({0, 3, 6, 9, 12, 15, 24})  # all but two of a group: its batches of one have none left
+
+    def read(position: int | None = None, state: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
+        torch.manual_seed(0)
+        cursor = cursor_for(DataLoader(Readable(), batch_sampler=InGroups(size), num_workers=workers))
+        cursor.leave_out([(0, left_out)])
+        if state is None:
+            cursor.open_epoch()
+        else:
+            cursor.load_state_dict(state)
+        taken = [cursor.next().tolist() for _ in range((position or 24 // size) - cursor.batch)]
+        kept = cursor.state_dict()
+        cursor.close()
+        return taken, kept
+
+    whole, _ = read()
+    assert [len(batch) for batch in whole] == [size] * (24 // size)
+    assert not {sample for batch in whole for sample in batch} & (HELD_OUT | left_out)
+    if size > 1:
+        assert all(len({sample // 10 for sample in batch}) == 1 for batch in whole), "they belong together"
+    for position in (2, 3):
+        before, state = read(position)
+        assert before + read(state=state)[0] == whole
+
+
+@pytest.mark.parametrize("sampler", [SubsetRandomSampler(range(0, 40, 2)), SequentialSampler(range(20))])
+def test_no_sample_is_taken_from_beyond_a_sampler_of_torch_s_own(sampler: Any) -> None:
+    cursor = cursor_for(DataLoader(Readable(), batch_size=4, sampler=sampler))
+    given = {*sampler}
+    cursor.leave_out([(0, frozenset({0, 18, 19}))])
+    cursor.open_epoch()
+    assert {sample for _ in range(5) for sample in cursor.next().tolist()} <= given - {0, 18, 19}
 
 
 def test_what_a_worker_has_read_ahead_is_read_again_without_it() -> None:

@@ -6,11 +6,15 @@ Each batch is compared with the draw log: a batch that was drawn before must be 
 from collections.abc import Callable
 from typing import Any
 
+from rollback.errors import UsageError
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.draw_log import DrawLog
 from rollback.train.data.skips import SkipList
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.run import AttachedRun
+
+_TRIES = 16
+"""At one batch. Who tries again after a short failure of a disk needs fewer."""
 
 
 class Batches:
@@ -32,6 +36,8 @@ class Batches:
         afresh = run.settings.accept_data_change or run.ranks_before is not None
         self._log = DrawLog(run.paths.draws(run.ranks.rank), afresh=afresh)
         cursor.witness = self
+        self._tried = (0, 0)
+        """The batch that could not be read last, and how often it was tried."""
 
     def open_epoch(self) -> bool:
         """Open an epoch, if none is open. True: an epoch begins."""
@@ -42,6 +48,9 @@ class Batches:
 
     def read(self, step: int, timeline: int, show: Callable[[int], None]) -> Any:
         """Skip what must be skipped, and read the next batch. StopIteration at the epoch's end.
+
+        What reading raises is the script's: it may catch it, and gets the same batch again. Raises UsageError where it
+        goes on like that without end.
 
         show: called with the batch's position before it is read.
         """
@@ -55,10 +64,25 @@ class Batches:
         except StopIteration:
             self._log.check_end(cursor.batch, opening)
             raise
+        except Exception as error:
+            self._note_failure(cursor.batch, error)
+            raise
         self._check(position, data)
         for code, text in cursor.remarks():
             self._record.advise(code, text)
         return data
+
+    def _note_failure(self, batch: int, error: Exception) -> None:
+        before, tries = self._tried
+        self._tried = batch, tries + 1 if batch == before else 1
+        if self._tried[1] >= _TRIES:
+            raise UsageError(
+                f"batch {batch} of the data could not be read in {_TRIES} tries ({type(error).__name__}: {error}); the "
+                "script catches that and asks for the next batch, and under a guard it is this one again: all ranks "
+                "count batches alike, and a later epoch or attempt must meet the same ones",
+                hint="do not catch it: `rollback launch` leaves out a sample that has ended two attempts; or have the "
+                "data set give another sample in its place; or name it: --skip-samples",
+            ) from error
 
     def knows(self, batch: int) -> bool:
         """As the cursor's witness: whether a batch that is read and dropped can be compared."""

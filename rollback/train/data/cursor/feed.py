@@ -1,6 +1,8 @@
 """The batch sampler that the clone of a map-style loader gets in place of the user's."""
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from rollback.train.data.cursor.digest import digest_of_indices
@@ -61,7 +63,8 @@ class Feed:
         if self._repeat:
             self._repeat = False
             assert self.last is not None
-            return self._keyed(self.neighbours.instead(self.last.indices, self._batch - 1), -1)
+            last = self.neighbours.instead(self.last.indices, self._batch - 1, self._drawn_from)
+            return self._keyed(last, -1)
         while True:
             ahead = self.reading
             indices = self.peek(ahead)
@@ -74,7 +77,9 @@ class Feed:
 
     def peek(self, ahead: int = 0) -> Any:
         """Indices of the batch `ahead` batches behind the position. StopIteration if the epoch ends before."""
-        return self.neighbours.instead(self.drawn(ahead).indices, self._batch + ahead)
+        return self.neighbours.instead(
+            self.drawn(ahead).indices, self._batch + ahead, lambda: self._drawn_from(ahead + 1)
+        )
 
     def drawn(self, ahead: int = 0) -> DrawnIndices:
         """As `peek`, but as the sampler gave them: samples that are left out have not been replaced."""
@@ -82,6 +87,13 @@ class Feed:
         if ahead == len(self._pending):
             self._pending.append(DrawnIndices(self._order.take()))
         return self._pending[ahead]
+
+    def _drawn_from(self, ahead: int = 0) -> Iterator[Any]:
+        """What the sampler gave from there on, up to the epoch's end."""
+        with suppress(StopIteration):
+            while True:
+                yield self.drawn(ahead).indices
+                ahead += 1
 
     def pop(self) -> Any:
         """Moves the position past the first pending batch and returns its indices."""

@@ -30,7 +30,7 @@ from rollback.train.data.cursor.description import description_of, length_of, sa
 from rollback.train.data.cursor.digest import Digest, digest_of_indices, hex_digest_of
 from rollback.train.data.cursor.feed import Feed
 from rollback.train.data.cursor.generators import Generators
-from rollback.train.data.cursor.order import BatchOrder, order_of, order_of_share, share_of
+from rollback.train.data.cursor.order import BatchOrder, gives_all, order_of, order_of_share, share_of
 from rollback.train.data.cursor.quarantine import Neighbours, unreadable
 from rollback.train.data.cursor.workers import clone_of
 from rollback.train.data.workers import shut_down
@@ -97,7 +97,9 @@ class MapStyleCursor(Cursor):
 
     def leave_out(self, listed: Sequence[tuple[int, Set[int]]]) -> None:
         if list(listed) != self._feed.neighbours.listed:
-            self._feed.neighbours = Neighbours(listed, length_of(self._loader.dataset) or 0)
+            length = length_of(self._loader.dataset) or 0
+            whole = gives_all(self._index_sampler, length)
+            self._feed.neighbours = Neighbours(listed, length, in_order=not whole)
             self._reader = None  # it may be reading what is now to be left out
 
     def describe(self) -> dict[str, Any]:

@@ -71,6 +71,15 @@ def order_of_share(index_sampler: Any, share: list[int | None] | None) -> BatchO
     return order_of(other, 1)
 
 
+def gives_all(index_sampler: Any, length: int) -> bool:
+    """Whether it is one of torch's own samplers, over a data set of so many samples: it may give each of them."""
+    _, sampler = _taken_apart(index_sampler)
+    if type(sampler) not in _SAMPLES:
+        return False
+    source: Any = sampler.dataset if type(sampler) is DistributedSampler else sampler.data_source
+    return len(source) == length
+
+
 def _taken_apart(index_sampler: Any) -> tuple[BatchSampler | None, Any]:
     if type(index_sampler) is BatchSampler:
         return index_sampler, index_sampler.sampler
