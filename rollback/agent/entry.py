@@ -329,19 +329,34 @@ def main() -> None:
     stopping = leave_stopping_to(instructions.supervisor)
     preload = os.environ.pop(ENV_PRELOAD, None)
     patience_is_given = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in os.environ
+    try:
+        arguments = read_arguments(sys.argv[1:], instructions.run_id)
+    except (WrongUse, ValueError, AssertionError) as error:
+        _refuse(instructions, str(error) or f"{type(error).__name__} while its flags were read")
+    server = None
+    if preload:
+        # torchrun copies the error of its first failed rank there; without, it complains that there is no such
+        # place. Where it finds one of an earlier attempt, it complains of that, at length.
+        first = Path(f"{instructions.failures}.first")
+        first.unlink(missing_ok=True)
+        os.environ.setdefault("TORCHELASTIC_ERROR_FILE", str(first))
+        import_ahead()
+        # Before anything starts a thread, what is ignored ignored. A rank leaves through this line when its script has
+        # ended, and Python then waits for its children: no handler that is torchrun's may stand around it.
+        server = ForkServer()
+    _run(arguments, instructions, stopping, server, patience_is_given)
+
+
+def _run(
+    arguments: Any, instructions: Instructions, stopping: list[int], server: ForkServer | None, patience_is_given: bool
+) -> None:
+    """torchrun, from its flags to its end. server: what forks its ranks; None: it starts them anew."""
     started: list[bool] = []
     sent: dict[int, int] = {}
     start: Starter = start_anew
     try:
-        arguments = read_arguments(sys.argv[1:], instructions.run_id)
-        if preload:
-            # torchrun copies the error of its first failed rank there; without, it complains that there is no such
-            # place. Where it finds one of an earlier attempt, it complains of that, at length.
-            first = Path(f"{instructions.failures}.first")
-            first.unlink(missing_ok=True)
-            os.environ.setdefault("TORCHELASTIC_ERROR_FILE", str(first))
-            import_ahead()
-            start_ranks_from(server := ForkServer())  # before anything starts a thread, what is ignored ignored
+        if server is not None:
+            start_ranks_from(server)
             start = server.start_script
         sys.meta_path.append(LogsSpecsFinder())
         name_methods_quickly()

@@ -51,7 +51,7 @@ def launch(
     run: Path | None,
     adopt: str | None,
     skips_of: Path | None,
-    tensorboard: Path | None,
+    tensorboard: str | None,
     wandb: str | None,
     restart_budget: int | None,
     grace: float | None,
@@ -82,7 +82,7 @@ def launch(
     limits = hang_limits(hang_after, stall_after)
     names = [name for listed in secret_args or [] for name in listed.split(",") if name]
     job = LaunchedJob(flags, script, arguments or [], torchrun_flag or (), names, _runner(adopt, flags))
-    trackers = _tracker_flags(tensorboard, wandb)
+    trackers = _tracker_flags(tensorboard, wandb, paths.root)
     expects_guard = any(
         [run is not None, restart_budget is not None, settings.model_fields_set, trackers, seal, adopt == "strict"]
     )
@@ -136,15 +136,18 @@ def _unprotected(order: LaunchOrder) -> LaunchOrder:
     return replace(order, paths=paths, job=replace(order.job, runner=()), expects_guard=False)
 
 
-def _tracker_flags(tensorboard: Path | None, wandb: str | None) -> list[str]:
+def _tracker_flags(tensorboard: str | None, wandb: str | None, run: Path) -> list[str]:
     """What `rollback track` is called with. Raises UsageError where a tracker cannot be had, before anything starts."""
     if tensorboard is not None:
+        from rollback.trackers.follow import require_place
         from rollback.trackers.tensorboard import require_tensorboard
 
+        require_place(tensorboard, run)
         require_tensorboard()
     if wandb is not None:
-        from rollback.trackers.wandb import require_wandb
+        from rollback.trackers.wandb import require_project, require_wandb
 
+        require_project(wandb)
         require_wandb()
     given = {"tensorboard": tensorboard, "wandb": wandb}
     return [f"{option(name)}={value}" for name, value in given.items() if value is not None]

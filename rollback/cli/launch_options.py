@@ -140,7 +140,7 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         "unprotected, with a notice; with =strict it is refused",
     ),
     _run_parameter("skips_of", Path, "RUN", "pass over what is passed over in another run"),
-    _run_parameter("tensorboard", Path, "DIR", "show the run in TensorBoard: event files below this directory"),
+    _run_parameter("tensorboard", str, "DIR", "show the run in TensorBoard: event files below this directory"),
     _run_parameter("wandb", str, "PROJECT", "show the run in this project of Weights & Biases"),
     _run_parameter(
         "restart_budget", int, "N", f"restarts without progress; progress refills it (default: {RESTART_BUDGET})", 0

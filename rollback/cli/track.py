@@ -17,7 +17,7 @@ from rollback.terminal.messages import say
 def track(
     run: RunArgument,
     tensorboard: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write event files below this directory.", show_default=False)
+        str | None, typer.Option(metavar="DIR", help="Write event files below this directory.", show_default=False)
     ] = None,
     wandb: Annotated[
         str | None, typer.Option(metavar="PROJECT", help="Log to this project of W&B.", show_default=False)
@@ -32,10 +32,10 @@ def track(
     the same while the run goes on.
     """
     from rollback.inspect.audit.reading import require_run_directory
-    from rollback.trackers.follow import Tracker, group_of, name_of
+    from rollback.trackers.follow import Tracker, group_of, name_of, require_place
     from rollback.trackers.follow import follow as tell_on
     from rollback.trackers.tensorboard import TensorBoard
-    from rollback.trackers.wandb import WeightsAndBiases
+    from rollback.trackers.wandb import WeightsAndBiases, require_project
 
     if tensorboard is None and wandb is None:
         raise UsageError("there is no tracker to tell", hint="--tensorboard DIR, --wandb PROJECT, or both")
@@ -43,8 +43,10 @@ def track(
         require_run_directory(run)  # beside a supervisor it may not be there yet
     trackers: list[Tracker] = []
     if tensorboard is not None:
-        trackers.append(TensorBoard(tensorboard, name_of(run)))
+        require_place(tensorboard, run)
+        trackers.append(TensorBoard(Path(tensorboard), name_of(run)))
     if wandb is not None:
+        require_project(wandb)
         trackers.append(WeightsAndBiases(wandb, lambda: group_of(run)))
     over = _end_of_stdin() if until_eof else (lambda: not follow)
     try:

@@ -19,7 +19,8 @@ def parse_window(text: str, where: str) -> Window:
         return Window(first=int(first), last=int(last))
     except ValueError as error:
         raise UsageError(
-            f"{where}: {text!r} is not a range of batches", hint="write FIRST:LAST, both included, as in 120:139"
+            f"{where}: {text!r} is not a range of batches",
+            hint="write FIRST:LAST, both included and below 2**53, as in 120:139",
         ) from error
 
 

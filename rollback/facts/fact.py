@@ -16,8 +16,8 @@ damage: to be found where a line is read, and not where somebody reckons with it
 class Window(BaseModel, frozen=True, extra="forbid"):
     """Inclusive range of batches, `first` to `last`."""
 
-    first: int = Field(ge=0)
-    last: int = Field(ge=0)
+    first: Count
+    last: Count
 
     @model_validator(mode="after")
     def _ordered(self) -> "Window":
@@ -38,8 +38,8 @@ class Window(BaseModel, frozen=True, extra="forbid"):
 class SamplesFrom(BaseModel, frozen=True, extra="forbid"):
     """The complete list of data set samples to leave out, starting at a batch."""
 
-    batch: int = Field(0, ge=0)
-    samples: tuple[Annotated[int, Field(ge=0)], ...]
+    batch: Count = 0
+    samples: tuple[Count, ...]
 
 
 InitialLayout = Literal["safetensors", "dcp"]

@@ -135,7 +135,11 @@ class Attempts:
             decision: Restart | GiveUp
             if evidence.guarded or evidence.hung is not None:
                 budget, decision = budget.after_failure(
-                    progressed=progressed, attached=evidence.attached, killed=evidence.killed, blamed=blamed
+                    progressed=progressed,
+                    attached=evidence.attached,
+                    killed=evidence.killed,
+                    blamed=blamed,
+                    misused=first is not None and first.is_wrong_use,
                 )
             else:
                 decision = after_unguarded(attempt - earlier - 1, self._order.job.max_restarts)

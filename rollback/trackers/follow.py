@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rollback.errors import UsageError
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import RunPaths
@@ -74,6 +75,18 @@ def follow(
 def name_of(root: Path) -> str:
     """What trackers call the run: its directory's name."""
     return root.absolute().name
+
+
+def require_place(directory: str, run: Path) -> None:
+    """Raise UsageError where event files would lie in the directory of the run, whose files are its own, or nowhere."""
+    if not directory:
+        raise UsageError("--tensorboard names no directory", hint="for example --tensorboard tb")
+    place, root = (Path(directory) / name_of(run)).resolve(), run.resolve()
+    if place.is_relative_to(root):
+        raise UsageError(
+            f"--tensorboard {directory}: the event files would be written to {place}, and {root} is the run directory",
+            hint="name a directory apart from it, for example --tensorboard tb",
+        )
 
 
 def group_of(root: Path) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rollback.errors import OutputNotWritten
+from rollback.errors import OutputNotWritten, UsageError
 from rollback.facts.training import Fact, Incident, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
 from rollback.terminal.extras import require_extra
@@ -19,6 +19,12 @@ from rollback.trackers.story import Leg
 def require_wandb() -> None:
     """Raise UsageError where wandb cannot be had."""
     require_extra("wandb", "--wandb needs wandb", "wandb")
+
+
+def require_project(project: str) -> None:
+    """Raise UsageError where there is no name of a project: W&B would log to one of its own choice, or fail later."""
+    if not project.strip():
+        raise UsageError("--wandb names no project", hint="for example --wandb my-project")
 
 
 class WeightsAndBiases:

@@ -149,13 +149,16 @@ class TrainingEnd:
     def _note_complete(self) -> None:
         step, batch = self._state.counters.step, self._state.cursor.batch
         if self._kept is not None or not self._keeps:
-            again = self._before is not None and (self._before.step, self._before.checkpoint) == (step, self._kept)
-            notice = f"nothing was left to train behind step {step}; ask for more steps or epochs to go on"
+            notice = None
+            if self._before is not None and (self._before.step, self._before.checkpoint) == (step, self._kept):
+                notice = f"nothing was left to train behind step {step}; ask for more steps or epochs to go on"
+            elif not step:  # else "done" would be taken for trained
+                notice = "training has ended without an update, and the weights are those that it began with"
             finished = Finished(
                 step=step, batch=batch, checkpoint=self._kept, by=self._by or "", calm=self._calm,
                 left_over=self._left_over,
             )  # fmt: skip
-            self._record.note(finished, notice if again else None)
+            self._record.note(finished, notice)
             return
         where, unsaved = self._standing()
         why = f"neither memory nor the run directory took it ({self._schedule.fault})"

@@ -67,6 +67,12 @@ def more(toy: Toy) -> Toy:
     return toy.but(max_steps=70) if toy.max_steps else toy.but(epochs=4)
 
 
+@pytest.mark.parametrize("last", [9, 99])
+def test_an_end_without_an_update_is_told(tmp_path: Path, last: int, capsys: pytest.CaptureFixture[str]) -> None:
+    train(Toy(samples=120).but(settings={"skip": [{"first": 0, "last": last}]}), tmp_path / "run")
+    assert ("training has ended without an update" in capsys.readouterr().err) is (last == 99)
+
+
 @pytest.mark.parametrize("kind", by_default(JOBS, "range", "max_steps"))
 def test_the_state_at_the_end_is_kept_and_the_same_script_has_nothing_left_to_do(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]

@@ -57,3 +57,44 @@ def test_the_next_attempt_runs_in_the_process_that_was_kept_ready(tmp_path: Path
         first, second = job.facts(AttemptStarted)
         assert second.pid == int((tmp_path / "waits").read_text())
         assert first.pid != second.pid
+
+
+HELPED = """
+import atexit, multiprocessing, os
+from pathlib import Path
+
+reader, writer = os.pipe()
+
+def help():
+    os.read(reader, 1)
+    Path("helped").touch()
+
+multiprocessing.Process(target=help).start()
+atexit.register(os.write, writer, b"x")  # before Python joins the process
+"""
+WITH_A_HOOK = """
+import sys
+
+def hook(*raised):
+    raise ValueError("of the hook")
+
+sys.excepthook = hook
+raise RuntimeError("of the script")
+"""
+
+
+def test_python_waits_for_the_processes_of_a_forked_rank_when_its_script_has_ended(tmp_path: Path) -> None:
+    (script := tmp_path / "helped.py").write_text(HELPED)
+    with launching(tmp_path, with_torchrun=True, script=script) as job:
+        code, output = job.finish("")
+    assert code == 0, output
+    assert (tmp_path / "helped").exists(), "it was ended before it had done its work"
+
+
+def test_an_exception_hook_that_raises_in_a_forked_rank_is_not_taken_for_a_wrong_flag(tmp_path: Path) -> None:
+    (script := tmp_path / "hooked.py").write_text(WITH_A_HOOK)
+    with launching(tmp_path, with_torchrun=True, script=script) as job:
+        code, output = job.finish("")
+    assert code == 1, output
+    assert "torchrun does not take its flags" not in output
+    assert "of the script" in output

@@ -41,6 +41,7 @@ _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplemented
 _FINAL_BY_NAME = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError"}
 # What stands before an @ is a user or a container, no key.
 _USERS = {"sftp", "ssh", "abfs", "abfss", "hdfs"}
+_OF_ONE_PROCESS = {"memory"}
 # Of a file system with directories; an object store has none, and "making" one might make a bucket.
 _WITH_DIRECTORIES = {"file", "local", "sftp", "ssh", "smb"}
 
@@ -66,6 +67,11 @@ def require_url(url: str) -> None:
         )
     if not (parts.netloc + parts.path).strip("/"):
         raise UsageError(f"the ring {url!r} names no place", hint="for example s3://bucket/runs/one")
+    if protocol in _OF_ONE_PROCESS:
+        raise UsageError(
+            f"the ring {url!r} is in the memory of each process by itself: no other process would find it",
+            hint="checkpoints in this host's memory are kept without a ring (--fast-tier); for tests, file:///PLACE",
+        )
     try:
         fsspec.get_filesystem_class(protocol)
     except ValueError as error:

@@ -86,6 +86,11 @@ class FirstCause:
             return False
         return self.record.in_hand and not (self.record.ours or self.record.error.startswith("rollback."))
 
+    @property
+    def is_wrong_use(self) -> bool:
+        """Whether the script calls rollback wrongly: `guard.observe` with a loss of many numbers, for example."""
+        return self.why == "exception" and self.record is not None and self.record.error == "rollback.errors.UsageError"
+
     def is_behind(self, finished: Finished | None) -> bool:
         """Whether the script raised behind its training, whose final state is kept: it would raise there again."""
         if finished is None or finished.checkpoint is None or self.why != "exception" or self.record is None:

@@ -255,6 +255,8 @@ class TestLaunchMistakes:
             (["--policy", "bold", "train.py"], "--policy: Input should be 'balanced', 'palm', 'surgical' or 'screen'"),
             (["--skip", "5", "train.py"], "--skip: '5' is not a range of batches"),
             (["--skip", "5:4", "train.py"], "--skip: '5:4' is not a range of batches"),
+            (["--skip", f"0:{2**53}", "train.py"], f"--skip: '0:{2**53}' is not a range of batches"),
+            (["--skip-samples", f"{2**53}:1", "train.py"], f"--skip-samples: '{2**53}:1' is not a list of samples"),
             (
                 ["--checkpoint-every", "never", "train.py"],
                 "--checkpoint-every: 'never' is not of the form N|Nm|Nh",

@@ -218,6 +218,16 @@ def test_what_cannot_be_tracked_is_refused_with_the_reason(run: RecordedRun, mon
                 assert f"torch-rollback[{name}]" in (result.exception.hint or "")
 
 
+@pytest.mark.parametrize("words", ["--tensorboard=", "--tensorboard={run}", "--tensorboard={run}/..", "--wandb= "])
+def test_what_would_be_written_nowhere_or_into_the_run_directory_is_refused(run: RecordedRun, words: str) -> None:
+    told, before = words.format(run=run.paths.root), sorted(run.paths.root.rglob("*"))
+    for command in (["track", str(run.paths.root), told], ["launch", "--run", str(run.paths.root), told, __file__]):
+        error = CliRunner().invoke(app, command).exception
+        assert isinstance(error, UsageError)
+        assert words.partition("=")[0] in error.message
+    assert sorted(run.paths.root.rglob("*")) == before
+
+
 def test_a_tracker_that_fails_is_told_of_and_fails_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said: list[str] = []
