@@ -266,11 +266,19 @@ class _GuardedFit:
             self._epoch_loop.run(self)
             if self._stops and self._finish():
                 return True
+            if self._left_early:
+                self._updates = -1  # Lightning drops the gradients of an update that it has left like that
+                return True
         if self.guard.interrupted:
             return False
         self._state.go_on()
         self._end_passed_over()
         return True
+
+    @property
+    def _left_early(self) -> bool:
+        """Whether `on_train_batch_start` has returned -1: nothing else makes a batch the last one before its time."""
+        return bool(self._epoch_loop.batch_progress.is_last_batch and not self.done)
 
     @property
     def _stops(self) -> bool:

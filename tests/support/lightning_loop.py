@@ -26,6 +26,9 @@ class Module(lightning.LightningModule):
         self.mean = MeanMetric()
         self.validated: list[float] = []
 
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> int | None:
+        return -1 if batch_idx >= self.watched[0].job.more.get("leave_at", batch_idx + 1) else None
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         job, accumulate = self.watched[0], self.trainer.accumulate_grad_batches
         position, job.micro = None, batch_idx % accumulate

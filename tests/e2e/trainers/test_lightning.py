@@ -31,6 +31,7 @@ CLEAN = {
     "stopped early": LIGHTNING.but(epochs=6, more={"patience": 1, "delta": 1.0}),
     "stopped": LIGHTNING.but(stop_at=41),
     "stopped before it may": LIGHTNING.but(stop_at=11, more={"trainer": {"min_epochs": 2}}, epochs=3),
+    "epochs left early": LIGHTNING.but(accumulate=4, epochs=3, more={"leave_at": 10}),
     "validation now and then": LIGHTNING.but(epochs=4, more={"trainer": {"check_val_every_n_epoch": 2}}),
     "validation over epochs": LIGHTNING.but(evaluate=21, more={"trainer": {"check_val_every_n_epoch": None}}),
     "no clipping, and all steps logged": LIGHTNING.but(more={"clip": None, "trainer": {"log_every_n_steps": 1}}),
@@ -58,12 +59,16 @@ BAD = {
     "accumulation, at the start": LIGHTNING.but(bad_at=(81,), epochs=3, **UNEVEN),
     "by steps": LIGHTNING.but(bad_at=(12, 50), max_steps=70, epochs=-1),
     "stopped": LIGHTNING.but(bad_at=(20,), stop_at=21),
+    "epochs left early": LIGHTNING.but(bad_at=(25,), epochs=3, more={"leave_at": 10}),
     "stopped early": LIGHTNING.but(bad_at=(41,), epochs=6, more={"patience": 1, "delta": 1.0}),
     "short epochs": LIGHTNING.but(samples=15, epochs=5, bad_at=(18,), settings={"rewind": 12}),
     "worker": LIGHTNING.but(bad_at=(32,), workers=1),
 }
 KILLED = LIGHTNING.but(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=6, save=4)
-FEW = {1: ["accumulation", "in the middle", "over an epoch's start"], 2: ["best of several", "at an epoch's tail"]}
+FEW = {
+    1: ["accumulation", "in the middle", "over an epoch's start"],
+    2: ["best of several", "at an epoch's tail", "epochs left early"],
+}
 
 
 def pick(jobs: dict[str, TrainerJob], names: list[str]) -> dict[str, TrainerJob]:
