@@ -35,6 +35,8 @@ _CALLBACKS = {
     "StochasticWeightAveraging": "average the weights of several checkpoints behind the run (rollback ring export)",
     "WeightAveraging": "hand over an average of your own: rollback.protect(trainer, ema=ema)",
     "ModelPruning": "prune behind the run",
+    "BaseFinetuning": "make the optimizer with all groups (lr=0 for one whose time comes later), and unfreeze layers "
+    "in a callback of your own, by `if epoch >= N`",
     "BatchSizeFinder": "find the batch size with another Trainer, before",
     "LearningRateFinder": "find the learning rate with another Trainer, before",
 }
