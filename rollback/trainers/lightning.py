@@ -11,6 +11,7 @@ end and begin an earlier one.
     epoch_loop.run                     as it is, entered again where training stands elsewhere than it believes
     its batches                        the guard's; what is passed over counts as read
     automatic_optimization             tells the guard the loss; counts the batches of an update, whatever was skipped
+    _update_learning_rates             counts updates, whatever was skipped
     handlers of SIGTERM, SIGUSR1       the guard's, which stops all ranks together
 """
 
@@ -117,6 +118,7 @@ class _GuardedFit:
             (self._loop, "setup_data", self.setup_data),
             (self._loop, "run", self.run),
             (self._epoch_loop, "_accumulated_batches_reached", self._accumulated_batches_reached),
+            (self._epoch_loop, "_update_learning_rates", self._update_learning_rates),
             (optimization, "_make_zero_grad_fn", self._make_zero_grad_fn),
             (optimization, "_training_step", self._training_step),
         ):
@@ -216,6 +218,20 @@ class _GuardedFit:
         """None but for an update's first batch, as which Lightning knows the multiples of `accumulate_grad_batches`."""
         first = batch_idx - batch_idx % self._trainer.accumulate_grad_batches
         return self._originals["_make_zero_grad_fn"](first + self._micro - 1, optimizer)
+
+    def _update_learning_rates(self, *given: Any, **others: Any) -> None:
+        """A scheduler's `frequency` goes by the batches read when an update ends: a multiple of an update's.
+
+        Behind a skip window that is no whole number of updates it would be none for the rest of the epoch.
+        """
+        progress = self._epoch_loop.batch_progress
+        ready = progress.current.ready
+        if not progress.is_last_batch:
+            progress.current.ready += -ready % self._trainer.accumulate_grad_batches
+        try:
+            self._originals["_update_learning_rates"](*given, **others)
+        finally:
+            progress.current.ready = ready
 
     # Its epochs ------------------------------------------------------------------------------------------------------
 

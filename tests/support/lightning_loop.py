@@ -62,7 +62,8 @@ class Module(lightning.LightningModule):
                 return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), by_step]
             case interval:
                 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
-                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
+                how = {"interval": interval, "frequency": job.more.get("frequency", 1)}
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **how}}
 
 
 class Stopping(Callback):

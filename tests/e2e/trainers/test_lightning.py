@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from compared_runs import PHASES, require_all_same, require_undisturbed
-from trainer_job import TrainerJob
+from job_results import Scenarios
+from trainer_job import JOB, LIMIT, MODULES, TrainerJob
 
 LIGHTNING = TrainerJob(loop="lightning")
 """30 batches in an epoch, twice."""
@@ -84,6 +85,15 @@ def test_a_protected_fit_is_the_unprotected_one_or_that_given_its_skips(tmp_path
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_way_to_fit_and_each_place_for_a_bad_batch(tmp_path: Path, ranks: int) -> None:
     require_all_same(tmp_path, ranks, CLEAN, BAD)
+
+
+def test_behind_a_window_of_no_whole_updates_a_schedule_goes_on(tmp_path: Path) -> None:
+    """Lightning's `frequency` is of batches, and an update ends at no multiple of it then."""
+    scenarios = Scenarios(tmp_path, JOB, MODULES, LIMIT)
+    job = LIGHTNING.but(accumulate=4, epochs=1, more={"frequency": 4})
+    scenarios.add("skipping", job.with_settings(skip=[{"first": 2, "last": 3}]))
+    scenarios.python()
+    assert scenarios.portrait("skipping", 0)["/scheduler/0/last_epoch"] == "6", "of 7 updates; the last ends the epoch"
 
 
 def test_a_rank_that_is_killed_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
