@@ -22,7 +22,9 @@ _BEST: dict[str, Any] = {"best_metric": None, "best_global_step": None, "best_mo
 _LOOP = (
     "_total_loss_scalar", "_globalstep_last_logged", "current_flos", "_total_train_tokens", "_step", "_buffer_step",
 )  # fmt: skip
-"""Of the Trainer; the last three TRL's trainers have. `_tr_loss` and `_metrics` (TRL) are put back in place."""
+"""Of the Trainer; the last three TRL's trainers have. `_tr_loss` and `_METRICS` are put back in place."""
+_METRICS = "_metrics", "_stored_metrics"
+"""What TRL's trainers have gathered for their next log, by mode and name; of those one has one of the two."""
 
 
 class RunMark(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -58,7 +60,10 @@ class LoopState:
             "loop": {name: of_trainer[name] for name in _LOOP if name in of_trainer},
             "loss": trainer._tr_loss.item(),
             "last_update": tuple(map(_number, self.last_update)),
-            "metrics": {mode: dict(values) for mode, values in of_trainer.get("_metrics", {}).items()},
+            "metrics": {
+                mode: {name: list(map(_number, values)) for name, values in gathered.items()}
+                for mode, gathered in self._gathered().items()
+            },
         }
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
@@ -76,9 +81,10 @@ class LoopState:
             setattr(trainer, name, value)
         trainer._tr_loss.fill_(kept["loss"])
         self.last_update = kept["last_update"]
+        for gathered in self._gathered().values():
+            gathered.clear()
         for mode, values in kept["metrics"].items():
-            trainer._metrics[mode].clear()
-            trainer._metrics[mode].update(values)
+            self._gathered()[mode].update(values)
         if "_last_loaded_step" in vars(trainer):  # TRL's, of the weights that vLLM has: of a step that may be undone
             trainer._last_loaded_step = -1
         trainer.control.should_training_stop = trainer.control.should_epoch_stop = False
@@ -102,6 +108,10 @@ class LoopState:
                 f"the folder of the best model so far, {best}, is gone, as a better one of a step that is undone now "
                 "had taken its place: the next evaluation chooses a new best model"
             )
+
+    def _gathered(self) -> Any:
+        of_trainer = vars(self._trainer)
+        return next((of_trainer[name] for name in _METRICS if name in of_trainer), {})
 
     def _exportable(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks

@@ -11,6 +11,7 @@ end and begin an earlier one.
     epoch_loop.run                     as it is, entered again where training stands elsewhere than it believes
     its batches                        the guard's; what is passed over counts as read
     automatic_optimization             tells the guard the loss; counts the batches of an update, whatever was skipped
+    _update_learning_rates             counts updates, whatever was skipped
     handlers of SIGTERM, SIGUSR1       the guard's, which stops all ranks together
 """
 
@@ -35,6 +36,8 @@ _CALLBACKS = {
     "StochasticWeightAveraging": "average the weights of several checkpoints behind the run (rollback ring export)",
     "WeightAveraging": "hand over an average of your own: rollback.protect(trainer, ema=ema)",
     "ModelPruning": "prune behind the run",
+    "BaseFinetuning": "make the optimizer with all groups (lr=0 for one whose time comes later), and unfreeze layers "
+    "in a callback of your own, by `if epoch >= N`",
     "BatchSizeFinder": "find the batch size with another Trainer, before",
     "LearningRateFinder": "find the learning rate with another Trainer, before",
 }
@@ -115,6 +118,7 @@ class _GuardedFit:
             (self._loop, "setup_data", self.setup_data),
             (self._loop, "run", self.run),
             (self._epoch_loop, "_accumulated_batches_reached", self._accumulated_batches_reached),
+            (self._epoch_loop, "_update_learning_rates", self._update_learning_rates),
             (optimization, "_make_zero_grad_fn", self._make_zero_grad_fn),
             (optimization, "_training_step", self._training_step),
         ):
@@ -215,6 +219,20 @@ class _GuardedFit:
         first = batch_idx - batch_idx % self._trainer.accumulate_grad_batches
         return self._originals["_make_zero_grad_fn"](first + self._micro - 1, optimizer)
 
+    def _update_learning_rates(self, *given: Any, **others: Any) -> None:
+        """A scheduler's `frequency` goes by the batches read when an update ends: a multiple of an update's.
+
+        Behind a skip window that is no whole number of updates it would be none for the rest of the epoch.
+        """
+        progress = self._epoch_loop.batch_progress
+        ready = progress.current.ready
+        if not progress.is_last_batch:
+            progress.current.ready += -ready % self._trainer.accumulate_grad_batches
+        try:
+            self._originals["_update_learning_rates"](*given, **others)
+        finally:
+            progress.current.ready = ready
+
     # Its epochs ------------------------------------------------------------------------------------------------------
 
     def _make_guard(self) -> None:
@@ -266,11 +284,19 @@ class _GuardedFit:
             self._epoch_loop.run(self)
             if self._stops and self._finish():
                 return True
+            if self._left_early:
+                self._updates = -1  # Lightning drops the gradients of an update that it has left like that
+                return True
         if self.guard.interrupted:
             return False
         self._state.go_on()
         self._end_passed_over()
         return True
+
+    @property
+    def _left_early(self) -> bool:
+        """Whether `on_train_batch_start` has returned -1: nothing else makes a batch the last one before its time."""
+        return bool(self._epoch_loop.batch_progress.is_last_batch and not self.done)
 
     @property
     def _stops(self) -> bool:

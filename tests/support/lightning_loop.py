@@ -26,6 +26,9 @@ class Module(lightning.LightningModule):
         self.mean = MeanMetric()
         self.validated: list[float] = []
 
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> int | None:
+        return -1 if batch_idx >= self.watched[0].job.more.get("leave_at", batch_idx + 1) else None
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         job, accumulate = self.watched[0], self.trainer.accumulate_grad_batches
         position, job.micro = None, batch_idx % accumulate
@@ -59,7 +62,8 @@ class Module(lightning.LightningModule):
                 return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), by_step]
             case interval:
                 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
-                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
+                how = {"interval": interval, "frequency": job.more.get("frequency", 1)}
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **how}}
 
 
 class Stopping(Callback):

@@ -13,7 +13,7 @@ from unittest import mock
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -141,6 +141,7 @@ CASES: dict[str, Callable[[], object]] = {
     "reloaded loaders": lambda: protected(reload_dataloaders_every_n_epochs=1),
     "validation by time": lambda: protected(val_check_interval=timedelta(minutes=5)),
     "averaged weights": lambda: protected(callbacks=StochasticWeightAveraging(0.1)),
+    "groups in mid-run": lambda: protected(callbacks=BackboneFinetuning(1)),
     "ckpt_path": lambda: protected().fit(Module(), DataLoader(DATA), ckpt_path="out/last.ckpt"),
     "by hand": lambda: fit(module=ByHand),
     "two optimizers": lambda: fit(module=TwoOptimizers),

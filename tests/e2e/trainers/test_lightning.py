@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from compared_runs import PHASES, require_all_same, require_undisturbed
-from trainer_job import TrainerJob
+from job_results import Scenarios
+from trainer_job import JOB, LIMIT, MODULES, TrainerJob
 
 LIGHTNING = TrainerJob(loop="lightning")
 """30 batches in an epoch, twice."""
@@ -31,6 +32,7 @@ CLEAN = {
     "stopped early": LIGHTNING.but(epochs=6, more={"patience": 1, "delta": 1.0}),
     "stopped": LIGHTNING.but(stop_at=41),
     "stopped before it may": LIGHTNING.but(stop_at=11, more={"trainer": {"min_epochs": 2}}, epochs=3),
+    "epochs left early": LIGHTNING.but(accumulate=4, epochs=3, more={"leave_at": 10}),
     "validation now and then": LIGHTNING.but(epochs=4, more={"trainer": {"check_val_every_n_epoch": 2}}),
     "validation over epochs": LIGHTNING.but(evaluate=21, more={"trainer": {"check_val_every_n_epoch": None}}),
     "no clipping, and all steps logged": LIGHTNING.but(more={"clip": None, "trainer": {"log_every_n_steps": 1}}),
@@ -58,12 +60,16 @@ BAD = {
     "accumulation, at the start": LIGHTNING.but(bad_at=(81,), epochs=3, **UNEVEN),
     "by steps": LIGHTNING.but(bad_at=(12, 50), max_steps=70, epochs=-1),
     "stopped": LIGHTNING.but(bad_at=(20,), stop_at=21),
+    "epochs left early": LIGHTNING.but(bad_at=(25,), epochs=3, more={"leave_at": 10}),
     "stopped early": LIGHTNING.but(bad_at=(41,), epochs=6, more={"patience": 1, "delta": 1.0}),
     "short epochs": LIGHTNING.but(samples=15, epochs=5, bad_at=(18,), settings={"rewind": 12}),
     "worker": LIGHTNING.but(bad_at=(32,), workers=1),
 }
 KILLED = LIGHTNING.but(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=6, save=4)
-FEW = {1: ["accumulation", "in the middle", "over an epoch's start"], 2: ["best of several", "at an epoch's tail"]}
+FEW = {
+    1: ["accumulation", "in the middle", "over an epoch's start"],
+    2: ["best of several", "at an epoch's tail", "epochs left early"],
+}
 
 
 def pick(jobs: dict[str, TrainerJob], names: list[str]) -> dict[str, TrainerJob]:
@@ -79,6 +85,15 @@ def test_a_protected_fit_is_the_unprotected_one_or_that_given_its_skips(tmp_path
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_way_to_fit_and_each_place_for_a_bad_batch(tmp_path: Path, ranks: int) -> None:
     require_all_same(tmp_path, ranks, CLEAN, BAD)
+
+
+def test_behind_a_window_of_no_whole_updates_a_schedule_goes_on(tmp_path: Path) -> None:
+    """Lightning's `frequency` is of batches, and an update ends at no multiple of it then."""
+    scenarios = Scenarios(tmp_path, JOB, MODULES, LIMIT)
+    job = LIGHTNING.but(accumulate=4, epochs=1, more={"frequency": 4})
+    scenarios.add("skipping", job.with_settings(skip=[{"first": 2, "last": 3}]))
+    scenarios.python()
+    assert scenarios.portrait("skipping", 0)["/scheduler/0/last_epoch"] == "6", "of 7 updates; the last ends the epoch"
 
 
 def test_a_rank_that_is_killed_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:

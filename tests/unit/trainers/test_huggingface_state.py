@@ -1,6 +1,8 @@
-"""What is kept of a Trainer at every step costs the same however long the run has been logging."""
+"""What is kept of a Trainer at every step: what counts, at the same cost however long the run has been logging."""
 
+import json
 import math
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,3 +66,21 @@ def test_the_count_of_batches_of_trls_trainers_goes_back_and_vllm_gets_the_weigh
     trainer._step, trainer._last_loaded_step = 12, 10
     kept.load_state_dict(before)
     assert (trainer._step, trainer._last_loaded_step) == (8, -1)
+
+
+@pytest.mark.parametrize("name", ["_metrics", "_stored_metrics"])
+def test_what_trl_has_gathered_for_its_next_log_is_that_of_the_steps_that_count(name: str) -> None:
+    """ORPO and CPO drop a mode when they log it, and hold tensors."""
+    gathered: Any = defaultdict(lambda: defaultdict(list))
+    gathered["train"]["margin"].append(torch.tensor(0.1))
+    trainer = trainer_with([])
+    setattr(trainer, name, gathered)
+    kept = json.loads(json.dumps(kept_of(trainer).state_dict()))
+    gathered["train"]["margin"].append(torch.tensor(math.nan))
+    gathered["eval"]["margin"].append(1.0)
+    kept_of(trainer).load_state_dict(kept)
+    assert gathered == {"train": {"margin": [torch.tensor(0.1).item()]}, "eval": {}}
+
+    del gathered["train"]
+    kept_of(trainer).load_state_dict(kept)
+    assert gathered["train"] == {"margin": [torch.tensor(0.1).item()]}
