@@ -278,18 +278,19 @@ def closing_line(result: Result, run: Path, command: Sequence[str]) -> str:
     if not result.recorded:
         how = "done" if result.exit_code == ExitCode.DONE else f"failed: {result.reason}"
         return f"{how}; no rank made a rollback.Guard, so nothing was recorded"
-    audit = f"rollback audit {shlex.quote(str(run))}"
+    host, directory = result.record or (None, str(run))
+    audit = f"`rollback audit {shlex.quote(directory)}`" + (f" on {host}" if host else "")
     again = shlex.join(command)
     match result.exit_code:
         case ExitCode.DONE:
-            return f"done; `{audit}` tells what happened on the way"
+            return f"done; {audit} tells what happened on the way"
         case ExitCode.RESUMABLE:
             where = result.reason.removeprefix("resumable ")  # "at step 40 of 59: the last save failed because ..."
             where = f"({where})" if where == result.reason else where
-            return f"stopped, resumable {where}; go on with `{again}`; `{audit}` tells what happened so far"
+            return f"stopped, resumable {where}; go on with `{again}`; {audit} tells what happened so far"
         case ExitCode.STRUCTURAL:
-            return f"stopped, structural divergence: {result.reason}\n`{audit}` has the whole account"
+            return f"stopped, structural divergence: {result.reason}\n{audit} has the whole account"
         case ExitCode.NO_CHECKPOINT:
-            return f"stopped, no usable checkpoint: {result.reason}\n`{audit}` has the whole account"
+            return f"stopped, no usable checkpoint: {result.reason}\n{audit} has the whole account"
         case _:
-            return f"failed: {result.reason}; once that is mended, go on with `{again}`; see also `{audit}`"
+            return f"failed: {result.reason}; once that is mended, go on with `{again}`; see also {audit}"

@@ -73,6 +73,8 @@ class Result:
     reason: str
     recorded: bool = True
     """Whether there is a record in a run directory."""
+    record: tuple[str, str] | None = None
+    """Host and directory of the record, where this host has none."""
 
 
 class Attempts:

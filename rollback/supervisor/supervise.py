@@ -93,8 +93,9 @@ def _take_part(
 ) -> Result:
     """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
     paths, ring = order.paths, order.settings.ring
-    follower = Follower(paths, place, host, order.grace, signals, say, SharedMeeting(paths, place.most), buddy=buddy)
+    beside = Follower(paths, place, host, order.grace, signals, say, SharedMeeting(paths, place.most), buddy=buddy)
     while True:
+        follower = beside
         past = read_past(paths)
         try:
             claim = Claim(paths, past)
@@ -111,13 +112,14 @@ def _take_part(
                 if leads:
                     return _lead(order, place, store, say, host, signals, claim, meeting, buddy)
                 try:
-                    verdict = Follower(paths, place, host, order.grace, signals, say, meeting, ring, buddy).follow()
+                    follower = Follower(paths, place, host, order.grace, signals, say, meeting, ring, buddy)
+                    verdict = follower.follow()
                 finally:
                     _let_go(claim, paths)
         if verdict is not None and verdict.refused:
             raise verdict.as_error()
         if verdict is not None:
-            return Result(verdict.exit_code, verdict.reason)
+            return Result(verdict.exit_code, verdict.reason, verdict.recorded, follower.record)
 
 
 def _lead(
@@ -147,7 +149,10 @@ def _lead(
                     verdict = RunResult(exit_code=ExitCode.DONE, reason=told)
                     return Result(ExitCode.DONE, told)
                 result = Attempts(order, say, host, ledger, signals, nodes).run(past)
-                verdict = RunResult(exit_code=result.exit_code, reason=result.reason, durable=_durable(order.paths))
+                verdict = RunResult(
+                    exit_code=result.exit_code, reason=result.reason, recorded=result.recorded,
+                    durable=_durable(order.paths),
+                )  # fmt: skip
                 return result
             except RollbackError as error:
                 verdict = RunResult.of_error(error)

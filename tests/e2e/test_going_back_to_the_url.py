@@ -16,12 +16,14 @@ from selection import soak
 from toy import Hook, Toy, facts, history, require_same, told_from_the_start, train, weights
 
 from rollback.checkpoints import ring, tiers
+from rollback.checkpoints.format.manifest import read_manifest
 from rollback.facts.training import Drained, Fetched, Planned, Quarantined, Restored, Saving, Trouble
 from rollback.ring import drainer
 from rollback.ring.url import store as storing
 from rollback.rundir.paths import RunPaths
 from rollback.system.processes import name_process
 from rollback.train.catalogue import remote
+from rollback.train.catalogue.host_copies import HostCopies
 
 URL = "faulty://bucket/run"
 SETTINGS = {"snapshot_every": 5, "keep": 3, "rewind": 25, "checkpoint_every": "1", "keep_durable": 20}
@@ -240,3 +242,40 @@ def test_a_crash_in_mid_fetch_ends_with_the_same_rollback(
     assert [(fact.checkpoint, fact.route) for fact in facts(run, Restored)] == [(PLANNED, "relaunch")]
     monkeypatch.undo()
     require_the_same(ended, BAD, run, "a crash in mid-fetch")
+
+
+class SecondHost:
+    """The ranks as one sees them on a host with a run directory of its own. content: which checkpoint rank 0 has."""
+
+    first, first_in_directory = False, True
+
+    def __init__(self, content: str) -> None:
+        self._content = content
+
+    def from_first(self, value: Any) -> Any:
+        return self._content
+
+    def from_each(self, value: Any) -> list[Any]:
+        return [{"fault": None}, value]
+
+    def all_of(self, condition: bool) -> bool:
+        return condition
+
+
+def test_a_host_that_has_another_runs_checkpoint_by_that_name_gets_the_one_that_rank_0_has(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    """As a spare leaves it that was killed; its run was then wiped on the other hosts, and another one begun."""
+    toy = Toy(samples=60, settings={**SETTINGS, "ring": URL})
+    first, before = RunPaths(tmp_path / "first"), RunPaths(tmp_path / "before")
+    train(toy, first.root)
+    train(toy.but(augment=True).with_settings(ring=None), before.root)
+    name = ring.names(first)[-1]
+    wanted, stale = (read_manifest(paths.checkpoint(name)).content for paths in (first, before))
+    assert wanted != stale
+    second = RunPaths(tmp_path / "second")
+    shutil.copytree(before.checkpoint(name), second.checkpoint(name))
+    ranks: Any = SecondHost(wanted)
+    assert HostCopies(second, ranks, URL).bring(name) is None
+    assert read_manifest(second.checkpoint(name)).content == wanted
+    assert HostCopies(second, ranks, None).bring(name) is None, "it needs no copy any more"

@@ -43,6 +43,7 @@ def test_two_hosts_with_a_bucket_alone_roll_back_and_survive_a_killed_rank(tmp_p
         assert not leader.incident_batch(0, 1).exists(), "what is large stays"
         with pytest.raises(RunDirectoryError, match="its record is on"):
             require_run_directory(other.root)
+        assert f"done; `rollback audit {leader.root}` on {fleet.hosts[0].name} tells" in fleet.told()
         fleet.require_as_undisturbed()
 
 

@@ -158,9 +158,12 @@ def stopped_by_themselves(root: Path, monkeypatch: Any) -> RecordedRun:
     return run
 
 
-def hold(paths: RunPaths, *, alive: bool) -> None:
-    """Say that this process holds the run directory, or, not alive, one that had its pid before and was killed."""
-    holder = {"pid": os.getpid(), "start": start_of(os.getpid()), "host": socket.gethostname(), "role": "supervisor"}
+def hold(paths: RunPaths, *, alive: bool, host: str = "") -> None:
+    """Say that this process holds the run directory, or, not alive, one that had its pid before and was killed.
+
+    host: another one on which it runs."""
+    start = start_of(os.getpid())
+    holder = {"pid": os.getpid(), "start": start, "host": host or socket.gethostname(), "role": "supervisor"}
     paths.holder.write_text(json.dumps(holder if alive else {**holder, "start": "1@another boot"}))
 
 

@@ -63,7 +63,9 @@ def print_account(console: Console, account: AttemptAccount) -> None:
 
 
 def _head(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
-    if account.attempt is None:
+    if account.attempt is None and account.state == "unknown":
+        yield "why", "no failure is on record; whether the run goes on, on another host, cannot be seen from here"
+    elif account.attempt is None:
         yield "why", "no attempt of this run has failed"
     elif account.cause is None:
         yield "why", "it has not failed"

@@ -118,7 +118,12 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         for number, own in sorted(attempts.items())
         if (
             cause := _failure(
-                paths, number, own, over=number < newest or not alive, orphaned=number < newest or orphaned
+                paths,
+                number,
+                own,
+                over=number < newest or not alive,
+                orphaned=number < newest or orphaned,
+                gone=number < newest or status.state != "unknown",
             )
         )
         is not None
@@ -165,11 +170,12 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
 
 
 def _failure(
-    paths: RunPaths, attempt: int, own: Sequence[facts.JournalEntry], *, over: bool, orphaned: bool
+    paths: RunPaths, attempt: int, own: Sequence[facts.JournalEntry], *, over: bool, orphaned: bool, gone: bool
 ) -> str | None:
     """What ended an attempt that failed, in words; None: it did not fail, or still runs.
 
-    over: nothing of it is alive. orphaned: its supervisor is gone for certain; ranks that stopped may have had to.
+    over: nothing of it is seen alive. orphaned: its supervisor is gone for certain; ranks that stopped may have had to.
+    gone: nothing of it can be alive where it is not seen, on another host.
     """
     ended = last_fact(own, facts.AttemptEnded)
     if ended is not None:
@@ -184,6 +190,8 @@ def _failure(
     records = in_order_of_blame(read_failures(paths.failures(attempt)).values())
     if records:
         return f"rank {records[0].rank} raised {records[0].error} (no supervisor was there to judge)"
+    if not gone:
+        return None
     return NO_END if supervised else "no end is on record: its ranks were killed"
 
 

@@ -93,6 +93,11 @@ class Follower:
             beacon.put_out()
             self._beacon = None
 
+    @property
+    def record(self) -> tuple[str, str] | None:
+        """Host and directory of the record, where that is not the run directory here."""
+        return (self._last.host, self._last.directory) if self._meeting.apart and self._last is not None else None
+
     def _introduce(self, in_use: RunInUse | None) -> Orders | None:
         """The orders of who leads; None: nobody leads by now."""
         deadline = time.monotonic() + (self._place.timeout if self._leader else _INTRODUCTION)

@@ -187,7 +187,7 @@ class Leader(Nodes):
         self._beacon.show(
             phase="gather", attempt=attempt, members=(), master="", buddies=buddies, attached=False, stacks=False
         )
-        began, said = time.monotonic(), False
+        began, said = time.monotonic(), None
         came, since = 0, began
         while True:
             self._look()
@@ -204,9 +204,9 @@ class Leader(Nodes):
             waited = time.monotonic() - began
             if waited > self._place.timeout and len(there) < self._least - 1:
                 raise self._missing(there, waited)
-            if waited > _SAY_AFTER and not said:
-                self._say(self._who_is_missing(there, awaited))
-                said = True
+            if waited > _SAY_AFTER and said != (unfit := self._unfit()):  # one that comes and is of no use is told of
+                self._say(f"{self._who_is_missing(there, awaited)}{unfit}")
+                said = unfit
             time.sleep(_POLL)
         self._seat(there)
         self._copies.begin(self._seats.index(self._place.name), self._beacon.record.buddies, interrupted)
@@ -263,6 +263,11 @@ class Leader(Nodes):
     def _difference(self, report: NodeReport) -> str:
         own = self._place.command if self._place.spares else {}
         return ", ".join(name for name in sorted(own) if own[name] != report.command.get(name))
+
+    def _unfit(self) -> str:
+        """In words, to be put behind others."""
+        unfit = {report.node: what for report in self._reports.values() if (what := self._difference(report))}
+        return "".join(f"; {node} cannot take part: it has other {what}" for node, what in sorted(unfit.items()))
 
     def move(self, own: int | None) -> LeadersMove:
         self._look()
@@ -372,8 +377,7 @@ class Leader(Nodes):
     def _missing(self, there: dict[str, NodeReport], waited: float) -> RollbackError:
         known = self._ever & {*self._seats} if self._seats else self._ever
         lost = sorted(known - {report.node for report in there.values()})
-        unfit = {report.node: what for report in self._reports.values() if (what := self._difference(report))}
-        also = "".join(f"; {node} cannot take part: it has other {what}" for node, what in unfit.items())
+        also = self._unfit()
         if lost:
             return NodesMissing(
                 f"{', '.join(lost)} has not come back within {waited:.0f} s{also}",

@@ -50,6 +50,8 @@ class RunResult(BaseModel, frozen=True):
     reason: str
     hint: str | None = None
     refused: bool = False
+    recorded: bool = True
+    """As `Result.recorded`."""
     durable: tuple[str, ...] = ()
     """The checkpoints in the durable ring. Hosts without the journals give their memory back by this."""
 

@@ -29,7 +29,10 @@ class HostCopies:
 
         All ranks meet several times a second meanwhile, so that no collective takes as long as a download.
         """
-        gets = self._ranks.first_in_directory and not self._is_whole(name)
+        # One that this host has from elsewhere, of another run that was wiped on the other hosts, may have that name.
+        own = self._whole(name) if self._ranks.first_in_directory else None
+        first = self._ranks.from_first(own)
+        gets = self._ranks.first_in_directory and (own is None or own != first)
         if self._ranks.all_of(not gets):
             return None
         if self._url is None:
@@ -49,18 +52,20 @@ class HostCopies:
                 self._show("restoring")
                 return next((end["fault"] for end in ended if end.get("fault")), None)
 
-    def _is_whole(self, name: str) -> bool:
+    def _whole(self, name: str) -> str | None:
+        """Which checkpoint it is (`Manifest.content`); None: it is not here, or not whole."""
         directory = self._paths.checkpoint(name)
         try:
-            ring.require_sizes(read_manifest(directory), directory)
+            manifest = read_manifest(directory)
+            ring.require_sizes(manifest, directory)
         except (RollbackError, OSError):
-            return False
-        return True
+            return None
+        return manifest.content
 
     def _make_room(self, name: str) -> None:
         files.make_directory(self._paths.ring)
         for other in ring.names(self._paths):
-            if other == name:  # and is not whole
+            if other == name:  # and is not whole, or another one
                 files.remove_directory(self._paths.checkpoint(other))
             elif not self._ranks.first:
                 ring.evict(self._paths, other)

@@ -345,6 +345,12 @@ class TestClosingLine:
         assert ("because" in line) is (code != ExitCode.DONE)
         assert ("`rollback launch train.py 'a b'`" in line) is (code in (ExitCode.RESUMABLE, ExitCode.FAILED))
 
+    @pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.RESUMABLE, ExitCode.STRUCTURAL, ExitCode.FAILED])
+    def test_where_another_host_keeps_the_record_it_names_that_host(self, code: ExitCode) -> None:
+        line = closing_line(Result(code, "because", record=("head", "/data/my run")), Path("runs/run"), ["rollback"])
+        assert "`rollback audit '/data/my run'` on head" in line
+        assert "runs/run" not in line
+
 
 def test_samples_of_several_flags_are_left_out_together() -> None:
     settings = read_settings({"skip_samples": ["640:18", "17,402"]}, None)

@@ -101,6 +101,15 @@ def test_a_supervisor_that_is_killed_after_the_end_of_an_epoch_has_left_a_failur
     )
 
 
+def test_a_run_that_may_go_on_on_another_host_is_not_called_killed(run: RecordedRun) -> None:
+    """As seen from another host that shares the disk."""
+    hold(run.paths, alive=True, host="somewhere.else")
+    assert read_account(run.paths.root).attempt is None
+    assert "no failure is on record; whether the run goes on, on another host, cannot be seen from here" in shown(run)
+    write_failure(run.paths.failure(1, 1), failure(1, 2.0, "RuntimeError", "bad"))
+    assert read_account(run.paths.root).cause == "rank 1 raised RuntimeError (no supervisor was there to judge)"
+
+
 def test_a_supervisor_that_is_killed_has_left_a_failure_also_where_its_ranks_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

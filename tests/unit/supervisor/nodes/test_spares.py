@@ -202,7 +202,10 @@ def test_a_spare_that_dies_is_told_and_more_spares_than_asked_for_wait(crew: Cre
     assert crew.said[-1] == "spare nodes: node-4"
 
 
-def test_a_spare_that_would_run_something_else_takes_nobody_s_place(tmp_path: Path) -> None:
+def test_a_spare_that_would_run_something_else_takes_nobody_s_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lead, "_SAY_AFTER", 0.0)
     crew = Crew(tmp_path, timeout=1.0)
     other = {"command": {**COMMAND, "script": "other", "torch": "2.12"}}
     for rank in (1, 2):
@@ -218,6 +221,8 @@ def test_a_spare_that_would_run_something_else_takes_nobody_s_place(tmp_path: Pa
         NodesMissing, match="node-1 has not come back within 1 s; node-3 cannot take part: it has other script, torch"
     ):
         crew.gather(2)
+    assert crew.said[-1].startswith("waiting for 1 of 3 nodes (here: node-0, node-2)")
+    assert crew.said[-1].endswith("; node-3 cannot take part: it has other script, torch")
     crew.leader._beacon.put_out()
 
 
