@@ -22,6 +22,7 @@ from rollback.ring import drainer
 from rollback.ring.url import store as storing
 from rollback.rundir.paths import RunPaths
 from rollback.system.processes import name_process
+from rollback.train import run as attached
 from rollback.train.catalogue import remote
 from rollback.train.catalogue.host_copies import HostCopies
 
@@ -238,6 +239,7 @@ def test_a_crash_in_mid_fetch_ends_with_the_same_rollback(
     if supervised:
         monkeypatch.setenv("ROLLBACK_SUPERVISOR", name_process(os.getppid()))
         monkeypatch.setenv("ROLLBACK_SETTINGS", '{"ring": "faulty://bucket/run"}')
+        monkeypatch.setattr(attached, "_processes", set())  # the next attempt has processes of its own
     ended = train(BAD, run, log=log)
     assert [(fact.checkpoint, fact.route) for fact in facts(run, Restored)] == [(PLANNED, "relaunch")]
     monkeypatch.undo()
