@@ -62,7 +62,7 @@ class Device:
         if on_gpu and not pin(self._region, device):
             raise OSError(f"{device} cannot copy into it without a wait of the host")
         try:
-            self._room = torch.empty(_ROOM, dtype=torch.uint8, pin_memory=on_gpu)
+            self._room = torch.empty(_ROOM, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
             self._stream: Any = torch.cuda.Stream(device, priority=_URGENT) if on_gpu else None  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # of the driver
             raise OSError(f"{device} would not register {_ROOM / 1e6:.0f} MB of memory: {error}") from error
@@ -123,7 +123,7 @@ class Device:
         if item.device != self._device:
             return item
         item = item.detach()
-        copied = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype)
+        copied = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device="cpu")
         source, target = _span(item), bytes_of(_span(copied))
         with self._one_reads:
             for start in range(0, len(source), _ROOM):
