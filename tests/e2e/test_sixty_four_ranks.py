@@ -98,6 +98,6 @@ def test_many_ranks_under_many_supervisors_end_with_what_undisturbed_ones_have(
     undisturbed = Scenarios(tmp_path / "undisturbed", limit=LIMIT)
     undisturbed.folder.mkdir()
     undisturbed.add("job", toy)
-    undisturbed.torchrun(ranks)
+    undisturbed.torchrun(ranks, warm=False)
     for rank in range(ranks):
         require_same(scenarios.portrait("job", rank), undisturbed.portrait("job", rank), f"rank {rank}")
