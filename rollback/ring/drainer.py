@@ -248,8 +248,8 @@ class Drainer:
             return
         began = time.monotonic()
         try:
-            with tiers.held(place) as let_go:
-                self._ring.put(place.manifest, place.directory, let_go)
+            with tiers.held(place) as let_go, self._ring.if_stuck(let_go):
+                self._ring.put(place.manifest, place.directory)
         except CheckpointDamaged as error:
             self._lost.add(name)
             if not tiers.has_left(place):

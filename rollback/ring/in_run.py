@@ -5,7 +5,8 @@ import mmap
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rollback.checkpoints import ring
@@ -40,11 +41,14 @@ class RingInRun:
     def held(self) -> Sequence[str]:
         return ring.names(self._paths)
 
-    def put(self, manifest: Manifest, directory: Path, let_go: object = None) -> None:
+    def if_stuck(self, act: Callable[[], None]) -> AbstractContextManager[None]:
+        """It never is: a disk refuses at once."""
+        return contextlib.nullcontext()
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
         """Copy a checkpoint past the page cache (the cache is for training), and commit it by a rename.
 
-        let_go: as of `RingAtUrl`; a disk refuses at once. Raises CheckpointDamaged where a shard is not, or no longer,
-        what the manifest says.
+        Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says.
         """
         arriving = self._paths.draining(manifest.name)
         stored = manifest.packed()

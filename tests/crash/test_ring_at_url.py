@@ -94,9 +94,10 @@ def test_where_nothing_gets_through_to_the_ring_nobody_holds_what_is_copied(
     """Ranks may want the slot: an outage must not keep it for as long as it is tried again."""
     at_url, told = opened(run.paths), list[str]()
     for name, seconds in ((NAMES[0], 0.0), (NAMES[1], 0.1)):  # of each operation there
-        bucket.delay, directory = seconds, run.paths.checkpoint(name)
+        bucket.delay = seconds
         monkeypatch.setattr(progress, "STUCK", 0.05 if seconds else 60.0)
-        at_url.put(read_manifest(directory), directory, lambda name=name: told.append(name))  # type: ignore[misc]
+        with at_url.if_stuck(lambda name=name: told.append(name)):  # type: ignore[misc]
+            put(at_url, run.paths, name)
     assert told == [NAMES[1]]
     assert at_url.held() == tuple(NAMES[:2])
 

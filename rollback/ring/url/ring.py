@@ -1,6 +1,7 @@
 """The writing end of a ring at a URL. One process holds it at a time; docs/format.md has the order of writes."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rollback.checkpoints.format.manifest import CheckpointFile, FrozenRecord, Manifest
@@ -23,10 +24,6 @@ from rollback.ring.url.store import Source, Store
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import CheckpointName, RunPaths, has_packs, shard_name
 from rollback.system import files
-
-
-def _held_by_nobody() -> None:
-    """What is copied from a directory that nobody waits for."""
 
 
 class RingAtUrl:
@@ -84,17 +81,15 @@ class RingAtUrl:
         """Names of the checkpoints that exist there, oldest first."""
         return tuple(self._held)
 
-    def put(self, manifest: Manifest, directory: Path, let_go: Callable[[], None] = _held_by_nobody) -> None:
-        """Add a checkpoint from a local directory, and the record with it.
+    def if_stuck(self, act: Callable[[], None]) -> AbstractContextManager[None]:
+        """As `StoreProgress.if_stuck`."""
+        return self._store.progress.if_stuck(act)
 
-        let_go: called, in a thread, when nothing gets through there: then nobody has to hold it here.
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        """Add a checkpoint from a local directory, and the record with it.
 
         Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says; nothing then exists there.
         """
-        with self._store.progress.if_stuck(let_go):
-            self._put(manifest, directory)
-
-    def _put(self, manifest: Manifest, directory: Path) -> None:
         name, frozen = manifest.name, manifest.frozen
         if frozen is not None:
             self._frozen.add(frozen)
