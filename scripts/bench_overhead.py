@@ -2,6 +2,7 @@
 
     python scripts/bench_overhead.py [--ranks 2] [--steps 100] [--width 256] [--batch 8] [--tokens 128]
     python scripts/bench_overhead.py --device cuda --ranks 1     # on a GPU, the pulse over NCCL
+    python scripts/bench_overhead.py --last-snapshot on          # with the marks for a last snapshot at every step
 
 Two identical models train side by side in each rank, one guarded, one not: a step of the one and a step of the other,
 in changing order, so that whatever else the machine does hits both alike. Printed are medians over the steps and the
@@ -54,8 +55,9 @@ class Loop:
         self.hand_over_norm = hand_over_norm
         self.guard: rollback.Guard | None = None
         if guarded:
-            off = {"snapshot_every": 0, "observe_only": True}
-            settings: dict[str, Any] = {"snapshot_every": args.snapshot_every} if args.snapshot_every else off
+            settings: dict[str, Any] = {"snapshot_every": 0, "observe_only": True, "last_snapshot": args.last_snapshot}
+            if args.snapshot_every or args.last_snapshot == "on":
+                settings |= {"snapshot_every": args.snapshot_every or 100 * args.steps, "observe_only": False}
             self.guard = rollback.Guard(model=self.model, optimizer=self.optimizer, loader=loader, run=run, **settings)
         self.batches = iter(self.guard if self.guard is not None else loader)
 
@@ -109,6 +111,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of a sample")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: on one GPU, with --ranks 1")
     parser.add_argument("--snapshot-every", type=int, default=0, help="steps between checkpoints; default: none")
+    parser.add_argument("--last-snapshot", choices=("on", "off"), default="off", help="on: marks at each step")
     args = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

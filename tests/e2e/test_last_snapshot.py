@@ -1,6 +1,5 @@
 """A rank dies, and the others keep the state: the run goes on at the very step, and ends as if nothing had been."""
 
-import contextlib
 import json
 import os
 import random
@@ -15,6 +14,7 @@ import psutil
 import pytest
 from cgroups import IN_CGROUP, memory_cgroup
 from job_results import JOB, LAUNCH, Scenarios
+from random_kills import kill_a_rank
 from selection import soak
 from test_hangs import IMPATIENT
 from toy import Toy, facts, require_same
@@ -31,7 +31,6 @@ from rollback.facts.training import (
 )
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 LIMIT = 200.0
 # Random states of three libraries, a buffer that moves in every forward, a scheduler; 30 steps.
@@ -328,18 +327,9 @@ def test_a_rank_killed_at_a_random_moment_costs_no_step(
     """Every kill ends bit for bit as if nothing had been. Prints the steps lost, and why."""
     lost: list[int] = []
     for seed in range(SEEDS[ranks]):
-        chance = random.Random(f"{ranks}/{seed}")
         launched = Launched(tmp_path / str(seed), WIDE if ranks == 4 else LONG, ranks)
         job = launched.start()
-        pid = None
-        while job.poll() is None and pid is None:
-            beats = read_heartbeats(RunPaths(launched.run).ranks)
-            if len(beats) == ranks and min(beat.step for beat in beats.values()) > 0:
-                pid = beats[chance.randrange(ranks)].pid
-            time.sleep(0.002)
-        time.sleep(chance.uniform(0, 1.5))
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid or 0, signal.SIGKILL)
+        kill_a_rank(job, launched.run, ranks, random.Random(f"{ranks}/{seed}"))
         output, _ = job.communicate(timeout=LIMIT)
         assert job.returncode == 0, f"seed {seed}\n{output}"
         launched.require(undisturbed_long[ranks])

@@ -1,17 +1,22 @@
 """A rank of a job on a device dies, and the other one keeps the state."""
 
+import os
+import random
 import signal
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from on_devices import DEVICES, GROUPS, Group, Supervised
+from on_devices import DEVICES, GROUPS, LIMIT, Group, Supervised
+from random_kills import kill_a_rank
 from toy import Toy, facts
 
 from rollback.checkpoints.fast_tier.end_marks import EndMark, StepEnd, marks_of, prepare, read_ends
 from rollback.checkpoints.fast_tier.slots import SlotPaths
-from rollback.facts.training import Attached, NoLastSnapshot
+from rollback.facts.training import Attached, LastSnapshotMade, NoLastSnapshot
+from rollback.rundir.journal.journal import read_journal
+from rollback.rundir.paths import RunPaths
 from rollback.train.data import rng
 from rollback.train.data.raw_random import RawRandom, tree_of
 from rollback.train.last_snapshot.device import Device
@@ -43,6 +48,36 @@ def test_a_killed_rank_costs_no_step(tmp_path: Path, group: Group, toy: Toy) -> 
     assert not facts(job.run, NoLastSnapshot)
     assert [fact.step for fact in facts(job.run, Attached)] == [0, KILL]
     job.require(undisturbed)
+
+
+LONG = TOY.but(samples=3200, loop="epochs", epochs=2, between=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_long(tmp_path_factory: pytest.TempPathFactory) -> dict[Group, Supervised]:
+    """Filled by who needs it."""
+    return {}
+
+
+@pytest.mark.parametrize("group", TWO)
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS_OF_TWO", "6"))))
+def test_a_rank_killed_at_a_random_moment_costs_no_step(
+    tmp_path: Path, undisturbed_long: dict[Group, Supervised], group: Group, seed: int
+) -> None:
+    """Bit for bit in the end, always. What it has cost is printed: a moment in which nobody can have kept the state is
+    one, too."""
+    if group not in undisturbed_long:
+        undisturbed_long[group] = Supervised(tmp_path / "undisturbed", LONG, group)
+        undisturbed_long[group].launch(*in_memory(tmp_path))
+    killed = Supervised(tmp_path / "killed", LONG, group)
+    job = killed.start(*in_memory(tmp_path))
+    kill_a_rank(job, killed.run, group.ranks, random.Random(f"{group.device}/{seed}"), within=4.0)
+    output, _ = job.communicate(timeout=LIMIT)
+    assert job.returncode == 0, output[-8000:]
+    killed.require(undisturbed_long[group])
+    for record in read_journal(RunPaths(killed.run).supervisor_journal).records:
+        if isinstance(record.fact, LastSnapshotMade):
+            print(f"{group.device}, seed {seed}: {record.fact.in_words()}")
 
 
 @pytest.mark.parametrize("group", GROUPS)

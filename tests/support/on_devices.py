@@ -11,7 +11,7 @@ import torch
 from job_results import JOB, LAUNCH, Scenarios
 from scenarios import BACKEND
 from toy import Toy, require_same
-from warm_server import run_warm
+from warm_server import WarmPopen
 
 from rollback.facts.training import AttemptEnded
 from rollback.rundir.journal.journal import read_journal
@@ -63,15 +63,23 @@ class Supervised:
         self.scenarios = Scenarios(folder)
         self.scenarios.add("job", toy.but(device=group.device), run=str(self.run), **more)
 
-    def launch(self, *flags: str, code: int = 0) -> str:
+    def start(self, *flags: str) -> subprocess.Popen[str]:
         command = [*LAUNCH, "--nproc", str(self.group.ranks), "--run", str(self.run), *flags]
-        done = run_warm(
+        return WarmPopen(
             [*command, str(JOB), str(self.scenarios.path)], cwd=self.folder, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, timeout=LIMIT,
+            stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", BACKEND: self.group.backend},
         )  # fmt: skip
-        assert done.returncode == code, done.stdout[-8000:]
-        return done.stdout
+
+    def launch(self, *flags: str, code: int = 0) -> str:
+        with self.start(*flags) as job:
+            try:
+                output, _ = job.communicate(timeout=LIMIT)
+            except BaseException:
+                job.kill()
+                raise
+        assert job.returncode == code, output[-8000:]
+        return output
 
     def require(self, other: "Supervised") -> None:
         for rank in range(self.group.ranks):
