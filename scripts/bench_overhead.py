@@ -2,12 +2,14 @@
 
     python scripts/bench_overhead.py [--ranks 2] [--steps 100] [--width 256] [--batch 8] [--tokens 128]
     python scripts/bench_overhead.py --device cuda --ranks 1     # on a GPU, the pulse over NCCL
+    python scripts/bench_overhead.py --device cuda --ranks 1 --unwaited 20
     python scripts/bench_overhead.py --last-snapshot on          # with the marks for a last snapshot at every step
 
 Two identical models train side by side in each rank, one guarded, one not: a step of the one and a step of the other,
 in changing order, so that whatever else the machine does hits both alike. Printed are medians over the steps and the
 median of the ratios of neighbouring steps, for a script that hands `clip_grad_norm_`'s result to `observe` and for one
-that does not. Snapshots are off unless --snapshot-every is given.
+that does not. Snapshots are off unless --snapshot-every is given. With a GPU, each step is waited for, as by a script
+that prints each loss, unless --unwaited says how many of each loop are made in a row.
 
 On a machine with other work the clock says little. So the processor time of the training thread is printed too: its
 median, and its tenth percentile, since what others do can only add to it.
@@ -44,11 +46,11 @@ class Loop:
         torch.manual_seed(0)
         block = nn.TransformerEncoderLayer(args.width, 4, 4 * args.width, batch_first=True, dropout=0.0)
         net = nn.Sequential(nn.Embedding(256, args.width), nn.TransformerEncoder(block, 4), nn.Linear(args.width, 256))
-        self.device = args.device
+        self.device, self.unwaited = args.device, args.unwaited
         net.to(self.device)
         self.model = nn.parallel.DistributedDataParallel(net) if dist.is_initialized() else net
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        samples = args.batch * args.ranks * (args.steps + 2 * WARMUP)
+        samples = args.batch * args.ranks * args.unwaited * (args.steps + 2 * WARMUP)
         data = TensorDataset(torch.randint(0, 256, (samples, args.tokens + 1)))
         sampler: DistributedSampler[Any] | None = DistributedSampler(data) if dist.is_initialized() else None
         loader = DataLoader(data, batch_size=args.batch, sampler=sampler, pin_memory=args.device == "cuda")
@@ -63,6 +65,14 @@ class Loop:
 
     def step(self) -> tuple[float, float]:
         began = time.perf_counter(), time.thread_time()
+        for _ in range(self.unwaited):
+            self._train()
+        if self.device == "cuda":
+            torch.cuda.current_stream().synchronize()
+        clock, processor = time.perf_counter() - began[0], time.thread_time() - began[1]
+        return clock / self.unwaited, processor / self.unwaited
+
+    def _train(self) -> None:
         tokens = next(self.batches)[0].to(self.device, non_blocking=True)
         logits = self.model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -72,9 +82,6 @@ class Loop:
         self.optimizer.zero_grad()
         if self.guard is not None:
             self.guard.observe(loss, grad_norm=norm if self.hand_over_norm else None)
-        if self.device == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return time.perf_counter() - began[0], time.thread_time() - began[1]
 
 
 def measure(rank: int, args: argparse.Namespace, port: int, folder: str, results: Any) -> None:
@@ -110,6 +117,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="samples of a rank's batch")
     parser.add_argument("--tokens", type=int, default=128, help="of a sample")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: on one GPU, with --ranks 1")
+    parser.add_argument("--unwaited", type=int, default=1, help="steps in a row, after which the GPU is waited for")
     parser.add_argument("--snapshot-every", type=int, default=0, help="steps between checkpoints; default: none")
     parser.add_argument("--last-snapshot", choices=("on", "off"), default="off", help="on: marks at each step")
     args = parser.parse_args()

@@ -55,7 +55,8 @@ class Script:
         self.train_on(self.x)
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        model = dict(self.model.state_dict())  # plain: torch 2.11 cannot stage an OrderedDict in pinned memory
+        return {"model": model, "optimizer": self.optimizer.state_dict()}
 
     def tensors(self) -> dict[str, Tensor]:
         """As a flat mapping, which is all that safetensors takes."""

@@ -216,6 +216,8 @@ def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn
     name_this_process(f"rank {os.environ.get('RANK', '?')}")
     sys.stdout = sys.__stdout__ = _unbuffered(1, sys.__stdout__)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _unbuffered(2, sys.__stderr__)  # type: ignore[misc]
+    if _is_spoiled():
+        os.execv(sys.executable, [sys.executable, "-u", *request["arguments"]])
     _as_in_a_new_process()
     run_script(list(request["arguments"]))
 
@@ -223,6 +225,13 @@ def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn
 def _unbuffered(descriptor: int, like: Any) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "w", closefd=False)
     return io.TextIOWrapper(raw, like.encoding, like.errors, write_through=True)
+
+
+def _is_spoiled() -> bool:
+    """Whether torch would refuse a GPU to this process: one that it was forked from has asked the driver for GPUs. (No
+    import of this torch does so under `import_ahead`; one of another torch may.)"""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda._is_in_bad_fork())
 
 
 def _as_in_a_new_process() -> None:

@@ -3,7 +3,9 @@
 import os
 import random
 import signal
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,10 +31,11 @@ TOY = Toy(
 KILL = 75
 
 
-def in_memory(folder: Path) -> tuple[str, str]:
-    """The flag for a fast tier there."""
-    (folder / "memory").mkdir(0o700, exist_ok=True)
-    return "--fast-tier", str(folder / "memory")
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in the host's memory: a driver registers no pages of a file on a disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rollback-tests-") as folder:
+        yield Path(folder)
 
 
 TWO = [group for group in GROUPS if "two ranks" in str(group.id)]
@@ -40,11 +43,11 @@ TWO = [group for group in GROUPS if "two ranks" in str(group.id)]
 
 @pytest.mark.parametrize("group", TWO)
 @pytest.mark.parametrize("toy", [TOY, TOY.but(adamw="fused")], ids=["foreach", "fused"])
-def test_a_killed_rank_costs_no_step(tmp_path: Path, group: Group, toy: Toy) -> None:
+def test_a_killed_rank_costs_no_step(tmp_path: Path, memory: Path, group: Group, toy: Toy) -> None:
     undisturbed = Supervised(tmp_path / "undisturbed", toy, group)
-    undisturbed.launch(*in_memory(tmp_path))
+    undisturbed.launch("--fast-tier", str(memory))
     job = Supervised(tmp_path / "killed", toy, group, signal=[1, KILL, signal.SIGKILL, 1])
-    job.launch(*in_memory(tmp_path))
+    job.launch("--fast-tier", str(memory))
     assert not facts(job.run, NoLastSnapshot)
     assert [fact.step for fact in facts(job.run, Attached)] == [0, KILL]
     job.require(undisturbed)
@@ -62,15 +65,15 @@ def undisturbed_long(tmp_path_factory: pytest.TempPathFactory) -> dict[Group, Su
 @pytest.mark.parametrize("group", TWO)
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS_OF_TWO", "6"))))
 def test_a_rank_killed_at_a_random_moment_costs_no_step(
-    tmp_path: Path, undisturbed_long: dict[Group, Supervised], group: Group, seed: int
+    tmp_path: Path, memory: Path, undisturbed_long: dict[Group, Supervised], group: Group, seed: int
 ) -> None:
     """Bit for bit in the end, always. What it has cost is printed: a moment in which nobody can have kept the state is
     one, too."""
     if group not in undisturbed_long:
         undisturbed_long[group] = Supervised(tmp_path / "undisturbed", LONG, group)
-        undisturbed_long[group].launch(*in_memory(tmp_path))
+        undisturbed_long[group].launch("--fast-tier", str(memory))
     killed = Supervised(tmp_path / "killed", LONG, group)
-    job = killed.start(*in_memory(tmp_path))
+    job = killed.start("--fast-tier", str(memory))
     kill_a_rank(job, killed.run, group.ranks, random.Random(f"{group.device}/{seed}"), within=4.0)
     output, _ = job.communicate(timeout=LIMIT)
     assert job.returncode == 0, output[-8000:]
@@ -81,11 +84,11 @@ def test_a_rank_killed_at_a_random_moment_costs_no_step(
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_marks_change_nothing(tmp_path: Path, group: Group) -> None:
+def test_marks_change_nothing(tmp_path: Path, memory: Path, group: Group) -> None:
     marked = Supervised(tmp_path / "on", TOY, group)
-    marked.launch(*in_memory(tmp_path))
+    marked.launch("--fast-tier", str(memory))
     without = Supervised(tmp_path / "off", TOY.but(settings={**TOY.settings, "last_snapshot": "off"}), group)
-    without.launch(*in_memory(tmp_path))
+    without.launch("--fast-tier", str(memory))
     marked.require(without)
 
 
@@ -102,11 +105,10 @@ def test_random_states_are_read_as_they_are_captured(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("behind", [0, 3000])
-def test_what_is_kept_is_copied_while_the_stream_of_the_training_waits(tmp_path: Path, behind: int) -> None:
+def test_what_is_kept_is_copied_while_the_stream_of_the_training_waits(memory: Path, behind: int) -> None:
     """As for a sum that never comes. behind: kernels that were asked for behind it, in another thread: a launch may
     wait, and who waits may keep others out of the driver."""
-    (tmp_path / "memory").mkdir(0o700)
-    paths = marks_of(SlotPaths(tmp_path / "memory"))
+    paths = marks_of(SlotPaths(memory))
     prepare(paths)
     here = torch.device("cuda", torch.cuda.current_device())
     gpu, weights = Device(here, paths, 0), torch.randn(3 << 22, device=here)
@@ -126,9 +128,8 @@ def test_what_is_kept_is_copied_while_the_stream_of_the_training_waits(tmp_path:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_stamp_is_there_once_the_gpu_has_come_to_it(tmp_path: Path) -> None:
-    (tmp_path / "memory").mkdir(0o700)
-    paths = marks_of(SlotPaths(tmp_path / "memory"))
+def test_a_stamp_is_there_once_the_gpu_has_come_to_it(memory: Path) -> None:
+    paths = marks_of(SlotPaths(memory))
     prepare(paths)
     here = torch.device("cuda", torch.cuda.current_device())
     mark, gpu = EndMark(paths, 0), Device(here, paths, 0)

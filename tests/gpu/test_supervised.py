@@ -4,14 +4,22 @@ Ranks are forked from a process that has imported torch, as ever. Had it touched
 """
 
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from on_devices import GROUPS, Supervised
+from job_results import LAUNCH
+from on_devices import DEVICES, GROUPS, LIMIT, Supervised
 from toy import Toy, facts
 
 from rollback.facts.training import Attached, Drifted, Incident, Restored, Stopped
 
+COLD = """
+import sys
+forked = "torch" in sys.modules
+import torch
+print("forked", forked, torch.ones(3, device=sys.argv[1]).sum().item(), flush=True)
+"""
 # What is skipped must not depend on which checkpoints a killed run happens to have: only what is bad, each time.
 TOY = Toy(
     samples=800, sampler="distributed", augment=True, nan=(60,), patient=False,
@@ -74,3 +82,14 @@ def test_a_bit_that_flips_in_a_replica_is_found(tmp_path: Path, undisturbed: Sup
     job = Supervised(tmp_path / "flipped", TOY.but(nan=()), undisturbed.group, flip=[1, 30])
     job.launch()
     assert facts(job.run, Drifted)[0].ranks == (0, 1), "of two, none is the majority"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_forked_rank_may_use_the_device(tmp_path: Path, device: str) -> None:
+    """Started as users do it: nothing here but the launcher has seen to that."""
+    (tmp_path / "train.py").write_text(COLD)
+    done = subprocess.run(
+        [*LAUNCH, "--nproc", "1", "--run", str(tmp_path / "run"), "--restart-budget", "0", "train.py", device],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert "forked True 3.0" in done.stdout, done.stdout

@@ -121,7 +121,8 @@ def _server(modules: str) -> socket.socket:
                 server.connect(_address(modules))
                 subprocess.Popen(
                     [sys.executable, __file__, str(listener.fileno())], pass_fds=[listener.fileno()],
-                    start_new_session=True, stdin=subprocess.DEVNULL, env={**os.environ, ENV_MODULES: modules},
+                    start_new_session=True, stdin=subprocess.DEVNULL,
+                    env={**os.environ, ENV_MODULES: modules, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # see import_ahead
                 )  # fmt: skip
     return server
 

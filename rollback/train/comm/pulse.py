@@ -135,8 +135,10 @@ _GAUGES = tuple(field.name for field in fields(GaugeFields))
 _SCALER_SKIPPED = list(_HOST).index("scaler_skipped")
 _host_values, _gauge_values = attrgetter(*_HOST), attrgetter(*_GAUGES)
 _SCALARS = 2 + len(_GAUGES)  # loss and gradient norm come first
-_AILMENTS = 4  # the loss is NaN, the loss is Inf, the gradient norm is NaN, it is Inf
-FIELDS = 2 * _SCALARS + _AILMENTS + len(_HOST)
+_JUDGED = 2  # of these: where one is not finite, it is told whether it is NaN or Inf
+_AILMENTS_AT = 2 * _SCALARS
+_HOST_AT = _AILMENTS_AT + 2 * _JUDGED
+FIELDS = _HOST_AT + len(_HOST)
 """Numbers of the vector before the letters."""
 
 NO_GAUGES = Gauges()
@@ -165,6 +167,7 @@ class Pulse:
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
         self._sent: bytes | Tensor = b""
+        self._orders: dict[tuple[int, ...], Tensor] = {}
         self._ailments: Tensor | list[float] | None = None  # this rank's, of the beat that is under way
         self._work: dist.Work | None = None
         self._vector: Tensor | list[float] | None = None
@@ -254,19 +257,10 @@ class Pulse:
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> Tensor | list[float]:
         """The vector; the numbers themselves where no backend adds to them: of a rank alone, or in shared memory."""
-        row, host = [0.0] * FIELDS, 2 * _SCALARS + _AILMENTS
-        for place, scalar in enumerate((loss, grad_norm, *_gauge_values(gauges))):
-            if scalar is None:
-                continue
-            value = scalar if type(scalar) is float else scalar.item()
-            if math.isfinite(value):
-                row[place], row[_SCALARS + place] = value, 1.0
-            elif place < 2:
-                row[2 * _SCALARS + 2 * place + math.isinf(value)] = 1.0
-        row[host:] = _host_values(signs)
+        row = _row((loss, grad_norm, *_gauge_values(gauges)), signs)
         if gauges.found_inf is not None:
-            row[host + _SCALER_SKIPPED] += gauges.found_inf.item() > 0
-        self._ailments = row[2 * _SCALARS : host]
+            row[_HOST_AT + _SCALER_SKIPPED] += gauges.found_inf.item() > 0
+        self._ailments = row[_AILMENTS_AT:_HOST_AT]
         numbers = array("d", row)
         self._sent = numbers.tobytes()  # the sum will be where the numbers are
         if self._shared is not None or (not self._ranks.distributed and signs.letter is None):
@@ -285,18 +279,32 @@ class Pulse:
     def _compose_on_device(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> Tensor:
+        """The vector. What the host knows goes there in one piece, and what is there already is put in between: each
+        operation costs the host more than the device."""
         given = (loss, grad_norm, *_gauge_values(gauges))
-        values = torch.stack([self._on_device(scalar) for scalar in given])
-        finite = torch.isfinite(values)
-        there = self._to_device([float(scalar is not None) for scalar in given])
-        self._ailments = torch.stack([torch.isnan(values[:2]), torch.isinf(values[:2])], dim=1).flatten().double()
-        known = self._to_device(list(map(float, _host_values(signs))))
+        on_device = {place: self._on_device(item) for place, item in enumerate(given) if self._is_there(item)}
+        vector = self._to_device(_row([None if at in on_device else item for at, item in enumerate(given)], signs))
+        if there := tuple(on_device):
+            parts = _parts([*on_device.values()], judged=sum(place < _JUDGED for place in there))
+            vector = torch.cat([vector, *parts]).index_select(0, self._order_of(there))
         if gauges.found_inf is not None:
-            known[_SCALER_SKIPPED] += (self._on_device(gauges.found_inf) > 0).double()
-        letters = [self._letter_row(signs.letter)] if signs.letter is not None else []
-        vector = torch.cat([torch.where(finite, values, 0.0), there * finite, self._ailments, known, *letters])
-        self._sent = vector[:FIELDS].clone()  # the sum will be where the vector is
-        return vector
+            vector[_HOST_AT + _SCALER_SKIPPED] += (self._on_device(gauges.found_inf) > 0).double()
+        self._sent = vector.clone()  # the sum will be where the vector is
+        self._ailments = self._sent[_AILMENTS_AT:_HOST_AT]
+        return vector if signs.letter is None else torch.cat([vector, self._letter_row(signs.letter)])
+
+    def _order_of(self, there: tuple[int, ...]) -> Tensor:
+        """Where each number of the vector is, of the host's row and the `_parts` of the scalars in these places."""
+        if (order := self._orders.get(there)) is None:
+            places, ill = [*range(FIELDS)], [place for place in there if place < _JUDGED]
+            of_parts = [
+                *there, *(_SCALARS + place for place in there),
+                *(_AILMENTS_AT + 2 * place + kind for kind in range(2) for place in ill),
+            ]  # fmt: skip
+            for number, place in enumerate(of_parts):
+                places[place] = FIELDS + number
+            order = self._orders[there] = torch.tensor(places).to(self._device)
+        return order
 
     def _letter_row(self, letter: tuple[int, ...]) -> Tensor:
         """This rank's letter at its place among those of all ranks."""
@@ -308,10 +316,36 @@ class Pulse:
     def _to_device(self, numbers: list[float]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64).to(self._device, non_blocking=True)
 
-    def _on_device(self, value: Tensor | float | None) -> Tensor:
-        if not isinstance(value, Tensor):
-            return torch.full((), value or 0.0, dtype=torch.float64, device=self._device)
-        return value.detach().to(self._device, torch.float64, non_blocking=True).reshape(())
+    def _is_there(self, scalar: object) -> bool:
+        return isinstance(scalar, Tensor) and scalar.device.type == self._device.type
+
+    def _on_device(self, scalar: Any) -> Tensor:
+        """Not that of another device."""
+        there: Tensor = scalar.detach().to(self._device, non_blocking=True).reshape(())
+        return there
+
+
+def _row(given: Sequence[Tensor | float | None], signs: Signs) -> list[float]:
+    """The vector of these scalars of the host."""
+    row = [0.0] * FIELDS
+    for place, scalar in enumerate(given):
+        if scalar is None:
+            continue
+        value = scalar if type(scalar) is float else scalar.item()  # type: ignore[union-attr]
+        if math.isfinite(value):
+            row[place], row[_SCALARS + place] = value, 1.0
+        elif place < _JUDGED:
+            row[_AILMENTS_AT + 2 * place + math.isinf(value)] = 1.0
+    row[_HOST_AT:] = _host_values(signs)
+    return row
+
+
+def _parts(scalars: list[Tensor], judged: int) -> list[Tensor]:
+    """What scalars of a device add to the vector: the values, and which are finite; of the first ones, that are judged,
+    which are NaN, and which are Inf."""
+    values = torch.stack(scalars).double()
+    first = values[:judged]
+    return [values.nan_to_num(0.0, 0.0, 0.0), values - values == 0.0, torch.isnan(first), torch.isinf(first)]
 
 
 def beat_of(sent: Sequence[bytes]) -> Beat | None:
@@ -341,7 +375,7 @@ def _beat(vector: Tensor | list[float], world_size: int) -> Beat:
     if isinstance(vector, Tensor):
         row = (vector if vector.numel() == FIELDS else vector[:FIELDS]).tolist()
         letters = vector[FIELDS:].long().view(-1, LETTER) if vector.numel() > FIELDS else None
-    counts, ailments, host = row[_SCALARS:], row[2 * _SCALARS :], row[2 * _SCALARS + _AILMENTS :]
+    counts, ailments, host = row[_SCALARS:], row[_AILMENTS_AT:], row[_HOST_AT:]
     loss, grad_norm, *gauges = [
         total / count if count else None for total, count in zip(row[:_SCALARS], counts, strict=False)
     ]  # fmt: skip
@@ -355,7 +389,7 @@ def _beat(vector: Tensor | list[float], world_size: int) -> Beat:
         table["measured"] = math.sqrt(table["measured_squares"])
     return Beat(
         loss=_unless_ill(loss, *ailments[:2]),
-        grad_norm=_unless_ill(grad_norm, *ailments[2:_AILMENTS]),
+        grad_norm=_unless_ill(grad_norm, *ailments[2:4]),
         letters=letters,
         **table,
     )

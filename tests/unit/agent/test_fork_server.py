@@ -70,3 +70,24 @@ def test_a_fork_server_whose_torchrun_was_killed_while_it_forked_ends_without_a_
     (tmp_path / "train.py").write_text("")
     done = run_warm([sys.executable, "-c", KILLED], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.stdout == "ended with 0\nits rank with 0\n"
+
+
+SPOILED = """
+import os, sys, torch
+from rollback.agent.fork_server import ForkServer
+
+torch.cuda._is_in_bad_fork = lambda: True
+made = ForkServer()
+print("ended with", made.start(["train.py", "7"], {**os.environ, "RANK": "3"}, 1, 2).wait())
+"""
+
+
+def test_a_rank_that_could_not_use_a_gpu_any_more_is_started_from_nothing(tmp_path: Path) -> None:
+    """As where an import has asked the driver for GPUs: torch would refuse them in every process that is forked."""
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nprint(*sys.argv, os.environ['RANK'], 'torch' in sys.modules, flush=True)\nsys.exit(4)\n"
+    )
+    done = run_warm(
+        [sys.executable, "-c", SPOILED], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+    )
+    assert done.stdout == "train.py 7 3 False\nended with 4\n"
