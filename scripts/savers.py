@@ -55,8 +55,7 @@ class Script:
         self.train_on(self.x)
 
     def state(self) -> dict[str, Any]:
-        model = dict(self.model.state_dict())  # plain: torch 2.11 cannot stage an OrderedDict in pinned memory
-        return {"model": model, "optimizer": self.optimizer.state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def tensors(self) -> dict[str, Tensor]:
         """As a flat mapping, which is all that safetensors takes."""
@@ -148,8 +147,11 @@ class DcpAsync(Method):
         self.future: Any = None
         # Its thread talks to the other ranks while the job trains: in the job's own group both would wait for ever.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() and not self.in_process else None
-        device = script.x.is_cuda  # from which torch copies best into pinned memory, without waiting for each tensor
-        self.stager = DefaultStager(
+        self.stager = self._new_stager()
+
+    def _new_stager(self) -> DefaultStager:
+        device = self.script.x.is_cuda  # torch copies best into pinned memory, without waiting for each tensor
+        return DefaultStager(
             StagingOptions(
                 use_pinned_memory=device, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=device
             )
@@ -158,6 +160,8 @@ class DcpAsync(Method):
     def save(self) -> None:
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+        if not self.stager._state_dict_stager._deepcopy_dispatch:
+            self.stager = self._new_stager()  # torch 2.11 closes it after each save in a thread
         kind = AsyncCheckpointerType.PROCESS if self.in_process else AsyncCheckpointerType.THREAD
         self.future = state_dict_saver.async_save(
             self.script.state(), checkpoint_id=self.folder, process_group=self.group, async_checkpointer_type=kind,

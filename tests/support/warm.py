@@ -31,13 +31,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
-import torch
-import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from warm_server import ENV_MODULES
 
-import rollback
 from rollback.agent.entry import name_methods_quickly
+from rollback.agent.fork_server import import_ahead
 from rollback.supervisor.nodes import store
 from rollback.supervisor.torchrun import host, processes, standby
 from rollback.system.processes import start_of
@@ -58,11 +56,8 @@ def warm_up(register: Path) -> None:
     which outlives them: a supervisor looks for what a killed one has left."""
     global _register  # noqa: PLW0603 - what is called at a fork can be handed nothing
     _register = register
-    _ = rollback.Guard
     name_methods_quickly()  # the more modules there are, the dearer: 0.7 s of each torchrun
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.AdamW([parameter]).step()
+    import_ahead()  # no more: an optimizer's step asks a GPU whether it is recording, and ends its use in forks
     for module in (*_OF_COMMANDS, *os.environ.get(ENV_MODULES, "").split()):
         importlib.import_module(module)
 

@@ -165,7 +165,7 @@ class Pulse:
         room = FIELDS + ranks.world_size * LETTER if self._cuda else 0
         self._host = torch.zeros(room, dtype=torch.float64, pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._arrived = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
+        self._arrived = torch.cuda.Event(blocking=True) if self._cuda else None  # type: ignore[no-untyped-call]
         self._sent: bytes | Tensor = b""
         self._orders: dict[tuple[int, ...], Tensor] = {}
         self._ailments: Tensor | list[float] | None = None  # this rank's, of the beat that is under way
