@@ -48,7 +48,8 @@ def beat(ranks: int) -> dict[str, float]:
     """Milliseconds of processor time of one rank for a beat, without and with letters."""
     import torch
 
-    from rollback.train.comm.pulse import LETTER, Pulse, Signs
+    from rollback.train.comm.beat import LETTER, Signs
+    from rollback.train.comm.pulse import Pulse
     from rollback.train.comm.ranks import Ranks
 
     torch.set_num_threads(1)

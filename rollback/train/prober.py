@@ -17,7 +17,8 @@ from torch import nn
 
 from rollback.facts.probes import NotProbed, Probed
 from rollback.sentinel.probe import OpenQuestion, ProbeAnswer, ProbeFinding
-from rollback.train.comm.pulse import Pulse, Signs
+from rollback.train.comm.beat import Signs
+from rollback.train.comm.pulse import Pulse
 from rollback.train.incidents.decisions import Decision
 from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.kept_updates import KeptUpdate

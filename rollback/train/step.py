@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rollback.sentinel import Hint
 from rollback.train.arguments import scalar
-from rollback.train.comm.pulse import Gauges
+from rollback.train.comm.beat import Gauges
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepMark

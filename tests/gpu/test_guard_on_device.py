@@ -15,7 +15,8 @@ from rollback.facts.history import fold
 from rollback.facts.training import Window
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.train.comm.pulse import Pulse, Signs
+from rollback.train.comm.beat import Signs
+from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 
 pytestmark = [

@@ -80,7 +80,7 @@ def test_a_bit_that_flips_in_a_replica_is_found(tmp_path: Path, undisturbed: Sup
     if undisturbed.group.ranks == 1:
         pytest.skip("one rank has no replica")
     job = Supervised(tmp_path / "flipped", TOY.but(nan=()), undisturbed.group, flip=[1, 30])
-    job.launch()
+    job.start().communicate(timeout=LIMIT)  # a replica may have come back by the end, or not: no state is kept then
     assert facts(job.run, Drifted)[0].ranks == (0, 1), "of two, none is the majority"
 
 

@@ -22,15 +22,15 @@ class LateGpu(Device):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._behind: queue.SimpleQueue[tuple[int, StepEnd, list[Tensor]]] = queue.SimpleQueue()
+        self._behind: queue.SimpleQueue[tuple[int, StepEnd, list[Tensor], int]] = queue.SimpleQueue()
         self._left = 0
         self._changed = threading.Condition()
         threading.Thread(target=self._work, daemon=True).start()
 
-    def add(self, half: int, end: StepEnd, tensors: Sequence[Tensor]) -> None:
+    def add(self, part: int, end: StepEnd, tensors: Sequence[Tensor], at: int = 0) -> None:
         with self._changed:
             self._left += 1
-        self._behind.put((half, end, [item.detach().clone() for item in tensors]))
+        self._behind.put((part, end, [item.detach().clone() for item in tensors], at))
 
     def await_gradients(self) -> None:
         with self._changed:
@@ -42,9 +42,9 @@ class LateGpu(Device):
 
     def _work(self) -> None:
         while True:
-            half, end, tensors = self._behind.get()
+            part, end, tensors, at = self._behind.get()
             time.sleep(LATE)
-            super().add(half, end, tensors)
+            super().add(part, end, tensors, at)
             with self._changed:
                 self._left -= 1
                 self._changed.notify_all()

@@ -14,9 +14,9 @@ when another one asks. Each part has a checksum over all of it, its step's end i
 it writes one half leaves the other, and half a mark is never believed. What stays the same over many steps is in each
 part, and is not copied there again.
 
-What a GPU has at a step's end the host cannot write: it is ahead of it. There the host says in the half how many bytes
-are added, and the GPU writes them, and then a stamp of that step's end, when it comes there. Without it the half is not
-whole. A half is begun anew by the host before the GPU is asked for what is added to it.
+What a GPU has the host cannot write: it is ahead of it. There the host says in the part how many bytes are added, and
+the GPU writes them, and then a stamp of that part, when it comes there. Without it the part is not whole. A part is
+begun anew by the host before the GPU is asked for what is added to it.
 docs/format.md, "The last snapshot", has the layout. Nothing here knows torch.
 """
 
@@ -50,8 +50,8 @@ _LEFT_AT = 2048  # in the first page
 _STOPPED_AT, _STOPPED_MOST = 2056, 2000
 SIZE = 4096 + PARTS * _PART
 """Bytes of a mark's file."""
-SIZE_ADDED = _EARLY * _PART
-"""Bytes of the file with what is added: for each half a stamp and what is told of."""
+SIZE_ADDED = PARTS * _PART
+"""Bytes of the file with what is added: for each part a stamp and what is told of."""
 ELSEWHERE = b"o"
 REASONS = {
     b"h": "the ranks hang", b"g": "the grace is over", b"e": "the attempt is ended",
@@ -168,33 +168,32 @@ class EndMark:
         self.bell = os.open(paths.bell(rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def write(self, end: StepEnd, body: bytes, stays: bytes = b"", added: int | None = None) -> int:
-        """Leave what this rank knows at the end of a step. The mark before stays. Returns the number of the half.
+        """Leave what this rank knows at the end of a step. The mark before stays. Returns the number of the part.
 
         stays: behind the body, for whoever reads it. As long as it is the same object, it is not copied again. added:
-        the number of bytes at the body's end in whose place a GPU puts others; nobody reads this half before it has.
-        None: there is no GPU.
+        the number of bytes at the body's end in whose place a GPU puts others; nobody reads this part before it has.
+        None: a GPU puts nothing there.
         """
         self._half ^= 1
-        self._put(self._half, body, stays, end, adding=0 if added is None else 1 + added)
-        return self._half
+        return self._put(self._half, body, stays, end, _NO_HOLD, added)
 
-    def write_early(self, end: StepEnd, body: bytes, hold: Hold, stays: bytes = b"") -> None:
-        """Leave what this rank knows of a step's end, if nothing changes it until then."""
+    def write_early(
+        self, end: StepEnd, body: bytes, hold: Hold, stays: bytes = b"", added: int | None = None
+    ) -> int:  # fmt: skip
+        """Leave what this rank knows of a step's end, if nothing changes it until then. As `write`."""
         self._early ^= end != self._early_end  # a step with two backwards has told of its end before
         self._early_end = end
-        self._put(_EARLY + self._early, body, stays, end, hold)
+        return self._put(_EARLY + self._early, body, stays, end, hold, added)
 
     def withdraw(self) -> None:
         """The newest early mark does not hold: this rank does not come to that step's end as it should."""
         start = start_of(_EARLY + self._early)
         self._map[start : start + _HEAD] = _NO_HEAD
 
-    def _put(
-        self, part: int, body: bytes, stays: bytes, end: StepEnd, hold: Hold = _NO_HOLD, adding: int = 0
-    ) -> None:  # fmt: skip
+    def _put(self, part: int, body: bytes, stays: bytes, end: StepEnd, hold: Hold, added: int | None) -> int:
         if self._digest[0] is not stays:
             self._digest = stays, xxhash.xxh3_64_intdigest(stays)
-        numbers = _NUMBERS.pack(len(stays), len(body), adding, *end, *hold)
+        numbers = _NUMBERS.pack(len(stays), len(body), 0 if added is None else 1 + added, *end, *hold)
         start = start_of(part)
         content, rest = start + _HEAD, start + _HEAD + len(stays)
         self._map[start:content] = _NO_HEAD  # nothing, until all of it is there
@@ -203,6 +202,7 @@ class EndMark:
             self._stays[part] = stays
         self._map[rest : rest + len(body)] = body
         self._map[start:content] = _CHECK.pack(_check(numbers, self._digest[1], body)) + numbers
+        return part
 
     def tell_digest(self, end: StepEnd, digest: int) -> None:
         """Tell the others the digest of this rank's parameters at that moment."""
@@ -246,14 +246,15 @@ def start_of(part: int) -> int:
     return 4096 + part * _PART
 
 
-def place_of_added(half: int) -> tuple[int, int]:
-    """Where the stamp of a half begins in the file of what is added, and where what it tells of does."""
-    return half * _PART, half * _PART + _CHECK.size
+def place_of_added(part: int) -> tuple[int, int]:
+    """Where the stamp of a part begins in the file of what is added, and where what it tells of does."""
+    return part * _PART, part * _PART + _CHECK.size
 
 
-def stamp_of(end: StepEnd) -> int:
-    """What tells that all is added which belongs to that step's end. Not zero, and it fits into an int64."""
-    return _seed(struct.pack("<6Q", *end)) >> 1 | 1
+def stamp_of(end: StepEnd, at: int = 0) -> int:
+    """What tells that all is added which belongs to a mark of that step's end; of an early one, left at that moment
+    (`Hold.at`). Not zero, and it fits into an int64."""
+    return _seed(struct.pack("<7Q", *end, at)) >> 1 | 1
 
 
 def _seed(numbers: bytes) -> int:
@@ -296,22 +297,22 @@ def _read_part(paths: EndMarkPaths, rank: int, part: int) -> EarlyMark | None:
         return None
     staying, _, adding, *rest = _NUMBERS.unpack_from(raw, _CHECK.size)
     content, count = raw[_HEAD:], len(StepEnd._fields)
-    stays, body, end = content[:staying], content[staying:], StepEnd(*rest[:count])
+    stays, body, end, hold = content[:staying], content[staying:], StepEnd(*rest[:count]), Hold(*rest[count:])
     if adding:
-        if (added := _read_added(paths, rank, part, end, adding - 1)) is None:
+        if (added := _read_added(paths, rank, part, end, hold, adding - 1)) is None:
             return None
         body = body[: len(body) - len(added)] + added
-    return EarlyMark(end, body + stays, Hold(*rest[count:]))
+    return EarlyMark(end, body + stays, hold)
 
 
-def _read_added(paths: EndMarkPaths, rank: int, half: int, end: StepEnd, length: int) -> bytes | None:
-    """What a GPU has added to a half; None: it has not come to that step's end, or the half is another's by now."""
-    stamp, place = place_of_added(half)
-    if _read(paths.added(rank), stamp, _CHECK.size) != _CHECK.pack(stamp_of(end)):
+def _read_added(paths: EndMarkPaths, rank: int, part: int, end: StepEnd, hold: Hold, length: int) -> bytes | None:
+    """What a GPU has added to a part; None: it has not come there, or the part is another's by now."""
+    stamp, place = place_of_added(part)
+    if _read(paths.added(rank), stamp, _CHECK.size) != _CHECK.pack(stamp_of(end, hold.at)):
         return None
     added = _read(paths.added(rank), place, length)
-    head = _read(paths.mark(rank), start_of(half) + _CHECK.size, _NUMBERS.size)
-    still = bool(head) and _NUMBERS.unpack(head)[3 : 3 + len(end)] == end
+    head = _read(paths.mark(rank), start_of(part) + _CHECK.size, _NUMBERS.size)
+    still = bool(head) and _NUMBERS.unpack(head)[3:] == (*end, *hold)
     return added if len(added) == length and still else None
 
 

@@ -7,7 +7,7 @@ from rollback.facts.ending import GivingUp
 from rollback.facts.training import Incident, Planned, Window
 from rollback.policy import DataStream
 from rollback.sentinel import Hint, Observation
-from rollback.train.comm.pulse import Beat
+from rollback.train.comm.beat import Beat
 from rollback.train.updates.habits import Habit
 
 

@@ -22,7 +22,8 @@ from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Sentinel, Verdict
 from rollback.sentinel.probe import OpenQuestion, ProbeAnswer, damaged
 from rollback.suspects import MOST
-from rollback.train.comm.pulse import NO_GAUGES, Beat, Gauges, Pulse, beat_of
+from rollback.train.comm.beat import NO_GAUGES, Beat, Gauges, beat_of
+from rollback.train.comm.pulse import Pulse
 from rollback.train.data.skips import SkipList
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.cases import Cases

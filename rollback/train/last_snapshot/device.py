@@ -94,19 +94,25 @@ class Device:
             told = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else torch.empty(0, dtype=torch.uint8)
         return told.to(self._device)
 
-    def add(self, half: int, end: StepEnd, tensors: Sequence[Tensor]) -> None:
-        """Behind a step: have the GPU add these to that half of the mark, which is there already, once it has done all
-        that was asked of it so far. The host does not wait."""
-        at, place = end_marks.place_of_added(half)
+    def add(self, part: int, end: StepEnd, tensors: Sequence[Tensor], at: int = 0) -> None:
+        """Have the GPU add these to that part of the mark, which is there already, once it has done all that was asked
+        of it so far. The host does not wait. at: when it was left, of an early mark."""
+        start, place = end_marks.place_of_added(part)
         if self._updated is not None:
             torch.cuda.current_stream(self._device).wait_event(self._updated)
         if tensors:
             told = torch.cat([_as_bytes(item) for item in tensors])
             self._added[place : place + len(told)].copy_(told, non_blocking=True)
-        stamp = torch.full((1,), end_marks.stamp_of(end), dtype=torch.int64, device=self._device)
-        self._added[at : at + stamp.nbytes].copy_(_as_bytes(stamp), non_blocking=True)
+        stamp = torch.full((1,), end_marks.stamp_of(end, at), dtype=torch.int64, device=self._device)
+        self._added[start : start + stamp.nbytes].copy_(_as_bytes(stamp), non_blocking=True)
         if self._stream is not None:
             self._last_added = torch.cuda.current_stream(self._device).record_event()
+
+    def added(self, part: int, end: StepEnd, length: int, at: int = 0) -> bytes | None:
+        """What it has added there; None: it has not come so far."""
+        start, place = end_marks.place_of_added(part)
+        there = int(self._added[start : start + 8].view(torch.int64)) == end_marks.stamp_of(end, at)
+        return self._added[place : place + length].numpy().tobytes() if there else None
 
     def close(self) -> None:
         """Nothing is added or read any more. Where the GPU does not come to an end, its memory stays as it is."""

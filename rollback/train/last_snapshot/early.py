@@ -15,6 +15,7 @@ from torch import nn
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, EndMarkPaths, Hold, StepEnd
+from rollback.train.last_snapshot.device import Device
 from rollback.train.last_snapshot.small_state import LocalState, SmallStateReader, same_but_for_next
 from rollback.train.last_snapshot.write import NotProved
 from rollback.train.updates.backward import BackwardWatch
@@ -26,29 +27,44 @@ _PARTS = struct.Struct("<2Q")  # the lengths of what only the rank knew, and of 
 
 
 class _Present(NamedTuple):
-    """What a rank knew in its backward, and when."""
+    """What a rank knew in its backward, and when. buffers: of its buffers on a GPU, the version that torch counts."""
 
     end: StepEnd
     local: LocalState
     at: int
     computed: int
+    buffers: int
+
+
+class _Added(NamedTuple):
+    """Which parts of a mark a GPU adds the same bytes to, where nothing changes buffers behind a backward."""
+
+    end: StepEnd
+    early: int
+    at_end: int
+    at: int
+    length: int
 
 
 class EarlyMarks:
     """One rank's early marks, for as long as this object lives. telltale: a parameter by which a backward is noticed.
 
-    coming: the end of the step in progress; None: there will be none, or it is not known yet.
+    device: None where the parameters are in the host's memory. coming: the end of the step in progress; None: there
+    will be none, or it is not known yet.
     """
 
     def __init__(
         self,
         mark: EndMark,
+        device: Device | None,
         telltale: nn.Parameter | None,
         small_state: SmallStateReader,
         coming: Callable[[], StepEnd | None],
     ) -> None:
-        self._mark, self._small_state, self._coming = mark, small_state, coming
+        self._mark, self._device, self._small_state, self._coming = mark, device, small_state, coming
         self._present: _Present | None = None
+        self._part = 0
+        self._added: _Added | None = None
         self._tried = self._longest = self._most = 0
         self._watch = BackwardWatch(None, telltale, self._in_backward)
 
@@ -58,36 +74,53 @@ class EarlyMarks:
         if (end := self._coming()) is None:
             return
         local = self._small_state.local(in_step=True)
-        if self._small_state.on_gpu:  # what is in these buffers now is not known
-            self.stop()
-            return
-        self._present = present = _Present(end, local, time.monotonic_ns(), time.process_time_ns())
+        now = time.monotonic_ns(), time.process_time_ns()
+        self._present = present = _Present(end, local, *now, self._versions())
         patience, effort = 2 * self._longest + _LATITUDE, 2 * self._most + _LATITUDE
-        self._leave(present, Hold(present.at, patience, present.computed, effort))
+        if self._leave(present, Hold(present.at, patience, present.computed, effort)) and self._device is not None:
+            self._device.add(self._part, end, self._small_state.on_gpu, present.at)  # they are as the forward left them
 
-    def _leave(self, present: _Present, hold: Hold) -> None:
-        local = present.local
-        if self._tried >= TRIED and len(body := mark_body(b"", local.body({}))) + len(local.stays) <= end_marks.MOST:
-            self._mark.write_early(present.end, body, hold, local.stays)
+    def _leave(self, present: _Present, hold: Hold) -> bool:
+        local, on_gpu = present.local, self._small_state.on_gpu
+        body = mark_body(b"", local.body({}))
+        if self._tried < TRIED or len(body) + len(local.stays) > end_marks.MOST:
+            return False
+        added = sum(item.nbytes for item in on_gpu) if on_gpu else None
+        self._part = self._mark.write_early(present.end, body, hold, local.stays, added)
+        return added is not None
 
-    def at_end(self, end: StepEnd, local: LocalState) -> None:
-        """The step has ended. Where something has changed in it, there are no early marks any more."""
+    def _versions(self) -> int:
+        return sum(item._version for item in self._small_state.on_gpu)
+
+    def at_end(self, end: StepEnd, local: LocalState, part: int) -> None:
+        """The step has ended, and that part of the mark tells of it. Where something has changed in it, there are no
+        early marks any more."""
         present, self._present = self._present, None
         if present is None or present.end != end:
             return
-        if present.local != local:
+        if present.local != local or present.buffers != self._versions() or self._was_changed_unseen():
             self.stop()
             return
+        if self._tried >= TRIED and (on_gpu := self._small_state.on_gpu):
+            self._added = _Added(end, self._part, part, present.at, sum(item.nbytes for item in on_gpu))
         self._tried += 1
         self._longest = max(self._longest, time.monotonic_ns() - present.at)
         self._most = max(self._most, time.process_time_ns() - present.computed)
+
+    def _was_changed_unseen(self) -> bool:
+        """Whether something has changed buffers behind the backward of the step before, which its host cannot see."""
+        if (added := self._added) is None or self._device is None:
+            return False
+        early = self._device.added(added.early, added.end, added.length, added.at)
+        at_end = self._device.added(added.at_end, added.end, added.length)
+        return None not in (early, at_end) and early != at_end
 
     def give_up(self) -> None:
         """This rank will not come to the end of the step that it is in. Say whether it has changed anything so far."""
         if (present := self._present) is None:
             return
         try:
-            same = self._small_state.local(in_step=True) == present.local
+            same = self._small_state.local(in_step=True) == present.local and self._versions() == present.buffers
         except Exception:  # noqa: BLE001 - another exception ends this rank, and that one is to be shown
             same = False
         if same:

@@ -36,10 +36,11 @@ class EndOfStep:
     def size(self) -> int:
         return len(self.body) + len(self.stays)
 
-    def write(self, mark: EndMark, device: Device | None, end: StepEnd) -> None:
-        """Leave it. With a device it is whole once that has come to this step's end itself."""
+    def write(self, mark: EndMark, device: Device | None, end: StepEnd) -> int:
+        """Leave it, in a part whose number is returned. With a device it is whole once that has come to this step's end
+        itself."""
         if device is None:
-            mark.write(end, self.body, self.stays)
-        else:
-            half = mark.write(end, self.body, self.stays, added=sum(item.nbytes for item in self.late))
-            device.add(half, end, self.late)
+            return mark.write(end, self.body, self.stays)
+        part = mark.write(end, self.body, self.stays, added=sum(item.nbytes for item in self.late))
+        device.add(part, end, self.late)
+        return part

@@ -104,7 +104,7 @@ class LastSnapshot:
             state.optimizer.register_step_post_hook(weak_hook(self._after_update))
         self._unseen = UnseenWrites(state, telltale, self._seems_unchanged, self._stop)
         if run.ranks.world_size > 1:
-            self._early = EarlyMarks(self._mark, telltale, self._small_state, self._coming)
+            self._early = EarlyMarks(self._mark, self._device, telltale, self._small_state, self._coming)
         self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)
         self._thread.start()
 
@@ -124,11 +124,11 @@ class LastSnapshot:
         if left.size > end_marks.MOST:
             self._stop(f"{left.size >> 10} KiB of buffers and other small state would be copied at every step")
             return
-        left.write(self._mark, self._device, end)
+        part = left.write(self._mark, self._device, end)
         before = self._standings[:1] if self._stands and self._standings[0].end != end else ()
         self._standings = standing, *before
         if self._early is not None:
-            self._early.at_end(end, local)
+            self._early.at_end(end, local, part)
 
     def _end_of(self, step: int) -> StepEnd:
         cursor = self._state.cursor

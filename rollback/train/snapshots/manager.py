@@ -29,7 +29,7 @@ from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.train.catalogue.catalogue import Catalogue, CheckpointPlace
 from rollback.train.catalogue.host_copies import HostCopies
 from rollback.train.catalogue.remote import RemoteRing
-from rollback.train.comm.pulse import Beat
+from rollback.train.comm.beat import Beat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.events import RollbackApplied

@@ -23,7 +23,7 @@ from rollback.errors import RollbackError
 from rollback.facts.training import Tier
 from rollback.rundir.paths import CheckpointName, RunPaths, has_packs
 from rollback.system.region import OFFSET, Region
-from rollback.train.comm.pulse import Beat, Signs
+from rollback.train.comm.beat import Beat, Signs
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say_if_it_fails
 from rollback.train.snapshots import drift

@@ -9,7 +9,7 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.config import Settings
 from rollback.errors import RunDirectoryError
 from rollback.facts.training import Paced, Saving
-from rollback.train.comm.pulse import Beat
+from rollback.train.comm.beat import Beat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.events import RollbackApplied

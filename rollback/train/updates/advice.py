@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from rollback.sentinel import Kind, Verdict
-from rollback.train.comm.pulse import Beat
+from rollback.train.comm.beat import Beat
 from rollback.train.updates.habits import Habit
 from rollback.train.updates.layers import Layers
 

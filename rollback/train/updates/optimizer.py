@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rollback.errors import UsageError
-from rollback.train.comm.pulse import Gauges
+from rollback.train.comm.beat import Gauges
 from rollback.train.updates.closures import before_update
 from rollback.train.updates.gradients import GradientNorms, Gradients
 from rollback.train.updates.habits import Habit, Habits

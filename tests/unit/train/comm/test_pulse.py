@@ -19,18 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from warm_server import WarmPopen
 
-from rollback.train.comm.pulse import (
-    FIELDS,
-    LETTER,
-    NO_GAUGES,
-    Beat,
-    GaugeFields,
-    Gauges,
-    HostFields,
-    Pulse,
-    Signs,
-    _beat,
-)
+from rollback.train.comm.beat import FIELDS, LETTER, NO_GAUGES, Beat, GaugeFields, Gauges, HostFields, Signs, read_beat
+from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
 
@@ -71,7 +61,7 @@ def reduce(
         compose = pulses[-1]._compose_on_device if on_device else pulses[-1]._compose_on_host
         row = compose(scalar(loss), scalar(grad_norm), said, gauges[rank] if gauges else NO_GAUGES)
         total += torch.as_tensor(row, dtype=torch.float64)
-    beat = _beat(total, len(rows))
+    beat = read_beat(total, len(rows))
     beat.ailing = tuple(rank for pulse in pulses for rank in pulse._ailing(beat))
     return beat
 
@@ -154,10 +144,10 @@ def test_letters_arrive_as_one_row_for_each_rank(on_device: bool) -> None:
         pulse = Pulse(ranks, torch.device("cpu"))
         compose = pulse._compose_on_device if on_device else pulse._compose_on_host
         total += compose(None, None, Signs(letter=letters[-1]))
-    read = _beat(total, 3).letters
+    read = read_beat(total, 3).letters
     assert read is not None
     assert read.tolist() == [list(letter) for letter in letters]
-    assert _beat(total[:FIELDS], 3).letters is None
+    assert read_beat(total[:FIELDS], 3).letters is None
 
 
 def test_the_letters_of_a_hundred_thousand_ranks_make_no_object_for_each_rank() -> None:
@@ -236,7 +226,8 @@ def test_when_it_is_closed_nothing_of_a_beat_is_under_way_or_held(read: bool, mo
 RANK = """
 import json, math, sys, torch, torch.distributed as dist
 from datetime import timedelta
-from rollback.train.comm.pulse import LETTER, Pulse, Signs
+from rollback.train.comm.beat import LETTER, Signs
+from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 dist.init_process_group("gloo", timeout=timedelta(seconds=77))
 ranks = Ranks()

@@ -3,7 +3,7 @@
 import struct
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 
 import rollback
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.checkpoints.fast_tier.end_marks import EndMark, StepEnd
+from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, Hold, StepEnd
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.train.last_snapshot import device as of_device
 from rollback.train.last_snapshot.device import Device, NoAnswer
+from rollback.train.last_snapshot.early import TRIED, EarlyMarks, mark_body
+from rollback.train.last_snapshot.small_state import LocalState
 
 __all__ = ["memory"]  # a fixture
 CPU = torch.device("cpu")
@@ -70,6 +72,68 @@ def test_a_half_that_is_begun_anew_while_it_is_read_is_not_believed(
 
     monkeypatch.setattr(end_marks, "_read", and_meanwhile)
     assert END not in end_marks.read_ends(marks, 0)
+
+
+def test_an_early_mark_is_whole_once_the_gpu_has_come_to_that_backward(marks: end_marks.EndMarkPaths) -> None:
+    mark, gpu = EndMark(marks, 0), Device(CPU, marks, 0)
+    first, second = Hold(1, 5, 2, 6), Hold(3, 5, 4, 6)
+    for number, hold in enumerate((first, second)):  # of a step with two backwards
+        part = mark.write_early(END, b"host" + bytes(2), hold, b"stays", added=2)
+        assert not end_marks.read_early(marks, 0), "what was added for the first backward is not the second one's"
+        assert gpu.added(part, END, 2, hold.at) is None
+        gpu.add(part, END, [torch.tensor([number, 7], dtype=torch.uint8)], hold.at)
+        expected = bytes((number, 7))
+        assert gpu.added(part, END, 2, hold.at) == expected
+        assert end_marks.read_early(marks, 0)[END] == (END, b"host" + expected + b"stays", hold)
+    forever = second._replace(patience=FOREVER)
+    mark.write_early(END, b"host" + bytes(2), forever, b"stays", added=2)
+    assert end_marks.read_early(marks, 0)[END].hold == forever, "the same moment, and nothing has changed since"
+    mark.withdraw()
+    assert not end_marks.read_early(marks, 0)
+    gpu.close()
+
+
+class Reader:
+    """One buffer on the GPU."""
+
+    def __init__(self) -> None:
+        self.on_gpu = [torch.zeros(2)]
+
+    def local(self, *, in_step: bool) -> LocalState:
+        return LocalState("[]", bytes(8))
+
+
+def in_place(buffer: Tensor) -> None:
+    buffer.add_(1)
+
+
+def unseen(buffer: Tensor) -> None:
+    buffer.data.add_(1)
+
+
+@pytest.mark.parametrize(("change", "steps"), [(in_place, 1), (unseen, 2)], ids=["in place", "unseen"])
+def test_buffers_that_change_behind_a_backward_end_early_marks(
+    marks: end_marks.EndMarkPaths, change: Any, steps: int
+) -> None:
+    """What torch does not count shows a step later, in what the GPU has added."""
+    mark, gpu, reader, telltale = EndMark(marks, 0), Device(CPU, marks, 0), Reader(), torch.nn.Parameter(torch.ones(1))
+    end = END
+    early = EarlyMarks(mark, gpu, telltale, cast(Any, reader), lambda: end)
+    left = []
+    for step in range(TRIED + 3 + steps):
+        end = END._replace(step=step)
+        reader.on_gpu[0].add_(1)  # a forward
+        telltale.sum().backward()
+        left.append(end in end_marks.read_early(marks, 0))
+        if step == TRIED + 2:
+            change(reader.on_gpu[0])
+        body = mark_body(b"", reader.local(in_step=False).body({}))
+        part = mark.write(end, body, added=8)
+        gpu.add(part, end, reader.on_gpu)
+        early.at_end(end, reader.local(in_step=False), part)
+    assert left == [False] * TRIED + [True] * (2 + steps) + [False]
+    assert not end_marks.read_early(marks, 0).get(end)
+    gpu.close()
 
 
 ITEMS = {

@@ -35,7 +35,8 @@ from rollback.checkpoints.format.manifest import read_manifest
 from rollback.facts.training import NoLastSnapshot
 from rollback.rundir.paths import shard_name
 from rollback.sentinel import Kind, Sentinel
-from rollback.train.comm.pulse import FIELDS, Pulse, beat_of
+from rollback.train.comm.beat import FIELDS, beat_of
+from rollback.train.comm.pulse import Pulse
 from rollback.train.data import rng
 from rollback.train.data.raw_random import RawRandom, tree_of
 from rollback.train.incidents import rollback as returns
@@ -685,7 +686,7 @@ def tell_early(guard: rollback.Guard) -> None:
     """Have a guard that is alone leave early marks, as one of several does."""
     last, telltale = guard._last, guard._step_in_progress.updates.telltale
     assert last._mark is not None
-    last._early = EarlyMarks(last._mark, telltale, last._small_state, last._coming)
+    last._early = EarlyMarks(last._mark, last._device, telltale, last._small_state, last._coming)
 
 
 def died_in_its_update(
@@ -954,7 +955,7 @@ def test_the_early_mark_is_there_before_any_gradient_of_its_bucket_is_given_to_t
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         model = nn.parallel.DistributedDataParallel(net)
         telltale, mark = net[0].weight, EndMark(marks, 0)
-        early = EarlyMarks(mark, telltale, cast(Any, Reader()), lambda: END)
+        early = EarlyMarks(mark, None, telltale, cast(Any, Reader()), lambda: END)
         early._tried = TRIED
         there: list[bool] = []
 

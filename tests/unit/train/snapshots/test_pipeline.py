@@ -12,7 +12,7 @@ import torch
 from rollback.checkpoints import ring
 from rollback.checkpoints.fast_tier import slots
 from rollback.rundir.paths import RunPaths
-from rollback.train.comm.pulse import Beat, Signs
+from rollback.train.comm.beat import Beat, Signs
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import pipeline as module
 from rollback.train.snapshots.buffers import FastTier

@@ -20,7 +20,7 @@ from rollback.facts.training import Advice, Incident
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Blip, Kind, Verdict
-from rollback.train.comm.pulse import Beat
+from rollback.train.comm.beat import Beat
 from rollback.train.updates import advice
 from rollback.train.updates.advice import Advisor
 from rollback.train.updates.habits import Habit
