@@ -64,7 +64,7 @@ def undisturbed_long(tmp_path_factory: pytest.TempPathFactory) -> dict[Group, Su
 
 
 @pytest.mark.parametrize("group", TWO)
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS_OF_TWO", "6"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS_OF_TWO", "3"))))
 def test_a_rank_killed_at_a_random_moment_costs_no_step(
     tmp_path: Path, memory: Path, undisturbed_long: dict[Group, Supervised], group: Group, seed: int
 ) -> None:
