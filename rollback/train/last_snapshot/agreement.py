@@ -1,19 +1,19 @@
 """What the hosts of a job tell each other about a last snapshot, and what they conclude. Pure.
 
-A host is named by its first rank. One rank of each host speaks for it; the host of rank 0 decides.
+A host is named by its first rank. One rank of each host speaks for it. The first host with a rank that stands decides.
 
-| told           | by            | content                                                        |
-|----------------|---------------|----------------------------------------------------------------|
-| `HostOffer`    | every host    | the steps' ends that it can keep, and what has to fit together |
-| `JointPlan`    | rank 0's host | what all are to write, or why nothing is kept                  |
-| `HostShards`   | every host    | its shards are whole, or why not                               |
-| `Commitment`   | rank 0's host | the manifest, or why there is none, or that they agree anew    |
+| told           | by               | content                                                        |
+|----------------|------------------|----------------------------------------------------------------|
+| `HostOffer`    | every host       | the steps' ends that it can keep, and what has to fit together |
+| `JointPlan`    | who decides      | what all are to write, or why nothing is kept                  |
+| `HostShards`   | every host       | its shards are whole, or why not                               |
+| `Commitment`   | who made the plan | the manifest, or why there is none, or that they agree anew   |
 
 Then each host commits in its own slot, and tells. A checkpoint that only some of them have means nothing to a reader.
 If a host has gone on behind the plan, all of it is told once more, in a further *round*.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -21,10 +21,10 @@ from pydantic import BaseModel
 from rollback.checkpoints.fast_tier.end_marks import StepEnd
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import shard_name
-from rollback.train.last_snapshot.write import NotProved
+from rollback.train.last_snapshot.write import NotProved, SharedPart
 
-DECIDES = 0
-"""The host that decides: that of rank 0, whose shard has what is the same on all ranks."""
+FIRST = 0
+"""The host of rank 0. Rank 0's shard has what is small and the same on all ranks, and its journal is the run's."""
 
 ROUNDS = 8
 """How often the hosts agree at most. Behind a rank's death each host goes on once at most, and most do at once; but a
@@ -58,6 +58,11 @@ class HostOffer(BaseModel, frozen=True):
     gone: tuple[int, ...]
     """Its ranks that are gone."""
 
+    @property
+    def stands(self) -> bool:
+        """Whether a rank stands at one of these ends. Else there are marks alone."""
+        return any(each.digest is not None for each in self.ends)
+
     def at(self, end: StepEnd) -> EndOffer:
         return next(offer for offer in self.ends if offer.end == end)
 
@@ -65,6 +70,8 @@ class HostOffer(BaseModel, frozen=True):
 class JointPlan(BaseModel, frozen=True, ser_json_bytes="base64", val_json_bytes="base64"):
     """What all hosts are to keep. why_not: why nothing; then the rest says nothing."""
 
+    decider: int
+    """The host that has made it, and commits it."""
     why_not: str | None = None
     end: StepEnd | None = None
     digest: int = 0
@@ -79,6 +86,10 @@ class JointPlan(BaseModel, frozen=True, ser_json_bytes="base64", val_json_bytes=
     """Without its shards."""
     buffer_trees: dict[str, Any] = {}
     """For hosts that have marks alone."""
+    shared: SharedPart | None = None
+    """For rank 0's host, if that has marks alone."""
+    metrics: tuple[str, ...] = ()
+    """For the same: the newest lines of the metrics."""
 
     @property
     def at(self) -> StepEnd:
@@ -103,13 +114,22 @@ class Commitment(BaseModel, frozen=True):
     anew: bool = False
 
 
+def decider(offer_of: Callable[[int], HostOffer | None], hosts: Collection[int]) -> int | None:
+    """The host that decides, or may do so once it has made an offer: the first one that has not said that no rank of it
+    stands. None: all have said so. offer_of: gives a host's offer, if it has made one."""
+    return next((host for host in sorted(hosts) if (offer := offer_of(host)) is None or offer.stands), None)
+
+
 def common_end(offers: Mapping[int, HostOffer], hosts: Collection[int]) -> StepEnd | None:
     """The newest step's end that all hosts offer, of those at which a rank of the host that decides stands, if there is
     one. None: it is worth waiting, a host may come to one in a moment."""
     if offers.keys() != {*hosts}:
         return None
     common = set.intersection(*({each.end for each in offer.ends} for offer in offers.values()))
-    return max(common, key=lambda end: (offers[DECIDES].at(end).digest is not None, end), default=None)
+    decides = decider(offers.get, hosts)
+    return max(
+        common, key=lambda end: (decides is not None and offers[decides].at(end).digest is not None, end), default=None
+    )
 
 
 def somebody_is_ahead(offers: Mapping[int, HostOffer], end: StepEnd) -> bool:
@@ -126,9 +146,11 @@ def plan_of(offers: Mapping[int, HostOffer], hosts: Collection[int], refusals: M
         stand = ", ".join(f"that of rank {host} at step {step}" for host, step in newest.items())
         raise NotProved(f"the hosts do not stand at the same step: {stand}")
     there = {host: offer.at(end) for host, offer in sorted(offers.items())}
-    first = there[DECIDES]
+    if (decides := decider(offers.get, hosts)) is None:
+        raise NotProved("no rank stands at the end of a step on any host")
+    first = there[decides]
     if first.digest is None:
-        raise NotProved(f"no rank stands at that step on the host of rank {DECIDES}")
+        raise NotProved(f"no rank stands at that step on the host of rank {decides}, which decides")
     for host, at_end in there.items():
         if at_end.digest not in (None, first.digest):
             raise NotProved(f"the parameters on the host of rank {host} are others, though they are replicas")
@@ -141,7 +163,8 @@ def plan_of(offers: Mapping[int, HostOffer], hosts: Collection[int], refusals: M
     if not free:
         raise NotProved("there is no slot that is free on every host, or no memory for one")
     return JointPlan(
-        end=end, digest=first.digest, slot=min(free), seq=max(offer.next_seq for offer in offers.values()),
+        decider=decides, end=end, digest=first.digest, slot=min(free),
+        seq=max(offer.next_seq for offer in offers.values()),
         stores=tuple(sorted(rank for host in there if there[host].digest is not None for rank in offers[host].ranks)),
         gone=tuple(sorted(rank for offer in offers.values() for rank in offer.gone)),
         sent=tuple(sent for offer in there.values() for sent in offer.sent),

@@ -15,7 +15,7 @@ from rollback.checkpoints.fast_tier.end_marks import StepEnd
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.train.last_snapshot.agreement import (
-    DECIDES,
+    FIRST,
     ROUNDS,
     Commitment,
     EndOffer,
@@ -24,6 +24,7 @@ from rollback.train.last_snapshot.agreement import (
     JointPlan,
     commitment_of,
     common_end,
+    decider,
     plan_of,
     require_as_planned,
     somebody_is_ahead,
@@ -54,7 +55,7 @@ class Exchange:
         self._store = hosts.connect()
         self._met = time.monotonic()  # a name server that does not answer has cost seconds until now
         self._deadline = self._met + seconds
-        self._own, self._decides = hosts.own, hosts.own == DECIDES
+        self._own, self._decides = hosts.own, False
         self.foreseen: Foreseen | None = None
         """On the host that decides, if its shards were written here."""
         self._begin_round(1)
@@ -83,17 +84,19 @@ class Exchange:
             if not stands():
                 self._round.take_back(f"offer/{self._own}")
                 raise NotProved(f"this host was in the update behind step {offer.ends[0].end.step}")
-            if self.late and not (late or self._decides):
+            decides = decider(lambda host: self._read(f"offer/{host}", HostOffer), self._hosts.hosts)
+            if self.late and not (late or decides == self._own):
                 raise Anew("there is no plan yet")
-            if self._decides:
+            if decides == self._own:
                 self._decide(stands, writes)
             else:
-                self._require_somebody_decides()
+                self._require_somebody_decides(decides)
             time.sleep(self._hosts.pace)
         if plan.why_not is not None:
             raise NotProved(plan.why_not)
         if plan.slot not in SLOTS:
             raise NotProved(f"slot {plan.slot} is not for last snapshots")
+        self._decides = plan.decider == self._own
         own = next((each for each in offer.ends if each.end == plan.end), None)
         stores = bool({*offer.ranks} & {*plan.stores})
         as_planned = own is not None and own.digest == (plan.digest if stores else None)
@@ -107,21 +110,24 @@ class Exchange:
         if (end := common_end(offers, self._hosts.hosts)) is None:
             waits = self._may_still_offer(offers)
         else:
-            patience = _ANSWER if offers[DECIDES].at(end).digest is not None else _OFFER  # who is late may offer more
+            stood = offers[self._own].at(end).digest is not None
+            patience = _ANSWER if stood else _OFFER  # who is late may offer more
             waits = somebody_is_ahead(offers, end) and time.monotonic() < self._began + patience
         if waits:
             return
         try:
             plan = plan_of(offers, self._hosts.hosts, self._refusals())
-            self._foresee(plan.sent)
-            write = writes[plan.at]
-            by_marks = any(offer.at(plan.at).digest is None for offer in offers.values())
-            trees = write.buffer_trees if by_marks else {}
-            plan = plan.model_copy(update={"manifest": write.manifest(plan.seq), "buffer_trees": trees})
+            foreseen, write = self._foresee(plan.sent), writes[plan.at]
+            told: dict[str, object] = {"manifest": write.manifest(plan.seq)}
+            if any(offer.at(plan.at).digest is None for offer in offers.values()):
+                told["buffer_trees"] = write.buffer_trees
+            if offers[FIRST].at(plan.at).digest is None:
+                told |= {"shared": write.shared_part(foreseen.sentinel), "metrics": write.metrics(foreseen)}
+            plan = plan.model_copy(update=told)
         except NotProved as error:
             if not stands():
                 return
-            plan = JointPlan(why_not=str(error))
+            plan = JointPlan(decider=self._own, why_not=str(error))
         self._tell_once("plan", plan)
 
     def _may_still_offer(self, offers: Mapping[int, HostOffer]) -> bool:
@@ -132,13 +138,18 @@ class Exchange:
         at_it = all(map(self._is_here, missing)) and not missing & self._refusals().keys()
         return bool(missing) and at_it and time.monotonic() < self._deadline - _MARGIN
 
-    def _require_somebody_decides(self) -> None:
+    def _require_somebody_decides(self, host: int | None) -> None:
+        """host: who does, see `decider`."""
         waited, why = time.monotonic() - self._began, None
-        silent = time.monotonic() > self._deadline or (waited > _ANSWER and not self._is_here(DECIDES))
-        if waited > _OFFER and self._round.get(f"offer/{DECIDES}") is None:
-            why = self._refusals().get(DECIDES)
+        if host is None:
+            if waited > _OFFER:
+                raise NotProved("no rank stands at the end of a step on any host")
+            return
+        silent = time.monotonic() > self._deadline or (waited > _ANSWER and not self._is_here(host))
+        if waited > _OFFER and self._round.get(f"offer/{host}") is None:
+            why = self._refusals().get(host)
         if silent or why is not None:
-            raise NotProved(f"{why or 'no rank has answered'} (on the host of rank {DECIDES})")
+            raise NotProved(f"{why or 'no rank has answered'} (on the host of rank {host})")
 
     def _is_here(self, host: int) -> bool:
         return self._store.get(f"here/{host}") is not None
@@ -171,9 +182,11 @@ class Exchange:
 
     def _write_shards(self, plan: JointPlan, write: HostWrite, stands: Callable[[], bool]) -> HostShards:
         try:
-            self.foreseen = self._foresee(plan.sent) if self._decides else None
-            sentinel = self.foreseen.sentinel if self.foreseen else None
-            told = HostShards(shards=write.write_part(plan.slot, plan.stores, sentinel))
+            if self._decides:
+                self.foreseen = self._foresee(plan.sent)
+            if self.foreseen is not None and self._own == FIRST:
+                write.shared = write.shared_part(self.foreseen.sentinel)
+            told = HostShards(shards=write.write_part(plan.slot, plan.stores))
         except Exception as error:  # noqa: BLE001 - it is told to all, and comes back to this host as well
             told = HostShards(why_not=str(error) or type(error).__name__, anew=not stands())
         self._tell(f"shards/{self._own}", told)
@@ -183,7 +196,7 @@ class Exchange:
         while (commitment := self._read("commitment", Commitment)) is None:
             now = time.monotonic()
             if now > self._deadline:
-                raise NotProved(f"the host of rank {DECIDES} has not told in time that all shards are whole")
+                raise NotProved(f"the host of rank {plan.decider} has not told in time that all shards are whole")
             if self._decides:
                 told = self._read_all("shards", HostShards)
                 failed = any(shards.why_not is not None for shards in told.values())
@@ -265,7 +278,7 @@ def keep_together(
             plan = exchange.agree(offer, late, stands, writes)
             write = every.get(plan.at) or every[max(every)]  # another end only where nothing is written any more
             if plan.at not in writes:
-                write.buffer_trees = plan.buffer_trees
+                write.buffer_trees, write.shared = plan.buffer_trees, plan.shared
             return plan, exchange.keep(plan, write, stands)
         except Anew:
             if not stands():

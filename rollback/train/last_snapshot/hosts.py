@@ -26,7 +26,7 @@ import torch.distributed
 from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.train.last_snapshot.agreement import DECIDES
+from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.write import NotProved
 
 _REACH = 5.0  # seconds to reach the store's host
@@ -170,7 +170,7 @@ class Hosts:
 
     def tell_stopped(self, why: str) -> None:
         """Raises StoreGone."""
-        self.connect().set({"stopped": why.encode(), f"bell/{DECIDES}": end_marks.STOPPED})
+        self.connect().set({"stopped": why.encode(), f"bell/{FIRST}": end_marks.STOPPED})
 
     def close(self) -> None:
         """End the thread."""

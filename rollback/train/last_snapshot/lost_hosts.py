@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from rollback.checkpoints.fast_tier import end_marks, mark_copies
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks
 from rollback.checkpoints.fast_tier.slots import SlotPaths
-from rollback.train.last_snapshot.agreement import DECIDES
 from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, StoreGone
 from rollback.train.last_snapshot.stand_in import job_of, stand_in
 
@@ -56,11 +55,8 @@ def _speak(hosts: Hosts, copied: CopiedMarks, deadline: float, over: threading.E
 
 
 def _is_lost(job: HostsOfJob, hosts: Hosts, copied: CopiedMarks) -> bool:
-    """Whether these marks are of a host of this attempt of which nobody answers. That of rank 0 decides, which nobody
-    can do for it. Raises StoreGone."""
+    """Whether these marks are of a host of this attempt of which nobody answers. Raises StoreGone."""
     of_this_job = (job.place, job.keys, [*job.hosts]) == (hosts.place, hosts.keys, hosts.hosts)
-    of_another_host = (
-        job.own in hosts.hosts and job.own == min(job.ranks, default=None) and job.own not in (hosts.own, DECIDES)
-    )
+    of_another_host = job.own in hosts.hosts and job.own == min(job.ranks, default=None) and job.own != hosts.own
     left = all(end_marks.has_left(copied.marks, rank) for rank in job.ranks)
     return of_this_job and of_another_host and not left and not hosts.answers(job.own)

@@ -2,7 +2,7 @@
 
 What only these ranks knew lies in the host's memory, and the parameters are on the other hosts. So it offers every end
 of a step of which all its ranks have left marks, goes along with the others, and writes shards with what its ranks
-alone knew. It decides nothing: where rank 0 is, a rank has to live. For a host that is lost with its memory, a rank of
+alone knew. It decides nothing: on some host a rank has to live. For a host that is lost with its memory, a rank of
 its buddy does so (`lost_hosts`), by the copies of the marks that are there.
 """
 
@@ -75,7 +75,10 @@ def _keep(
         raise NotProved("its ranks are gone, and they had not come to the end of one step")
     plan, manifest = keep_together(exchange, SlotPaths(paths.root.parent), job.ranks, gone, lambda late: ends)
     seconds = round(time.monotonic() - noticed, 4)
-    told = {"reason": in_words(plan.gone), "checkpoint": manifest.name, "step": manifest.step, "seconds": seconds}
+    told = {
+        "reason": in_words(plan.gone), "checkpoint": manifest.name, "step": manifest.step, "seconds": seconds,
+        "metrics": plan.metrics,
+    }  # fmt: skip
     return account.model_copy(update=told)
 
 

@@ -23,9 +23,8 @@ from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, REASONS, EndMark
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.training import NoLastSnapshot, Tier
-from rollback.rundir.records import metric_line
 from rollback.train.events import RollbackApplied
-from rollback.train.last_snapshot.agreement import DECIDES
+from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
 from rollback.train.last_snapshot.device import Device, NoAnswer, as_it_is
 from rollback.train.last_snapshot.early import EarlyMarks
@@ -238,7 +237,7 @@ class LastSnapshot:
             try:
                 ends = self._await_common_ends(began, time.monotonic() + _SETTLE)
             except NotProved:
-                if self._hosts is None or self._hosts.own == DECIDES or not self._peers.all_ends(began, over=True):
+                if self._hosts is None or not self._peers.all_ends(began, over=True):
                     raise
                 return self._keep_by_marks(self._hosts, account, began)
             try:
@@ -265,8 +264,9 @@ class LastSnapshot:
             writes = {standing.end: self._write_at(standing, marks, digests) for standing, marks in ends}
             if self._hosts is None:
                 foreseen = self._foresee(ends[0].marks.sent)
-                manifest, tier = writes[first.end].write_alone(foreseen.sentinel)
-                return self._tell(account, began, manifest, foreseen, tier=tier)
+                write = writes[first.end]
+                manifest, tier = write.write_alone(foreseen.sentinel)
+                return self._tell(account, began, manifest, write.metrics(foreseen), tier=tier)
             exchange = Exchange(self._hosts, self._foresee, began + _PATIENCE - _REST - time.monotonic())
             here = {standing.end: marks for standing, marks in ends}
             plan, manifest = keep_together(
@@ -274,7 +274,9 @@ class LastSnapshot:
                 lambda late: self._peers.all_ends(began, over=late) | here, writes=writes, digest=digest,
                 next_seq=self._snapshots.next_seq, stands=lambda: first.changes == self._changes,
             )  # fmt: skip
-            return self._tell(account, began, manifest, exchange.foreseen, plan.gone)
+            stood = writes.get(plan.at)
+            metrics = stood.metrics(exchange.foreseen) if stood is not None else plan.metrics
+            return self._tell(account, began, manifest, metrics, plan.gone)
 
     def _keep_by_marks(self, hosts: Hosts, account: LastAccount, began: float) -> LastAccount:
         """No rank of this host stands at these ends. Those of other hosts may, and lack nothing but these marks."""
@@ -286,19 +288,16 @@ class LastSnapshot:
                 exchange, self._tier, self._run.ranks.on_this_host, self._gone,
                 lambda late: self._peers.all_ends(began, over=True),
             )  # fmt: skip
-            return self._tell(account, began, manifest, None, plan.gone)
+            return self._tell(account, began, manifest, plan.metrics, plan.gone)
 
     def _another_has_kept(self) -> bool:
         return any(other.checkpoint for other in last_account.read_accounts(self._paths, self._run.attempt))
 
     def _tell(
-        self, account: LastAccount, began: float, manifest: Manifest, foreseen: Foreseen | None,
+        self, account: LastAccount, began: float, manifest: Manifest, metrics: Sequence[str],
         gone: Sequence[int] = (), tier: Tier = "fast",
     ) -> LastAccount:  # fmt: skip
-        """Before another rank is let in. foreseen: where the last step was judged. gone: as all hosts know of them."""
-        metrics = [metric_line(**row) for row in self._run.record.recent]
-        if foreseen is not None and foreseen.metric is not None:
-            metrics.append(foreseen.metric)
+        """Before another rank is let in. metrics: the newest lines. gone: as all hosts know of them."""
         told = {
             "checkpoint": manifest.name, "step": manifest.step, "tier": tier, "metrics": tuple(metrics),
             "seconds": round(time.monotonic() - began, 4), "reason": in_words(gone) if gone else account.reason,
@@ -386,7 +385,7 @@ class LastSnapshot:
         rank = self._run.ranks.rank
         if self._run.ranks.first:
             note_stopped(self._run, why)
-        elif self._hosts is None or self._hosts.own == DECIDES:
+        elif self._hosts is None or self._hosts.own == FIRST:
             self._mark.tell_stopped(why)
             end_marks.ring_bell(self._paths, 0, end_marks.STOPPED)
         else:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from pydantic import BaseModel
 from torch import Tensor
 
 from rollback.checkpoints import ring
@@ -25,6 +26,7 @@ from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.format.shard import ShardPiece, ShardReader, write_shard
 from rollback.facts.training import Tier
 from rollback.rundir.paths import CheckpointName, shard_name
+from rollback.rundir.records import metric_line
 from rollback.system import files
 from rollback.train.last_snapshot.device import Read, as_it_is, device_of
 from rollback.train.last_snapshot.small_state import SharedState, SmallState, large_state, piece_of, shared_tree
@@ -34,6 +36,7 @@ from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.capture import PARAMETERS, as_it_is_stored, bytes_of, owners
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.tier_choice import cores_here
+from rollback.train.state import tree
 from rollback.train.state.state import TrainingState
 
 SLOTS = (90, 91)
@@ -96,11 +99,34 @@ def sweep_slots(tier: FastTier) -> None:
             slots.discard(tier.paths, number)
 
 
+class SharedTensor(BaseModel, frozen=True, ser_json_bytes="base64", val_json_bytes="base64"):
+    """A small tensor that is the same on all ranks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class SharedPart(BaseModel, frozen=True):
+    """What is small and the same on all ranks, as rank 0's shard has it."""
+
+    tree: str
+    """The `shared` tree, as JSON."""
+    tensors: tuple[SharedTensor, ...]
+
+    def pieces(self) -> list[ShardPiece]:
+        return [ShardPiece(item.name, item.dtype, item.shape, memoryview(item.data)) for item in self.tensors]
+
+
 class HostWrite:
     """The shards of this host's ranks as they were at a step's end, with what each alone knew: nobody here has more.
 
     bodies: what that was, by rank. buffer_trees: the same on all ranks. Raises NotProved.
     """
+
+    shared: SharedPart | None = None
+    """For rank 0's shard, if that is written here."""
 
     def __init__(self, tier: SlotPaths, bodies: Mapping[int, bytes], buffer_trees: Mapping[str, Any]) -> None:
         self._tier, self.buffer_trees = tier, buffer_trees
@@ -118,15 +144,17 @@ class HostWrite:
             return []
         return [number for number in SLOTS if not slots.is_committed(self._tier, number)]
 
-    def write_part(
-        self, slot: int, stores: Sequence[int], sentinel: Mapping[str, Any] | None
-    ) -> dict[int, ShardRecord]:
+    def write_part(self, slot: int, stores: Sequence[int]) -> dict[int, ShardRecord]:
         """Write this host's shards into a slot, where there are several hosts.
 
-        stores: the ranks whose shards have what is the same on all. sentinel: for rank 0's shard. Raises NotProved,
-        OSError; then there is nothing in the slot.
+        stores: the ranks whose shards have, between them, what is large and the same on all. Raises NotProved, OSError;
+        then there is nothing in the slot.
         """
-        return self._write(self._slot(slot), sentinel)
+        return self._write(self._slot(slot))
+
+    def shared_part(self, sentinel: Mapping[str, Any]) -> SharedPart:
+        """sentinel: its state once the step is judged. Raises NotProved where no rank stands."""
+        raise NotProved("no rank is left here that has what is the same on all")
 
     def commit_part(self, slot: int, manifest: Manifest) -> None:
         """Raises OSError."""
@@ -140,18 +168,22 @@ class HostWrite:
     def _size(self) -> int:
         return sum(data[2].nbytes for mark in self._marks.values() for data in mark.tensors.values())
 
-    def _write(self, directory: Path, sentinel: Mapping[str, Any] | None) -> dict[int, ShardRecord]:
+    def _write(self, directory: Path) -> dict[int, ShardRecord]:
         def write(rank: int) -> ShardRecord:
-            pieces, metadata = self._shard(rank, sentinel)
+            pieces, metadata = self._shard(rank)
             return ShardRecord.of(rank, write_shard(directory / shard_name(rank), pieces, metadata))
 
         with _or_removed(directory), ThreadPoolExecutor(cores_here()) as threads:  # who is gone left its core
             return dict(zip(self._marks, threads.map(write, self._marks), strict=True))
 
-    def _shard(self, rank: int, sentinel: Mapping[str, Any] | None) -> tuple[list[ShardPiece], dict[str, str]]:
+    def _shard(self, rank: int) -> tuple[list[ShardPiece], dict[str, str]]:
         """Tensors and metadata of a rank's shard."""
         local, pieces = self._marks[rank].local(self.buffer_trees)
-        return pieces, {"local": json.dumps(local)}
+        metadata = {"local": json.dumps(local)}
+        if rank == 0:
+            assert self.shared is not None
+            return pieces + self.shared.pieces(), {**metadata, "shared": self.shared.tree}
+        return pieces, metadata
 
     def _slot(self, number: int) -> Path:
         directory = self._tier.slot(number)
@@ -191,12 +223,13 @@ class LastWrite(HostWrite):
         """Write and commit the state, on the only host there is. Raises NotProved, OSError."""
         manifest = self.manifest(self._snapshots.next_seq)
         slot = next(iter(self.free_slots()), None)
+        self.shared = self.shared_part(sentinel)
         directory = (
             self._slot(slot)
             if slot is not None
             else ring.begin_writing(self._run.paths, manifest.name, self._end.attempt)
         )
-        records = self._write(directory, sentinel)
+        records = self._write(directory)
         manifest = manifest.model_copy(update={"shards": tuple(records[rank] for rank in sorted(records))})
         with _or_removed(directory):
             if slot is None:
@@ -205,20 +238,34 @@ class LastWrite(HostWrite):
                 slots.commit(self._tier, slot, manifest, self._marks)
         return manifest, "durable" if slot is None else "fast"
 
-    def write_part(
-        self, slot: int, stores: Sequence[int], sentinel: Mapping[str, Any] | None
-    ) -> dict[int, ShardRecord]:
+    def write_part(self, slot: int, stores: Sequence[int]) -> dict[int, ShardRecord]:
         self._assign(stores)
-        return super().write_part(slot, stores, sentinel)
+        return super().write_part(slot, stores)
+
+    def metrics(self, foreseen: Foreseen | None) -> tuple[str, ...]:
+        """The newest lines of the metrics. foreseen: where the last step was judged."""
+        lines = tuple(metric_line(**row) for row in self._run.record.recent)
+        return (*lines, foreseen.metric) if foreseen is not None and foreseen.metric is not None else lines
+
+    def shared_part(self, sentinel: Mapping[str, Any]) -> SharedPart:
+        tensors = [
+            SharedTensor(
+                name=name, dtype=tree.DTYPE_CODE[item.dtype], shape=tuple(item.shape),
+                data=bytes(bytes_of(as_it_is_stored(self._read(item)))),
+            )
+            for name, item in self._small_tensors.items()
+        ]  # fmt: skip
+        return SharedPart(tree=json.dumps(shared_tree(self._large, self._small, sentinel)), tensors=tuple(tensors))
 
     def free_slots(self) -> list[int]:
         return super().free_slots() if self._snapshots.tier == "fast" else []
 
     def manifest(self, seq: int) -> Manifest:
-        """Without its shards. Where rank 0 is."""
+        """Without its shards."""
         end, name = self._end, CheckpointName.of(seq, self._end.step)
+        epoch = next(iter(self._marks.values())).trees["cursor"]["epoch"]  # of all ranks the same
         return Manifest(
-            name=name, seq=seq, step=end.step, batch=end.batch, epoch=self._marks[0].trees["cursor"]["epoch"],
+            name=name, seq=seq, step=end.step, batch=end.batch, epoch=epoch,
             timeline=end.timeline, attempt=end.attempt, world_size=self._run.ranks.world_size, shards=(),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )  # fmt: skip
@@ -231,25 +278,21 @@ class LastWrite(HostWrite):
         owned = (self._tensors[name].nbytes for names in self._owned.values() for name in names)
         return super()._size() + sum(owned)
 
-    def _write(self, directory: Path, sentinel: Mapping[str, Any] | None) -> dict[int, ShardRecord]:
+    def _write(self, directory: Path) -> dict[int, ShardRecord]:
         """Nothing has changed until it returns. Raises NotProved, OSError, and then there is no directory."""
         with _or_removed(directory):
             self._require_unchanged()
-            records = super()._write(directory, sentinel)
+            records = super()._write(directory)
             self._require_copied(directory, records)
             self._require_unchanged()
         return records
 
-    def _shard(self, rank: int, sentinel: Mapping[str, Any] | None) -> tuple[list[ShardPiece], dict[str, str]]:
-        pieces, metadata = super()._shard(rank, sentinel)
+    def _shard(self, rank: int) -> tuple[list[ShardPiece], dict[str, str]]:
+        pieces, metadata = super()._shard(rank)
         pieces += [
             piece_of(name, self._tensors[name], lambda item, name=name: self._finite(name, item))  # type: ignore[misc]
             for name in self._owned[rank]
         ]
-        if rank == 0:
-            assert sentinel is not None
-            pieces += [piece_of(name, item, self._read) for name, item in self._small_tensors.items()]
-            metadata["shared"] = json.dumps(shared_tree(self._large, self._small, sentinel))
         return pieces, metadata
 
     def _finite(self, name: str, item: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from rollback.train.last_snapshot.agreement import (
     JointPlan,
     commitment_of,
     common_end,
+    decider,
     plan_of,
     require_as_planned,
     somebody_is_ahead,
@@ -25,6 +26,7 @@ from rollback.train.last_snapshot.write import NotProved
 END = StepEnd(1, 0, 8, 8, 0, 0)
 LATER = END._replace(epoch=1)
 AT_END = EndOffer(end=END, buffers="b", sent=(b"\0\xff",), early=False, loud=None, digest=7)
+BEFORE = AT_END.model_copy(update={"end": END._replace(step=7)})
 OFFER = HostOffer(ranks=(0, 1), ends=(AT_END,), slots=(90, 91), next_seq=3, gone=())
 HOSTS = (0, 2)
 
@@ -76,13 +78,22 @@ def test_an_end_at_which_rank_0_s_host_stands_comes_before_a_newer_one_by_marks_
 def test_the_plan_has_what_suits_all_hosts() -> None:
     offers = {0: offer(gone=(1,), slots=(90, 91)), 2: offer(ranks=(2, 3), next_seq=5, slots=(91,), gone=(3,))}
     assert plan_of(offers, HOSTS, {}) == JointPlan(
-        end=END, digest=7, slot=91, seq=5, gone=(1, 3), stores=(0, 1, 2, 3), sent=(b"\0\xff",) * 2
+        decider=0, end=END, digest=7, slot=91, seq=5, gone=(1, 3), stores=(0, 1, 2, 3), sent=(b"\0\xff",) * 2
     )
 
 
 def test_a_host_without_anybody_who_has_the_parameters_stores_none() -> None:
     plan = plan_of({0: OFFER, 2: offer(ranks=(2, 3), digest=None, gone=(2, 3))}, HOSTS, {})
-    assert (plan.stores, plan.digest) == ((0, 1), 7)
+    assert (plan.decider, plan.stores, plan.digest) == (0, (0, 1), 7)
+    plan = plan_of({0: offer(digest=None, gone=(0, 1)), 2: offer(ranks=(2, 3))}, HOSTS, {})
+    assert (plan.decider, plan.stores, plan.digest) == (2, (2, 3), 7)
+
+
+def test_the_first_host_of_which_it_is_not_known_that_nobody_stands_there_decides() -> None:
+    marks = offer(digest=None)
+    assert decider({}.get, HOSTS) == decider({0: OFFER}.get, HOSTS) == decider({2: OFFER}.get, HOSTS) == 0
+    assert decider({0: marks}.get, HOSTS) == decider({0: marks, 2: OFFER}.get, HOSTS) == 2
+    assert decider({0: marks, 2: marks}.get, HOSTS) is None
 
 
 LOUD = "behind the backward of step 8 rank 3 changed what only it knows"
@@ -102,6 +113,12 @@ LOUD = "behind the backward of step 8 rank 3 changed what only it knows"
             {0: OFFER, 2: offer(digest=8)},
             {},
             "the parameters on the host of rank 2 are others, though they are replicas",
+        ),
+        ({0: offer(digest=None), 2: offer(digest=None)}, {}, "no rank stands at the end of a step on any host"),
+        (
+            {0: offer(ends=(AT_END.model_copy(update={"digest": None}), BEFORE)), 2: OFFER},
+            {},
+            "no rank stands at that step on the host of rank 0, which decides",
         ),
         ({0: OFFER, 2: offer(buffers="c")}, {}, "the ranks have not the same buffers"),
         ({0: offer(early=True), 2: offer(loud=LOUD)}, {}, LOUD),
@@ -175,7 +192,7 @@ WHOLE = MANIFEST.model_copy(update={"shards": tuple(shards(0, 1, 2, 3).shards.va
     ],
 )
 def test_a_host_commits_what_it_has_agreed_to_and_written(changes: dict[str, Any], why: str | None) -> None:
-    plan, manifest = JointPlan(end=END, seq=3), WHOLE.model_copy(update=changes)
+    plan, manifest = JointPlan(decider=0, end=END, seq=3), WHOLE.model_copy(update=changes)
     if why is None:
         require_as_planned(manifest, plan, shards(2, 3).shards)
         return

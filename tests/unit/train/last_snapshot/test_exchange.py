@@ -1,5 +1,6 @@
 """Hosts agree by a real store, each with a thread in place of its ranks."""
 
+import json
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ from rollback.train.last_snapshot import exchange as exchange_module
 from rollback.train.last_snapshot.agreement import ROUNDS, Commitment, HostOffer, commitment_of, plan_of
 from rollback.train.last_snapshot.exchange import Exchange
 from rollback.train.last_snapshot.hosts import Hosts, HostStore, StoreGone
-from rollback.train.last_snapshot.write import Anew, Foreseen, HostWrite, LastWrite, NotProved
+from rollback.train.last_snapshot.write import Anew, Foreseen, HostWrite, LastWrite, NotProved, SharedPart, SharedTensor
 
 LIMIT = 30.0
 distributed: Any = torch.distributed
@@ -44,14 +45,14 @@ class Shards:
     def __init__(self, *ranks: int, fault: str | None = None) -> None:
         self.ranks, self.fault, self.done, self.step = ranks, fault, list[str](), END.step
         self.buffer_trees: Mapping[str, Any] = {}
+        self.lines: tuple[str, ...] = ()
 
     stores: tuple[int, ...] = ()
+    shared: SharedPart | None = None
 
-    def write_part(
-        self, slot: int, stores: Sequence[int], sentinel: Mapping[str, Any] | None
-    ) -> dict[int, ShardRecord]:
+    def write_part(self, slot: int, stores: Sequence[int]) -> dict[int, ShardRecord]:
         self.stores = (*stores,)
-        self.done.append(f"written in {slot}{' with the sentinel' * (sentinel is not None)}")
+        self.done.append(f"written in {slot}{' with the sentinel' * (self.shared is not None)}")
         if self.fault is not None:
             raise NotProved(self.fault)
         return {rank: ShardRecord(file=shard_name(rank), size=8, hash="0" * 32) for rank in self.ranks}
@@ -62,6 +63,13 @@ class Shards:
 
     def discard_part(self, slot: int) -> None:
         self.done.append("discarded")
+
+    def shared_part(self, sentinel: Mapping[str, Any]) -> SharedPart:
+        item = SharedTensor(name="small", dtype="U8", shape=(2,), data=b"\0\xff")
+        return SharedPart(tree=json.dumps(sentinel), tensors=(item,))
+
+    def metrics(self, foreseen: Foreseen | None) -> tuple[str, ...]:
+        return ("a line",)
 
     def manifest(self, seq: int) -> Manifest:
         return MANIFEST.model_copy(update={"step": self.step, "seq": seq})
@@ -98,6 +106,8 @@ def speak(
         while True:
             try:
                 plan = exchange.agree(told or of(hosts), exchange.late, stands, writes)
+                if plan.at not in writes:
+                    shards.shared, shards.lines = plan.shared, plan.metrics
                 return exchange.keep(plan, write, stands)
             except Anew:
                 if not stands():
@@ -127,6 +137,34 @@ def test_both_keep_what_both_have(both: tuple[Hosts, Hosts]) -> None:
     assert one == two
     assert first.done == ["written in 90 with the sentinel", f"committed {one.name}"]
     assert other.done == ["written in 90", f"committed {one.name}"]
+
+
+@pytest.mark.parametrize("stands", [0, 1])
+def test_of_two_hosts_the_one_with_a_rank_that_stands_decides(both: tuple[Hosts, Hosts], stands: int) -> None:
+    """What is small and the same on all is in the shard of rank 0, whoever is left."""
+    shards = Shards(0, 1), Shards(2, 3)
+    told = [by_marks(host, END) for host in both]
+    told[stands] = of(both[stands])
+    with ThreadPoolExecutor() as threads:
+        jobs = [
+            threads.submit(speak, host, own, offer, at=END if number == stands else ())
+            for number, (host, own, offer) in enumerate(zip(both, shards, told, strict=True))
+        ]
+        one, two = (job.result(LIMIT) for job in jobs)
+    assert isinstance(one, Manifest), one
+    assert one == two
+    assert [own.done[0] for own in shards] == ["written in 90 with the sentinel", "written in 90"]
+    assert shards[0].shared == shards[0].shared_part(foresee([b"", b""]).sentinel), "as it was judged, bit for bit"
+    assert shards[0].lines == (("a line",) if stands == 1 else ())
+
+
+def test_where_no_rank_stands_on_any_host_nothing_is_kept(
+    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_module, "_OFFER", 0.05)
+    with ThreadPoolExecutor() as threads:
+        jobs = [threads.submit(speak, host, Shards(), by_marks(host, END), at=()) for host in both]
+        assert {job.result(LIMIT) for job in jobs} == {"no rank stands at the end of a step on any host"}
 
 
 def test_a_step_that_was_not_healthy_is_kept_by_nobody(both: tuple[Hosts, Hosts]) -> None:

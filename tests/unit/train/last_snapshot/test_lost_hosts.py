@@ -30,9 +30,9 @@ def hosts(store: Any) -> Hosts:
     return Hosts(("127.0.0.1", store.port), "keys", (0, 2), 0)
 
 
-def fed(tier: SlotPaths, hosts: Hosts, keys: str = "keys", own: int = 2) -> FedMarks:
-    ranks = own, own + 1
-    job = HostsOfJob(place=hosts.place, keys=keys, hosts=(0, 2), own=own, ranks=ranks, attempt=1)
+def fed(tier: SlotPaths, hosts: Hosts, keys: str = "keys") -> FedMarks:
+    ranks = 2, 3
+    job = HostsOfJob(place=hosts.place, keys=keys, hosts=(0, 2), own=2, ranks=ranks, attempt=1)
     marks = FedMarks(tier, 1, ranks, job.model_dump_json().encode())
     marks.hear(CLOCK)
     return marks
@@ -70,14 +70,11 @@ def wait_for_threads() -> None:
             thread.join(LIMIT)
 
 
-@pytest.mark.parametrize("what", ["answers", "is of another attempt", "decides", "has left"])
+@pytest.mark.parametrize("what", ["answers", "is of another attempt", "has left"])
 def test_nobody_speaks_for_a_host_that(
     tier: SlotPaths, hosts: Hosts, spoken: list[tuple[Path, int]], what: str
 ) -> None:
-    if what == "decides":
-        hosts.own = 2
-    own = 0 if what == "decides" else 2
-    marks = fed(tier, hosts, keys="others" if what == "is of another attempt" else "keys", own=own)
+    marks = fed(tier, hosts, keys="others" if what == "is of another attempt" else "keys")
     if what == "answers":
         hosts.connect().set({"here/2": YES})
     if what == "has left":
