@@ -318,14 +318,18 @@ def undisturbed_long(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Laun
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("ranks", SEEDS)
+@pytest.mark.parametrize(("ranks", "late_gpu"), [(2, False), (4, False), (2, True)])
 def test_a_rank_killed_at_a_random_moment_costs_no_step(
-    tmp_path: Path, undisturbed_long: dict[int, Launched], ranks: int
+    tmp_path: Path, undisturbed_long: dict[int, Launched], ranks: int, late_gpu: bool
 ) -> None:
-    """Every kill ends bit for bit as if nothing had been. Prints the steps lost, and why."""
+    """Every kill ends bit for bit as if nothing had been. Prints the steps lost, and why. late_gpu: the CPU in a GPU's
+    place, and late."""
+    toy = WIDE if ranks == 4 else LONG
+    if late_gpu:
+        toy = toy.but(settings=ON_GPU.settings)
     lost: list[int] = []
     for seed in range(SEEDS[ranks]):
-        launched = Launched(tmp_path / str(seed), WIDE if ranks == 4 else LONG, ranks)
+        launched = Launched(tmp_path / str(seed), toy, ranks, late_gpu=late_gpu)
         job = launched.start()
         kill_a_rank(job, launched.run, ranks, random.Random(f"{ranks}/{seed}"))
         output, _ = job.communicate(timeout=LIMIT)

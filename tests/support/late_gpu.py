@@ -22,15 +22,19 @@ class LateGpu(Device):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._behind: queue.SimpleQueue[tuple[int, StepEnd, list[Tensor], int]] = queue.SimpleQueue()
+        self._behind: queue.SimpleQueue[tuple[int, StepEnd, list[Tensor]]] = queue.SimpleQueue()
         self._left = 0
         self._changed = threading.Condition()
         threading.Thread(target=self._work, daemon=True).start()
 
     def add(self, part: int, end: StepEnd, tensors: Sequence[Tensor], at: int = 0) -> None:
+        if at:  # in a backward: a GPU gives its gradients to the sum behind it
+            self.await_gradients()
+            super().add(part, end, tensors, at)
+            return
         with self._changed:
             self._left += 1
-        self._behind.put((part, end, [item.detach().clone() for item in tensors], at))
+        self._behind.put((part, end, [item.detach().clone() for item in tensors]))
 
     def await_gradients(self) -> None:
         with self._changed:
@@ -42,9 +46,9 @@ class LateGpu(Device):
 
     def _work(self) -> None:
         while True:
-            part, end, tensors, at = self._behind.get()
+            part, end, tensors = self._behind.get()
             time.sleep(LATE)
-            super().add(part, end, tensors, at)
+            super().add(part, end, tensors)
             with self._changed:
                 self._left -= 1
                 self._changed.notify_all()
