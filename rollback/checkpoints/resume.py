@@ -52,13 +52,18 @@ def candidates(history: History, manifests: Sequence[Manifest]) -> list[Manifest
 
     With a plan pending: the planned one, then older good ones. Else the newest: after a crash nothing speaks against
     it, and if it carries an unnoticed trouble the sentinel will meet that again. One that was taken because training
-    might have ended, and had not, comes last: behind it the pass that goes on has no batch.
+    might have ended, and had not, comes behind these: after it the pass that goes on has no batch. Last come those
+    that are not on record.
     """
     present = of_present_timeline(history, manifests)
     pending = history.pending
     if pending is None or pending.checkpoint is None:
-        provisional = [manifest for manifest in present if is_provisional(history, manifest)]
-        return [manifest for manifest in present[::-1] if manifest not in provisional] + provisional[::-1]
+
+        def reluctance(manifest: Manifest) -> tuple[bool, bool]:
+            return not is_on_record(history, manifest), is_provisional(history, manifest)
+
+        newest_first = present[::-1]
+        return sorted(newest_first, key=reluctance)
     planned = next((m for m in present if m.name == pending.checkpoint), None)
     older = [m for m in present if m.name in history.good and m.step < (pending.step or 0)]
     return ([planned] if planned else []) + older[::-1]
@@ -76,6 +81,17 @@ def newest_on_record(history: History, count: int) -> list[str]:
     names = sorted(map(CheckpointName, history.committed), key=lambda name: name.order)
     known = [_OnRecord(name, name.seq, history.committed[name].timeline) for name in names]
     return [item.name for item in of_present_timeline(history, known)[::-1][:count]]
+
+
+def is_on_record(history: History, taken: Taken) -> bool:
+    """Whether the record has the rollback with which a checkpoint's timeline began. Without any record of the ranks
+    that cannot be told.
+
+    A plan that the disk refuses waits in memory, and is lost with rank 0. A checkpoint from behind that rollback, which
+    memory still holds, lacks batches that no record says were skipped. The trouble comes again where the run goes on
+    from before it, and is answered again, on record.
+    """
+    return not history.attached or taken.timeline <= history.timeline
 
 
 def is_provisional(history: History, manifest: Manifest) -> bool:

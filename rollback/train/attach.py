@@ -21,11 +21,11 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.checkpoints.resume import candidates, is_provisional, next_seq, of_present_timeline
+from rollback.checkpoints.resume import candidates, is_on_record, is_provisional, next_seq, of_present_timeline
 from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings, guard_mark
 from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, RunDirectoryError, RunDoesNotFit
 from rollback.facts.history import History, copy_of, history_as_json
-from rollback.facts.training import Accepted, Attached, Blamed, Quarantined
+from rollback.facts.training import Accepted, Attached, Blamed
 from rollback.rundir.identity import (
     Identity,
     JobIdentity,
@@ -53,9 +53,11 @@ from rollback.train.run import AttachedRun, require_first
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
 from rollback.train.start_record import (
+    NOT_ON_RECORD,
     evict_what_was_cut_off,
     finish_pending_plan,
     leave_out_what_is_new,
+    put_aside,
     require_a_change,
     require_samples,
     take_over_last_snapshot,
@@ -65,7 +67,7 @@ from rollback.train.state.nonfinite import union
 from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.stateful import StateRefused
-from rollback.train.updates.advice import INIT_NOT_READ, JOURNAL_GONE, NOT_IN_CHECKPOINT, NOT_KEPT
+from rollback.train.updates.advice import INIT_NOT_READ, JOURNAL_GONE, NOT_IN_CHECKPOINT, NOT_KEPT, SKIPS_UNKNOWN
 
 
 def supervised() -> bool:
@@ -261,6 +263,8 @@ def _restore_newest(
             if manifest in found.at_url:
                 found.manifests.append(manifest)
                 found.in_ring.append(manifest.name)
+            if is_on_record(history, manifest):
+                damaged |= {m.name: NOT_ON_RECORD for m in found.manifests if not is_on_record(history, m)}
             return manifest, result.place
         damaged[manifest.name] = result.fault
     lost = history.committed.keys() - history.gone - history.discarded
@@ -286,15 +290,14 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     run_id, record = _first_writes(paths, found, state, ranks)
     for fact in found.accepted:
         record.note(fact, fact.in_words())
-    for name, reason in damaged.items():
-        if ranks.first_in_directory and os.path.lexists(paths.checkpoint(name)):
-            _quarantine(paths, name)
-        record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
+    put_aside(paths, damaged, found.slots, ranks, record)
     if ranks.first:
         take_over_last_snapshot(paths, history, chosen, record)
     leave_out_what_is_new(history, found.blamed, settings, state.cursor.batch, record)
     if chosen is not None and ranks.first and not record.history.attached:
         record.advise_of(JOURNAL_GONE, [chosen.name])
+    if chosen is not None and not is_on_record(history, chosen):
+        record.advise_of(SKIPS_UNKNOWN, [chosen.name])
     ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None
     record.note(
         Attached(
@@ -372,7 +375,8 @@ def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks:
             run_id = identity.run_id if identity else ""
             record = Recorder(paths, found.attempt, first=True, advised=advised, journal=found.journal)
         except (OSError, RollbackError) as error:
-            fault = f"writing to the run directory {paths.root}: {error}"
+            why = error.message if isinstance(error, RollbackError) else error  # the hint is given below
+            fault = f"writing to the run directory {paths.root}: {why}"
     fault, run_id = ranks.from_first([fault, run_id])
     if not fault and ranks.apart:
         fault = first_writes_of_host(paths, ranks)
@@ -389,10 +393,3 @@ def _sweep_frozen(paths: RunPaths, found: FoundRun) -> None:
             frozen.sweep(paths, present)
     except (OSError, CheckpointDamaged) as error:
         say(f"removing frozen weights that no checkpoint needs failed ({error}); they stay")
-
-
-def _quarantine(paths: RunPaths, name: str) -> None:
-    try:
-        ring.quarantine(paths, name)
-    except OSError as error:
-        say(f"moving checkpoint {name} to quarantine failed ({error}); it stays where it is and is not used")

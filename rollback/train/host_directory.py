@@ -50,5 +50,6 @@ def first_writes_of_host(paths: RunPaths, ranks: Ranks) -> str:
             write_identity(paths, Identity.model_validate(body))
             ring.sweep(paths)
         except (OSError, RollbackError, RunDirectoryError) as error:
-            fault = f"writing to the run directory {paths.root} on {host_name()}: {error}"
+            why = error.message if isinstance(error, RollbackError) else error  # the caller gives a hint
+            fault = f"writing to the run directory {paths.root} on {host_name()}: {why}"
     return ranks.first_fault(fault) or ""

@@ -2,10 +2,11 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account
+from rollback.checkpoints.fast_tier.slots import uncommit
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural, UsageError
@@ -16,6 +17,7 @@ from rollback.facts.training import (
     Committed,
     Evicted,
     LastSnapshotMade,
+    Quarantined,
     Restored,
     SampleQuarantine,
     SkipAdded,
@@ -23,9 +25,12 @@ from rollback.facts.training import (
 )
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names, sound_requests
+from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import why_kept
+
+NOT_ON_RECORD = "it is from behind a rollback that the journal could not take: what was skipped before it is not known"
 
 
 def require_a_change(paths: RunPaths, settings: Settings, history: History) -> None:
@@ -176,6 +181,25 @@ def where_it_goes_on(history: History, chosen: Manifest) -> str:
     by = f", by {end.by}" if end.by else ""
     lost = f"; {end.left_over} batches behind its last update do not count if it goes on" if end.left_over else ""
     return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"
+
+
+def put_aside(
+    paths: RunPaths, damaged: Mapping[str, str], slots: Mapping[str, int], ranks: Ranks, record: Recorder
+) -> None:
+    """Put checkpoints that cannot be used out of the way, and journal why. slots: where they lie in memory.
+
+    A slot is given up too: a later start, whose record has other rollbacks, must not find it again.
+    """
+    tier = tiers.fast_tier_of(paths) if ranks.first_of_host else None
+    for name, reason in damaged.items():
+        try:
+            if ranks.first_in_directory and os.path.lexists(paths.checkpoint(name)):
+                ring.quarantine(paths, name)
+            if tier is not None and name in slots:
+                uncommit(tier, slots[name])
+        except OSError as error:
+            say(f"putting checkpoint {name} aside failed ({error}); it stays where it is and is not used")
+        record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
 
 
 def evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Recorder) -> None:

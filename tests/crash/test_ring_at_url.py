@@ -18,6 +18,7 @@ from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, R
 from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.ring.url import progress
+from rollback.ring.url import ring as at_url_ring
 from rollback.ring.url import store as storing
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.ring import RingAtUrl
@@ -363,6 +364,37 @@ def test_a_lost_index_leaves_the_other_one(
     newest = ring.names(new)[-1]
     assert whole(new, newest)
     assert newest == (NAMES[2] if slot == 0 else NAMES[1])
+
+
+def test_a_record_that_somebody_removes_is_put_there_again(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a rule of the bucket does that removes old objects: while the process writes there, and before it begins."""
+    run.judge(0, 40_000)  # more than one piece
+    told: list[str] = []
+
+    def remove() -> None:
+        for key in [key for key in bucket.objects if "/record/" in key]:
+            del bucket.objects[key]
+
+    at_url = opened(run.paths, told.append)
+    put(at_url, run.paths, NAMES[2])
+    at_url.keep_record()
+    remove()
+    with pytest.raises(RingUnavailable):
+        fetched(tmp_path / "without")
+    at_url.keep_record()
+    assert not told, "looked for once an hour"
+    with monkeypatch.context() as sooner:
+        sooner.setattr(at_url_ring, "_LOOK_EVERY", 0.0)
+        at_url.keep_record()
+    remove()
+    opened(run.paths, told.append).keep_record()
+    assert len(told) == 2
+    assert all("had lost 5 objects of the run's record" in line for line in told)
+    new = fetched(tmp_path / "new")
+    for path in (run.paths.identity, run.paths.train_journal, run.paths.metrics, run.paths.pin(NAMES[0])):
+        assert (new.root / path.relative_to(run.paths.root)).read_bytes() == path.read_bytes()
 
 
 def test_every_byte_of_a_record_is_vouched_for(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:

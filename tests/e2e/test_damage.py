@@ -12,7 +12,7 @@ from toy import Toy, facts, files, require_same, same_skips_from_the_start, trai
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.format import direct
-from rollback.errors import NoUsableCheckpoint
+from rollback.errors import NoUsableCheckpoint, RunDirectoryError
 from rollback.facts.training import (
     Advice,
     Attached,
@@ -202,6 +202,20 @@ def test_a_full_disk_stops_no_training(
             assert {fact.step for fact in told if isinstance(fact, Committed)} == {0, 10, 20}
     again = train(TOY, run)
     require_same(weights(again), weights(ended), "run again")
+
+
+def test_a_start_that_cannot_write_the_journal_says_once_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    interrupted(TOY, run, 25)
+    before = files(run)
+    monkeypatch.setattr(journal, "sync_directory", full_disk)
+    with pytest.raises(RunDirectoryError) as refused:
+        train(TOY, run)
+    assert "opening the journal" in refused.value.message
+    assert str(refused.value).count("hint:") == 1
+    assert files(run) == before
 
 
 def test_what_a_full_disk_kept_from_the_journal_is_written_when_there_is_room(

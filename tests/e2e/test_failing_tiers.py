@@ -22,6 +22,7 @@ from rollback.facts.training import (
     Evicted,
     LastSaveFailed,
     LeftDurableRing,
+    Planned,
     Saving,
     Stopped,
 )
@@ -172,6 +173,28 @@ def test_a_run_directory_s_disk_that_stays_full_costs_neither_the_slots_nor_the_
         status, output = launch(scenarios, run)
         assert status == 0, output
         require_same(scenarios.portrait("job", 0), undisturbed, "trained again")
+
+
+def test_what_lies_behind_a_rollback_that_no_journal_has_is_not_gone_on_from(tmp_path: Path, memory: Path) -> None:
+    """The plan waits for room on the disk, checkpoints do not: they are in memory when rank 0 dies, and the plan with
+    its skip window is not. A full disk has room in the journal's last page: for the first of three plans."""
+    scenarios, toy = Scenarios(tmp_path), TOY.but(samples=480, nan=(30, 50, 70))
+    with disk_of("8m", tmp_path / "disk") as disk:
+        run = disk / "job"
+        kill = [0, 100, signal.SIGKILL, 1]
+        scenarios.add("job", toy.with_settings(fast_tier=str(memory)), shell=[0, 27, fill(disk)], signal=kill)
+        status, output = launch(scenarios, run)
+        assert status == 74, output
+        assert "cannot be used: it is from behind a rollback that the journal could not take" in output
+        (disk / "filler").unlink()
+        status, output = launch(scenarios, run)
+        assert status == 0, output
+        assert len(facts(run, Planned)) == 3, "the record has what was skipped"
+        (tmp_path / "told").mkdir()
+        told = Scenarios(tmp_path / "told")
+        told.add("job", toy, skips_of=str(run))
+        told.torchrun(1)
+        require_same(scenarios.portrait("job", 0), told.portrait("job", 0), "told of its own record from the start")
 
 
 @pytest.mark.parametrize("fault", ["the ring is read-only", "the ring is a file", "run.json is gone"])

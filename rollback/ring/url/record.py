@@ -42,6 +42,27 @@ def upload(store: Store, paths: RunPaths, before: Index) -> list[Kept]:
     return record
 
 
+def put_again(store: Store, paths: RunPaths, index: Index) -> int:
+    """Upload the pieces that the index names and that are not at the URL any more, and return how many these were.
+
+    `upload` takes for granted what an index names. What does not change may be months older there than the newest
+    checkpoint, so a rule of the bucket that removes old objects removes run.json and the beginning of the journals
+    first. Raises RingUnavailable, OSError.
+    """
+    count = 0
+    for kept in index.record:
+        for number, (key, piece) in enumerate(zip(kept.keys, kept.pieces, strict=True)):
+            if store.size(key) == piece.size:
+                continue
+            with open_regular(paths.root / kept.path) as file:
+                file.seek(number * PIECE)
+                data = file.read(piece.size)
+            if describe(data) == piece:  # else it has changed, and the next index names other content
+                store.put(key, data)
+                count += 1
+    return count
+
+
 def _pieces(path: Path, known: Kept | None) -> list[tuple[RecordPiece, bytes | None]]:
     """The pieces of a file. The full pieces of a file that only grows come from `known`, without reading their
     content."""

@@ -1,5 +1,6 @@
 """The writing end of a ring at a URL. One process holds it at a time; docs/format.md has the order of writes."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,6 +26,8 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import CheckpointName, RunPaths, has_packs, shard_name
 from rollback.system import files
 
+_LOOK_EVERY = 3600.0
+
 
 class RingAtUrl:
     """Checkpoints and record of a run at a URL. Call `open` first; every method may raise RingUnavailable.
@@ -39,6 +42,7 @@ class RingAtUrl:
         self._store = store
         self._say = say
         self._can_list = True
+        self._looked: float | None = None  # for the pieces of the record; None: not since `open`
         self._others = others or Others(paths, store.url)
         self._writer = new_writer()
         self._index: Index | None = None
@@ -70,6 +74,7 @@ class RingAtUrl:
                 raise _another_goes_on(self._store.url)
         self._index = indexes[0] if indexes else start
         self._previous = indexes[1] if len(indexes) > 1 else None
+        self._looked = None
         self._world_size = identity.job.world_size
         self._needed.clear()
         names, self._frozen = self._index.checkpoints, {*self._index.frozen}
@@ -125,6 +130,7 @@ class RingAtUrl:
         """Bring the record up to date. True: it was written."""
         self._write_index()
         self._clear_away()
+        self._look_for_pieces()
         return True
 
     def give_up(self) -> None:
@@ -146,6 +152,19 @@ class RingAtUrl:
         self._previous, self._index = self._index, new
         for key in sorted(forgotten):
             self._store.delete(key)
+
+    def _look_for_pieces(self) -> None:
+        """Put again, once in a while, what others have removed of the record: without it nobody could go on from
+        here, and nobody would know before the machine is lost."""
+        assert self._index is not None
+        if self._looked is not None and time.monotonic() - self._looked < _LOOK_EVERY:
+            return
+        if gone := record.put_again(self._store, self._paths, self._index):
+            self._say(
+                f"the durable ring {self.place} had lost {gone} objects of the run's record: they are put there again. "
+                "See whether a rule of the bucket removes old objects, which must not apply to a ring"
+            )
+        self._looked = time.monotonic()
 
     def _require_ours(self) -> None:
         """Raise RunDoesNotFit where another process has written an index since: this process must not overwrite it."""

@@ -101,6 +101,11 @@ JOURNAL_GONE = (
     "was planned when they ended, is not known. Training goes on from it as if that were nothing; if the run directory "
     "was copied, bring its journal/ too",
 )
+SKIPS_UNKNOWN = (
+    "skips-unknown",
+    "{names} is from behind a rollback that the journal could not take, and no checkpoint from before it is left: what "
+    "was skipped before it is not known. Training goes on from it as if that were nothing",
+)
 INIT_NOT_READ = (
     "init-not-read",
     "the run has checkpoints and goes on from them: {names}, which `init` names, is read by a run that has none",

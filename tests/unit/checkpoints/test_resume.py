@@ -3,7 +3,7 @@
 import pytest
 
 from checkpoints import manifest_of
-from recorded_run import incident, rollback_plan
+from recorded_run import attached, incident, rollback_plan
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, newest_on_record, next_seq, of_present_timeline
 from rollback.facts.history import History, fold
@@ -68,6 +68,17 @@ def test_several_that_were_taken_behind_an_epoch_come_last_newest_first() -> Non
     again = manifest_of(4, 80).model_copy(update={"over": True})
     expected = [NAMES[1], NAMES[0], again.name, NAMES[3], NAMES[2]]
     assert names(candidates(history_of(), [*manifests, again])) == expected
+
+
+def test_what_no_rollback_on_record_leads_to_comes_last() -> None:
+    unknown = manifest_of(4, 80).model_copy(update={"timeline": 1})
+    expected = [NAMES[2], NAMES[1], NAMES[0], NAMES[3], unknown.name]
+    over = RING[3].model_copy(update={"over": True})
+    manifests = [*RING[:3], over, unknown]
+    assert names(candidates(history_of(attached(None, 0)), manifests)) == expected
+    known = history_of(attached(None, 0), incident(1, 45, 49), plan_to(3), restored(3))
+    assert names(candidates(known, manifests))[0] == unknown.name
+    assert names(candidates(history_of(), manifests))[0] == unknown.name, "without a record nothing can be told"
 
 
 def test_a_planned_checkpoint_that_is_gone_gives_way_to_older_good_ones() -> None:
