@@ -1,5 +1,16 @@
-"""`python -m rollback` is `rollback`."""
+"""`rollback`, and `python -m rollback`, which is the same."""
 
-from rollback.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """Exits with a code of `rollback.errors.ExitCode`; with 130 where Ctrl-C comes while the commands are imported."""
+    try:
+        from rollback import cli
+    except KeyboardInterrupt:
+        sys.exit(130)
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -541,6 +541,20 @@ def test_two_that_went_on_differently_are_both_left_alone(run: RecordedRun, buck
     assert (bucket.objects, journal(elsewhere)) == (objects, lines)
 
 
+def test_of_two_new_runs_at_one_url_the_one_that_comes_later_reads_that_it_is_another_run_s(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = opened(run.paths)
+    other = RecordedRun(tmp_path / "other", monkeypatch)
+    other.attach(0, 1, None, 0)
+    write_checkpoint(other.paths, 0, 0)
+    put(opened(other.paths), other.paths, NAMES[0])
+    objects = dict(bucket.objects)
+    with pytest.raises(RunDoesNotFit, match="belongs to run"):
+        late.keep_record()
+    assert bucket.objects == objects
+
+
 def test_who_is_overtaken_stops_writing(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:
     first = opened(run.paths)
     put(first, run.paths, NAMES[0])

@@ -173,6 +173,7 @@ class RingAtUrl:
             newer = index.generation > self._index.generation and index.writer != self._writer
             instead = index.generation == self._index.generation and index.writer != self._index.writer
             if newer or instead:
+                require_same_run(self._store.url, index, self._paths, self._index.run_id)
                 raise _another_goes_on(self._store.url)
 
     def _is_whole(self, name: str) -> bool:

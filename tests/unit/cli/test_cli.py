@@ -62,6 +62,19 @@ class TestFrame:
         for command in ("launch", "status", "audit", "backtest"):
             assert command in output
 
+    def test_ctrl_c_while_the_commands_are_imported_ends_without_a_traceback(self) -> None:
+        code = (
+            "import builtins, runpy\n"
+            "ordinary = builtins.__import__\n"
+            "def interrupted(name, *more, **others):\n"
+            "    if name == 'typer': raise KeyboardInterrupt\n"
+            "    return ordinary(name, *more, **others)\n"
+            "builtins.__import__ = interrupted\n"
+            "runpy.run_module('rollback', run_name='__main__')"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
     def test_version(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         assert run(monkeypatch, "--version") == 0
         assert capsys.readouterr().out == f"rollback {rollback.__version__}\n"
