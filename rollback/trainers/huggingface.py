@@ -140,6 +140,9 @@ class _GuardedLoop:
         trainer, announced = self._trainer, True
         self.guard.keep(trainer=self._state)
         self._has_moved()  # a resume has
+        if self._state.stopped_early:
+            self._end_again(**given)
+            return
         epochs = sys.maxsize if trainer.args.max_steps > 0 else trainer.state.num_train_epochs
         for epoch in self.guard.epochs(epochs):
             if not announced:
@@ -155,6 +158,16 @@ class _GuardedLoop:
                 break
         self._has_moved()  # the last epoch's end may have been restored
         trainer.control.should_training_stop = True
+        self.guard.close()
+
+    def _end_again(
+        self, *, model: Any, trial: Any, epoch: int, ignore_keys_for_eval: Any, start_time: Any, **_: Any
+    ) -> None:
+        """A run that a callback had stopped is there again: do what the Trainer does behind the epoch, which the
+        process may not have lived to do, and which the state was kept before."""
+        trainer = self._trainer
+        trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+        self._maybe_log_save_evaluate(trainer._tr_loss, None, model, trial, epoch, ignore_keys_for_eval, start_time)
         self.guard.close()
 
     def training_step(self, *given: Any, **others: Any) -> Any:
@@ -235,7 +248,7 @@ class _GuardedLoop:
 
     def end_epoch(self, state: Any, control: Any) -> None:
         """Before the Trainer does what it does behind an epoch. Raises _Moved where it has not come to its end yet."""
-        if control.should_training_stop and state.global_step < state.max_steps:
+        if self._state.stopped_early:
             if self.guard.finish("TrainerControl.should_training_stop"):
                 return
         elif control.should_epoch_stop:

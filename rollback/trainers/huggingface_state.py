@@ -55,6 +55,7 @@ class LoopState:
         return {
             "state": {name: of_state[name] for name in _STATE if name in of_state},
             "logs": self._logs.as_text(state.log_history),
+            "stopped_before": state.max_steps if self.stopped_early else None,
             "stateful_callbacks": state.stateful_callbacks,
             "callbacks": [[type(item).__name__, item.state()["attributes"]] for item in self._exportable()],
             "loop": {name: of_trainer[name] for name in _LOOP if name in of_trainer},
@@ -87,10 +88,19 @@ class LoopState:
             self._gathered()[mode].update(values)
         if "_last_loaded_step" in vars(trainer):  # TRL's, of the weights that vLLM has: of a step that may be undone
             trainer._last_loaded_step = -1
-        trainer.control.should_training_stop = trainer.control.should_epoch_stop = False
+        # Only more than was asked for then is a reason to go on behind a stop.
+        stopped_before = kept.get("stopped_before")
+        trainer.control.should_training_stop = stopped_before is not None and state.max_steps <= stopped_before
+        trainer.control.should_epoch_stop = False
         if trainer.args.should_save:
             _set_aside(Path(trainer.args.output_dir), state.global_step, self._mark)
         self.moved = True
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether a callback has stopped the training: at `max_steps` the Trainer does."""
+        state = self._trainer.state
+        return bool(self._trainer.control.should_training_stop and state.global_step < state.max_steps)
 
     def forget_lost_best(self) -> None:
         """Let the next evaluation choose a new best model where the folder of the best one is gone. Collective.

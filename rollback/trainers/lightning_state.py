@@ -99,8 +99,9 @@ class FitState:
         for name, item in self._stateful():
             if name in states:
                 state, attributes = map(_unpacked, states[name])
+                clock = _of_running_clock(item)
                 item.load_state_dict(state)
-                vars(item).update(attributes)
+                vars(item).update({**attributes, **clock})
 
     # Metrics ---------------------------------------------------------------------------------------------------------
 
@@ -160,6 +161,18 @@ class FitState:
 
 def _attributes(item: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(item, name) for name in names if name in vars(item)}
+
+
+def _of_running_clock(item: Any) -> dict[str, Any]:
+    """What a Timer (`max_time`) adds to the time since it began; empty where it has not, and where it is no Timer.
+
+    What it keeps is all the time until then. Behind a rollback, which does not begin it anew, that would count twice;
+    and the time of undone steps has passed.
+    """
+    is_timer = any(
+        kind.__name__ == "Timer" and kind.__module__.endswith("callbacks.timer") for kind in type(item).__mro__
+    )
+    return _attributes(item, ("_offset",)) if is_timer and item.start_time() is not None else {}
 
 
 def _packed(value: Any, what: str) -> Any:

@@ -47,6 +47,9 @@ PHASES: dict[str, dict[str, Any]] = {
 }
 
 
+BEHIND: dict[str, dict[str, Any]] = {"behind the end": {"die": ["Finished", 1], "behind": True}}
+
+
 TOLD: dict[str, dict[str, Any]] = {
     "by SIGTERM": {"told": [0, 13, "SIGTERM"]},
     "by SIGTERM behind an epoch's start": {"told": [1, 41, "SIGTERM"]},
@@ -65,7 +68,7 @@ def require_undisturbed(
     undisturbed = Scenarios(folder, JOB, modules, LIMIT)
     undisturbed.add("undisturbed", job)
     undisturbed.torchrun(2)
-    how = {**PHASES, **TOLD}
+    how = {**PHASES, **BEHIND, **TOLD}
     for number, phase in enumerate(phases):
         killed = Scenarios(folder / str(number), JOB, modules, LIMIT)
         killed.folder.mkdir()

@@ -1,11 +1,12 @@
 """The loop `lightning` of trainer_job.py: a GPT-2 in a LightningModule, with all that Lightning logs and saves."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
@@ -69,6 +70,10 @@ class Module(lightning.LightningModule):
 class Stopping(Callback):
     def __init__(self, at: int) -> None:
         self.at, self.ends = at, 0
+        self.began = float("inf")
+
+    def on_train_start(self, *_: Any) -> None:
+        self.began = min(self.began, time.monotonic())
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         trainer.should_stop = trainer.should_stop or trainer.global_step == self.at > 0
@@ -77,10 +82,10 @@ class Stopping(Callback):
         self.ends += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ends": self.ends}
+        return {"ends": self.ends, "began": self.began}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ends = state["ends"]
+        self.ends, self.began = state["ends"], state["began"]
 
 
 def train(job: "Job") -> dict[str, str]:
@@ -89,9 +94,10 @@ def train(job: "Job") -> dict[str, str]:
     given, more = job.job, job.job.more
     lightning.seed_everything(7, verbose=False)
     saving = {"every_n_train_steps": given.save} if given.save else {"every_n_epochs": 1}
-    stopping = Stopping(given.stop_at)
+    stopping, timer = Stopping(given.stop_at), Timer()
     callbacks: list[Any] = [
         stopping,
+        timer,
         ModelCheckpoint(job.output / "saved", save_last=True, **{"save_top_k": -1, **saving, **more.get("saving", {})}),
     ]
     if "patience" in more:
@@ -117,6 +123,7 @@ def train(job: "Job") -> dict[str, str]:
     return job.portrait(
         module, trainer.optimizers[0], Kept(scheduler), trainer.global_step, epoch=trainer.current_epoch,
         ends=stopping.ends, batches=trainer.fit_loop.total_batch_idx,
+        timed_once=timer.time_elapsed() <= time.monotonic() - stopping.began,
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
         log=Path(logger.log_dir, "metrics.csv").read_text() if job.rank == 0 else "",
         saved=saved(job.output / "saved") if job.rank == 0 else {},

@@ -4,8 +4,9 @@ SCENARIOS is a JSON file with a list of scenarios, each with `name`, `toy` (a Tr
 (default: the supervisor's; null: unprotected), `skips_of` (a run whose skip list is given from the start), `kill`
 (`[rank, batch]`: that rank kills itself there, in the first attempt), `told` (`[rank, batch, how]`: there that rank has
 the job stopped, in the first attempt: `SIGTERM` to the supervisor, or `rollback stop`), `die` (`[fact, n]`: rank 0
-kills itself before the n-th fact of that kind is journalled) and `log` (of another name). Each rank writes
-`<name>-<rank>.json` beside it: its `portrait`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
+kills itself before the n-th fact of that kind is journalled; with `behind`, behind that) and `log` (of another name).
+Each rank writes `<name>-<rank>.json` beside it: its `portrait`. Consumed samples are logged to `<name>-<rank>.log`,
+over all attempts.
 """
 
 import json
@@ -467,9 +468,12 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
 
     def die(self: Recorder, fact: Any, *more: Any) -> None:
         seen[0] += type(fact).__name__ == kind
-        if rank == 0 and seen[0] == nth > 0 and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
+        dies = rank == 0 and seen[0] == nth > 0 and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1"
+        if dies and not scenario.get("behind"):
             os.kill(os.getpid(), signal.SIGKILL)
         note(self, fact, *more)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     Recorder.note = die  # type: ignore[method-assign, assignment]
     try:

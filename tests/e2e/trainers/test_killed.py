@@ -19,6 +19,12 @@ def test_a_protected_job_that_is_told_to_stop_is_saved_and_goes_on(tmp_path: Pat
     require_undisturbed(tmp_path, TRAINER.but(samples=32, bad_at=()), ["by SIGTERM"])
 
 
+def test_a_training_that_a_callback_has_stopped_stays_stopped_when_a_rank_is_killed_behind_it(tmp_path: Path) -> None:
+    """In mid-epoch, and what the Trainer does behind an epoch is done although the process died before."""
+    by_epoch = {"logging_strategy": "epoch", "eval_strategy": "epoch"}
+    require_undisturbed(tmp_path, TrainerJob(samples=32, stop_at=7, more=by_epoch), ["behind the end"])
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("job", [TRAINER, ACCELERATE], ids=["trainer", "accelerate"])
 def test_each_way_to_be_told_to_stop(tmp_path: Path, job: TrainerJob) -> None:

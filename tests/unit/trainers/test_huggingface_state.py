@@ -19,10 +19,11 @@ def kept_of(trainer: Any) -> Any:
 
 
 def trainer_with(rows: list[dict[str, Any]]) -> Any:
-    state = SimpleNamespace(epoch=0.5, global_step=7, log_history=rows, stateful_callbacks={})
+    state = SimpleNamespace(epoch=0.5, global_step=7, max_steps=90, log_history=rows, stateful_callbacks={})
     return SimpleNamespace(
         state=state, callback_handler=SimpleNamespace(callbacks=[]), _tr_loss=torch.zeros(()),
-        control=SimpleNamespace(), _step=8, _last_loaded_step=7, args=SimpleNamespace(should_save=False),
+        control=SimpleNamespace(should_training_stop=False), _step=8, _last_loaded_step=7,
+        args=SimpleNamespace(should_save=False),
     )  # fmt: skip
 
 
@@ -50,10 +51,21 @@ def test_after_a_return_the_rows_of_undone_steps_are_gone() -> None:
     assert kept.state_dict()["logs"].splitlines() == ['{"step": 1}', '{"step": 20}']
 
 
+@pytest.mark.parametrize(("asked", "stops"), [(90, True), (7, False), (120, False)])
+def test_a_stop_by_a_callback_holds_unless_more_steps_are_asked_for(asked: int, stops: bool) -> None:
+    stopped = trainer_with([])
+    stopped.control.should_training_stop = True
+    other = trainer_with([])
+    other.state.max_steps = asked
+    kept = kept_of(other)
+    kept.load_state_dict(kept_of(stopped).state_dict())
+    assert kept.stopped_early is stops, "with 7 steps there is nothing to be stopped early"
+
+
 def test_what_an_earlier_version_kept_is_read() -> None:
     trainer = trainer_with([])
     state = kept_of(trainer).state_dict()
-    del state["logs"]
+    del state["logs"], state["stopped_before"]
     state["state"]["log_history"] = [{"step": 1}]
     kept_of(trainer).load_state_dict(state)
     assert trainer.state.log_history == [{"step": 1}]
