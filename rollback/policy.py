@@ -165,10 +165,11 @@ def comes_back(incident: Incident, previous: Planned, settings: Settings, stream
 
     Where the batch in hand is the cause, of this incident or the previous one, or a sample explains this incident,
     another batch is a new occasion, however soon it comes. But the batch directly after the window belongs to the same
-    stretch of bad data.
+    stretch of bad data. And a sample is believed only within `max_undone`: batches share innocent ones by chance.
     """
     if not repeats(incident, previous, settings, stream.batches_per_step):
         return False
+    suspected = suspected and previous.undone <= settings.max_undone
     skips = previous.skip is not None or previous.screen is not None
     beyond = skips and incident.onset_batch > previous.last + stream.batches_per_step
     return not (beyond and (incident.in_hand or previous.in_hand or suspected))
@@ -205,6 +206,8 @@ class _Trouble:
     """Whether the batch in hand is the cause, and is skipped alone."""
     escalation: int
     """The number of harder answers that this trouble has had, and now gets."""
+    undone: int
+    """Updates that the earlier answers undid, also those to what a suspected sample explained."""
 
     @classmethod
     def of(
@@ -216,7 +219,10 @@ class _Trouble:
             behind_screen = back.screen is not None and incident.onset_batch > back.screen.last
             escalation = back.escalation + (back.action == "rollback" and not back.in_hand and not behind_screen)
         trusted = incident.in_hand and settings.trusts_the_batch_in_hand
-        return cls(incident, back, stream, settings, trusted and not (back and back.action == "rollback"), escalation)
+        in_hand = trusted and not (back and back.action == "rollback")
+        same = back or (suspected and previous and repeats(incident, previous, settings, stream.batches_per_step))
+        undone = previous.undone if previous and same else 0
+        return cls(incident, back, stream, settings, in_hand, escalation, undone)
 
     @property
     def goes_on(self) -> bool:
@@ -256,7 +262,7 @@ class _Trouble:
 
     def undone_by(self, target: PolicyCheckpoint | None) -> int:
         """Updates that going back to `target` undoes, with those of earlier answers."""
-        return (self.back.undone if self.back else 0) + (self.incident.step - target.step if target else 0)
+        return self.undone + (self.incident.step - target.step if target else 0)
 
     def _target(self, before: Sequence[PolicyCheckpoint], *, older: bool) -> tuple[PolicyCheckpoint, str]:
         """The checkpoint to restore, and the reason in words.
@@ -350,10 +356,12 @@ _OLDEST = "the oldest good checkpoint"
 
 
 def _structural(back: Planned, undone: int, settings: Settings) -> str:
+    # Answers that a suspected sample excused are not among the harder ones.
+    again = f"{back.escalation + 1} rollbacks" if back.escalation else "going back"
     return (
         f"the answers to this trouble would undo {undone} updates together, and max_undone allows "
-        f"{settings.max_undone}; {back.escalation + 1} rollbacks did not cure it, so the cause is not in the skipped "
-        "data: look at the learning rate, the precision, the model or the code"
+        f"{settings.max_undone}; {again} did not cure it, so the cause is not in the skipped data: look at the "
+        "learning rate, the precision, the model or the code"
     )
 
 

@@ -69,7 +69,7 @@ def replay(path: Path, overrides: Overrides, settings: Settings) -> Replay:
     columns = find_columns(path, table, overrides)
     seen, assumed = observations(path, table, columns)
     judged = judge(seen, Sentinel(settings.sensitivity, settings.objective))
-    planned = plans(judged.calls, seen[0].step, settings)
+    planned = plans(judged.calls, seen, settings)
     return Replay(path, columns, seen, judged.calls, judged.blips, judged.advice, planned, judged.questions, assumed)
 
 
@@ -109,16 +109,19 @@ def judge(seen: list[Observation], sentinel: Sentinel) -> Judged:
     return Judged(calls, blips, advice, questions)
 
 
-def plans(calls: list[Verdict], first_step: int, settings: Settings) -> list[Planned]:
+def plans(calls: list[Verdict], seen: list[Observation], settings: Settings) -> list[Planned]:
     """The policy's answer to each call, with checkpoints where the settings would have put them.
 
     One batch a step is assumed. A checkpoint is good when it was `probation` steps old without a call.
     """
     answers: list[Planned] = []
     carried_out: Planned | None = None
+    first_step, logged = seen[0].step, {observation.step for observation in seen}
     last_detection, ring = first_step - 1, _Ring(first_step, settings)
     for number, verdict in enumerate(calls):
-        incident = _incident(number, verdict)
+        # Where the log has no line for the step before, that one's loss may have been the first that was not finite.
+        in_hand = verdict.witness == "loss" and verdict.onset == verdict.step and verdict.step - 1 in logged
+        incident = _incident(number, verdict, in_hand=in_hand and verdict.kind is Kind.NONFINITE)
         answer = policy.plan(incident, carried_out, ring.at(verdict.step, last_detection), settings)
         answers.append(answer)
         if answer.goes_back:
@@ -155,7 +158,7 @@ class _Ring:
         return proved <= now and not name.step <= last_detection < proved
 
 
-def _incident(number: int, verdict: Verdict) -> Incident:
+def _incident(number: int, verdict: Verdict, *, in_hand: bool) -> Incident:
     onset = max(0, verdict.onset if verdict.onset is not None else verdict.step)
     kind: Literal["spike", "nonfinite"] = "spike" if verdict.kind is Kind.SPIKE else "nonfinite"
     return Incident(
@@ -174,6 +177,7 @@ def _incident(number: int, verdict: Verdict) -> Incident:
         detection_batch=max(0, verdict.step),
         step=max(0, verdict.step),
         timeline=0,
+        in_hand=in_hand,
     )
 
 

@@ -18,6 +18,7 @@ from rollback.terminal.quantities import number
 
 _ROWS = 60  # of the curve in numbers
 _NONFINITE_ROWS = 200
+_FARTHEST = float(np.finfo(np.float32).max)  # values are drawn as float32; a loss of 1e308 is finite, and stays so
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,9 @@ def _curve(name: str, curve: Series) -> dict[str, Any]:
                 "undone": line.stretch.undone,
                 "attempt": line.stretch.attempt,
                 "steps": _packed(line.steps),
-                "values": base64.b64encode(line.values.astype("<f4").tobytes()).decode(),
+                "values": base64.b64encode(
+                    np.clip(line.values, -_FARTHEST, _FARTHEST).astype("<f4").tobytes()
+                ).decode(),
             }
             for line in curve.lines
         ],

@@ -236,7 +236,7 @@ def table(
                 int(columns.step[index[0]]),
                 int(columns.step[index[-1]]),
                 float(finite.min()) if len(finite) else None,
-                float(finite.mean()) if len(finite) else None,
+                float((finite / len(finite)).sum()) if len(finite) else None,
                 float(finite.max()) if len(finite) else None,
                 int(len(known) - len(finite)),
             )

@@ -203,9 +203,7 @@ class Drainer:
             if name is None:
                 break
             self._drain(name)
-        for name, reason in to_evict(self._situation(ending=False), self._keep):
-            self._ring.evict(name)
-            self._note(LeftDurableRing(checkpoint=name, place=self._ring.place, reason=reason))
+        self._evict_surplus()
         due = time.monotonic() - self._record_at >= _RECORD_EVERY
         if phase is Phase.CLOSING or (self._record_changed and due):
             if self._ring.keep_record():
@@ -261,6 +259,16 @@ class Drainer:
         self._recover()
         step, size = CheckpointName(name).step, place.manifest.bytes
         self._note(Drained(checkpoint=name, step=step, place=self._ring.place, bytes=size, seconds=round(seconds, 4)))
+
+    def _evict_surplus(self) -> None:
+        leaving = to_evict(self._situation(ending=False), self._keep)
+        while leaving:
+            name, reason = leaving.pop(0)
+            self._ring.evict(name)
+            self._note(LeftDurableRing(checkpoint=name, place=self._ring.place, reason=reason))
+            if self._read():  # that took its time: a plan may need by now what was about to leave
+                self._record_changed = True
+                leaving = to_evict(self._situation(ending=False), self._keep)
 
     def _record_kept(self) -> None:
         self._record_at, self._record_changed = time.monotonic(), False

@@ -53,7 +53,7 @@ class TrainingEnd:
         self._kept: str | None = None
         self._by: str | None = None
         self._calm = True
-        self._noted = self._trained = False
+        self._noted = self._trained = self._stopped = False
         self.unrecorded = ""
         """See `Heartbeat.unrecorded`."""
         self._left_over = 0
@@ -74,9 +74,10 @@ class TrainingEnd:
 
     @property
     def raised(self) -> BaseException | None:
-        """The exception that is ending the script: not one that was being handled when the guard was made."""
+        """The exception that is ending the script: not one that was being handled when the guard was made, nor the end
+        of an epoch's batches, within which the ranks may stop together."""
         raised = sys.exc_info()[1]
-        return None if raised is None or self._number in vars(raised).get(_MADE_UNDER, ()) else raised
+        return None if self._stopped or raised is None or self._number in vars(raised).get(_MADE_UNDER, ()) else raised
 
     def keep_state(self, by: str, *, left_over: int, left: bool = False) -> None:
         """Collective: keep the state at a possible end. All steps are judged. by: what ended the training.
@@ -108,7 +109,7 @@ class TrainingEnd:
             self._record.note(failed)
         stopped = Stopped(**where, reason=halt.giving_up or "preempted", account=account)
         self._record.note(stopped, f"stopped at step {stopped.step}: {account}")
-        self._noted = True
+        self._noted = self._stopped = True
         if halt.giving_up is not None:
             return _GIVING_UP[halt.giving_up]
         if stopped.checkpoint is not None:

@@ -295,6 +295,18 @@ def test_a_rank_that_dies_while_the_loss_stands_out_costs_no_step_and_the_troubl
     launched.require(undisturbed)
 
 
+def test_ranks_that_stop_together_at_the_end_of_an_epoch_s_batches_have_raised_nothing(tmp_path: Path) -> None:
+    """The second batch that is not finite is the last one of an epoch, so the stop comes where its end is handled."""
+    settings = {"snapshot_every": 5, "probation": 6, "max_undone": 1, "rewind": None, "skip_after": None}
+    toy = TOY.but(samples=8 * EPOCH, epochs=3, loop="epochs", nan=(18, 19), settings=settings)
+    launched = Launched(tmp_path, toy)
+    output, _ = (job := launched.start()).communicate(timeout=LIMIT)
+    assert job.returncode == 76, output
+    assert "could not be kept" not in output
+    assert launched.outcomes == []
+    assert launched.supervisor_facts(NoLastSnapshot) + facts(launched.run, NoLastSnapshot) == []
+
+
 def test_switched_off_the_newest_checkpoint_serves(tmp_path: Path, undisturbed: Launched) -> None:
     launched = Launched(tmp_path, TOY, signal=[1, KILL, signal.SIGKILL, 1])
     launched.finish("--last-snapshot", "off")

@@ -202,6 +202,19 @@ def test_bad_batches_and_occasions(settings: dict[str, Any], story: list[tuple[A
         last = answer
 
 
+def test_a_trouble_that_samples_explain_again_and_again_is_structural_within_max_undone() -> None:
+    """It comes at step 130, whatever the batches there are; in a small data set any two of them share a sample."""
+    settings, last, undone = rules(max_undone=100), None, []
+    while len(undone) < 9:
+        begins = last.last + 31 if last is not None else 130
+        found = incident(begins, begins).model_copy(update={"onset_step": 130, "detection_step": 130, "step": 131})
+        last = plan(found, last, held(100), settings, suspected=True)
+        undone.append(last.undone)
+        if last.action == "stop":
+            break
+    assert (last.giving_up, undone) == ("structural", [31, 62, 93, 124, 155])
+
+
 @pytest.mark.parametrize(
     ("settings", "stream", "onset", "allowed"),
     [

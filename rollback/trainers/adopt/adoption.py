@@ -65,6 +65,8 @@ class Adoption:
         self._steered: EpochLoop | None = None
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
+        self._trains = False
+        """Whether gradients were computed while there was no guard."""
 
     @property
     def _guarded(self) -> Guard | None:
@@ -94,7 +96,11 @@ class Adoption:
         raised = sys.exc_info()[1]
         leaves = raised is None or (isinstance(raised, SystemExit) and not raised.code)
         guard = self._guard
-        if guard is None or self._given_up or not leaves:
+        if self._given_up or not leaves:
+            return
+        if guard is None:
+            if self._trains:
+                self._signs.nothing_guarded()
             return
         self._given_up = True
         if self._in_pass:
@@ -111,7 +117,7 @@ class Adoption:
 
     def leave_group(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
         """destroy_process_group(group=None)."""
-        if {*given, *others.values()} <= {None, torch.distributed.group.WORLD}:
+        if self._guard is not None and {*given, *others.values()} <= {None, torch.distributed.group.WORLD}:
             self.end()
         return original(*given, **others)
 
@@ -237,6 +243,7 @@ class Adoption:
 
     def backward(self, original: Callable[..., Any], tensors: Any, *given: Any, **others: Any) -> Any:
         if self._guarded is None:
+            self._trains = True
             return original(tensors, *given, **others)
         if self._stranger is not None:
             ours, other = _described(self._loader), _described(self._stranger)

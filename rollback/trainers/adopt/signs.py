@@ -66,6 +66,17 @@ class ScriptSigns:
             self.refuse(error)
         self._notice(f"not protected from here on: {error.message}")
 
+    def nothing_guarded(self) -> None:
+        """The script has trained and is through, and no guard was made: it ends with that, or that is said."""
+        error = UsageError(
+            "not protected: the script computes gradients, but goes over no DataLoader with a model in "
+            "training and a torch optimizer",
+            hint="make a rollback.Guard: docs/guard.md shows how it is written into other loops",
+        )
+        if self._strict:
+            self.refuse(error)
+        self.say(error.message)
+
     def say(self, text: str) -> None:
         """What all ranks see: rank 0 says it, once."""
         if text not in self._said and not self._rank:

@@ -203,6 +203,13 @@ def test_or_runs_unprotected_with_a_notice(tmp_path: Path, case: str) -> None:
     assert plain.stdout in done.stdout  # the same weights
 
 
+@pytest.mark.parametrize(("how", "status"), [("--adopt", ExitCode.DONE), ("--adopt=strict", ExitCode.USAGE)])
+def test_a_training_of_which_nothing_was_found_is_told_at_its_end(tmp_path: Path, how: str, status: ExitCode) -> None:
+    done = refused(tmp_path, how, str(PLAIN / "refused.py"), "an update of its own")
+    assert done.returncode == status, done.stdout
+    assert done.stdout.count("not protected: the script computes gradients, but goes over no DataLoader") == 1
+
+
 def test_a_sign_that_comes_late_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt", str(PLAIN / "refused.py"), "an optimizer that comes later", "120")
     assert done.returncode == ExitCode.DONE, done.stdout

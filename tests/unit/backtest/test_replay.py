@@ -414,6 +414,19 @@ def test_the_plan_uses_only_checkpoints_that_were_good_by_then(tmp_path: Path) -
     assert "no good checkpoint" in answer.reason
 
 
+def test_the_plan_skips_a_batch_that_did_it_alone_as_a_run_would(tmp_path: Path) -> None:
+    losses = [*LOSSES[:90], float("nan"), *LOSSES[91:]]
+
+    def plan(every: int, settings: Settings) -> list[tuple[int | None, tuple[int, int] | None, int]]:
+        table = {"step": range(0, 200 * every, every), "loss": losses}
+        found = replay(write_csv(tmp_path / "log.csv", table), Overrides(), settings)
+        return [(each.step, each.skip and (each.skip.first, each.skip.last), each.escalation) for each in found.plan]
+
+    assert plan(1, Settings()) == [(50, (90, 90), 0), (100, (100, 174), 0)]  # so the spike is another occasion
+    assert plan(1, Settings(rewind=20))[0] == (50, (50, 110), 0)  # a reach set by hand does not trust a single batch
+    assert plan(10, Settings())[0] == (850, (850, 920), 0)  # nine losses before it are in no log
+
+
 def test_the_plan_knows_how_a_full_ring_is_thinned(tmp_path: Path) -> None:
     """What is far back is still there, at wider distances: the ring does not hold the newest few alone."""
     log = write_csv(tmp_path / "log.csv", {"step": range(3000), "loss": raised(descent(3000), 2200, 9.0)})

@@ -303,6 +303,21 @@ def test_drained_checkpoints_are_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [kind["fate"] for kind in page.data["checkpoints"]].count("drained") == 1
 
 
+def test_losses_that_no_float32_holds_are_drawn_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    writer = LineWriter(run.paths.metrics)
+    losses = [1.0, 1e308, 1e308, 1e308, -1e308, 5e-324, 0.0, 2.0] * 20  # rows of several, whose sum is no number
+    for step, loss in enumerate(losses):
+        line = {"loss": loss, "grad_norm": None, "verdict": "healthy", "attempt": 1, "timeline": 0}
+        writer.write(metric_line(step=step, batch=step, **line))
+    writer.flush()
+    writer.close()
+    page = Page(make_page(run.paths.root))
+    (line,) = page.data["curves"][0]["lines"]
+    assert np.isfinite(np.frombuffer(base64.b64decode(line["values"]), "<f4")).all()
+    assert "inf" not in "".join(page.texts[""]).split()
+
+
 def test_a_run_without_a_single_step_has_a_page_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RecordedRun(tmp_path / "run", monkeypatch)
     run.tell(0, AttemptStarted(command=("torchrun",), host="node1", pid=1))

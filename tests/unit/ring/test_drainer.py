@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from recorded_run import incident, rollback_plan
 from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.retention import choose_evictions
 from rollback.errors import RingUnavailable
-from rollback.facts.training import Fact
+from rollback.facts.training import BecameGood, Committed, Fact
 from rollback.ring import drainer as draining
 from rollback.ring.drainer import Drainer, Phase
 from rollback.ring.schedule import DrainPace
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.journal.journal import Journal
+from rollback.rundir.paths import CheckpointName, RunPaths
 
 FAILURES = 1100  # more than a float can be doubled
 
@@ -94,3 +97,39 @@ def test_a_ring_is_told_to_work_again_only_once_something_was_written_there(tmp_
     assert ring.reached.is_set()
     assert told[1:] == (["the durable ring away:// works again"] if writes else [])
     assert drainer.trouble == (None if writes else "nobody answers")
+
+
+class SlowToRemove(AwayForDays):
+    """A full ring. While one checkpoint is removed, the ranks plan to go back to one that was about to leave, too."""
+
+    def __init__(self, journal: Journal, names: list[CheckpointName], target: CheckpointName) -> None:
+        super().__init__()
+        self.tries = FAILURES
+        self._journal, self._names, self._target = journal, names, target
+
+    def held(self) -> Sequence[str]:
+        return tuple(self._names)
+
+    def evict(self, name: str) -> None:
+        if len(self._names) == 6:
+            self._journal.append(incident(0, 35, 40))
+            self._journal.append(rollback_plan(0, self._target, self._target.step, None))
+        self._names.remove(CheckpointName(name))
+
+
+def test_what_a_plan_needs_stays_though_it_was_to_leave_when_the_removal_of_others_began(tmp_path: Path) -> None:
+    paths, names = RunPaths(tmp_path), [CheckpointName.of(seq, 10 * seq) for seq in range(6)]
+    journal = Journal(paths.train_journal, 1)
+    for name in names:
+        journal.append(Committed(checkpoint=name, step=name.step, batch=name.step, timeline=0, bytes=1, seconds=0.0))
+        journal.append(BecameGood(checkpoint=name, step=name.step))
+    leaving = [name for name, _ in choose_evictions(names, names, (), 3)]
+    ring = SlowToRemove(journal, list(names), CheckpointName(leaving[1]))
+    drainer = Drainer(paths, ring, DrainPace.parse("1000"), 3, lambda fact: None, lambda text: None)  # type: ignore[arg-type]
+    drainer.start()
+    drainer.finish()
+    assert drainer.wait(Phase.FINISHED, 60)
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 60)
+    journal.close()
+    assert [name for name in names if name not in ring.held()] == leaving[:1]
