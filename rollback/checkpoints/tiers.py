@@ -42,7 +42,7 @@ class Located:
 
 def base_of(setting: str, environment: Mapping[str, str] = os.environ) -> Path | None:
     """The directory in which fast tiers are made: None for none. `auto` is what the environment says, else /dev/shm."""
-    chosen = environment.get(ENV_FAST_TIER, "auto") if setting == "auto" else setting
+    chosen = (environment.get(ENV_FAST_TIER) if setting == "auto" else setting) or "auto"
     if chosen == "off":
         return None
     return slots.DEFAULT_BASE if chosen == "auto" else Path(chosen)

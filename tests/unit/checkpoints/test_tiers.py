@@ -51,6 +51,8 @@ def commit(tier: SlotPaths, number: int, seq: int) -> Manifest:
     [
         ("auto", {}, slots.DEFAULT_BASE),
         ("auto", {ENV_FAST_TIER: "auto"}, slots.DEFAULT_BASE),
+        ("auto", {ENV_FAST_TIER: ""}, slots.DEFAULT_BASE),
+        ("", {}, slots.DEFAULT_BASE),
         ("auto", {ENV_FAST_TIER: "off"}, None),
         ("auto", {ENV_FAST_TIER: "/mnt/ram"}, Path("/mnt/ram")),
         ("off", {ENV_FAST_TIER: "/mnt/ram"}, None),
