@@ -138,7 +138,7 @@ class _GuardedLoop:
     def _run_epoch(self, **given: Any) -> None:
         """All epochs. The Trainer, which has called this for its first one, is told to stop behind the last."""
         trainer, announced = self._trainer, True
-        self.guard.keep(trainer=self._state)
+        self.guard.keep(trainer=self._state, trainer_logs=self._state.logs)
         self._has_moved()  # a resume has
         if self._state.stopped_early:
             self._end_again(**given)

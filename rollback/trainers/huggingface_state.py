@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from rollback.train.comm.recorder import say
+from rollback.train.state.kept_values import SharedText
 from rollback.trainers.saved_files import rename_undone
 
 _STATE = (
@@ -47,14 +48,13 @@ class LoopState:
         self._mark = mark
         self.moved = False
         self.last_update: tuple[Any, Any] = None, None
-        self._logs = _Logs()
+        self.logs = Logs(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         trainer, state = self._trainer, self._trainer.state
         of_trainer, of_state = vars(trainer), vars(state)
         return {
             "state": {name: of_state[name] for name in _STATE if name in of_state},
-            "logs": self._logs.as_text(state.log_history),
             "stopped_before": state.max_steps if self.stopped_early else None,
             "stateful_callbacks": state.stateful_callbacks,
             "callbacks": [[type(item).__name__, item.state()["attributes"]] for item in self._exportable()],
@@ -71,8 +71,8 @@ class LoopState:
         trainer, state = self._trainer, self._trainer.state
         for name, value in kept["state"].items():
             setattr(state, name, value)
-        if "logs" in kept:  # else an earlier version has kept them in the state
-            state.log_history = [json.loads(row) for row in kept["logs"].splitlines()]
+        if "logs" in kept:  # as an earlier version kept them
+            self.logs.load_state_dict(kept["logs"])
         for name in state.stateful_callbacks.keys() & kept["stateful_callbacks"].keys():
             state.stateful_callbacks[name] = kept["stateful_callbacks"][name]
         for item, (name, attributes) in zip(self._exportable(), kept["callbacks"], strict=False):
@@ -128,18 +128,24 @@ class LoopState:
         return [item for item in callbacks if isinstance(item, ExportableState) and item is not self._mark]
 
 
-class _Logs:
+class Logs(SharedText):
     """What a Trainer has logged so far, as text: a row to a line.
 
-    The guard reads it at every step's end, and the rows of a long run are thousands. They only become more.
+    The guard reads it at every step's end, and the rows of a long run are thousands. They only become more. Ranks log
+    the same, but for how long an evaluation took.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._rows: list[dict[str, Any]] = []
         self._known = 0
         self._text = ""
 
-    def as_text(self, rows: list[dict[str, Any]]) -> str:
+    def load_state_dict(self, text: str) -> None:
+        self._trainer.state.log_history = [json.loads(row) for row in text.splitlines()]
+
+    def state_dict(self) -> str:
+        rows = self._trainer.state.log_history
         if rows is not self._rows or len(rows) < self._known:
             self._rows, self._known, self._text = rows, 0, ""
         if len(rows) > self._known:

@@ -85,6 +85,7 @@ class JointPlan(BaseModel, frozen=True, ser_json_bytes="base64", val_json_bytes=
     manifest: Manifest | None = None
     """Without its shards."""
     buffer_trees: dict[str, Any] = {}
+    texts: dict[str, str] = {}
     """For hosts that have marks alone."""
     shared: SharedPart | None = None
     """For rank 0's host, if that has marks alone."""

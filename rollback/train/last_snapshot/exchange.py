@@ -120,7 +120,7 @@ class Exchange:
             foreseen, write = self._foresee(plan.sent), writes[plan.at]
             told: dict[str, object] = {"manifest": write.manifest(plan.seq)}
             if any(offer.at(plan.at).digest is None for offer in offers.values()):
-                told["buffer_trees"] = write.buffer_trees
+                told |= {"buffer_trees": write.buffer_trees, "texts": write.texts}
             if offers[FIRST].at(plan.at).digest is None:
                 told |= {"shared": write.shared_part(foreseen.sentinel), "metrics": write.metrics(foreseen)}
             plan = plan.model_copy(update=told)
@@ -261,8 +261,8 @@ def keep_together(
     while True:
         if not (marks_of := ends(late := exchange.late)):
             raise NotProved("its ranks have not come to the end of one step any more")
-        every: dict[StepEnd, HostWrite] = {end: HostWrite(tier, marks.bodies, {}) for end, marks in marks_of.items()}
-        every |= writes
+        by_marks = {end: HostWrite(tier, marks.bodies, {}, {}) for end, marks in marks_of.items()}
+        every: dict[StepEnd, HostWrite] = {**by_marks, **writes}
         offers = [
             EndOffer(
                 end=end, buffers=every[end].buffers, sent=tuple(marks.sent), early=marks.early, loud=marks.loud,
@@ -278,7 +278,7 @@ def keep_together(
             plan = exchange.agree(offer, late, stands, writes)
             write = every.get(plan.at) or every[max(every)]  # another end only where nothing is written any more
             if plan.at not in writes:
-                write.buffer_trees, write.shared = plan.buffer_trees, plan.shared
+                write.buffer_trees, write.texts, write.shared = plan.buffer_trees, plan.texts, plan.shared
             return plan, exchange.keep(plan, write, stands)
         except Anew:
             if not stands():

@@ -26,7 +26,7 @@ from rollback.train.data.raw_random import RawRandom, tree_of
 from rollback.train.last_snapshot.device import Read, as_it_is, device_of
 from rollback.train.snapshots.capture import as_it_is_stored, bytes_of
 from rollback.train.state import tree
-from rollback.train.state.module_buffers import all_of
+from rollback.train.state.kept_values import plain
 from rollback.train.state.state import TrainingState
 
 _BUFFERS = ("local/buffers/", "local/nonpersistent_buffers/")
@@ -34,7 +34,6 @@ _LOCAL = {
     "of_data": "local/cursor", "nonfinite": "local/nonfinite",
     "cursor": "local/cursor", "opening": "local/cursor/opening", "random": "", "parts": "",
 }  # fmt: skip
-_OF_OTHERS = ("kept", "nonfinite")
 _SHARED = {
     "objects": "shared/objects", "counters": "shared/counters", "gradients": "shared/gradients",
     "groups": "shared/optimizer/param_groups",
@@ -78,7 +77,9 @@ class SharedState:
     asking it raises UsageError for what a checkpoint cannot keep, which the guard has refused before.
     """
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: dict[str, Any], texts: Mapping[str, str]) -> None:
+        self.texts = texts
+        """Of the kept values, by name."""
         self._told: bytes | tuple[dict[str, Any], dict[str, Tensor]]
         if (copied := _copy_of(told)) is not None:
             self._told = copied
@@ -120,8 +121,9 @@ class SmallStateReader:
             self._find_buffers()
         state = self._state
         random, parts = self._random.read()
-        kept = _copy_of(state.memory.told())
-        parts.append(marshal.dumps(state.memory.state_dict(), _MARSHAL) if kept is None else kept)
+        values = state.memory.of_rank()
+        kept = _copy_of(values)
+        parts.append(marshal.dumps(plain(values), _MARSHAL) if kept is None else kept)
         position = self._find_position(keep=in_step)
         told = {
             "of_data": state.cursor.of_data(), "random": random,
@@ -169,7 +171,7 @@ class SmallStateReader:
             del group["params"]
         objects = {name: item.state_dict() for name, item in state.objects.items()}
         told = {"objects": objects, "counters": vars(state.counters), "gradients": state.gradients.told()}
-        return SharedState({**told, "groups": groups})
+        return SharedState({**told, "groups": groups}, state.memory.shared_texts())
 
     def forget(self) -> None:
         """The cursor was put elsewhere, and the random states were restored."""
@@ -333,12 +335,15 @@ class SmallState:
     def buffer_names(self) -> list[str]:
         return sorted(name for name in self.tensors if name.startswith(_BUFFERS))
 
-    def local(self, buffer_trees: Mapping[str, Any]) -> tuple[dict[str, Any], list[ShardPiece]]:
-        """The `local` tree of this rank's shard, and the tensors in it."""
+    def local(
+        self, buffer_trees: Mapping[str, Any], texts: Mapping[str, str]
+    ) -> tuple[dict[str, Any], list[ShardPiece]]:
+        """The `local` tree of this rank's shard, and the tensors in it. texts: of the kept values that marks lack."""
         random: dict[str, Tensor] = {}
         local = {
             **buffer_trees, "random": tree.encode(dict(self.random), "local/random", random),
-            "cursor": self.trees["cursor"], **{name: self.trees[name] for name in _OF_OTHERS},
+            "cursor": self.trees["cursor"], "nonfinite": self.trees["nonfinite"],
+            "kept": {**self.trees["kept"], **texts},
         }  # fmt: skip
         pieces = [piece_of(name, item) for name, item in random.items()]
         return local, pieces + [ShardPiece(name, *told) for name, told in self.tensors.items()]
@@ -369,32 +374,3 @@ def piece_of(name: str, item: Tensor, read: Read = as_it_is) -> ShardPiece:
     """A tensor for a shard, whose bytes are read when it is written: where they lie, if they are in order there."""
     dtype, shape = tree.DTYPE_CODE[item.dtype], tuple(item.shape)
     return ShardPiece(name, dtype, shape, lambda: [bytes_of(as_it_is_stored(read(item)))])
-
-
-def large_state(state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What is not in the marks, and the same on all ranks: the trees of parameters and optimizer, and their tensors.
-
-    Any thread may call it: nothing is asked that another thread might be changing between two updates.
-    """
-    model, buffers = state.model.state_dict(), all_of(state.model)
-    shared = {
-        "model": {name: value for name, value in model.items() if name not in buffers},
-        "optimizer": state.optimizer.state_dict(),
-        "trained": state.trained_names(),
-        "sentinel": state.sentinel.state_dict(),
-    }
-    tensors: dict[str, Tensor] = {}
-    return tree.encode(shared, "shared", tensors), tensors
-
-
-def shared_tree(large: Mapping[str, Any], small: SharedState, sentinel: Mapping[str, Any]) -> dict[str, Any]:
-    """The `shared` tree: the parameters and the optimizer of one rank, its small state, and the sentinel's state."""
-    optimizer, (trees, _) = dict(large["optimizer"]), small.encoded()
-    optimizer["param_groups"] = [
-        {**told, "params": group["params"]}
-        for group, told in zip(optimizer["param_groups"], trees["groups"], strict=True)
-    ]
-    return {
-        **large, "optimizer": optimizer, "objects": trees["objects"], "counters": trees["counters"],
-        "gradients": trees["gradients"], "sentinel": tree.encode(dict(sentinel), "shared/sentinel", {}),
-    }  # fmt: skip

@@ -29,7 +29,8 @@ from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.rundir.records import metric_line
 from rollback.system import files
 from rollback.train.last_snapshot.device import Read, as_it_is, device_of
-from rollback.train.last_snapshot.small_state import SharedState, SmallState, large_state, piece_of, shared_tree
+from rollback.train.last_snapshot.large_state import large_state, shared_tree
+from rollback.train.last_snapshot.small_state import SharedState, SmallState, piece_of
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.buffers import FastTier
@@ -122,14 +123,16 @@ class SharedPart(BaseModel, frozen=True):
 class HostWrite:
     """The shards of this host's ranks as they were at a step's end, with what each alone knew: nobody here has more.
 
-    bodies: what that was, by rank. buffer_trees: the same on all ranks. Raises NotProved.
+    bodies: what that was, by rank. buffer_trees, texts: the same on all ranks. Raises NotProved.
     """
 
     shared: SharedPart | None = None
     """For rank 0's shard, if that is written here."""
 
-    def __init__(self, tier: SlotPaths, bodies: Mapping[int, bytes], buffer_trees: Mapping[str, Any]) -> None:
-        self._tier, self.buffer_trees = tier, buffer_trees
+    def __init__(
+        self, tier: SlotPaths, bodies: Mapping[int, bytes], buffer_trees: Mapping[str, Any], texts: Mapping[str, str]
+    ) -> None:
+        self._tier, self.buffer_trees, self.texts = tier, buffer_trees, texts
         self._marks = {rank: SmallState.of(body) for rank, body in sorted(bodies.items())}
         names = next(iter(self._marks.values())).buffer_names
         if any(mark.buffer_names != names for mark in self._marks.values()):
@@ -178,7 +181,7 @@ class HostWrite:
 
     def _shard(self, rank: int) -> tuple[list[ShardPiece], dict[str, str]]:
         """Tensors and metadata of a rank's shard."""
-        local, pieces = self._marks[rank].local(self.buffer_trees)
+        local, pieces = self._marks[rank].local(self.buffer_trees, self.texts)
         metadata = {"local": json.dumps(local)}
         if rank == 0:
             assert self.shared is not None
@@ -212,7 +215,7 @@ class LastWrite(HostWrite):
         read: Read,
         require_unchanged: Callable[[], None],
     ) -> None:
-        super().__init__(snapshots.slots_of_host.paths, bodies, buffer_trees)
+        super().__init__(snapshots.slots_of_host.paths, bodies, buffer_trees, small.texts)
         self._run, self._state, self._snapshots, self._end, self._small = run, state, snapshots, end, small
         self._digests, self._read, self._require_unchanged = digests, read, require_unchanged
         (self._large, tensors), (_, self._small_tensors) = large_state(state), small.encoded()

@@ -44,12 +44,24 @@ class KeptValues:
         return name
 
 
+class SharedText:
+    """Base of what is kept as one text that is the same on all ranks, and may be long. Marks of a step's end, which are
+    written anew at each step, leave it out: any rank that is left has it."""
+
+    def state_dict(self) -> str:
+        raise NotImplementedError
+
+    def load_state_dict(self, text: str) -> None:
+        raise NotImplementedError
+
+
 class Memory:
     """The kept values of one rank's script, and those of the last restored checkpoint."""
 
     def __init__(self) -> None:
         self._first: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
+        self._texts: dict[str, SharedText] = {}
         self._restored: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._kept = KeptValues(self._values)
@@ -67,6 +79,7 @@ class Memory:
         objects = {name: value for name, value in first.items() if _tells_its_state(value)}
         checked = {name: _plain(value, name) for name, value in first.items() if name not in objects}
         self._objects.update(objects)
+        self._texts.update({name: item for name, item in objects.items() if isinstance(item, SharedText)})
         self._load_objects(objects)
         self._first.update(copy.deepcopy(checked))
         self._values.update({name: self._restored.get(name, value) for name, value in checked.items()})
@@ -74,12 +87,20 @@ class Memory:
 
     def state_dict(self) -> dict[str, Any]:
         """The values for a checkpoint; also values of an earlier one that the script has not asked for yet."""
-        return {name: _plain(value, name) for name, value in self.told().items()}
+        return plain(self.told())
 
     def told(self) -> dict[str, Any]:
         """The same as the script and its objects tell it: neither copied nor looked at."""
-        objects = {name: item.state_dict() for name, item in self._objects.items()}
-        return {**self._restored, **self._values, **objects}
+        return {**self.of_rank(), **self.shared_texts()}
+
+    def of_rank(self) -> dict[str, Any]:
+        """`told` without shared texts."""
+        objects = {name: item.state_dict() for name, item in self._objects.items() if name not in self._texts}
+        told = {**self._restored, **self._values, **objects}
+        return {name: value for name, value in told.items() if name not in self._texts} if self._texts else told
+
+    def shared_texts(self) -> dict[str, str]:
+        return {name: item.state_dict() for name, item in self._texts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = dict(state)
@@ -91,6 +112,11 @@ class Memory:
         for name, item in objects.items():
             if name in self._restored:
                 item.load_state_dict(copy.deepcopy(self._restored[name]))
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Kept values by name, as a checkpoint has them. Raises UsageError for one that cannot be kept."""
+    return {name: _plain(value, name) for name, value in values.items()}
 
 
 def _tells_its_state(value: Any) -> bool:

@@ -29,26 +29,25 @@ def trainer_with(rows: list[dict[str, Any]]) -> Any:
 
 def test_rows_that_were_logged_come_back_and_are_not_written_out_again_at_every_step() -> None:
     rows: list[dict[str, Any]] = [{"loss": 2.5, "step": 1}, {"loss": math.inf, "step": 2}]
-    kept = kept_of(trainer_with(rows))
-    first = kept.state_dict()["logs"]
-    assert kept.state_dict()["logs"] is first
+    logs = kept_of(trainer_with(rows)).logs
+    first = logs.state_dict()
+    assert logs.state_dict() is first
     rows.append({"eval_accuracy": np.float32(0.5), "name": "a\nb", "step": 3})
-    later = kept.state_dict()
 
     other = trainer_with([])
-    kept_of(other).load_state_dict(later)
+    kept_of(other).logs.load_state_dict(logs.state_dict())
     assert other.state.log_history == [*rows[:2], {"eval_accuracy": 0.5, "name": "a\nb", "step": 3}]
 
 
 def test_after_a_return_the_rows_of_undone_steps_are_gone() -> None:
     trainer = trainer_with([{"step": 1}])
-    kept = kept_of(trainer)
-    before = kept.state_dict()
+    logs = kept_of(trainer).logs
+    before = logs.state_dict()
     trainer.state.log_history.append({"step": 2})
-    kept.state_dict()
-    kept.load_state_dict(before)
+    logs.state_dict()
+    logs.load_state_dict(before)
     trainer.state.log_history.append({"step": 20})
-    assert kept.state_dict()["logs"].splitlines() == ['{"step": 1}', '{"step": 20}']
+    assert logs.state_dict().splitlines() == ['{"step": 1}', '{"step": 20}']
 
 
 @pytest.mark.parametrize(("asked", "stops"), [(90, True), (7, False), (120, False)])
@@ -62,11 +61,13 @@ def test_a_stop_by_a_callback_holds_unless_more_steps_are_asked_for(asked: int, 
     assert kept.stopped_early is stops, "with 7 steps there is nothing to be stopped early"
 
 
-def test_what_an_earlier_version_kept_is_read() -> None:
+@pytest.mark.parametrize("as_text", [False, True])
+def test_what_an_earlier_version_kept_is_read(as_text: bool) -> None:
     trainer = trainer_with([])
     state = kept_of(trainer).state_dict()
-    del state["logs"], state["stopped_before"]
-    state["state"]["log_history"] = [{"step": 1}]
+    del state["stopped_before"]
+    rows = [{"step": 1}]
+    state.update({"logs": json.dumps(rows[0])} if as_text else {"state": {**state["state"], "log_history": rows}})
     kept_of(trainer).load_state_dict(state)
     assert trainer.state.log_history == [{"step": 1}]
 

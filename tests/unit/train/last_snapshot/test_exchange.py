@@ -45,6 +45,7 @@ class Shards:
     def __init__(self, *ranks: int, fault: str | None = None) -> None:
         self.ranks, self.fault, self.done, self.step = ranks, fault, list[str](), END.step
         self.buffer_trees: Mapping[str, Any] = {}
+        self.texts: Mapping[str, str] = {}
         self.lines: tuple[str, ...] = ()
 
     stores: tuple[int, ...] = ()
@@ -107,7 +108,7 @@ def speak(
             try:
                 plan = exchange.agree(told or of(hosts), exchange.late, stands, writes)
                 if plan.at not in writes:
-                    shards.shared, shards.lines = plan.shared, plan.metrics
+                    shards.shared, shards.lines, shards.texts = plan.shared, plan.metrics, plan.texts
                 return exchange.keep(plan, write, stands)
             except Anew:
                 if not stands():
@@ -143,6 +144,7 @@ def test_both_keep_what_both_have(both: tuple[Hosts, Hosts]) -> None:
 def test_of_two_hosts_the_one_with_a_rank_that_stands_decides(both: tuple[Hosts, Hosts], stands: int) -> None:
     """What is small and the same on all is in the shard of rank 0, whoever is left."""
     shards = Shards(0, 1), Shards(2, 3)
+    shards[stands].texts = {"log": "what all ranks have logged"}
     told = [by_marks(host, END) for host in both]
     told[stands] = of(both[stands])
     with ThreadPoolExecutor() as threads:
@@ -156,6 +158,7 @@ def test_of_two_hosts_the_one_with_a_rank_that_stands_decides(both: tuple[Hosts,
     assert [own.done[0] for own in shards] == ["written in 90 with the sentinel", "written in 90"]
     assert shards[0].shared == shards[0].shared_part(foresee([b"", b""]).sentinel), "as it was judged, bit for bit"
     assert shards[0].lines == (("a line",) if stands == 1 else ())
+    assert shards[0].texts == shards[1].texts != {}
 
 
 def test_where_no_rank_stands_on_any_host_nothing_is_kept(

@@ -11,6 +11,7 @@ from rollback.train.data import rng
 from rollback.train.data.cursor import cursor_for
 from rollback.train.last_snapshot.small_state import SharedState, SmallState, SmallStateReader, piece_of
 from rollback.train.state import tree
+from rollback.train.state.kept_values import SharedText
 from rollback.train.state.state import TrainingState
 
 
@@ -48,7 +49,7 @@ def test_what_is_shared_is_told_as_a_checkpoint_would_and_as_it_was(state: dict[
         "counters": {"step": 7}, "groups": [{"lr": 0.1}],
     }  # fmt: skip
     expected = {name: item.clone() for name, item in expected.items()}
-    shared = SharedState(told)
+    shared = SharedState(told, {})
     for value in state.values():
         if isinstance(value, (list, torch.Tensor, np.ndarray)):
             value[0] = 99.0
@@ -57,6 +58,35 @@ def test_what_is_shared_is_told_as_a_checkpoint_would_and_as_it_was(state: dict[
     assert found == trees
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], item) for name, item in expected.items())
+
+
+class Log(SharedText):
+    text = "a line\n" * 100_000
+
+    def state_dict(self) -> str:
+        return self.text
+
+    def load_state_dict(self, text: str) -> None:
+        self.text = text
+
+
+def test_a_text_that_is_the_same_on_all_ranks_is_in_no_mark_and_in_each_shard_as_it_was() -> None:
+    model = torch.nn.Linear(1, 1)
+    state = TrainingState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {}, cursor_for([1, 2, 3]), Sentinel("normal")
+    )
+    log = Log()
+    state.memory.add({"log": log, "best": 0.5})
+    reader = SmallStateReader(state)
+    local, shared = reader.local(), reader.shared()
+    log.text += "a later one\n"
+    body = local.body({}) + local.stays
+    assert len(body) < len(Log.text) / 20
+    kept, _ = SmallState.of(body).local(reader.buffer_trees, shared.texts)
+    assert kept["kept"] == {"best": 0.5, "log": Log.text}
+    state.memory.load_state_dict(kept["kept"])
+    assert log.text == Log.text
+    assert state.memory.state_dict() == kept["kept"]
 
 
 def test_behind_a_rollback_a_number_that_numpy_had_drawn_and_not_given_out_is_in_the_mark() -> None:

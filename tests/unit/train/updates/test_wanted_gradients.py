@@ -11,7 +11,8 @@ from toy import SETTINGS, facts
 
 import rollback
 from rollback.facts.training import Planned, Restored, ScreenedOut
-from rollback.train.last_snapshot.small_state import SmallStateReader, large_state, shared_tree
+from rollback.train.last_snapshot.large_state import large_state, shared_tree
+from rollback.train.last_snapshot.small_state import SmallStateReader
 
 EPOCH = 12  # batches
 Loop = Literal["epochs", "range", "steps"]
