@@ -27,13 +27,14 @@ _PARTS = struct.Struct("<2Q")  # the lengths of what only the rank knew, and of 
 
 
 class _Present(NamedTuple):
-    """What a rank knew in its backward, and when. buffers: of its buffers on a GPU, the version that torch counts."""
+    """What a rank knew in its backward, and when. buffers: of its buffers on a GPU, where they lie, and the versions
+    that torch counts."""
 
     end: StepEnd
     local: LocalState
     at: int
     computed: int
-    buffers: int
+    buffers: list[tuple[int, int]]
 
 
 class _Added(NamedTuple):
@@ -89,8 +90,9 @@ class EarlyMarks:
         self._part = self._mark.write_early(present.end, body, hold, local.stays, added)
         return added is not None
 
-    def _versions(self) -> int:
-        return sum(item._version for item in self._small_state.on_gpu)
+    def _versions(self) -> list[tuple[int, int]]:
+        """Of what a script puts in a buffer's place torch begins to count anew; it lies elsewhere."""
+        return [(item.data_ptr(), item._version) for item in self._small_state.on_gpu]
 
     def at_end(self, end: StepEnd, local: LocalState, part: int) -> None:
         """The step has ended, and that part of the mark tells of it. Where something has changed in it, there are no

@@ -103,15 +103,21 @@ class Reader:
         return LocalState("[]", bytes(8))
 
 
-def in_place(buffer: Tensor) -> None:
-    buffer.add_(1)
+def in_place(reader: Reader) -> None:
+    reader.on_gpu[0].add_(1)
 
 
-def unseen(buffer: Tensor) -> None:
-    buffer.data.add_(1)
+def another(reader: Reader) -> None:
+    reader.on_gpu = [reader.on_gpu[0] + 1]
 
 
-@pytest.mark.parametrize(("change", "steps"), [(in_place, 1), (unseen, 2)], ids=["in place", "unseen"])
+def unseen(reader: Reader) -> None:
+    reader.on_gpu[0].data.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "steps"), [(in_place, 1), (another, 1), (unseen, 2)], ids=["in place", "another", "unseen"]
+)
 def test_buffers_that_change_behind_a_backward_end_early_marks(
     marks: end_marks.EndMarkPaths, change: Any, steps: int
 ) -> None:
@@ -122,11 +128,11 @@ def test_buffers_that_change_behind_a_backward_end_early_marks(
     left = []
     for step in range(TRIED + 3 + steps):
         end = END._replace(step=step)
-        reader.on_gpu[0].add_(1)  # a forward
+        another(reader)  # in a forward
         telltale.sum().backward()
         left.append(end in end_marks.read_early(marks, 0))
         if step == TRIED + 2:
-            change(reader.on_gpu[0])
+            change(reader)
         body = mark_body(b"", reader.local(in_step=False).body({}))
         part = mark.write(end, body, added=8)
         gpu.add(part, end, reader.on_gpu)
