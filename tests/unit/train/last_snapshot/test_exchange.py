@@ -17,9 +17,11 @@ from test_agreement import AT_END, END, MANIFEST, offer
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import StepEnd
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.errors import UsageError
 from rollback.rundir.paths import shard_name
 from rollback.train.last_snapshot import exchange as exchange_module
 from rollback.train.last_snapshot.agreement import ROUNDS, Commitment, HostOffer, commitment_of, plan_of
+from rollback.train.last_snapshot.device import NoAnswer
 from rollback.train.last_snapshot.exchange import Exchange
 from rollback.train.last_snapshot.hosts import Hosts, HostStore, StoreGone
 from rollback.train.last_snapshot.write import Anew, Foreseen, HostWrite, LastWrite, NotProved, SharedPart, SharedTensor
@@ -175,10 +177,15 @@ def test_where_no_rank_stands_on_any_host_nothing_is_kept(
         assert {job.result(LIMIT) for job in jobs} == {"no rank stands at the end of a step on any host"}
 
 
-def test_a_step_that_was_not_healthy_is_kept_by_nobody(both: tuple[Hosts, Hosts]) -> None:
+@pytest.mark.parametrize("kind", [NotProved, UsageError, NoAnswer])
+def test_a_step_that_was_not_healthy_or_could_not_be_judged_is_kept_by_nobody(
+    both: tuple[Hosts, Hosts], kind: type[Exception]
+) -> None:
+    """Whatever it fails of where it is decided, the others learn of it and do not wait."""
+
     def judge(sent: Sequence[bytes]) -> Foreseen:
         assert len(sent) == 2
-        raise NotProved("the last step was not healthy")
+        raise kind("the last step was not healthy")
 
     first, other = Shards(0, 1), Shards(2, 3)
     assert speak_both(both, first, other, judge=judge) == ["the last step was not healthy"] * 2
