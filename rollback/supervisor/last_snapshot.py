@@ -17,16 +17,20 @@ _POLL = 0.02
 def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes) -> None:
     """Have the ranks of this host that still live keep what they hold, and wait for it. why: of `end_marks.REASONS`.
 
-    Ranks that are stopped do not answer, and are not waited for.
+    Ranks that are stopped do not answer, and are not waited for. Where none lives and there are other hosts, somebody
+    speaks for them, and torchrun may have the store by which the hosts agree: that is waited for, too.
     """
     if (marks := _marks(paths)) is None:
         return
     ranks = [rank for rank in end_marks.ranks_of(marks) if not end_marks.has_left(marks, rank)]
     asked = {rank for rank in ranks if end_marks.ring_bell(marks, rank, why)}
+    if not asked and not (ranks and marks.hosts.exists()):
+        return
     began = time.monotonic()
-    while asked and (waited := time.monotonic() - began) < _PATIENCE:
+    while (waited := time.monotonic() - began) < _PATIENCE:
         told = {account.rank for account in last_account.read_accounts(marks, attempt)}
-        if asked <= told or (waited > _ANSWER and not last_locks.is_busy(marks)):
+        answered = asked <= told if asked else bool(told)
+        if answered or (waited > _ANSWER and not last_locks.is_busy(marks)):
             return
         time.sleep(_POLL)
 

@@ -21,19 +21,20 @@ from rollback.train.last_snapshot.write import NotProved
 from rollback.train.updates.backward import BackwardWatch
 
 TRIED = 3
-"""Steps in which nothing may have changed before an early mark is left."""
+"""Steps in which nothing may have changed before an early mark is left. What a GPU has is compared a step later."""
 _LATITUDE = 500_000_000  # nanoseconds
 _PARTS = struct.Struct("<2Q")  # the lengths of what only the rank knew, and of what it has sent
 
 
 class _Present(NamedTuple):
-    """What a rank knew in its backward, and when. buffers: of its buffers on a GPU, the version that torch counts."""
+    """What a rank knew in its backward, and when. buffers: of its buffers on a GPU, where they lie, and the versions
+    that torch counts."""
 
     end: StepEnd
     local: LocalState
     at: int
     computed: int
-    buffers: int
+    buffers: list[tuple[int, int]]
 
 
 class _Added(NamedTuple):
@@ -82,15 +83,18 @@ class EarlyMarks:
 
     def _leave(self, present: _Present, hold: Hold) -> bool:
         local, on_gpu = present.local, self._small_state.on_gpu
-        body = mark_body(b"", local.body({}))
-        if self._tried < TRIED or len(body) + len(local.stays) > end_marks.MOST:
+        body, proved = mark_body(b"", local.body({})), self._tried >= TRIED + bool(on_gpu)
+        if not (proved or on_gpu) or len(body) + len(local.stays) > end_marks.MOST:
             return False
         added = sum(item.nbytes for item in on_gpu) if on_gpu else None
         self._part = self._mark.write_early(present.end, body, hold, local.stays, added)
+        if not proved:
+            self._mark.withdraw()  # what the GPU adds is to be compared, and nobody may rely on it yet
         return added is not None
 
-    def _versions(self) -> int:
-        return sum(item._version for item in self._small_state.on_gpu)
+    def _versions(self) -> list[tuple[int, int]]:
+        """Of what a script puts in a buffer's place torch begins to count anew; it lies elsewhere."""
+        return [(item.data_ptr(), item._version) for item in self._small_state.on_gpu]
 
     def at_end(self, end: StepEnd, local: LocalState, part: int) -> None:
         """The step has ended, and that part of the mark tells of it. Where something has changed in it, there are no
@@ -101,7 +105,7 @@ class EarlyMarks:
         if present.local != local or present.buffers != self._versions() or self._was_changed_unseen():
             self.stop()
             return
-        if self._tried >= TRIED and (on_gpu := self._small_state.on_gpu):
+        if on_gpu := self._small_state.on_gpu:
             self._added = _Added(end, self._part, part, present.at, sum(item.nbytes for item in on_gpu))
         self._tried += 1
         self._longest = max(self._longest, time.monotonic_ns() - present.at)

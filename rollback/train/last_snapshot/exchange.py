@@ -124,10 +124,10 @@ class Exchange:
             if offers[FIRST].at(plan.at).digest is None:
                 told |= {"shared": write.shared_part(foreseen.sentinel), "metrics": write.metrics(foreseen)}
             plan = plan.model_copy(update=told)
-        except NotProved as error:
+        except Exception as error:  # noqa: BLE001 - it is told to all, who would wait, and comes back to this host as well
             if not stands():
                 return
-            plan = JointPlan(decider=self._own, why_not=str(error))
+            plan = JointPlan(decider=self._own, why_not=str(error) or type(error).__name__)
         self._tell_once("plan", plan)
 
     def _may_still_offer(self, offers: Mapping[int, HostOffer]) -> bool:

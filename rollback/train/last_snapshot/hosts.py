@@ -18,6 +18,7 @@ import copy
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -39,6 +40,8 @@ YES = b"1"
 _BY_ANOTHER = b"2"
 _OVER = b"."
 _MOMENT = 2.0
+_PIECE = 4 << 20  # bytes; torch's store ends the connection of who tells more than twice as many at once
+_IN_PIECES = b"\0"
 
 
 class StoreGone(NotProved):
@@ -62,15 +65,25 @@ class HostStore:
             self._store.multi_set([f"{self._keys}/{name}" for name in told], [*told.values()])
 
     def set_once(self, name: str, told: bytes) -> None:
-        """What was told by that name first stays, whoever tells what behind it."""
+        """What was told by that name first stays, whoever tells what behind it. It may be long, unlike what `set`
+        tells: its pieces are there before anybody learns of them."""
+        key = f"{self._keys}/{name}"
         with self._reaching():
-            self._store.compare_set(f"{self._keys}/{name}", "", told)
+            if len(told) > _PIECE:
+                pieces = {f"{key}/{uuid.uuid4()}": told[at : at + _PIECE] for at in range(0, len(told), _PIECE)}
+                for place, piece in pieces.items():
+                    self._store.set(place, piece)
+                told = _IN_PIECES + "\n".join(pieces).encode()
+            self._store.compare_set(key, "", told)
 
     def get(self, name: str) -> bytes | None:
         """What was told by that name; None: nothing yet, or it was taken back."""
         with self._reaching():
             key = f"{self._keys}/{name}"
-            return (self._store.get(key) or None) if self._store.check([key]) else None
+            told: bytes = self._store.get(key) if self._store.check([key]) else b""
+            if told.startswith(_IN_PIECES):
+                told = b"".join(map(self._store.get, told.removeprefix(_IN_PIECES).decode().split("\n")))
+            return told or None
 
     def await_once(self, name: str) -> bytes:
         """Wait for ever until something is told by that name, and forget it."""

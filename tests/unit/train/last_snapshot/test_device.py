@@ -103,35 +103,53 @@ class Reader:
         return LocalState("[]", bytes(8))
 
 
-def in_place(buffer: Tensor) -> None:
-    buffer.add_(1)
+def in_place(reader: Reader) -> None:
+    reader.on_gpu[0].add_(1)
 
 
-def unseen(buffer: Tensor) -> None:
-    buffer.data.add_(1)
+def another(reader: Reader) -> None:
+    reader.on_gpu = [reader.on_gpu[0] + 1]
 
 
-@pytest.mark.parametrize(("change", "steps"), [(in_place, 1), (unseen, 2)], ids=["in place", "unseen"])
+def unseen(reader: Reader) -> None:
+    reader.on_gpu[0].data.add_(1)
+
+
+LATE_STEPS = range(TRIED + 3, 100)
+
+
+@pytest.mark.parametrize(
+    ("change", "at", "left"),
+    [
+        (in_place, LATE_STEPS, 3),
+        (another, LATE_STEPS, 3),
+        (unseen, LATE_STEPS, 4),
+        (in_place, range(100), 0),
+        (unseen, range(100), 0),
+    ],
+)
 def test_buffers_that_change_behind_a_backward_end_early_marks(
-    marks: end_marks.EndMarkPaths, change: Any, steps: int
+    marks: end_marks.EndMarkPaths, change: Any, at: range, left: int
 ) -> None:
-    """What torch does not count shows a step later, in what the GPU has added."""
+    """What torch does not count shows a step later, in what the GPU has added. at: the steps in which they change.
+    left: how many steps have early marks."""
     mark, gpu, reader, telltale = EndMark(marks, 0), Device(CPU, marks, 0), Reader(), torch.nn.Parameter(torch.ones(1))
     end = END
     early = EarlyMarks(mark, gpu, telltale, cast(Any, reader), lambda: end)
-    left = []
-    for step in range(TRIED + 3 + steps):
+    found = []
+    for step in range(TRIED + 6):
         end = END._replace(step=step)
-        reader.on_gpu[0].add_(1)  # a forward
+        another(reader)  # in a forward
         telltale.sum().backward()
-        left.append(end in end_marks.read_early(marks, 0))
-        if step == TRIED + 2:
-            change(reader.on_gpu[0])
+        if end in end_marks.read_early(marks, 0):
+            found.append(step)
+        if step in at:
+            change(reader)
         body = mark_body(b"", reader.local(in_step=False).body({}))
         part = mark.write(end, body, added=8)
         gpu.add(part, end, reader.on_gpu)
         early.at_end(end, reader.local(in_step=False), part)
-    assert left == [False] * TRIED + [True] * (2 + steps) + [False]
+    assert found == [*range(TRIED + 1, TRIED + 1 + left)]
     assert not end_marks.read_early(marks, 0).get(end)
     gpu.close()
 

@@ -1,6 +1,7 @@
 """Hosts agree by a real store, each with a thread in place of its ranks."""
 
 import json
+import os
 import socket
 import threading
 import time
@@ -16,9 +17,11 @@ from test_agreement import AT_END, END, MANIFEST, offer
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import StepEnd
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.errors import UsageError
 from rollback.rundir.paths import shard_name
 from rollback.train.last_snapshot import exchange as exchange_module
 from rollback.train.last_snapshot.agreement import ROUNDS, Commitment, HostOffer, commitment_of, plan_of
+from rollback.train.last_snapshot.device import NoAnswer
 from rollback.train.last_snapshot.exchange import Exchange
 from rollback.train.last_snapshot.hosts import Hosts, HostStore, StoreGone
 from rollback.train.last_snapshot.write import Anew, Foreseen, HostWrite, LastWrite, NotProved, SharedPart, SharedTensor
@@ -50,6 +53,7 @@ class Shards:
 
     stores: tuple[int, ...] = ()
     shared: SharedPart | None = None
+    small = b"\0\xff"
 
     def write_part(self, slot: int, stores: Sequence[int]) -> dict[int, ShardRecord]:
         self.stores = (*stores,)
@@ -66,7 +70,7 @@ class Shards:
         self.done.append("discarded")
 
     def shared_part(self, sentinel: Mapping[str, Any]) -> SharedPart:
-        item = SharedTensor(name="small", dtype="U8", shape=(2,), data=b"\0\xff")
+        item = SharedTensor(name="small", dtype="U8", shape=(len(self.small),), data=self.small)
         return SharedPart(tree=json.dumps(sentinel), tensors=(item,))
 
     def metrics(self, foreseen: Foreseen | None) -> tuple[str, ...]:
@@ -140,11 +144,16 @@ def test_both_keep_what_both_have(both: tuple[Hosts, Hosts]) -> None:
     assert other.done == ["written in 90", f"committed {one.name}"]
 
 
-@pytest.mark.parametrize("stands", [0, 1])
-def test_of_two_hosts_the_one_with_a_rank_that_stands_decides(both: tuple[Hosts, Hosts], stands: int) -> None:
-    """What is small and the same on all is in the shard of rank 0, whoever is left."""
+@pytest.mark.parametrize(("stands", "size"), [(0, 2), (1, 2), (1, 9 << 20)], ids=["first", "other", "other, much"])
+def test_of_two_hosts_the_one_with_a_rank_that_stands_decides(
+    both: tuple[Hosts, Hosts], stands: int, size: int
+) -> None:
+    """What is small and the same on all is in the shard of rank 0, whoever is left. It may be more than the store
+    takes at once: an average of the weights that a script keeps as an object of its own."""
     shards = Shards(0, 1), Shards(2, 3)
     shards[stands].texts = {"log": "what all ranks have logged"}
+    for own in shards:
+        own.small = os.urandom(size)
     told = [by_marks(host, END) for host in both]
     told[stands] = of(both[stands])
     with ThreadPoolExecutor() as threads:
@@ -156,7 +165,8 @@ def test_of_two_hosts_the_one_with_a_rank_that_stands_decides(both: tuple[Hosts,
     assert isinstance(one, Manifest), one
     assert one == two
     assert [own.done[0] for own in shards] == ["written in 90 with the sentinel", "written in 90"]
-    assert shards[0].shared == shards[0].shared_part(foresee([b"", b""]).sentinel), "as it was judged, bit for bit"
+    as_judged = shards[stands].shared_part(foresee([b"", b""]).sentinel)
+    assert shards[0].shared == as_judged, "bit for bit"
     assert shards[0].lines == (("a line",) if stands == 1 else ())
     assert shards[0].texts == shards[1].texts != {}
 
@@ -170,10 +180,15 @@ def test_where_no_rank_stands_on_any_host_nothing_is_kept(
         assert {job.result(LIMIT) for job in jobs} == {"no rank stands at the end of a step on any host"}
 
 
-def test_a_step_that_was_not_healthy_is_kept_by_nobody(both: tuple[Hosts, Hosts]) -> None:
+@pytest.mark.parametrize("kind", [NotProved, UsageError, NoAnswer])
+def test_a_step_that_was_not_healthy_or_could_not_be_judged_is_kept_by_nobody(
+    both: tuple[Hosts, Hosts], kind: type[Exception]
+) -> None:
+    """Whatever it fails of where it is decided, the others learn of it and do not wait."""
+
     def judge(sent: Sequence[bytes]) -> Foreseen:
         assert len(sent) == 2
-        raise NotProved("the last step was not healthy")
+        raise kind("the last step was not healthy")
 
     first, other = Shards(0, 1), Shards(2, 3)
     assert speak_both(both, first, other, judge=judge) == ["the last step was not healthy"] * 2

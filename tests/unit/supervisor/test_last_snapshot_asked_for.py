@@ -1,0 +1,57 @@
+"""What a supervisor waits for before it ends the ranks of its host, and torchrun's process with them."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollback.checkpoints.fast_tier import end_marks, last_account, last_locks
+from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths
+from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor import last_snapshot
+
+LONG = 30.0
+
+
+@pytest.fixture
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EndMarkPaths:
+    """Of a host whose only rank is gone."""
+    paths = end_marks.marks_of(SlotPaths(tmp_path))
+    end_marks.prepare(paths)
+    EndMark(paths, 0).close()
+    monkeypatch.setattr(last_snapshot, "_marks", lambda run: paths)
+    return paths
+
+
+def ask(while_waiting: Callable[[], None]) -> bool:
+    """Whether it waits until that is done."""
+    asking = threading.Thread(
+        target=last_snapshot.ask_for_last_snapshot, args=(RunPaths(Path("run")), 1, b"e"), daemon=True
+    )
+    asking.start()
+    asking.join(2 * last_snapshot._ANSWER)
+    waits = asking.is_alive()
+    while_waiting()
+    asking.join(LONG)
+    assert not asking.is_alive()
+    return waits
+
+
+def test_who_speaks_for_ranks_that_are_gone_is_waited_for(marks: EndMarkPaths) -> None:
+    """Torchrun's process, which would be ended next, may have the store by which the hosts agree."""
+    marks.hosts.write_text("{}")
+    with last_locks.busy(marks):
+        assert ask(lambda: last_account.write_account(marks, LastAccount(attempt=1, rank=0, reason="rank 0 is gone")))
+
+
+@pytest.mark.parametrize("hosts", [True, False])
+def test_where_nobody_speaks_for_them_nobody_is_waited_for_long(marks: EndMarkPaths, hosts: bool) -> None:
+    if hosts:
+        marks.hosts.write_text("{}")
+    began = time.monotonic()
+    last_snapshot.ask_for_last_snapshot(RunPaths(Path("run")), 1, b"e")
+    assert time.monotonic() - began < (5 * last_snapshot._ANSWER if hosts else last_snapshot._ANSWER)
