@@ -146,7 +146,8 @@ def row_of(given: Sequence[Tensor | float | None], signs: Signs) -> list[float]:
 def parts_of(scalars: list[Tensor], judged: int) -> list[Tensor]:
     """What scalars of a device add to the vector: the values, and which are finite; of the first ones, that are judged,
     which are NaN, and which are Inf."""
-    values = torch.stack(scalars).double()
+    alike = len({item.dtype for item in scalars}) == 1  # else torch would round a whole number beside a half one
+    values = torch.stack(scalars if alike else [item.double() for item in scalars]).double()
     first = values[:judged]
     return [values.nan_to_num(0.0, 0.0, 0.0), values - values == 0.0, torch.isnan(first), torch.isinf(first)]
 

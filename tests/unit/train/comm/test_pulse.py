@@ -126,6 +126,15 @@ def test_the_norm_of_sharded_gradients_is_the_root_of_all_squares_and_none_where
     assert beat.ailing == (1,)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_numbers_of_different_types_arrive_as_they_are(on_device: bool) -> None:
+    pulse = Pulse(Ranks(), torch.device("cpu"))
+    compose = pulse._compose_on_device if on_device else pulse._compose_on_host
+    whole, half = torch.tensor(2**24 + 1), torch.tensor([0.5], dtype=torch.float16)
+    beat = read_beat(torch.as_tensor(compose(whole, half, Signs(), NO_GAUGES)), 1)
+    assert (beat.loss, beat.grad_norm) == (2.0**24 + 1, 0.5)
+
+
 def test_a_beat_is_as_long_for_any_number_of_ranks() -> None:
     ranks = Ranks()
     ranks.world_size = 100_000
