@@ -131,7 +131,8 @@ def test_numbers_of_different_types_arrive_as_they_are(on_device: bool) -> None:
     pulse = Pulse(Ranks(), torch.device("cpu"))
     compose = pulse._compose_on_device if on_device else pulse._compose_on_host
     whole, half = torch.tensor(2**24 + 1), torch.tensor([0.5], dtype=torch.float16)
-    beat = read_beat(torch.as_tensor(compose(whole, half, Signs(), NO_GAUGES)), 1)
+    row = torch.as_tensor(compose(whole, half, Signs(), NO_GAUGES), dtype=torch.float64)
+    beat = read_beat(row, 1)
     assert (beat.loss, beat.grad_norm) == (2.0**24 + 1, 0.5)
 
 
