@@ -130,7 +130,8 @@ class Attempts:
                 self._begin_record()
             if end != "failed" or (first is not None and first.is_behind(evidence.finished)):
                 return self._finish(end, evidence, first)
-            progressed = got_further(self._journal.records(attempt), evidence.step, best)
+            records, before = self._journal.records(attempt), self._journal.records(attempt - 1)
+            progressed = got_further(records, evidence.step, best, before=before)
             best = max((step for step in (best, evidence.step) if step is not None), default=None)
             blamed = self._blame(first, attempt)
             self._nodes.failed(first.rank if first is not None and not blamed else None, progressed=progressed)

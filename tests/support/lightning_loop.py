@@ -113,10 +113,14 @@ def train(job: "Job") -> dict[str, str]:
     )  # fmt: skip
     if job.run is not None:
         rollback.protect(trainer, **job.settings())
+    generator = torch.Generator().manual_seed(3) if more.get("generator") else None
     loaders: Any = [
-        DataLoader(data, batch_size=given.batch_size, shuffle=shuffle, num_workers=given.workers if shuffle else 0)
+        DataLoader(
+            data, given.batch_size, shuffle, num_workers=given.workers if shuffle else 0,
+            generator=generator if shuffle else None,
+        )
         for data, shuffle in ((Text(given.samples * job.ranks), True), (Text(8), False))
-    ]
+    ]  # fmt: skip
     module = Module(job)
     trainer.fit(module, *loaders)
     scheduler = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]

@@ -73,18 +73,25 @@ def furthest_step(paths: RunPaths, told: int | None, attempt: int | None = None)
     return max(steps, default=None)
 
 
-def got_further(records: Iterable[JournalEntry], step: int | None, best: int | None) -> bool:
+def got_further(
+    records: Iterable[JournalEntry], step: int | None, best: int | None, *, before: Iterable[JournalEntry] = ()
+) -> bool:
     """Whether an attempt made progress.
 
     It did if it went further than all attempts before, or if it left a checkpoint after the one it began with: after a
-    rollback a run repeats steps and still makes progress. step: the furthest step of the attempt. best: that of all
-    attempts before; None: this is the first attempt.
+    rollback a run repeats steps and still makes progress. Not so where it began where the attempt before it did: what
+    that one left was of no use, as a checkpoint of an epoch's end is none to a script whose evaluation fails there
+    each time. step: the furthest step of the attempt. best: that of all attempts before; None: this is the first
+    attempt. before: the records of the attempt before it.
     """
     began: int | None = None
+    began_before = {record.fact.step for record in before if isinstance(record.fact, Attached)}
     for record in records:
         if isinstance(record.fact, Attached):
             began = record.fact.step
-        elif isinstance(record.fact, Committed) and began is not None and record.fact.step > began:
+        elif began is None or began in began_before:
+            continue
+        elif isinstance(record.fact, Committed) and record.fact.step > began:
             return True
     return step is not None and step > (best or 0)
 

@@ -39,6 +39,7 @@ CLEAN = {
     "bfloat16": LIGHTNING.but(more={"trainer": {"precision": "bf16-mixed"}}),
     "scaled": LIGHTNING.but(more={"scaled": True}),
     "worker": LIGHTNING.but(workers=1),
+    "a generator of the loader's own": LIGHTNING.but(**SHORT, epochs=3, more={"generator": True}),
     "several evaluations in a step": LIGHTNING.but(samples=20, more={"optimizer": "lbfgs", "clip": None}),
 }
 BAD = {
@@ -64,10 +65,11 @@ BAD = {
     "stopped early": LIGHTNING.but(bad_at=(41,), epochs=6, more={"patience": 1, "delta": 1.0}),
     "short epochs": LIGHTNING.but(samples=15, epochs=5, bad_at=(18,), settings={"rewind": 12}),
     "worker": LIGHTNING.but(bad_at=(32,), workers=1),
+    "a generator of the loader's own": LIGHTNING.but(**SHORT, bad_at=(20,), epochs=3, more={"generator": True}),
 }
 KILLED = LIGHTNING.but(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=6, save=4)
 FEW = {
-    1: ["accumulation", "in the middle", "over an epoch's start"],
+    1: ["accumulation", "a generator of the loader's own", "in the middle", "over an epoch's start"],
     2: ["best of several", "at an epoch's tail", "epochs left early"],
 }
 

@@ -273,6 +273,14 @@ class TestProgress:
     def test_the_checkpoint_that_it_began_with_does_not_count(self) -> None:
         assert not got_further(self.records(self.attached, self.committed(50)), 60, 500)
 
+    def test_a_checkpoint_that_the_next_attempt_could_not_begin_with_does_not_count_again(self) -> None:
+        """A script whose evaluation fails behind an epoch's end would else be started for ever."""
+        records = self.records(self.attached, self.committed(100))
+        assert got_further(records, 100, None)
+        assert not got_further(records, 100, 100, before=records)
+        elsewhere = self.records(self.attached.model_copy(update={"step": 40}), self.committed(50))
+        assert got_further(records, 100, 100, before=elsewhere)
+
 
 class TestCommand:
     def test_flags_go_as_they_stand_and_torchrun_restarts_nothing(self) -> None:
