@@ -101,7 +101,8 @@ def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -
         notice += "; it is only a candidate: it has not survived probation"
     if elsewhere:
         notice += "; the job's host may have a newer one in memory"
-    return _submit(paths, status, notice, order="rewind", to=to, skip=skip, who=who, why=why)
+    name = target.checkpoint
+    return _submit(paths, status, notice, order="rewind", to=to, checkpoint=name, skip=skip, who=who, why=why)
 
 
 def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> Asked:

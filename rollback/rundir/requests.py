@@ -40,6 +40,8 @@ class Request(BaseModel, frozen=True, extra="forbid"):
     order: Order
     to: int | None = Field(None, ge=0, lt=1 << 53)
     """The step to go back to (rewind)."""
+    checkpoint: str | None = Field(None, max_length=40)
+    """The checkpoint that whoever asked was told of (rewind)."""
     skip: Window | None = None
     """The batches to skip (skip; may go with a rewind)."""
     samples: tuple[Annotated[int, Field(ge=0, lt=1 << 53)], ...] = Field((), max_length=1000)
@@ -58,7 +60,7 @@ class Request(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"a request to {self.order} does not have these fields")
         if self.skip is not None and self.skip.last >= 1 << 53:
             raise ValueError("there is no such batch")
-        if not f"{self.who}{self.why}{self.at}{self.launch or ''}".isprintable():
+        if not f"{self.who}{self.why}{self.at}{self.launch or ''}{self.checkpoint or ''}".isprintable():
             raise ValueError("it has characters that cannot be printed")  # they go to people's terminals
         return self
 

@@ -291,6 +291,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     for fact in found.accepted:
         record.note(fact, fact.in_words())
     put_aside(paths, damaged, found.slots, ranks, record)
+    there = {*damaged, *(manifest.name for manifest in found.manifests)}
     if ranks.first:
         take_over_last_snapshot(paths, history, chosen, record)
     leave_out_what_is_new(history, found.blamed, settings, state.cursor.batch, record)
@@ -310,7 +311,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
             init=init,
             sharding=sharding_of(state.model),
         ),
-        where_it_goes_on(history, chosen) if chosen else f"begins with {init.in_words()}" if init else None,
+        where_it_goes_on(history, chosen, there) if chosen else f"begins with {init.in_words()}" if init else None,
     )  # fmt: skip
     if advice := traces.advice(history.first_writes, chosen.step if chosen else None):
         record.advise(*advice)

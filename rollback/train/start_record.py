@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account
@@ -23,7 +23,7 @@ from rollback.facts.training import (
     SkipAdded,
     Tier,
 )
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import names, sound_requests
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
@@ -173,11 +173,16 @@ def finish_pending_plan(history: History, chosen: Manifest, tier: Tier | None, r
     record.note(case.restored, f"the rollback that was under way is carried out: step {chosen.step}")
 
 
-def where_it_goes_on(history: History, chosen: Manifest) -> str:
-    """Where the run goes on, in words."""
+def where_it_goes_on(history: History, chosen: Manifest, found: Collection[str]) -> str:
+    """Where the run goes on, in words. found: the names of all checkpoints that there are, damaged ones too."""
     end = history.finished
     if end is None or chosen.name != end.checkpoint:
-        return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})"
+        known = history.committed.keys() - history.gone - history.discarded - {*found}
+        newest = max(map(CheckpointName, known), key=lambda name: name.order, default=None)
+        # A plan goes back by intent, and discards what is newer.
+        missed = newest is not None and history.pending is None and newest.order > CheckpointName(chosen.name).order
+        lost = f"; {newest}, the newest on record, is not there any more" if missed else ""
+        return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name}){lost}"
     by = f", by {end.by}" if end.by else ""
     lost = f"; {end.left_over} batches behind its last update do not count if it goes on" if end.left_over else ""
     return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"

@@ -91,6 +91,17 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_older_one_used(tmp_pat
     require_same(weights(ended), weights(train(TOY)), harm.__name__)
 
 
+def test_a_newest_checkpoint_that_is_gone_is_missed_in_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    *_, older, newest = interrupted(TOY, run, 45)
+    shutil.rmtree(newest)
+    train(TOY, run)
+    told = capfd.readouterr().err
+    assert f"({older.name}); {newest.name}, the newest on record, is not there any more\n" in told
+    train(TOY, run)
+    assert "not there any more" not in capfd.readouterr().err, "it is missed by a later start, too"
+
+
 def test_where_all_are_damaged_the_run_says_so_and_is_left_as_it_was(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for checkpoint, harm in zip(interrupted(TOY, run, 45), HARM, strict=True):

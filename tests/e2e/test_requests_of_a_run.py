@@ -152,6 +152,18 @@ def test_a_rewind_may_go_back_to_what_is_in_memory_alone(tmp_path: Path, undistu
     require_same(portrait, undisturbed, "rewound to what is in memory")
 
 
+def test_a_rewind_goes_no_further_back_than_was_told(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    """The snapshot of step 60 pushes that of step 40 out of the ring, while the ranks have not come to it."""
+    run = tmp_path / "run"
+    hook, notices = by_command(run, at=60, to=44)
+    portrait = train(TOY.with_settings(keep=3), run, hook=hook)
+    assert notices == ["the newest checkpoint at or before step 44 is c000004-s00000040, of step 40"]
+    ((carried_out, text),) = answers(run).values()
+    assert not carried_out
+    assert "refused: c000004-s00000040, of step 40, was there when this was asked, and cannot be used any more" in text
+    require_same(portrait, undisturbed, "not rewound")
+
+
 def test_batches_before_the_restored_checkpoint_are_part_of_the_run_and_stay_so(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(TOY, run, hook=asking(57, lambda: hand_in(run, "rewind", to=44, skip=(38, 45))))

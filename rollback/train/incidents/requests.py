@@ -11,6 +11,7 @@ from typing import Any
 from rollback.facts.training import Answered, Requested, SampleQuarantine, SkipAdded, Window
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.lock import launch_of
+from rollback.rundir.paths import CheckpointName
 from rollback.rundir.requests import Inbox, Request, read_request, sound_requests
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import SkipList, why_kept
@@ -56,7 +57,7 @@ class Requests:
 
         step: the update in progress. may_stop: whether a checkpoint can be taken here; else a stop is left open.
         """
-        self.starting = False
+        starting, self.starting = self.starting, False
         while (oldest := self._oldest(step)) is not None:
             name, request, done = oldest
             if done is not None:
@@ -68,7 +69,7 @@ class Requests:
                 self._skip(name, request)
             elif request.order in ("quarantine", "release"):
                 self._leave_out(name, request)
-            elif (decision := self._rewind(name, request, step)) is not None:
+            elif (decision := self._rewind(name, request, step, starting)) is not None:
                 return decision
         return None
 
@@ -164,8 +165,12 @@ class Requests:
         self._skips.announce(self._cursor)
         self.answer(name, True, _left_out(fact))
 
-    def _rewind(self, name: str, request: Request, step: int) -> Rewind | None:
-        """Plan a rollback and journal the plan; None if the request was refused."""
+    def _rewind(self, name: str, request: Request, step: int, starting: bool) -> Rewind | None:
+        """Plan a rollback and journal the plan; None if the request was refused.
+
+        A running job may evict what the operator was told of, and does not go back further than that. One that starts
+        does: nobody trains meanwhile, and what is missing then is lost.
+        """
         assert request.to is not None
         if request.to > step:
             self.answer(name, False, f"refused: the run has not come to step {request.to} yet, it is at step {step}")
@@ -175,6 +180,14 @@ class Requests:
         if target is None:
             known = f"the oldest one that can be used is of step {oldest}" if oldest is not None else "there is none"
             self.answer(name, False, f"refused: there is no checkpoint at or before step {request.to}; {known}")
+            return None
+        told = CheckpointName(request.checkpoint or target.name)
+        if target.step < told.step and not starting:
+            self.answer(
+                name, False, f"refused: {told}, of step {told.step}, was there when this was asked, and cannot be used "
+                f"any more; the newest checkpoint at or before step {request.to} is {target.name} now, of step "
+                f"{target.step}; ask again to go back to that",
+            )  # fmt: skip
             return None
         if request.skip is not None and request.skip.last < target.batch:
             self.answer(

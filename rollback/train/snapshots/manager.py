@@ -180,8 +180,10 @@ class CheckpointManager:
         """Hold all checkpoints of this timeline in the ring, also candidates that left the slots and pinned ones.
 
         So an operator can go back to every checkpoint that `rollback ring list` shows. Automatic plans do not use it.
+        Rank 0 looks from its thread: what has to leave the ring has left it by then, and is not chosen on its way out.
         """
-        for manifest, good in self._rank_0_sees(self._of_present_timeline) or ():
+        look = self._snapshots.thread.submit
+        for manifest, good in self._rank_0_sees(lambda: look(self._of_present_timeline).result()) or ():
             self._catalogue.admit(Manifest.model_validate_json(manifest), good)
 
     def manifest(self, name: str) -> Manifest:
