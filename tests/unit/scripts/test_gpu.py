@@ -23,10 +23,11 @@ def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_what_it_does_not_know_gets_its_usage() -> None:
-    done = subprocess.run([SCRIPTS / "gpu", "--fast"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("given", [["--fast"], ["--only", "tests fast"]], ids=["a flag", "a part"])
+def test_what_it_does_not_know_gets_its_usage(given: list[str]) -> None:
+    done = subprocess.run([SCRIPTS / "gpu", *given], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "scripts/gpu [--wheels FOLDER] [OUT]" in done.stderr
+    assert "scripts/gpu [--wheels FOLDER] [--only" in done.stderr
 
 
 @pytest.mark.soak
