@@ -197,6 +197,11 @@ def test_what_lies_behind_a_rollback_that_no_journal_has_is_not_gone_on_from(tmp
         require_same(scenarios.portrait("job", 0), told.portrait("job", 0), "told of its own record from the start")
 
 
+def replace_by_file(directory: Path) -> str:
+    """Whoever writes there may make it anew in between."""
+    return f"n=0; until test -f {directory}; do n=$((n + 1)); mv {directory} {directory}-$n; touch {directory}; done"
+
+
 @pytest.mark.parametrize("fault", ["the ring is read-only", "the ring is a file", "run.json is gone"])
 def test_a_final_state_that_did_not_get_into_the_ring_is_told_with_the_reason(
     tmp_path: Path, memory: Path, fault: str
@@ -207,7 +212,7 @@ def test_a_final_state_that_did_not_get_into_the_ring_is_told_with_the_reason(
         paths = RunPaths(disk / "job")
         does, why = {
             "the ring is read-only": (f"mount -t tmpfs -o ro rollback-test {paths.ring}", "Read-only file system"),
-            "the ring is a file": (f"mv {paths.ring} {disk}/aside && touch {paths.ring}", "Not a directory"),
+            "the ring is a file": (replace_by_file(paths.ring), "Not a directory"),
             "run.json is gone": (f"rm {paths.identity}", f"the fast tier cannot be found by {paths.identity} and "),
         }[fault]
         scenarios.add("job", TOY.with_settings(fast_tier=str(memory)), shell=[0, 27, does])
