@@ -36,6 +36,8 @@ class Scored(Trainer):  # type: ignore[misc]
     undone = False
 
     def compute_loss(self, model: Any, inputs: Any, *more: Any, **others: Any) -> Any:
+        if model.training:
+            self.train.__self__.guard._checkpoints.snapshots.wait()  # as `Toy.patient`: which are good is the same
         loss = super().compute_loss(model, inputs, *more, **others)
         if model.training and self.state.global_step == SPOILED and not self.undone:
             self.undone = True
