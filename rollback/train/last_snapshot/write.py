@@ -29,7 +29,6 @@ from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.rundir.records import metric_line
 from rollback.system import files
 from rollback.train.last_snapshot.device import Read, as_it_is, device_of
-from rollback.train.last_snapshot.large_state import large_state, shared_tree
 from rollback.train.last_snapshot.small_state import SharedState, SmallState, piece_of
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots import drift
@@ -38,6 +37,7 @@ from rollback.train.snapshots.capture import PARAMETERS, as_it_is_stored, bytes_
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
+from rollback.train.state.module_buffers import all_of
 from rollback.train.state.state import TrainingState
 
 SLOTS = (90, 91)
@@ -60,6 +60,35 @@ class Foreseen:
 
     sentinel: Mapping[str, Any]
     metric: str | None
+
+
+def large_state(state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What is not in the marks, and the same on all ranks: the trees of parameters and optimizer, and their tensors.
+
+    Any thread may call it: nothing is asked that another thread might be changing between two updates.
+    """
+    model, buffers = state.model.state_dict(), all_of(state.model)
+    shared = {
+        "model": {name: value for name, value in model.items() if name not in buffers},
+        "optimizer": state.optimizer.state_dict(),
+        "trained": state.trained_names(),
+        "sentinel": state.sentinel.state_dict(),
+    }
+    tensors: dict[str, Tensor] = {}
+    return tree.encode(shared, "shared", tensors), tensors
+
+
+def shared_tree(large: Mapping[str, Any], small: SharedState, sentinel: Mapping[str, Any]) -> dict[str, Any]:
+    """The `shared` tree: the parameters and the optimizer of one rank, its small state, and the sentinel's state."""
+    optimizer, (trees, _) = dict(large["optimizer"]), small.encoded()
+    optimizer["param_groups"] = [
+        {**told, "params": group["params"]}
+        for group, told in zip(optimizer["param_groups"], trees["groups"], strict=True)
+    ]
+    return {
+        **large, "optimizer": optimizer, "objects": trees["objects"], "counters": trees["counters"],
+        "gradients": trees["gradients"], "sentinel": tree.encode(dict(sentinel), "shared/sentinel", {}),
+    }  # fmt: skip
 
 
 def digests_of_parameters(state: TrainingState, read: Read = as_it_is) -> dict[str, bytes]:

@@ -11,8 +11,8 @@ from toy import SETTINGS, facts
 
 import rollback
 from rollback.facts.training import Planned, Restored, ScreenedOut
-from rollback.train.last_snapshot.large_state import large_state, shared_tree
 from rollback.train.last_snapshot.small_state import SmallStateReader
+from rollback.train.last_snapshot.write import large_state, shared_tree
 
 EPOCH = 12  # batches
 Loop = Literal["epochs", "range", "steps"]
