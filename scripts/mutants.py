@@ -41,6 +41,7 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "retention": (("checkpoints/retention.py",), ("checkpoints/retention",)),
     "journal": (("rundir/journal/journal.py", "facts/history.py"), ("rundir/journal/journal", "facts/history")),
+    "agreement": (("train/last_snapshot/agreement.py",), ("train/last_snapshot/agreement",)),
     "claim": (("supervisor/claim.py", "rundir/lock.py"), ("supervisor/claim", "rundir/lock")),
     "tiers": (
         ("checkpoints/tiers.py", "train/snapshots/tier_choice.py", "checkpoints/fast_tier/sizing.py"),

@@ -82,6 +82,10 @@ def test_the_plan_has_what_suits_all_hosts() -> None:
     )
 
 
+def test_of_the_slots_that_are_free_everywhere_all_take_the_first() -> None:
+    assert plan_of({0: offer(slots=(91, 90)), 2: offer(slots=(90, 91))}, HOSTS, {}).slot == 90
+
+
 def test_a_host_without_anybody_who_has_the_parameters_stores_none() -> None:
     plan = plan_of({0: OFFER, 2: offer(ranks=(2, 3), digest=None, gone=(2, 3))}, HOSTS, {})
     assert (plan.decider, plan.stores, plan.digest) == (0, (0, 1), 7)
@@ -105,7 +109,7 @@ LOUD = "behind the backward of step 8 rank 3 changed what only it knows"
         ({0: OFFER}, {}, "no rank has answered (on the host of rank 2)"),
         ({0: OFFER}, {2: "it was in its update"}, "it was in its update (on the host of rank 2)"),
         (
-            {0: OFFER, 2: offer(end=END._replace(step=9))},
+            {0: offer(ends=(AT_END, BEFORE)), 2: offer(end=END._replace(step=9))},
             {},
             "the hosts do not stand at the same step: that of rank 0 at step 8, that of rank 2 at step 9",
         ),
