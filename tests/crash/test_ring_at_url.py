@@ -26,7 +26,7 @@ from rollback.ring.url.store import Store
 from rollback.rundir import paths as names
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.metrics.column_file import ColumnWriter, read_blocks
-from rollback.rundir.paths import RunPaths, pack_name, shard_name
+from rollback.rundir.paths import MANIFEST, RunPaths, pack_name, shard_name
 from rollback.rundir.records import metric_line
 from rollback.supervisor.nodes import waiting
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
@@ -422,6 +422,9 @@ def test_what_is_damaged_in_the_run_directory_comes_from_the_url(run: RecordedRu
     assert all(whole(run.paths, name) for name in NAMES)
     assert (run.paths.quarantine / NAMES[2]).is_dir()
     assert "cannot be used" in said[0]
+    (run.paths.checkpoint(NAMES[2]) / MANIFEST).write_bytes(b"{}")  # nobody holds what no manifest vouches for
+    fetch(Store(URL), run.paths, said.append)
+    assert whole(run.paths, NAMES[2])
     shutil.rmtree(run.paths.ring)
     fetch(Store(URL), run.paths, said.append)
     assert ring.names(run.paths) == NAMES[1:]

@@ -1,6 +1,7 @@
 """From a URL into a run directory: the parts of the record and the checkpoints that a start needs, verified on the
 way."""
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -275,6 +276,8 @@ def bring(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> None:
     try:
         for file in manifest.files:
             store.get_files(checkpoint_key(manifest.name, file.name), directory / file.name, file.contents)
+        if os.path.lexists(paths.checkpoint(manifest.name)):  # damaged: else nobody would fetch it
+            ring.quarantine(paths, manifest.name)
         ring.complete(paths, manifest, directory)
     except CheckpointDamaged:
         files.remove_directory(directory)

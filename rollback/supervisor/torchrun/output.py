@@ -235,13 +235,17 @@ class Output:
 
     def _new_ranks(self, pipes: Path) -> Iterator[_Source]:
         known = {source.name for source in self._sources}
-        for name in sorted(os.listdir(pipes)):
+        try:
+            names = sorted(os.listdir(pipes))
+        except OSError:  # too many open files, or /tmp was emptied: this thread must not end before the ranks do
+            return
+        for name in names:
             if name in known or not name.endswith((".out", ".err")):
                 continue
             try:
                 # Also open for writing: the pipe then has no end while ranks come and go.
                 fd = os.open(pipes / name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError:  # too many open files, which may pass: this thread must not end before the ranks do
+            except OSError:  # as above; it may pass
                 return
             with contextlib.suppress(OSError):  # beyond what this user may have
                 fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)

@@ -34,6 +34,7 @@ from rollback.rundir.evidence import (
 from rollback.system import files
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor.base import Indices
+from rollback.train.data.cursor.digest import is_in_one_piece
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import detached
@@ -315,8 +316,7 @@ def _tensors(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tenso
     """The tensors of a nested batch by path, and in words what cannot be kept. Numbers and texts are left out."""
     match value:
         case Tensor():
-            plain = value.layout == torch.strided and value.dtype in tree.DTYPE_CODE
-            yield path, value.detach() if plain else f"a {value.layout} tensor of {value.dtype}"
+            yield path, _why_not(value) or value.detach()
         case np.ndarray():
             try:
                 yield path, torch.from_numpy(value)
@@ -337,6 +337,15 @@ def _tensors(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tenso
                 yield from _tensors(getattr(value, part.name), f"{path}/{tree.escape(part.name)}", depth + 1)
         case _:
             yield path, f"a {type(value).__name__}, which is not looked into"
+
+
+def _why_not(value: Tensor) -> str | None:
+    """Why a tensor of a batch cannot be kept, in words; None: it can."""
+    if not is_in_one_piece(value):
+        return f"a {type(value).__name__} ({value.layout}) that is not in one piece of memory"
+    if value.dtype not in tree.DTYPE_CODE or value.is_meta:
+        return f"a tensor of {value.dtype} on {value.device}"
+    return None
 
 
 def _listed(gradients: GradientNorms, names: Mapping[int, str]) -> tuple[list[str], list[float], list[torch.dtype]]:

@@ -90,6 +90,13 @@ def hex_digest_of(indices: Any) -> str | None:
     return None if digest is None else f"{digest:016x}"
 
 
+def is_in_one_piece(tensor: Tensor) -> bool:
+    """Whether its bytes are those of its own memory. Of a nested tensor, or of one that only stands around others (a
+    masked one, a DTensor), neither memory nor shape can be taken as a tensor's."""
+    around_others = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor.layout is torch.strided and not tensor.is_nested and not around_others
+
+
 class _Leaves:
     """The tensors and the plain values of a batch, in order."""
 
@@ -113,7 +120,7 @@ class _Leaves:
             self._gather_inside(item, depth + 1)
 
     def _gather_tensor(self, item: Tensor) -> None:
-        if item.layout is torch.strided and not item.is_quantized and not item.is_meta:
+        if is_in_one_piece(item) and not item.is_quantized and not item.is_meta:
             self.tensors.append(item)
         else:
             self.whole = False

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -214,6 +215,17 @@ def test_where_the_disk_refuses_the_ranks_go_on_and_the_loss_is_counted(
     assert int(found[1]) + len(found[2]) == 3 << 20
     (said,) = listener.said
     assert "writing the output of the ranks" in said
+
+
+def test_ranks_are_read_on_when_somebody_has_emptied_tmp(output: Output, listener: Listener) -> None:
+    with output.of_attempt(1, JOB) as streams:
+        ranks = Ranks(streams.job)
+        ranks.write("rank-00000.out", b"1")
+        wait_for(lambda: listener.shown["out"] == b"1")
+        shutil.rmtree(output.private)
+        for shown, piece in ((b"12", b"2"), (b"123", b"3")):  # before the last, the thread has looked for new pipes
+            ranks.write("rank-00000.out", piece)
+            wait_for(lambda shown=shown: listener.shown["out"] == shown)  # type: ignore[misc]
 
 
 def test_what_is_lost_at_the_end_is_said(output: Output, listener: Listener, tmp_path: Path) -> None:

@@ -88,6 +88,16 @@ def test_what_nothing_is_known_of_is_said() -> None:
     assert Digest([]).value is None
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+def test_a_tensor_that_is_not_in_one_piece_is_passed_over() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    masked = torch.masked.masked_tensor(torch.ones(3), torch.tensor([True, False, True]))
+    for odd in (nested, masked):
+        assert Digest(odd).value is None
+        assert Digest([torch.ones(1), odd]).value == Digest([torch.ones(1)]).value
+        assert not Digest([torch.ones(1), odd]).whole
+
+
 def test_a_batch_that_holds_itself_has_an_end() -> None:
     loop: list[Any] = [torch.ones(1)]
     loop.append(loop)

@@ -254,6 +254,19 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
     assert "120 bytes" in batch.left_out[0].reason
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+def test_a_tensor_that_is_not_in_one_piece_is_left_out_and_ends_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    masked = torch.masked.masked_tensor(torch.ones(3), torch.tensor([True, False, True]))
+    bench.evidence.keep_batch(0, (torch.zeros(4), nested, masked))
+    bench.step(0)
+    batch = bench.account(0).batch
+    assert [part.name for part in batch.tensors] == ["0/0"]
+    assert [part.name for part in batch.left_out] == ["0/1", "0/2"]
+    assert "MaskedTensor" in batch.left_out[1].reason
+
+
 def test_no_more_than_the_limit_is_held_and_the_suspected_step_goes_last(tmp_path: Path) -> None:
     bench = Bench(tmp_path, limit=100)
     for step in range(6):
