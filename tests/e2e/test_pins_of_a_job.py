@@ -1,7 +1,9 @@
 """Pins while a run goes on: what is pinned stays, and nothing else is different for it."""
 
+import errno
 from pathlib import Path
 
+import pytest
 from toy import Toy, facts, require_same, train
 
 from rollback.checkpoints import pins, ring
@@ -58,6 +60,25 @@ def test_what_is_unpinned_leaves_with_the_next_one(tmp_path: Path) -> None:
     assert left.index(SECOND) > 0
     assert FIRST not in left
     assert ring.names(RunPaths(run))[0] == FIRST
+
+
+def test_what_the_disk_does_not_let_go_leaves_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    usual, run, evict, refused = tmp_path / "usual", tmp_path / "run", ring.evict, []
+    train(TOY, usual)
+
+    def refuse_once(paths: RunPaths, name: str) -> bool:
+        if not refused:
+            refused.append(name)
+            raise OSError(errno.EROFS, "Read-only file system")
+        return evict(paths, name)
+
+    monkeypatch.setattr(ring, "evict", refuse_once)
+    train(TOY, run)
+    assert f"evicting checkpoint {refused[0]}" in capfd.readouterr().err
+    assert ring.names(RunPaths(run)) == ring.names(RunPaths(usual))
+    assert sorted(evicted(run)) == sorted(evicted(usual))
 
 
 def test_a_resumed_run_finds_the_pinned_one_again_and_lets_it_go_when_it_is_unpinned(tmp_path: Path) -> None:

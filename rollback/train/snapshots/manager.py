@@ -328,19 +328,16 @@ class CheckpointManager:
             self._snapshots.thread.submit(self._evict_from_ring, name, partial(told, "durable"))
 
     def _evict_from_ring(self, name: str, then: Callable[[bool], None]) -> None:
-        """Evict a checkpoint from the ring. A pinned one stays; it leaves with a later one when its pin is gone."""
+        """Evict a checkpoint from the ring. One that is pinned, or that the disk does not let go, leaves with a later
+        one."""
         self._leaving[name] = then
         for leaving in list(self._leaving):
             say_if_it_fails(f"evicting checkpoint {leaving}", partial(self._evict_unless_pinned, leaving))
 
     def _evict_unless_pinned(self, name: str) -> None:
-        then = self._leaving.pop(name)
-        if not os.path.lexists(self._paths.checkpoint(name)):
-            then(False)
-        elif ring.evict(self._paths, name):
-            then(True)
-        else:
-            self._leaving[name] = then
+        there = os.path.lexists(self._paths.checkpoint(name))
+        if not there or ring.evict(self._paths, name):
+            self._leaving.pop(name)(there)
 
     @property
     def _owns_ring(self) -> bool:
