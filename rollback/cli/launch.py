@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.machinery import PathFinder
@@ -71,6 +72,7 @@ def launch(
 
     Write `rollback launch` where `torchrun` stood and leave the rest. The same command again resumes the run."""
     require_folder()
+    require_temporary_folder()
     flags = read_flags({flag.parameter: given.pop(flag.parameter) for flag in FLAGS}, os.environ)
     require_script(script, flags)
     require_files(flags)
@@ -171,6 +173,19 @@ def require_folder() -> None:
         raise UsageError(
             f"the working directory {os.environ.get('PWD', '')} is not there any more ({error.strerror})",
             hint="change to one that is: cd ... (one of the same name may have been made anew since)",
+        ) from error
+
+
+def require_temporary_folder() -> None:
+    """Raise UsageError where no temporary file can be made: the supervisor, torchrun and many a script need some.
+
+    Where one can be made, Python asks once in a process: all that comes after gets the same answer."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        raise UsageError(
+            f"no temporary file can be made ({error.strerror}): each of these is full, read-only or not there",
+            hint="make room there, or set TMPDIR to a directory that can be written: TMPDIR=DIR rollback launch ...",
         ) from error
 
 

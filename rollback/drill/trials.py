@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import fast_tier_of
-from rollback.errors import ExitCode, RollbackError
+from rollback.errors import ExitCode, OutputNotWritten, RollbackError, reporting
 from rollback.inspect.audit import AuditReport, compile_ledger, read_material
 from rollback.inspect.audit.report import AttemptEntry
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
@@ -82,14 +82,18 @@ class DrillStage:
     def perform(self, name: str, exercise: Exercise, *, limit: float, flags: Sequence[str] = ()) -> Trial:
         """Run the job as the exercise says, for at most `limit` seconds a launch; resume it if it was stopped.
 
-        Blocks. The checkpoints are removed at the end: a drill has a dozen runs of them.
+        Blocks. The checkpoints are removed at the end: a drill has a dozen runs of them. Raises OutputNotWritten.
         """
         folder = Folder(self.scratch / name)
-        folder.root.mkdir(parents=True)
         run = folder.root / "run"
         exercise = exercise.model_copy(update={"run": str(run.absolute())})
-        folder.write(folder.exercise, exercise)
         output = folder.root / "output.txt"
+        # Without these a run would not be the one that was planned. What a full disk does to a run is the run's matter.
+        hint = "make room there, or have the runs of the drill elsewhere with --scratch DIR"
+        with reporting(OutputNotWritten, f"preparing a run of the drill in {folder.root}", hint):
+            folder.root.mkdir(parents=True)
+            folder.write(folder.exercise, exercise)
+            output.touch()
         command = [*self._program, "launch", "--run", str(run), *self._flags, *flags, *self._job]
         environment = {**os.environ, ENV_DRILL: str(folder.root.absolute()), "NO_COLOR": "1"}
         began, codes = time.monotonic(), []

@@ -77,6 +77,21 @@ def test_a_limit_of_open_files_under_which_nothing_could_run_is_told_at_once(tmp
     assert not (tmp_path / "runs").exists()
 
 
+def test_where_no_temporary_file_can_be_made_that_is_said_and_what_to_set(tmp_path: Path) -> None:
+    """As with a root file system that is read-only or full: no file may be longer than nothing here."""
+
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    code, output = finish(tmp_path, [], limit=full, program=WITH_TORCHRUN)
+    assert code == ExitCode.USAGE, output
+    assert "no temporary file can be made" in output
+    assert f"'/tmp', '/var/tmp', '/usr/tmp', '{tmp_path}'" in output
+    assert "TMPDIR" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "runs").exists()
+
+
 def test_arguments_and_environment_of_many_kilobytes_reach_the_script(tmp_path: Path) -> None:
     large = {f"LARGE_{number}": "x" * 100_000 for number in range(3)}
     code, output = finish(tmp_path, ["y" * 100_000] * 3, program=WITH_TORCHRUN, **large)

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from collections import OrderedDict, namedtuple
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,7 +24,7 @@ from rollback.drill.faults import FAULTS, PlannedFault
 from rollback.drill.judge import compare, differences, judge
 from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.trials import Trial
-from rollback.errors import UsageError
+from rollback.errors import ExitCode, UsageError
 from rollback.facts.training import Dropped, Finished, Restored
 from rollback.inspect.audit import compile_ledger, read_material
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected, exercise_of
@@ -239,6 +241,17 @@ def test_the_real_run_s_ring_is_not_written_to_whoever_names_it(
     for name in ("--ring", "--run", "--tensorboard", "--skips-of"):
         assert runner.invoke(app, ["drill", name, "x", "x.py"]).exit_code != 0
     assert len(asked) == 1
+
+
+def test_a_disk_that_is_full_before_a_run_begins_ends_the_drill_in_words(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("")
+    before = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1)); from rollback import cli; cli.main()"
+    command = [sys.executable, "-c", before, "drill", "--scratch", str(tmp_path / "scratch"), str(tmp_path / "job.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})
+    assert done.returncode == ExitCode.IO, done.stderr
+    assert f"preparing a run of the drill in {tmp_path}/scratch/rehearsal: File too large" in done.stderr
+    assert "--scratch DIR" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @given(st.floats(0, 1e6))
