@@ -168,6 +168,14 @@ def test_a_rank_that_is_killed_anywhere_costs_nothing(tmp_path: Path, script: st
     require_undisturbed(tmp_path, Case(script=script, words=words), list(PHASES))
 
 
+def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epoch(tmp_path: Path) -> None:
+    job = Job(tmp_path, Case(script="own_snapshot.py"), 2)
+    job.plain("plain")
+    output = job.launched("killed", "--adopt=strict", words=("--kill", "1:26"))
+    assert "the script begins with epoch 2 now, and the run began with epoch 0" in output
+    job.require_same("killed", "plain")
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
