@@ -17,7 +17,10 @@ _OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
 
 @dataclass(frozen=True)
 class OwnCounter:
-    """A variable that the script adds 1 to for each batch or update. ends: it decides when the loop is left."""
+    """What counts the script's batches or updates beside the guard: a variable that it adds 1 to, `islice(loader, 10)`.
+
+    ends: it decides when the loop is left.
+    """
 
     name: str
     line: int
@@ -48,6 +51,11 @@ class ScriptLoops:
             if range_of(loop) is None and all(range_of(item) is not None for item in inner[id(loop)])
         ]
         around = [loop for loop in training if range_of(loop) is not None]
+        self._drawing = [
+            loop for loop in around
+            if not any(batches in inner[id(loop)] for batches in self.batches)
+            and any(_is_call_of(node, "next") for node in self._reached(loop))
+        ]  # fmt: skip
         self.epochs: dict[int, ast.For] = {}
         for batches in self.batches:
             outer = [loop for loop in around if batches in inner[id(loop)]]
@@ -95,7 +103,14 @@ class ScriptLoops:
             return False  # next(iter(loader)): a look at a batch
         return None
 
-    def counters(self, batches: ast.For) -> list[OwnCounter]:
+    def counters(self) -> list[OwnCounter]:
+        """Of the training loops: what is added up in their bodies, and what limits them from outside."""
+        found: dict[str, OwnCounter] = {}
+        for counter in (*self._limits(), *(item for batches in self.batches for item in self._added(batches))):
+            found.setdefault(counter.name, counter)
+        return list(found.values())
+
+    def _added(self, batches: ast.For) -> Iterator[OwnCounter]:
         deciding = {
             name.id
             for node in ast.walk(batches)
@@ -103,13 +118,21 @@ class ScriptLoops:
             for name in ast.walk(node.test)
             if isinstance(name, ast.Name)
         }
-        found: dict[str, OwnCounter] = {}
         for node in ast.walk(batches):
             match node:
                 case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1)):
                     name = ast.unparse(node.target)
-                    found.setdefault(name, OwnCounter(name, node.lineno, name in deciding))
-        return list(found.values())
+                    yield OwnCounter(name, node.lineno, name in deciding)
+
+    def _limits(self) -> Iterator[OwnCounter]:
+        """`islice(loader, 10)`, `zip(range(10), loader)`; `range(10)` of a loop that takes its batches by `next`."""
+        for batches in self.batches:
+            for call in ast.walk(batches.iter):
+                if isinstance(call, ast.Call) and _limits_or_counts(call):
+                    yield OwnCounter(ast.unparse(call), call.lineno, not _is_call_of(call, "zip") or _has_range(call))
+        for loop in self._drawing:
+            if self.around(loop) is None:  # a loop over the parts of an update is begun anew for each
+                yield OwnCounter(ast.unparse(loop.target), loop.lineno, ends=True)
 
     def enumerated(self, loop: ast.For) -> tuple[str, str] | None:
         """The name that a loop counts its batches in by `enumerate`, and from what on; None where it does not."""
@@ -228,6 +251,16 @@ def _of_scope(scope: ast.AST) -> Iterator[ast.AST]:
 
 def _is_call_of(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def _limits_or_counts(call: ast.Call) -> bool:
+    name = ast.unparse(call.func).rpartition(".")[2]
+    counts = any(isinstance(item, ast.Call) and ast.unparse(item.func).endswith("count") for item in call.args)
+    return name == "islice" or (name == "zip" and (counts or _has_range(call)))
+
+
+def _has_range(call: ast.Call) -> bool:
+    return any(_is_call_of(item, "range") for item in call.args)
 
 
 def _is_backward(node: ast.AST) -> bool:

@@ -146,8 +146,7 @@ class Adoption:
         if self._guard is None:
             self._adopt(loader, epochs=len(self._loop) if self._loop is not None and steerable else None)
             if self._loop is not None and steerable:
-                self._steered = self._loop
-                self._loop.steer(self._places(len(self._loop)))
+                self._steer(self._loop)
         elif (other := self._other_training()) is not None:
             self._signs.end_of_guard(other)
             self._given_up = True
@@ -180,6 +179,18 @@ class Adoption:
                 + (", and ends its loop by it" if counter.ends else "")
                 + ": a rollback and a resume leave that count behind. guard.keep is for such values"
             )
+
+    def _steer(self, loop: EpochLoop) -> None:
+        """Let the guard lead the loop over epochs that the script has just begun."""
+        assert self._guard is not None
+        self._steered, begun = loop, loop.first
+        first = self._guard.keep(first_epoch=begun).first_epoch
+        if first != begun:
+            self._signs.say(
+                f"the script begins with epoch {begun} now, and the run began with epoch {first}: it seems to load a "
+                "snapshot of its own. The guard's epochs go on where the run stands, and are numbered as the run began"
+            )
+        loop.steer(first, self._places)
 
     def _other_training(self) -> str | None:
         """Collective, where the guard's loader is trained on again: why that is another training; None: it is not."""

@@ -22,20 +22,28 @@ class EpochLoop:
         """Whether the guard has had its last epoch here."""
 
     @property
+    def first(self) -> int:
+        """What the script begins with. One with a snapshot of its own begins elsewhere when it is started again."""
+        return self._numbers[0]
+
+    @property
     def at_first(self) -> bool:
         """Whether the first body is running, and no guard steers yet."""
         return self.place == 0 and self._places is None
 
-    def steer(self, places: Iterator[int]) -> None:
-        """In the first body: from here on `places`, of the guard, say which epoch is next.
+    def steer(self, first: int, places: Callable[[int], Iterator[int]]) -> None:
+        """In the first body: from here on `places`, of the guard, say which epoch is next. They are given their count.
 
-        Raises EpochMoved where the run stands in another one than the first, or has had its last one.
+        first: of the run, which its places count from. Raises EpochMoved where the run stands in another epoch than the
+        one that the script has begun, or has had its last one.
         """
-        self._places = places
-        self._pending = next(places, len(self._numbers))
-        if self._pending > 0:
+        begun = self.first
+        self._numbers = range(first, self._numbers.stop, self._numbers.step)
+        self._places = places(len(self._numbers))
+        self._pending = next(self._places, len(self._numbers))
+        if self._pending >= len(self._numbers) or self._numbers[self._pending] != begun:
             raise EpochMoved
-        self._pending = None
+        self.place, self._pending = self._pending, None
 
     def __iter__(self) -> "EpochLoop":
         self._begun(self)

@@ -52,13 +52,7 @@ class ScriptSources:
 
     def counters(self) -> list[OwnCounter]:
         """Those of the training loops in the files that were read."""
-        return [
-            counter
-            for loops in self._files.values()
-            if loops is not None
-            for batches in loops.batches
-            for counter in loops.counters(batches)
-        ]
+        return [counter for loops in self._files.values() if loops is not None for counter in loops.counters()]
 
 
 def _loops_of(filename: str) -> ScriptLoops | None:

@@ -31,7 +31,7 @@ REFUSED = {
     "prefetch": ("draws its next batch before optimizer.step()", "num_workers"),
     "a stream": ("trains on a Stream, which is only read in order", "__getitem__"),
     "a loader of its own": ("trains on a Own, which iterates in its own way", "a torch DataLoader"),
-    "no loader": ("(refused.py, line 29) with a batch that came from no DataLoader", "a callable"),
+    "no loader": ("(refused.py, line 30) with a batch that came from no DataLoader", "a callable"),
     "an optimizer that comes later": ("a second optimizer, Adam, which was not there at the start", "rollback adopt"),
     "a second training": ("trains on its loader again", "rollback adopt"),
 }
@@ -168,6 +168,14 @@ def test_a_rank_that_is_killed_anywhere_costs_nothing(tmp_path: Path, script: st
     require_undisturbed(tmp_path, Case(script=script, words=words), list(PHASES))
 
 
+def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epoch(tmp_path: Path) -> None:
+    job = Job(tmp_path, Case(script="own_snapshot.py"), 2)
+    job.plain("plain")
+    output = job.launched("killed", "--adopt=strict", words=("--kill", "1:26"))
+    assert "the script begins with epoch 2 now, and the run began with epoch 0" in output
+    job.require_same("killed", "plain")
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -249,9 +257,15 @@ def test_a_late_sign_that_one_rank_alone_sees_is_said_by_that_rank(tmp_path: Pat
 def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a count of its own")
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `steps` by itself (line 76), and ends its loop by it" in done.stdout
+    assert "counts with `steps` by itself (line 77), and ends its loop by it" in done.stdout
     assert "has left its loop by itself, at step 4" in done.stdout
     assert facts(tmp_path / "runs" / "refused", Finished)
+
+
+def test_a_limit_of_the_scripts_own_is_noticed_when_training_begins(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a limit of its own")
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "counts with `itertools.islice(loader, 4)` by itself (line 81), and ends its loop by it" in done.stdout
 
 
 def test_a_script_with_a_guard_keeps_it(tmp_path: Path) -> None:

@@ -106,8 +106,24 @@ def test_counts_of_the_script_s_own_are_named_with_what_they_decide() -> None:
                 break
     """)
     loops = ScriptLoops(source)
-    found = loops.counters(loops.batches[0])
+    found = loops.counters()
     assert found == [OwnCounter("seen", 4, ends=False), OwnCounter("steps", 5, ends=True)]
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("for x in itertools.islice(loader, 10):\n    f(x).backward()", [("itertools.islice(loader, 10)", 1, True)]),
+        ("for i, x in zip(range(10), loader):\n    f(x).backward()", [("zip(range(10), loader)", 1, True)]),
+        ("for i, x in zip(count(), loader):\n    f(x).backward()", [("zip(count(), loader)", 1, False)]),
+        ("for x, y in zip(loader, other):\n    f(x).backward()", []),
+        ("for s in range(60):\n    f(next(batches)).backward()", [("s", 1, True)]),
+        ("while True:\n    for micro in range(4):\n        f(next(batches)).backward()", []),
+        ("for epoch in range(3):\n    for x in loader:\n        f(x).backward()\n    next(other)", []),
+    ],
+)
+def test_what_limits_a_training_loop_from_outside_is_named_too(source: str, named: list[tuple[str, int, bool]]) -> None:
+    assert ScriptLoops(source).counters() == [OwnCounter(name, line, ends) for name, line, ends in named]
 
 
 def run(source: str, **names: object) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """Plain scripts that no guard can be put behind, one by its name: `refused.py CASE [UPDATES BEFORE IT SHOWS]`."""
 
+import itertools
 import sys
 
 import torch
@@ -76,6 +77,9 @@ elif case == "a count of its own":
             steps += 1
             if steps == 4:
                 break
+elif case == "a limit of its own":
+    for (x,) in itertools.islice(loader, 4):
+        update(x)
 elif case == "a guard of its own":
     import rollback
 

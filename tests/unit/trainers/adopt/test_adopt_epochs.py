@@ -1,5 +1,7 @@
 """The script's loop over epochs, steered."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
@@ -7,6 +9,10 @@ from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 
 def begun(_: EpochLoop) -> None:
     """Somebody is told."""
+
+
+def going(*places: int) -> Callable[[int], Iterator[int]]:
+    return lambda count: iter(places)
 
 
 def test_it_is_the_range_as_long_as_nobody_steers() -> None:
@@ -30,7 +36,7 @@ def test_a_steered_loop_goes_where_the_guard_says_and_is_over_with_it() -> None:
     loop = EpochLoop(range(10, 14), begun)
     bodies = iter(loop)
     assert next(bodies) == 10
-    loop.steer(iter([0, 1, 0, 2]))
+    loop.steer(10, going(0, 1, 0, 2))
     assert not loop.at_first
     assert [*bodies] == [11, 10, 12]
     assert loop.over
@@ -41,7 +47,7 @@ def test_a_run_that_resumes_leaves_the_first_body_for_its_own() -> None:
     bodies = iter(loop)
     next(bodies)
     with pytest.raises(EpochMoved):
-        loop.steer(iter([3, 4]))
+        loop.steer(0, going(3, 4))
     assert [(number, loop.place) for number in bodies] == [(3, 3), (4, 4)]
 
 
@@ -50,6 +56,26 @@ def test_a_run_that_is_complete_has_no_body_at_all() -> None:
     bodies = iter(loop)
     next(bodies)
     with pytest.raises(EpochMoved):
-        loop.steer(iter([]))
+        loop.steer(0, going())
     assert [*bodies] == []
     assert loop.over
+
+
+def test_a_script_that_begins_elsewhere_than_the_run_did_is_led_by_the_runs_numbers() -> None:
+    loop = EpochLoop(range(4, 7), begun)
+    bodies = iter(loop)
+    next(bodies)
+    counts: list[int] = []
+    with pytest.raises(EpochMoved):
+        loop.steer(1, lambda count: counts.append(count) or iter([1, 3, 5]))  # type: ignore[func-returns-value]
+    assert [(number, loop.place) for number in bodies] == [(2, 1), (4, 3), (6, 5)]
+    assert counts == [6]
+
+
+def test_a_body_that_has_begun_with_the_number_of_where_the_run_stands_goes_on() -> None:
+    loop = EpochLoop(range(4, 7), begun)
+    bodies = iter(loop)
+    next(bodies)
+    loop.steer(1, going(3, 4))
+    assert loop.place == 3
+    assert [*bodies] == [5]
