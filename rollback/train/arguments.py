@@ -42,8 +42,8 @@ def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, St
 
 
 def check_trained(model: object, optimizer: object, objects: Mapping[str, object]) -> None:
-    """Raise UsageError for a wrong model, for an optimizer whose steps cannot be noticed, and for gradients that are
-    averaged by what no checkpoint keeps."""
+    """Raise UsageError for a wrong model, for an optimizer whose steps cannot be noticed or whose state cannot be
+    had, and for gradients that are averaged by what no checkpoint keeps."""
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"Guard(model=...) is a {type(model).__name__}; it takes an nn.Module",
@@ -56,6 +56,9 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
             "(discriminator_optimizer=...)",
         )
     kind = type(optimizer)
+    _check_whole(optimizer, "optimizer")
+    for name, item in objects.items():
+        _check_whole(item, name)
     try:
         for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):  # type: ignore[attr-defined]
             register(lambda *_: None).remove()
@@ -68,6 +71,17 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
             else "it takes a torch.optim.Optimizer; a wrapper usually has the real one in an attribute",
         ) from error
     _check_averaging(model, objects)
+
+
+def _check_whole(item: object, name: str) -> None:
+    """Raise UsageError for an optimizer that spreads its state over the ranks in a form of its own."""
+    kinds = {kind.__name__ for kind in type(item).__mro__}  # by names, so that nothing is imported for it
+    if "ZeroRedundancyOptimizer" in kinds:
+        raise UsageError(
+            f"Guard({name}=...) is a ZeroRedundancyOptimizer: each rank has a part of its state, and hands out none",
+            hint="use the optimizer inside it; to spread state over the ranks, shard the model with "
+            "torch.distributed.fsdp.fully_shard (FSDP2)",
+        )
 
 
 def _check_averaging(model: nn.Module, objects: Mapping[str, object]) -> None:

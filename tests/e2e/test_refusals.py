@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
 from toy import Toy, files, train
 from warm_server import run_warm
@@ -180,6 +181,15 @@ def test_a_communication_hook_that_remembers_nothing_else_is_taken(tmp_path: Pat
         model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
         model.register_comm_hook(states[state], allreduce_hook)
         make(tmp_path / "run", model=model, **({"feedback": given} if state == "handed over" else {})).close()
+
+
+@pytest.mark.parametrize("name", ["optimizer", "other_optimizer"])
+def test_an_optimizer_of_which_each_rank_has_a_part_is_refused(tmp_path: Path, name: str) -> None:
+    model = nn.Linear(8, 1)
+    with one_rank():
+        parted = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        error = refused(UsageError, tmp_path / "run", f"Guard({name}=...)", **{"model": model, name: parted})
+    assert "fully_shard" in (error.hint or "")
 
 
 def test_a_run_directory_that_is_a_file(tmp_path: Path) -> None:
