@@ -2,6 +2,7 @@
 
 import operator
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, St
     return settings_from(given), objects
 
 
-def check_trained(model: object, optimizer: object) -> None:
-    """Raise UsageError for a wrong model, or an optimizer whose steps cannot be noticed."""
+def check_trained(model: object, optimizer: object, objects: Mapping[str, object]) -> None:
+    """Raise UsageError for a wrong model, for an optimizer whose steps cannot be noticed or whose state cannot be
+    had, and for gradients that are averaged by what no checkpoint keeps."""
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"Guard(model=...) is a {type(model).__name__}; it takes an nn.Module",
@@ -54,6 +56,9 @@ def check_trained(model: object, optimizer: object) -> None:
             "(discriminator_optimizer=...)",
         )
     kind = type(optimizer)
+    _check_whole(optimizer, "optimizer")
+    for name, item in objects.items():
+        _check_whole(item, name)
     try:
         for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):  # type: ignore[attr-defined]
             register(lambda *_: None).remove()
@@ -65,6 +70,46 @@ def check_trained(model: object, optimizer: object) -> None:
             if inner
             else "it takes a torch.optim.Optimizer; a wrapper usually has the real one in an attribute",
         ) from error
+    _check_averaging(model, objects)
+
+
+def _check_whole(item: object, name: str) -> None:
+    """Raise UsageError for an optimizer that spreads its state over the ranks in a form of its own."""
+    kinds = {kind.__name__ for kind in type(item).__mro__}  # by names, so that nothing is imported for it
+    if "ZeroRedundancyOptimizer" in kinds:
+        raise UsageError(
+            f"Guard({name}=...) is a ZeroRedundancyOptimizer: each rank has a part of its state, and hands out none",
+            hint="use the optimizer inside it; to spread state over the ranks, shard the model with "
+            "torch.distributed.fsdp.fully_shard (FSDP2)",
+        )
+
+
+def _check_averaging(model: nn.Module, objects: Mapping[str, object]) -> None:
+    """Raise UsageError where DDP averages gradients by a hook with a state that no checkpoint would have.
+
+    What such a state remembers differs between ranks, and lies there in the order of DDP's buckets. A new process makes
+    other buckets in its first step, so it could not go on with it.
+    """
+    models = [model, *(item for item in objects.values() if isinstance(item, nn.Module))]
+    given = {id(item) for item in objects.values()}
+    for module in (module for each in models for module in each.modules()):
+        for hook, state in getattr(module, "_comm_hooks", ()):
+            if id(state) not in given and not _is_constant(state):
+                raise UsageError(
+                    f"DDP averages the gradients by {getattr(hook, '__qualname__', type(hook).__name__)}, whose "
+                    f"{type(state).__name__} remembers what no checkpoint would have: behind a rollback or a resume "
+                    "the updates would be other ones",
+                    hint="take the hook out, or use one whose state is None or a process group (fp16_compress_hook)",
+                )
+
+
+def _is_constant(state: object) -> bool:
+    """Whether the state of a communication hook only says how to average."""
+    if isinstance(state, tuple):
+        return all(map(_is_constant, state))
+    if type(state).__module__.startswith(("torch.distributed.", "torch._C._distributed")):  # groups, streams of DDP
+        return type(state).__name__ not in ("PowerSGDState", "PostLocalSGDState")
+    return isinstance(state, bool | int | float | str | torch.dtype | None)
 
 
 def check_run(run: object) -> None:

@@ -81,7 +81,7 @@ class Guard(ScriptSide):
             ranks = attaching.meet()
             settings, objects = arguments.settings_and_objects(others)
             sentinel = arguments.sentinel_for(settings)
-            arguments.check_trained(model, optimizer)
+            arguments.check_trained(model, optimizer, objects)
             arguments.check_run(run)
             end = None if max_steps is None else arguments.whole_number(max_steps, "Guard got max_steps")
             arguments.check_alike(settings, end, ranks)

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from sharding import one_rank
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
 from toy import Toy, files, train
 from warm_server import run_warm
@@ -146,6 +152,44 @@ def test_another_world_size_is_refused(tmp_path: Path) -> None:
 def test_ranks_that_were_not_initialised_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(UsageError, tmp_path / "run", "init_process_group")
+
+
+class Feedback(Keeps):
+    """A hook's state of the user's own: what compression has left out, for the next step."""
+
+
+@pytest.mark.parametrize("kind", [PowerSGDState, PostLocalSGDState, Feedback])
+def test_a_communication_hook_that_remembers_is_refused(tmp_path: Path, kind: type[Any]) -> None:
+    states = {
+        PowerSGDState: lambda: PowerSGDState(None),
+        PostLocalSGDState: lambda: PostLocalSGDState(None, None, start_localSGD_iter=10),
+        Feedback: lambda: Feedback(1.0),
+    }
+    with one_rank():
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+        model.register_comm_hook(states[kind](), allreduce_hook)
+        error = refused(UsageError, tmp_path / "run", kind.__name__, model=nn.Sequential(model))
+    assert "allreduce_hook" in str(error)
+    assert error.exit_code == 2
+
+
+@pytest.mark.parametrize("state", ["none", "a group", "constants", "handed over"])
+def test_a_communication_hook_that_remembers_nothing_else_is_taken(tmp_path: Path, state: str) -> None:
+    with one_rank():
+        given = Feedback(1.0)
+        states = {"none": None, "a group": dist.group.WORLD, "constants": (torch.float16, 0.5), "handed over": given}
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+        model.register_comm_hook(states[state], allreduce_hook)
+        make(tmp_path / "run", model=model, **({"feedback": given} if state == "handed over" else {})).close()
+
+
+@pytest.mark.parametrize("name", ["optimizer", "other_optimizer"])
+def test_an_optimizer_of_which_each_rank_has_a_part_is_refused(tmp_path: Path, name: str) -> None:
+    model = nn.Linear(8, 1)
+    with one_rank():
+        parted = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        error = refused(UsageError, tmp_path / "run", f"Guard({name}=...)", **{"model": model, name: parted})
+    assert "fully_shard" in (error.hint or "")
 
 
 def test_a_run_directory_that_is_a_file(tmp_path: Path) -> None:
