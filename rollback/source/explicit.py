@@ -117,7 +117,10 @@ class _Script:
         found = self._loops.iterated(batches)
         if isinstance(found, ast.Name):
             return found
-        raise self._by_hand(batches, f"goes over {ast.unparse(batches.iter)}", "guard in place of the loader")
+        do = "guard in place of the loader"
+        if any(isinstance(node, ast.Call) and _last(node) in ("zip", "islice") for node in ast.walk(batches.iter)):
+            do += "; what counts or goes beside it begins anew after a resume: guard.batch_in_epoch says where it was"
+        raise self._by_hand(batches, f"goes over {ast.unparse(batches.iter)}", do)
 
     def _require_there(self, batches: ast.For, loader: ast.Name, outer: ast.For) -> None:
         """A progress bar around the loader that is made before the guard cannot be given the guard."""
@@ -162,10 +165,11 @@ class _Script:
                 )  # fmt: skip
 
     def _made(self, scope: Scope, before: ast.For) -> dict[str, str]:
-        """Names of model, optimizer, schedulers and scaler."""
+        """Names of model, optimizer, schedulers, scaler and averages of the model."""
         optimizers = self._names(
             scope, before,
-            lambda call: _last(call)[0].isupper() and ".parameters()" in "".join(map(ast.unparse, call.args)),
+            lambda call: _last(call)[0].isupper() and not _AVERAGE.search(_last(call))
+            and ".parameters()" in "".join(map(ast.unparse, call.args)),
         )  # fmt: skip
         if len(optimizers) != 1:
             found = ", ".join(f"`{name}`" for name in optimizers) or "none"
@@ -186,8 +190,12 @@ class _Script:
         model = wrapped[-1] if wrapped else wholes[0]
         schedulers = list(self._names(scope, before, lambda call: _schedules(call) and optimizer in _words(call)))
         scalers = list(self._names(scope, before, lambda call: _last(call) == "GradScaler"))
+        averages = [
+            name for name in self._names(scope, before, lambda call: _averages(call, {*wholes, *wrapped}))
+            if name not in (*wholes, *wrapped)
+        ]  # fmt: skip
         named = {"model": model, "optimizer": optimizer}
-        for word, names in (("scheduler", schedulers), ("scaler", scalers)):
+        for word, names in (("scheduler", schedulers), ("scaler", scalers), ("ema", averages)):
             named |= {word if place == 1 else f"{word}{place}": name for place, name in enumerate(names, 1)}
         return named
 
@@ -324,6 +332,7 @@ class _Script:
 
 _BLOCK = re.compile(r"\s*(if|elif|else|for|while|with|try|except|finally|async|def|class|case)\b")
 _LOADER = re.compile(r"load|batches|_dl\b|\bdl_|_dl_", re.IGNORECASE)
+_AVERAGE = re.compile(r"deepcopy|Averag|EMA|Ema(?![a-z])|^ema(?![a-z])")
 _NAMED = "give the loss a name, loss = ..., then loss.backward() and guard.observe(loss)"
 _PROTECTED = ("rollback.Guard", "rollback.protect")
 
@@ -344,6 +353,12 @@ def _words(node: ast.AST) -> set[str]:
 def _schedules(call: ast.Call) -> bool:
     name = ast.unparse(call.func)
     return "lr_scheduler" in name or name.endswith("LR") or "schedule" in name.lower()
+
+
+def _averages(call: ast.Call, models: set[str]) -> bool:
+    """Whether it makes an average of a model, or the copy that one begins with."""
+    of = re.sub(r"(\.module)?(\.parameters\(\))?$", "", ast.unparse(call.args[0])) if call.args else ""
+    return of in models and _AVERAGE.search(_last(call)) is not None
 
 
 def _whole(part: ast.expr) -> str:

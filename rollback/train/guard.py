@@ -374,7 +374,7 @@ class Guard(ScriptSide):
         return True
 
     def _keep_end(self, by: str, *, left_over: int, left: bool = False) -> bool:
-        self._step_in_progress.show("saving")
+        self._step_in_progress.show(f"saving at {by}")  # the words by which ranks are told apart whose data end apart
         self._end.keep_state(by, left_over=left_over, left=left)
         while self._checkpoints.manager.ailing is not None:
             if self._act(self._judge.answer_state()):

@@ -37,6 +37,8 @@ from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_heartbeats
+from rollback.train.ending import TrainingEnd
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"
 EPOCHS = Toy(samples=120, epochs=2)  # of 30 steps each
@@ -324,3 +326,16 @@ def test_a_stop_is_no_end(tiny: Launch) -> None:
     assert not facts(tiny.run, Finished)
     assert tiny.finish("--hold")[0] == ExitCode.DONE
     assert facts(tiny.run, Finished)[-1].step == 6
+
+
+def test_a_rank_that_keeps_its_end_shows_which_end_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the data end earlier on one rank than on the others, that is how they are told apart."""
+    keep, seen = TrainingEnd.keep_state, []
+
+    def look(end: TrainingEnd, *args: object, **more: object) -> None:
+        seen.append(read_heartbeats(RunPaths(tmp_path).heartbeat(0).parent)[0].doing)
+        keep(end, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TrainingEnd, "keep_state", look)
+    train(Toy(samples=32), tmp_path)
+    assert seen == ["saving at the end of the data"]

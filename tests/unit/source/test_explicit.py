@@ -120,6 +120,19 @@ def test_of_an_optimizer_of_parts_the_whole_model_is_kept(given: str) -> None:
     assert "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)" in diff_of(source, "train.py")
 
 
+@pytest.mark.parametrize(
+    "made",
+    ["copy.deepcopy(model)", "AveragedModel(model, avg_fn=f)", "ModelEma(model)", "EMA(model.parameters(), 0.9)"],
+)
+def test_an_average_of_the_model_is_kept(made: str) -> None:
+    loop = "best = copy.deepcopy(model.state_dict())\nfor x in loader:\n    loss.backward()\n"
+    assert "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, ema=average)" in added(
+        f"average = {made}\n{loop}"
+    )
+    (guard,) = (line for line in added(f"model = {made}\n{loop}") if "Guard" in line)
+    assert "ema=" not in guard
+
+
 def test_an_optimizer_of_several_modules_is_refused_with_what_to_do() -> None:
     source = dedent(HEAD).replace("model.parameters()", "[*a.parameters(), *b.parameters()]") + SIMPLE
     with pytest.raises(UsageError, match="this loop has an optimizer of a and b") as refused:
@@ -208,13 +221,17 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
             "for epoch in range(3):\n    train(loader)",
             "is in a function that asks batches.sampler in line 6",
         ),
+        (
+            "for x in islice(loader, 9):\n    model(x).backward()",
+            "what counts or goes beside it begins anew after a resume: guard.batch_in_epoch",
+        ),
         ("for epoch in range(0, 9, 3):\n    for x in loader:\n        model(x).backward()", "goes over range(0, 9, 3)"),
     ],
 )
 def test_what_it_cannot_do_is_refused_with_what_to_do_by_hand(body: str, said: str) -> None:
     with pytest.raises(UsageError) as refused:
         diff_of(dedent(HEAD) + body + "\n", "train.py")
-    assert said in refused.value.message
+    assert said in f"{refused.value.message}; {refused.value.hint}"
     assert refused.value.hint
 
 
