@@ -10,7 +10,14 @@ from rollback.checkpoints.fast_tier.slots import DEFAULT_BASE
 from rollback.checkpoints.tiers import base_of, fast_tier_of, locate
 from rollback.config import Settings
 from rollback.doctor.findings import DoctorReport, Finding, fail
-from rollback.doctor.machine import cores, judge_cores, look_at_clock, look_at_limits, look_at_torch
+from rollback.doctor.machine import (
+    cores,
+    judge_cores,
+    look_at_clock,
+    look_at_limits,
+    look_at_temporary_files,
+    look_at_torch,
+)
 from rollback.doctor.memory import look_at_fast_tier
 from rollback.doctor.storage import judge_save, look_at_disk, look_at_ring
 from rollback.errors import RollbackError
@@ -63,7 +70,7 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
         findings.append(about_ring)
         saves.append(judge_save(state_bytes, ring_rate, question.grace, "ring"))
     findings += [finding for finding in saves if finding is not None]
-    findings += [judge_cores(cores(), ranks), look_at_limits(), look_at_clock()]
+    findings += [judge_cores(cores(), ranks), look_at_limits(), look_at_temporary_files(), look_at_clock()]
     return DoctorReport(
         host=socket.gethostname(),
         run=str(question.run),

@@ -1,4 +1,4 @@
-"""torch, cores, limits and the clock of this machine."""
+"""torch, cores, limits, temporary files and the clock of this machine."""
 
 import ctypes
 import json
@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 from rollback.doctor.findings import Finding, fail, ok, size, warn
@@ -45,7 +46,9 @@ def look_at_torch() -> Finding:
         return judge_torch(json.loads(done.stdout.splitlines()[-1]))
     except (ValueError, IndexError):
         why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        return fail("torch", f"torch cannot be imported: {why}", "install torch 2.10 or later")
+        missing = why.startswith(("ModuleNotFoundError", "ImportError"))
+        fix = "install torch 2.10 or later" if missing else "see to it that `python -c 'import torch'` ends well"
+        return fail("torch", f"torch cannot be imported: {why}", fix)
 
 
 def judge_torch(told: dict[str, Any]) -> Finding:
@@ -101,6 +104,14 @@ def judge_limits(soft: int, hard: int, largest_file: int) -> Finding:
         more = f"ulimit -n {_FILES}" if hard in (unlimited,) or hard >= _FILES else "raise the hard limit of open files"
         return warn("limits", f"{found}: loader workers and sockets add up", more)
     return ok("limits", found)
+
+
+def look_at_temporary_files() -> Finding:
+    try:
+        return ok("temporary files", f"in {tempfile.gettempdir()}")
+    except OSError as error:
+        fix = "make room there, or set TMPDIR to a directory that can be written"
+        return fail("temporary files", f"none can be made: {error.strerror}", fix)
 
 
 def look_at_clock() -> Finding:

@@ -1,6 +1,7 @@
 """A ring at a URL whose file system fails at any operation: never a false commit, and what was committed is found."""
 
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from checkpoints import LAYOUTS, RANKS, damage, lay_out_as, whole, write_checkpo
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, RunDoesNotFit
+from rollback.errors import CheckpointDamaged, OutputNotWritten, RingUnavailable, RollbackError, RunDoesNotFit
 from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.ring.url import progress
@@ -603,6 +604,16 @@ def test_a_slow_bucket_and_one_that_shows_new_objects_late_hold_up_nothing_but_t
     bucket.heal()
     new = fetched(tmp_path / "new")
     assert ring.names(new) == NAMES[:1]
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_url_that_cannot_be_copied_aside_is_told_of_in_words(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put(opened(run.paths), run.paths, NAMES[1])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(OutputNotWritten, match="into a temporary directory: No such file"), readable(URL):
+        pass
 
 
 def test_what_a_url_says_of_itself_is_not_believed(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:

@@ -2,15 +2,15 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import MANIFEST_LIMIT, read_manifest
-from rollback.errors import UsageError
+from rollback.errors import OutputNotWritten, UsageError, reporting
 from rollback.ring.url import record
-from rollback.ring.url.index import checkpoint_key, frozen_key, read_indexes
+from rollback.ring.url.index import Index, checkpoint_key, frozen_key, read_indexes
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import MANIFEST, RunPaths
 
@@ -57,7 +57,7 @@ class ReadableRun:
 def readable(place: str) -> Iterator[ReadableRun]:
     """The run at a path, or at the URL of a ring. From a URL, record and manifests are copied; `shards` copies shards.
 
-    Raises UsageError where the URL has no ring, RingUnavailable where it cannot be read.
+    Raises UsageError where the URL has no ring, RingUnavailable where it cannot be read, OutputNotWritten.
     """
     if "://" not in place:
         yield ReadableRun(Path(place), place)
@@ -66,14 +66,21 @@ def readable(place: str) -> Iterator[ReadableRun]:
     indexes = read_indexes(store)
     if not indexes:
         raise UsageError(f"there is no ring at {store.url}", hint="`rollback launch --ring URL` makes one")
-    with tempfile.TemporaryDirectory(prefix="rollback-ring-") as aside:
-        paths = RunPaths(Path(aside))
-        with record.explained(store.url):
-            for kept in indexes[0].record:
-                if kept.path.startswith(_NEEDED):
-                    record.download(store, kept, paths.root)
-        for name in indexes[0].checkpoints:
-            if (manifest := store.get(checkpoint_key(name), MANIFEST_LIMIT)) is not None:
-                paths.checkpoint(name).mkdir(parents=True)
-                (paths.checkpoint(name) / MANIFEST).write_bytes(manifest)
+    doing = f"copying the record of {store.url} into a temporary directory"
+    with ExitStack() as kept:
+        with reporting(OutputNotWritten, doing, "make room there, or set TMPDIR to a directory that can be written"):
+            paths = RunPaths(Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="rollback-ring-"))))
+            _copy_record(store, indexes[0], paths)
         yield ReadableRun(paths.root, store.url, store)
+
+
+def _copy_record(store: Store, index: Index, paths: RunPaths) -> None:
+    """Raises RingUnavailable, OSError."""
+    with record.explained(store.url):
+        for kept in index.record:
+            if kept.path.startswith(_NEEDED):
+                record.download(store, kept, paths.root)
+    for name in index.checkpoints:
+        if (manifest := store.get(checkpoint_key(name), MANIFEST_LIMIT)) is not None:
+            paths.checkpoint(name).mkdir(parents=True)
+            (paths.checkpoint(name) / MANIFEST).write_bytes(manifest)

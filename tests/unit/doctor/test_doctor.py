@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,19 @@ def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch,
     finding = machine.look_at_torch()
     assert finding.level == level, finding
     assert ("no libtorch" in finding.found) == bool(code)
+
+
+def test_where_no_temporary_file_can_be_made_that_is_the_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.look_at_temporary_files().level == "ok"
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere/at/all"])
+    finding = machine.look_at_temporary_files()
+    assert (finding.level, "/nowhere/at/all" in finding.found, "TMPDIR" in (finding.fix or "")) == ("fail", True, True)
+
+
+@pytest.mark.parametrize(("code", "fix"), [("import nothing_like_it", "install torch"), ("1 / 0", "import torch")])
+def test_what_to_do_follows_from_why_torch_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, code: str, fix: str
+) -> None:
+    monkeypatch.setattr(machine, "_PROBE", code)
+    assert fix in (machine.look_at_torch().fix or "")
