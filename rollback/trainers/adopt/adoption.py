@@ -284,9 +284,10 @@ class Adoption:
             return
         self._signs.refuse(
             UsageError(
-                f"the script updates a model ({self._sources.caller()}) with a batch that came from no DataLoader",
-                hint="--adopt knows batches of a torch DataLoader; with a callable or an iterator of your own make a "
-                "rollback.Guard",
+                f"the script updates a model ({self._sources.caller()}) with a batch that came from no `for` loop "
+                "over a DataLoader",
+                hint="--adopt knows `for batch in loader:`; for batches of next(), of a callable or of an iterator of "
+                "your own make a rollback.Guard",
             )
         )
 

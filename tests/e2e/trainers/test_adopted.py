@@ -31,7 +31,10 @@ REFUSED = {
     "prefetch": ("draws its next batch before optimizer.step()", "num_workers"),
     "a stream": ("trains on a Stream, which is only read in order", "__getitem__"),
     "a loader of its own": ("trains on a Own, which iterates in its own way", "a torch DataLoader"),
-    "no loader": ("(refused.py, line 30) with a batch that came from no DataLoader", "a callable"),
+    "no loader": (
+        "(refused.py, line 30) with a batch that came from no `for` loop over a DataLoader",
+        "of next(), of a callable",
+    ),
     "an optimizer that comes later": ("a second optimizer, Adam, which was not there at the start", "rollback adopt"),
     "a second training": ("trains on its loader again", "rollback adopt"),
 }
