@@ -20,7 +20,7 @@ from enum import Enum
 
 from rollback.checkpoints import pins, tiers
 from rollback.config import Settings
-from rollback.errors import CheckpointDamaged, RollbackError, RunDoesNotFit
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable, RollbackError, RunDoesNotFit
 from rollback.facts.history import History, fold
 from rollback.facts.training import Drained, DrainFailed, Fact, LeftDurableRing
 from rollback.ring.hosts import Others
@@ -44,7 +44,7 @@ DurableRing = RingInRun | RingAtUrl
 """The target of the copies. The drainer's thread alone calls the methods, `open` first; any thread may call `give_up`.
 
 The methods raise RollbackError or OSError where the ring cannot be reached or used. CheckpointDamaged concerns that one
-checkpoint; RunDoesNotFit means that this run may not write there any more."""
+checkpoint (CheckpointUnreadable: now); RunDoesNotFit means that this run may not write there any more."""
 SecondTarget = RingInRun | RunFromUrl
 """Where the final state of a complete run is copied to as well: the run directory."""
 
@@ -117,6 +117,8 @@ class Drainer:
         self._tail: JournalTail | None = None
         self._history = History()
         self._lost: set[str] = set()
+        self._unread = ""
+        """The checkpoint that could not be read at the last try, and is tried once more."""
         self._last: LastCopy | None = None
         self._opened = False
         self._record_changed, self._record_at = True, 0.0
@@ -249,6 +251,10 @@ class Drainer:
             with tiers.held(place) as let_go, self._ring.if_stuck(let_go):
                 self._ring.put(place.manifest, place.directory)
         except CheckpointDamaged as error:
+            following = self._phase is Phase.FOLLOWING  # at the end there is no time, and what is next may be sound
+            if following and isinstance(error, CheckpointUnreadable) and self._unread != name:
+                self._unread = name
+                raise
             self._lost.add(name)
             if not tiers.has_left(place):
                 self._complain(name, error)

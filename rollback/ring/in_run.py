@@ -12,6 +12,7 @@ from pathlib import Path
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.direct import write_direct
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.shard import not_read
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.ring.hosts import Others
 from rollback.rundir.paths import RunPaths, has_packs
@@ -104,6 +105,7 @@ def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:
     """Copy a shard past the page cache into a new file, or to its place in a pack, and sync it.
 
     Raises OSError, and CheckpointDamaged where it is not what its manifest says; the file is then useless.
+    CheckpointUnreadable where it cannot be read.
     """
     try:
         with open_regular(source) as file:
@@ -111,7 +113,7 @@ def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:
                 raise ValueError("it has another size")
             content = mmap.mmap(file.fileno(), shard.size, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise CheckpointDamaged(f"reading the shard {source}: {getattr(error, 'strerror', None) or error}") from error
+        raise not_read(source, error) from error
     # It is closed when nobody holds it any more. By hand it cannot be where the disk refuses: the error's frames do.
     written = write_direct(target, memoryview(content), shard.start)
     if written != shard.written:

@@ -1,8 +1,10 @@
 """From the fast tier into the run directory's ring: whole or not at all, wherever the process dies."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -14,7 +16,9 @@ from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import CheckpointDamaged
-from rollback.facts.training import Drained, Fact
+from rollback.facts.training import Drained, DrainFailed, Fact
+from rollback.ring import drainer as draining
+from rollback.ring import in_run
 from rollback.ring.drainer import Phase, drainer_for
 from rollback.ring.in_run import RingInRun
 from rollback.rundir.identity import read_identity
@@ -22,6 +26,7 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.journal import SupervisorJournal
+from rollback.system.durable import open_regular
 
 OLD, NEW = "c000000-s00000010", "c000001-s00000020"
 
@@ -121,6 +126,45 @@ def test_good_checkpoints_go_from_the_slots_to_the_ring_which_keeps_its_capacity
     assert all(whole(paths, name) for name in ring.names(paths))
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_shard_that_cannot_be_read_for_a_moment_is_copied_at_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """Of two failures one is taken for damage: behind it the next checkpoint has its turn."""
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    identity = read_identity(run.paths)
+    assert identity is not None
+    tier = slots.tier_of(tmp_path / "memory", identity.run_id)
+    (tmp_path / "memory").mkdir()
+    slots.claim(tier, run.paths.root)
+    tiers.point_to_fast_tier(run.paths, tier)
+    run.attach(0, 1, None, 0)
+    into_slot(tier, tmp_path / "source", 0, 0)
+    name = manifest_of(0, 0).name
+    run.commit(0.0, name, 0)
+    refused: list[Path] = []
+
+    def too_many_files(path: Path) -> BinaryIO:
+        if len(refused) < failures:
+            refused.append(path)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_regular(path)
+
+    monkeypatch.setattr(in_run, "open_regular", too_many_files)
+    monkeypatch.setattr(draining, "_FIRST_WAIT", 0.0)
+    facts: list[Fact] = []
+    drainer = drainer_for(run.paths, Settings(keep=3), facts.append, print)
+    assert drainer is not None
+    drainer.start()
+    last = Drained if failures == 1 else DrainFailed
+    assert wait_for(lambda: any(isinstance(fact, last) and fact.checkpoint == name for fact in facts))
+    drainer.give_up()
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 30)
+    assert [fact.checkpoint for fact in facts if isinstance(fact, DrainFailed)] == [None, name][:failures]
+    assert ring.names(run.paths) == ([name] if failures == 1 else [])
+
+
 def test_a_fast_tier_that_is_made_after_the_ranks_have_attached_is_drained_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,8 +172,8 @@ def test_a_fast_tier_that_is_made_after_the_ranks_have_attached_is_drained_too(
     monkeypatch.setattr("rollback.supervisor.draining._LOOK_EVERY", 0.0)
     run = RecordedRun(tmp_path / "run", monkeypatch)
     run.attach(0, 1, None, 0)
-    draining = Draining(run.paths, SupervisorJournal(run.paths, print), print)
-    draining.follow(fold_journal(run.paths.train_journal).history)
+    drains = Draining(run.paths, SupervisorJournal(run.paths, print), print)
+    drains.follow(fold_journal(run.paths.train_journal).history)
     identity = read_identity(run.paths)
     assert identity is not None
     (tmp_path / "memory").mkdir()
@@ -138,9 +182,9 @@ def test_a_fast_tier_that_is_made_after_the_ranks_have_attached_is_drained_too(
     tiers.point_to_fast_tier(run.paths, tier)
     into_slot(tier, tmp_path / "source", 0, 0)
     run.commit(0.0, manifest_of(0, 0).name, 0)
-    draining.look(lambda: fold_journal(run.paths.train_journal).history)
-    draining.finish(lambda: False)
-    draining.close()
+    drains.look(lambda: fold_journal(run.paths.train_journal).history)
+    drains.finish(lambda: False)
+    drains.close()
     assert ring.names(run.paths) == [manifest_of(0, 0).name]
 
 

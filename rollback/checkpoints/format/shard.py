@@ -118,7 +118,8 @@ def _chunks(block: memoryview, size: int) -> Iterator[memoryview]:
 
 
 def read_verified(path: Path, expected: Written, start: int | None = None) -> Iterator[bytes]:
-    """Read a file in parts, hashed on the way. Raises CheckpointDamaged, at the latest after the last part.
+    """Read a file in parts, hashed on the way. Raises CheckpointDamaged, at the latest after the last part;
+    CheckpointUnreadable where the disk fails.
 
     start: where the shard begins in a pack; None: it has the file to itself.
     """
@@ -134,9 +135,17 @@ def read_verified(path: Path, expected: Written, start: int | None = None) -> It
                     break
                 yield part
     except (OSError, ValueError) as error:
-        raise CheckpointDamaged(f"reading the shard {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise not_read(path, error) from error
     if left or digest.hexdigest() != expected.digest:
         raise CheckpointDamaged(f"the shard {path} is not what its manifest says (hash {digest.hexdigest()})")
+
+
+def not_read(path: Path, error: OSError | ValueError) -> CheckpointDamaged:
+    """Why a shard could not be read: it is not there or not to be believed, or else the disk fails, or the limits of
+    this process do, and another try makes sense."""
+    passes = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    kind = CheckpointUnreadable if passes else CheckpointDamaged
+    return kind(f"reading the shard {path}: {getattr(error, 'strerror', None) or error}")
 
 
 class _OpenFile:
