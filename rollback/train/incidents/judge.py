@@ -154,19 +154,23 @@ class Judge:
 
         Raises NotProved: it is not known, or there is a trouble that the last snapshot would carry on.
         """
-        turn, marks = self._turn, list(self._marks)
-        if turn % 2:
+        turn = self._turn
+        try:
+            marks, (sentinel, scale) = list(self._marks), copy.deepcopy((self._sentinel, self._scale))
+        except RuntimeError:  # changed while it was gone through: the turn tells
+            turn = -1
+        if turn % 2 or turn != self._turn:
             raise NotProved("the last step was being judged")
         if self.screens(self._next_batch):
             raise NotProved("each update is screened, and may still be undone")
-        verdict, metric, sentinel = None, None, copy.deepcopy(self._sentinel)
+        verdict, metric = None, None
         if self._pulse.under_way:
             if not all(sent) or (beat := beat_of(sent)) is None:
                 raise NotProved("it is not known what the ranks have told each other of the last step")
             mark = marks[-1]
             begins = beat.announced or any(self._next_batch <= batch <= mark.last_batch for batch in set(self._phases))
             verdict = sentinel.update(mark.observation(beat, announced=begins))
-            if copy.deepcopy(self._scale).update(mark.step, beat.scaler_skipped, beat.scale) is not None:
+            if scale.update(mark.step, beat.scaler_skipped, beat.scale) is not None:
                 raise NotProved("the last step was not healthy")
             metric = metric_line(
                 step=mark.step, batch=mark.last_batch, loss=beat.loss, grad_norm=beat.grad_norm,

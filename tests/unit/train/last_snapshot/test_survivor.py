@@ -596,6 +596,21 @@ def test_the_sentinel_is_not_foreseen_while_the_step_is_judged(
     assert tried == ["under way"]
 
 
+def test_the_sentinel_is_not_foreseen_where_it_changes_while_it_is_copied(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torn(self: Sentinel, memo: object) -> Any:
+        raise RuntimeError("deque mutated during iteration")
+
+    def act(guard: rollback.Guard) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Sentinel, "__deepcopy__", torn, raising=False)
+            with pytest.raises(NotProved, match="being judged"):
+                guard._judge.foresee([guard._judge.sent])
+
+    kept(tmp_path / "run", memory, act)
+
+
 def test_a_state_whose_last_step_shows_that_the_scale_collapses_is_not_kept(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
