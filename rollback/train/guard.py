@@ -119,14 +119,13 @@ class Guard(ScriptSide):
         self._lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
         self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
-        self._passes = Passes(cursor, objects.values(), state.gradients)
-        self._pass_rehearsal = PassRehearsal(optimizer)
+        self._passes, self._pass_rehearsal = Passes(cursor, objects.values(), state.gradients), PassRehearsal(optimizer)
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
         self._last = LastSnapshot(
             run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, lambda: self._judge.sent,
             self._judge.foresee, updates.telltale,
-            lambda: self._step_in_progress.batches >= state.counters.batches_per_step and self._batches.may_be_marked(),
+            lambda: self._step_in_progress.batches >= state.counters.batches_per_step, self._batches.may_be_marked,
         )  # fmt: skip
         heartbeat.before_the_end(weak_hook(self._last.raised))
         rehearsing = needs_rehearsal(model, run.ranks.world_size, self.step)
@@ -241,7 +240,7 @@ class Guard(ScriptSide):
         between_steps = self._step_in_progress.first_batch is None
         if self._batches.open_epoch():
             self._step_in_progress.begin_epoch()
-        if between_steps and self._batches.may_be_marked():
+        if between_steps:
             self._last.mark_end()
         rehearsed = self._pass_rehearsal.due and self._batches.nothing_is_left()
         if (rehearsed or (between_steps and self._snapshot_due())) and not self._take_snapshot(rehearsed=rehearsed):
@@ -385,6 +384,7 @@ class Guard(ScriptSide):
 
     def _halt(self, halt: Halt) -> None:
         if halt.save:
+            self._last.mark_end()  # for a death, or the end of the grace, before this state is written
             self._step_in_progress.show("saving")
         code = self._end.stop(halt)
         self._requests.note_stop(self.step)

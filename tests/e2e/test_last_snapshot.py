@@ -275,6 +275,15 @@ def test_a_grace_that_is_too_short_for_the_step_in_progress_costs_no_step(
     launched.require(undisturbed)
 
 
+def test_a_rank_that_dies_when_all_have_stopped_and_save_costs_no_step(tmp_path: Path, undisturbed: Launched) -> None:
+    launched = Launched(tmp_path, TOY, signal=[0, KILL, signal.SIGTERM, 1], dies_stopping=1)
+    launched.finish()
+    (outcome,) = launched.outcomes
+    assert outcome.steps_lost == 0
+    assert launched.resumed_at == [outcome.step] == [KILL + 2], "the ranks know of it at the next step's end"
+    launched.require(undisturbed)
+
+
 @pytest.mark.soak
 def test_a_rank_that_dies_while_the_loss_stands_out_costs_no_step_and_the_trouble_is_answered_as_without(
     tmp_path: Path,

@@ -7,7 +7,8 @@ supervised run), `full_disk` (`[rank, batch]`: from there on that rank can write
 there a bit of a weight of that rank changes), `ask` (`[batch, request]`, or several in a row: rank 0 hands in that
 request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so often that rank fails to read it when it
 is restored, see unreadable.py), `dies_in_restore` (`[rank, before | after]`: in the first attempt that rank is killed
-before or after it reads a state that is restored), `shell` (`[rank, batch, command]`, or several in a row: that rank
+before or after it reads a state that is restored), `dies_stopping` (rank: in the first attempt it is killed when the
+ranks have agreed to stop, and are about to save), `shell` (`[rank, batch, command]`, or several in a row: that rank
 runs the command there, in the first attempt), `ends` (`[rank, batch, how]`: there that rank ends or hangs in one of the
 ways of `end`, in the first attempt), `faulty_host` (`[host, batch]`: the rank that runs on that host is killed there,
 in every attempt), `otherwise` (`[rank, settings, max_steps]`: that rank trains by these
@@ -47,6 +48,7 @@ from unreadable import unreadable
 
 import rollback
 from rollback.errors import RollbackError
+from rollback.train.ending import TrainingEnd
 from rollback.train.last_snapshot.exchange import Exchange
 from rollback.train.restore import restore
 from rollback.train.sharded import detached
@@ -66,6 +68,8 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
         use_late_gpu()
     if scenario.get("dies_in_restore", [None])[0] == rank and os.environ.get("ROLLBACK_ATTEMPT") == "1":
         vars(restore)["_load"] = partial(die, vars(restore)["_load"], scenario["dies_in_restore"][1])
+    if scenario.get("dies_stopping") == rank and os.environ.get("ROLLBACK_ATTEMPT") == "1":
+        TrainingEnd.stop = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
     if scenario.get("evaluates", [None])[0] == rank and os.environ.get("ROLLBACK_ATTEMPT") == "1":
         evaluating = partialmethod(evaluate, Loop.evaluate, itertools.count(1), *scenario["evaluates"][1:])
         Loop.evaluate = evaluating  # type: ignore[method-assign, assignment]

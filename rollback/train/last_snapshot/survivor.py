@@ -62,8 +62,8 @@ class LastSnapshot:
 
     sent: what this rank has told the others of the last step. foresee: judges that step ahead by what the ranks that
     came to its end have told, from any thread; raises NotProved. telltale: a parameter by which a backward is noticed.
-    markable: whether the batch in hand is probably its update's last one, and a run may resume behind it. Making one is
-    collective; nothing else is.
+    at_last_batch: whether the batch in hand is probably its update's last one. may_resume: whether a run may resume
+    where the data stand. Making one is collective; nothing else is.
     """
 
     def __init__(
@@ -75,10 +75,12 @@ class LastSnapshot:
         sent: Callable[[], bytes | Tensor],
         foresee: Callable[[Sequence[bytes]], Foreseen],
         telltale: torch.nn.Parameter | None,
-        markable: Callable[[], bool],
+        at_last_batch: Callable[[], bool],
+        may_resume: Callable[[], bool],
     ) -> None:
         self._run, self._state, self._snapshots = run, state, snapshots
-        self._timeline, self._sent, self._foresee, self._markable = timeline, sent, foresee, markable
+        self._timeline, self._sent, self._foresee = timeline, sent, foresee
+        self._at_last_batch, self._may_resume = at_last_batch, may_resume
         self._small_state = SmallStateReader(state)
         self._changes = self._returns = 0
         self._standings: tuple[HeldEnd, ...] = ()
@@ -110,8 +112,9 @@ class LastSnapshot:
     # At every step ---------------------------------------------------------------------------------------------------
 
     def mark_end(self) -> None:
-        """A step has ended and the next batch is not read yet: note where this rank stands."""
-        if self._mark is None or self._over:
+        """A step has ended and the next batch is not read yet: note where this rank stands. Nothing where no run may
+        resume."""
+        if self._mark is None or self._over or not self._may_resume():
             return
         local, end = self._small_state.local(), self._end_of(self._state.counters.step)
         if (digest := self._unseen.at_end()) is None and self._state.cursor.at_end:
@@ -135,7 +138,7 @@ class LastSnapshot:
 
     def _coming(self) -> StepEnd | None:
         """The end of the step in progress, if its last backward is under way and a run may resume there."""
-        if self._over or not self._markable():
+        if self._over or not self._at_last_batch() or not self._may_resume():
             return None
         return self._end_of(self._state.counters.step + 1)
 
