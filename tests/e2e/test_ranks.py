@@ -18,6 +18,7 @@ BAD = {
     "epochs": Toy(136, epochs=3, loop="epochs", between=True, sampler="distributed", nan=(36,)).with_settings(
         rewind=12
     ),
+    "behind an evaluation": Toy(level="hidden", sampler="distributed", evaluates_behind=29, nan=(41,), samples=440),
     "screen": Toy(608, sampler="distributed", accumulate=2, garbage=(48, 59), augment=True).with_settings(
         policy="screen", snapshot_every=5, probation=6
     ),

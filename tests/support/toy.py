@@ -60,6 +60,8 @@ class Toy:
     max_steps: int | None = None
     between: bool = False
     """Between two epochs: evaluate, which draws random numbers, and step the per-epoch scheduler."""
+    evaluates_behind: int | None = None
+    """Evaluate behind this batch, too."""
     leave_after: int | None = None
     """Break out of every epoch's loop after so many batches."""
     scaler: bool = False
@@ -425,6 +427,8 @@ class Loop:
         self.under_way = True
         if whole:
             self.update()
+        if position == toy.evaluates_behind:
+            self.evaluate()
 
     def update(self) -> None:
         toy, parts = self.toy, self.parts

@@ -22,6 +22,7 @@ from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
 from rollback.train.sharded import detached, is_sharded, local_of, part_of, refuse_unsupported
 from rollback.train.state import tree
+from rollback.train.state.broadcasts import Broadcasts
 from rollback.train.state.kept_values import Memory
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
@@ -87,6 +88,7 @@ class TrainingState:
         self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
         """The model, and the other objects that are modules."""
         self.gradients = WantedGradients(self.modules)
+        self._broadcasts = Broadcasts({"model": model, **objects})
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""
         self.cursor = cursor
@@ -140,6 +142,7 @@ class TrainingState:
             **({"cursor": self.cursor.state_dict()} if data else {}),
             "kept": self.memory.state_dict(),
             "nonfinite": self.finite.left_alone or {},
+            "broadcasts": self._broadcasts.told(),
         }
         shared_tensors: dict[str, Tensor] = {}
         local_tensors: dict[str, Tensor] = {}
@@ -319,6 +322,7 @@ class TrainingState:
             self._loaded_at = self.cursor.batch
         self.memory.load_state_dict(local.get("kept", {}))  # nor this
         self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # nor this
+        self._broadcasts.put_back(local.get("broadcasts", {}))  # nor this
         self._random = local["random"]
         self.restore_random_states()
 
