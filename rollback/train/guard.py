@@ -141,7 +141,7 @@ class Guard(ScriptSide):
             self._step_in_progress.rollback_applied, schedule.rollback_applied, self._lowered_rate.rollback_applied,
         ]  # fmt: skip
         if run.restored is not None:
-            self._passes.resume(left=state.counters.epoch_left)
+            self._passes.resume(left=state.counters.epoch_left, strayed=self._rewinder.written.found)
 
     # What the script uses ------------------------------------------------------------------------------------------
 

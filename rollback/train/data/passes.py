@@ -45,6 +45,7 @@ class Passes:
         self._target: int | None = None
         self._target_is_over = False
         self._strayed = False
+        self._has_strayed: Callable[[], bool] = lambda: False
         self._finished = False
         self._by_epochs = self._between = False
         self._steps_at_end: list[int] | None = None
@@ -63,8 +64,10 @@ class Passes:
         """Whether the script loops over epochs by itself: a resumed run must go through the epochs that are over."""
         self._own_epoch: int | None = None  # the epoch of the first pass, by the script's own count
 
-    def resume(self, *, left: bool = False) -> None:
-        """The cursor is at the position of an earlier attempt. left: the script has done its work after the epoch."""
+    def resume(self, *, left: bool = False, strayed: Callable[[], bool] = lambda: False) -> None:
+        """The cursor is at the position of an earlier attempt. left: the script has done its work after the epoch.
+        strayed: asked when the first pass begins, whether the script has changed since then what was restored."""
+        self._has_strayed = strayed
         self._target_is_over = self._stands_behind_an_epoch() and not left
         self._target = self._cursor.epoch - self._target_is_over
 
@@ -83,7 +86,8 @@ class Passes:
         if self._target is None:
             self.leave_broken_epoch(number)
             return Again.NOTHING
-        again = Again.EVERYTHING if self._strayed else Again.RANDOM_STATES
+        strayed, self._has_strayed = self._strayed or self._has_strayed(), lambda: False
+        again = Again.EVERYTHING if strayed else Again.RANDOM_STATES
         self.over = self._target_is_over
         self._target, self._target_is_over, self._strayed = None, False, False
         return again

@@ -14,6 +14,7 @@ from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.held import HeldGradients, HeldState
+from rollback.train.state.own_snapshot import WritesBehind
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import NOT_IN_CHECKPOINT
 
@@ -40,6 +41,7 @@ class Rewinder:
         self._resumed = run.restored  # while nothing has gone back: the script says then what is to be trained
         self._held: HeldState | None = None
         self.rehearsing = rehearsing
+        self.written = WritesBehind(run, state)
         self.before: Callable[[], object] = lambda: None
         """Called when the live objects are about to change."""
         self.subscribers: list[Callable[[RollbackApplied], object]] = []

@@ -1,8 +1,11 @@
-"""Finds a script that loads a snapshot of its own although the guard resumes the run. Not collective.
+"""Finds a script that loads a snapshot of its own although the guard resumes the run.
 
 torch is not patched, so a call of `load_state_dict` is not seen. It leaves traces. It writes to every parameter in
 place, so a resumed start has one write more to each than the run's first start. A new optimizer has no updates in its
 state. And a script that begins with a later epoch calls `set_epoch` with it (see `Passes`).
+
+Behind the guard such a loading would stand in the checkpoint's place, as would an initialization of the weights. What
+the guard has restored is written to there, so this shows in the same count.
 """
 
 from dataclasses import dataclass
@@ -11,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollback.train.updates.advice import OWN_SNAPSHOT_AT_THE_START, OWN_SNAPSHOT_ON_RESUME
+from rollback.train.run import AttachedRun
+from rollback.train.sharded import version_of
+from rollback.train.state.state import TrainingState
+from rollback.train.updates.advice import (
+    OWN_SNAPSHOT_AT_THE_START,
+    OWN_SNAPSHOT_ON_RESUME,
+    WRITTEN_BEHIND_GUARD,
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,43 @@ def traces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Traces:
     """The traces. Call it before anything is restored."""
     writes = [parameter._version for parameter in model.parameters()]
     return Traces(sum(writes), len(writes), any(_has_updates(state) for state in optimizer.state.values()))
+
+
+class WritesBehind:
+    """Notices, on a run that is resumed, that the script writes to what was restored before its loop begins.
+
+    Make it when all is restored. Values are not compared: that would read all of a large model once more at each start.
+    """
+
+    def __init__(self, run: AttachedRun, state: TrainingState) -> None:
+        self._run, self._state = run, state
+        self._then = self._versions() if run.restored is not None else []
+
+    def found(self) -> bool:
+        """Collective: whether a rank's script has done so. All ranks then restore again, and the advice is given."""
+        restored = self._run.restored
+        if restored is None or not any(self._run.ranks.from_each(self._then != self._versions())):
+            return False
+        code, text = WRITTEN_BEHIND_GUARD
+        self._run.record.advise(code, text.format(step=restored.step))
+        return True
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Of all tensors of the modules and of the optimizers' states. A loaded optimizer has other tensors."""
+        optimizers = [self._state.optimizer, *self._state.objects.values()]
+        states = [value for item in optimizers for value in _tensors_in(getattr(item, "state", None))]
+        modules = self._state.modules.values()
+        own = [item for module in modules for item in (*module.parameters(), *module.buffers())]
+        return [
+            *((0, version_of(item)) for item in own if not item.is_inference()),  # such tensors count no writes
+            *((id(item), version_of(item)) for item in states),
+        ]
+
+
+def _tensors_in(state: Any) -> list[Tensor]:
+    """The tensors of an optimizer's state."""
+    found = state.values() if isinstance(state, dict) else ()
+    return [item for each in found if isinstance(each, dict) for item in each.values() if isinstance(item, Tensor)]
 
 
 def _has_updates(state: Any) -> bool:

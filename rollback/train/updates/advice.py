@@ -33,6 +33,12 @@ OWN_SNAPSHOT_AT_THE_START = (
     "snapshot of its own. If the run is to begin with that, load it at the first start only: the guard restores all "
     "that it is handed, and later starts go on from the run's checkpoints. If not, take the loading out",
 )
+WRITTEN_BEHIND_GUARD = (
+    "written-behind-guard",
+    "behind the guard and before its loop, the script has written to the weights or to the optimizer's state: it loads "
+    "a snapshot of its own there, or initializes the model. The checkpoint of step {step} has been put in place again. "
+    "Make the guard when all objects are as training begins with them: behind their initialization, with no loading",
+)
 OWN_SNAPSHOT_EPOCH = (
     "own-snapshot",
     "the script begins with epoch {told} by its own count: it seems to load a snapshot of its own. The guard's epochs "

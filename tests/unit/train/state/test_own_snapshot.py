@@ -28,7 +28,10 @@ class Script:
     own_loop: bool = True
     first_epoch: int = 0
     sets_epoch: bool = True
+    behind: Callable[[nn.Module, torch.optim.Optimizer], object] = lambda *_: None
+    """What it does between the guard and its loop."""
     kept: dict[str, Any] = field(default_factory=dict)
+    trained: list[torch.Tensor] = field(default_factory=list)
 
     def start(self, leave_in: int | None = None, run: str = "run") -> list[str]:
         """Train to the end, or until the middle of an epoch: the codes of advice that the run has got so far."""
@@ -47,6 +50,7 @@ class Script:
             model=model, optimizer=optimizer, loader=DataLoader(data, 4, sampler=sampler), run=self.folder / run,
             snapshot_every=2, probation=8, observe_only=True,
         )  # fmt: skip
+        self.behind(model, optimizer)
         epochs = range(begin, EPOCHS) if self.own_loop else guard.epochs(EPOCHS)
         for epoch in epochs:
             if self.sets_epoch:
@@ -64,7 +68,9 @@ class Script:
                 break
             self.kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
         guard.close()
-        return [fact.code for fact in facts(self.folder / run, Advice) if fact.code == "own-snapshot"]
+        self.trained = [item.clone() for item in model.state_dict().values()]
+        codes = ("own-snapshot", "written-behind-guard")
+        return [fact.code for fact in facts(self.folder / run, Advice) if fact.code in codes]
 
     def text(self, run: str = "run") -> str:
         (text,) = (fact.text for fact in facts(self.folder / run, Advice) if fact.code == "own-snapshot")
@@ -118,3 +124,29 @@ def test_a_count_from_1_and_a_sampler_that_is_told_nothing_are_innocent(
     assert script.start(leave_in=3) == []
     assert script.start() == []
     assert len(facts(tmp_path / "run", Attached)) == 2
+
+
+def initialize(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 0.1, generator=torch.Generator().manual_seed(2))
+
+
+def forget_moments(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if optimizer.state:  # as of a snapshot of the run's first step
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+
+
+def warm_up(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model(torch.ones(4, 4))  # in training mode, so that BatchNorm's averages move
+
+
+@pytest.mark.parametrize("behind", [initialize, forget_moments, warm_up])
+def test_what_a_script_writes_behind_its_guard_does_not_stand_in_the_checkpoints_place(
+    tmp_path: Path, behind: Any
+) -> None:
+    undisturbed = Script(tmp_path / "undisturbed", adam, behind=behind, own_loop=False)
+    assert undisturbed.start() == [], "the first start has nothing to put back"
+    script = Script(tmp_path, adam, behind=behind, own_loop=False)
+    assert script.start(leave_in=2) == []
+    assert script.start() == ["written-behind-guard"]
+    assert all(map(torch.equal, script.trained, undisturbed.trained))
