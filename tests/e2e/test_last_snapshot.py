@@ -134,6 +134,17 @@ def test_a_job_on_a_gpu_is_asked_first(tmp_path: Path) -> None:
     assert told.reason == "the parameters are on a GPU, where it has to be asked for: --last-snapshot on"
 
 
+def test_buffers_that_ddp_does_not_broadcast_next_are_not_broadcast_behind_a_kill_either(tmp_path: Path) -> None:
+    """Behind an evaluation the next forward uses each rank's own buffers, and the toy's weights depend on them."""
+    toy = TOY.but(level="hidden", evaluates_behind=KILL - 1)
+    undisturbed = Launched(tmp_path / "undisturbed", toy)
+    launched = Launched(tmp_path / "killed", toy, signal=[1, KILL, signal.SIGKILL, 1])
+    for each in (undisturbed, launched):
+        each.finish()
+    assert launched.resumed_at == [KILL], launched.outcomes
+    launched.require(undisturbed)
+
+
 def test_a_rank_that_was_a_step_behind_the_dead_one_keeps_the_step_that_both_have(
     tmp_path: Path, undisturbed: Launched
 ) -> None:

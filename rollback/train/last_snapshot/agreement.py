@@ -84,7 +84,7 @@ class JointPlan(BaseModel, frozen=True, ser_json_bytes="base64", val_json_bytes=
     """What all ranks that came to that end have told the others of the step."""
     manifest: Manifest | None = None
     """Without its shards."""
-    buffer_trees: dict[str, Any] = {}
+    alike: dict[str, Any] = {}
     texts: dict[str, str] = {}
     """For hosts that have marks alone."""
     shared: SharedPart | None = None

@@ -120,7 +120,7 @@ class Exchange:
             foreseen, write = self._foresee(plan.sent), writes[plan.at]
             told: dict[str, object] = {"manifest": write.manifest(plan.seq)}
             if any(offer.at(plan.at).digest is None for offer in offers.values()):
-                told |= {"buffer_trees": write.buffer_trees, "texts": write.texts}
+                told |= {"alike": write.alike, "texts": write.texts}
             if offers[FIRST].at(plan.at).digest is None:
                 told |= {"shared": write.shared_part(foreseen.sentinel), "metrics": write.metrics(foreseen)}
             plan = plan.model_copy(update=told)
@@ -278,7 +278,7 @@ def keep_together(
             plan = exchange.agree(offer, late, stands, writes)
             write = every.get(plan.at) or every[max(every)]  # another end only where nothing is written any more
             if plan.at not in writes:
-                write.buffer_trees, write.texts, write.shared = plan.buffer_trees, plan.texts, plan.shared
+                write.alike, write.texts, write.shared = plan.alike, plan.texts, plan.shared
             return plan, exchange.keep(plan, write, stands)
         except Anew:
             if not stands():

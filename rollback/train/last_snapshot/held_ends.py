@@ -15,7 +15,7 @@ class HeldEnd(NamedTuple):
     changes: int
     versions: int
     small: SharedState
-    buffer_trees: Mapping[str, Any]
+    alike: Mapping[str, Any]
     digest: int | None
     """Of the parameters and the optimizer's tensors, where a script may write to them and torch does not count it:
     in an attempt's first steps, and in the work between two epochs. None: not needed."""

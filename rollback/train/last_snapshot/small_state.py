@@ -112,8 +112,7 @@ class SmallStateReader:
         """Buffers whose bytes `local` does not have: the GPU is further behind. There are as many zeros at its end."""
         self._of_buffers = ""
         self._stays: tuple[_Unchanged, str, bytes] = self._opening, "", b""
-        self.buffer_trees: dict[str, Any] = {}
-        """The trees of the buffers that `local` has found last, as they are in a checkpoint. Nothing changes them."""
+        self._buffer_trees: dict[str, Any] = {}
 
     def local(self, *, in_step: bool = False) -> LocalState:
         """in_step: while a batch is trained on, for a cursor that does not read ahead."""
@@ -133,6 +132,11 @@ class SmallStateReader:
         scattered = map(_bytes_of, self._scattered) if self._scattered else ()
         stored = b"".join((*parts, rest.stored, *self._views, *scattered, self._instead))
         return LocalState(f"{rest.text},{position.moving}", stored, self._find_what_stays())
+
+    def alike(self) -> dict[str, Any]:
+        """What is the same in the `local` trees of all ranks, when `local` was read: which buffers there are, and
+        whether the next forward broadcasts them. Nothing changes it."""
+        return {**self._buffer_trees, "broadcasts": self._state.broadcasts.told()}
 
     def _find_what_stays(self) -> bytes:
         """Of which buffers there are bytes, and the epoch's opening."""
@@ -191,7 +195,7 @@ class SmallStateReader:
         self.on_gpu = [*on_gpu.values()]
         self._instead = bytes(sum(item.nbytes for item in self.on_gpu))
         self._of_buffers = _encode(_table({**in_one_piece, **scattered, **on_gpu}))
-        self.buffer_trees = {name: image.local[name] for name in ("buffers", "nonpersistent_buffers")}
+        self._buffer_trees = {name: image.local[name] for name in ("buffers", "nonpersistent_buffers")}
 
     def why_not_copied(self) -> str | None:
         """Why the state of this job is not copied at every step, in words; None: it is."""
@@ -335,13 +339,12 @@ class SmallState:
     def buffer_names(self) -> list[str]:
         return sorted(name for name in self.tensors if name.startswith(_BUFFERS))
 
-    def local(
-        self, buffer_trees: Mapping[str, Any], texts: Mapping[str, str]
-    ) -> tuple[dict[str, Any], list[ShardPiece]]:
-        """The `local` tree of this rank's shard, and the tensors in it. texts: of the kept values that marks lack."""
+    def local(self, alike: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[dict[str, Any], list[ShardPiece]]:
+        """The `local` tree of this rank's shard, and the tensors in it. alike: what marks lack of it. texts: what they
+        lack of the kept values."""
         random: dict[str, Tensor] = {}
         local = {
-            **buffer_trees, "random": tree.encode(dict(self.random), "local/random", random),
+            **alike, "random": tree.encode(dict(self.random), "local/random", random),
             "cursor": self.trees["cursor"], "nonfinite": self.trees["nonfinite"],
             "kept": {**self.trees["kept"], **texts},
         }  # fmt: skip

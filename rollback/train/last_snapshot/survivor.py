@@ -119,8 +119,8 @@ class LastSnapshot:
         local, end = self._small_state.local(), self._end_of(self._state.counters.step)
         if (digest := self._unseen.at_end()) is None and self._state.cursor.at_end:
             digest = digest_of_large_state(self._state)
-        shared, trees = self._small_state.shared(), self._small_state.buffer_trees
-        standing = HeldEnd(end, self._changes, self._versions(), shared, trees, digest)
+        shared, alike = self._small_state.shared(), self._small_state.alike()
+        standing = HeldEnd(end, self._changes, self._versions(), shared, alike, digest)
         sent = self._sent() if self._device is None else self._device.holding(self._sent())
         left = EndOfStep.of(sent, local, self._state.cursor.of_next(), self._small_state.on_gpu)
         if left.size > end_marks.MOST:
@@ -312,7 +312,7 @@ class LastSnapshot:
     def _write_at(self, standing: HeldEnd, marks: HostMarks, digests: Mapping[str, bytes]) -> LastWrite:
         return LastWrite(
             self._run, self._state, self._snapshots, standing.end, marks.bodies, standing.small,
-            standing.buffer_trees, digests, self._read, lambda: self._require_unchanged(standing),
+            standing.alike, digests, self._read, lambda: self._require_unchanged(standing),
         )  # fmt: skip
 
     def _as_they_were(self, ends: Sequence[CommonEnd]) -> Sequence[CommonEnd]:

@@ -152,16 +152,16 @@ class SharedPart(BaseModel, frozen=True):
 class HostWrite:
     """The shards of this host's ranks as they were at a step's end, with what each alone knew: nobody here has more.
 
-    bodies: what that was, by rank. buffer_trees, texts: the same on all ranks. Raises NotProved.
+    bodies: what that was, by rank. alike, texts: the same on all ranks. Raises NotProved.
     """
 
     shared: SharedPart | None = None
     """For rank 0's shard, if that is written here."""
 
     def __init__(
-        self, tier: SlotPaths, bodies: Mapping[int, bytes], buffer_trees: Mapping[str, Any], texts: Mapping[str, str]
+        self, tier: SlotPaths, bodies: Mapping[int, bytes], alike: Mapping[str, Any], texts: Mapping[str, str]
     ) -> None:
-        self._tier, self.buffer_trees, self.texts = tier, buffer_trees, texts
+        self._tier, self.alike, self.texts = tier, alike, texts
         self._marks = {rank: SmallState.of(body) for rank, body in sorted(bodies.items())}
         names = next(iter(self._marks.values())).buffer_names
         if any(mark.buffer_names != names for mark in self._marks.values()):
@@ -210,7 +210,7 @@ class HostWrite:
 
     def _shard(self, rank: int) -> tuple[list[ShardPiece], dict[str, str]]:
         """Tensors and metadata of a rank's shard."""
-        local, pieces = self._marks[rank].local(self.buffer_trees, self.texts)
+        local, pieces = self._marks[rank].local(self.alike, self.texts)
         metadata = {"local": json.dumps(local)}
         if rank == 0:
             assert self.shared is not None
@@ -227,7 +227,7 @@ class HostWrite:
 class LastWrite(HostWrite):
     """The same by a rank that stands there, and so has what is the same on all.
 
-    small, buffer_trees: of this rank. digests: of the parameters. read: gives tensors on the host. require_unchanged:
+    small, alike: of this rank. digests: of the parameters. read: gives tensors on the host. require_unchanged:
     raises NotProved if anything has begun to change the state. Raises NotProved.
     """
 
@@ -239,12 +239,12 @@ class LastWrite(HostWrite):
         end: StepEnd,
         bodies: Mapping[int, bytes],
         small: SharedState,
-        buffer_trees: Mapping[str, Any],
+        alike: Mapping[str, Any],
         digests: Mapping[str, bytes],
         read: Read,
         require_unchanged: Callable[[], None],
     ) -> None:
-        super().__init__(snapshots.slots_of_host.paths, bodies, buffer_trees, small.texts)
+        super().__init__(snapshots.slots_of_host.paths, bodies, alike, small.texts)
         self._run, self._state, self._snapshots, self._end, self._small = run, state, snapshots, end, small
         self._digests, self._read, self._require_unchanged = digests, read, require_unchanged
         (self._large, tensors), (_, self._small_tensors) = large_state(state), small.encoded()

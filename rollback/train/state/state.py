@@ -88,7 +88,7 @@ class TrainingState:
         self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
         """The model, and the other objects that are modules."""
         self.gradients = WantedGradients(self.modules)
-        self._broadcasts = Broadcasts({"model": model, **objects})
+        self.broadcasts = Broadcasts({"model": model, **objects})
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""
         self.cursor = cursor
@@ -142,7 +142,7 @@ class TrainingState:
             **({"cursor": self.cursor.state_dict()} if data else {}),
             "kept": self.memory.state_dict(),
             "nonfinite": self.finite.left_alone or {},
-            "broadcasts": self._broadcasts.told(),
+            "broadcasts": self.broadcasts.told(),
         }
         shared_tensors: dict[str, Tensor] = {}
         local_tensors: dict[str, Tensor] = {}
@@ -322,7 +322,7 @@ class TrainingState:
             self._loaded_at = self.cursor.batch
         self.memory.load_state_dict(local.get("kept", {}))  # nor this
         self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # nor this
-        self._broadcasts.put_back(local.get("broadcasts", {}))  # nor this
+        self.broadcasts.put_back(local.get("broadcasts", {}))  # nor this
         self._random = local["random"]
         self.restore_random_states()
 

@@ -47,7 +47,7 @@ class Shards:
 
     def __init__(self, *ranks: int, fault: str | None = None) -> None:
         self.ranks, self.fault, self.done, self.step = ranks, fault, list[str](), END.step
-        self.buffer_trees: Mapping[str, Any] = {}
+        self.alike: Mapping[str, Any] = {}
         self.texts: Mapping[str, str] = {}
         self.lines: tuple[str, ...] = ()
 

@@ -82,7 +82,7 @@ def test_a_text_that_is_the_same_on_all_ranks_is_in_no_mark_and_in_each_shard_as
     log.text += "a later one\n"
     body = local.body({}) + local.stays
     assert len(body) < len(Log.text) / 20
-    kept, _ = SmallState.of(body).local(reader.buffer_trees, shared.texts)
+    kept, _ = SmallState.of(body).local(reader.alike(), shared.texts)
     assert kept["kept"] == {"best": 0.5, "log": Log.text}
     state.memory.load_state_dict(kept["kept"])
     assert log.text == Log.text
