@@ -47,7 +47,9 @@ def first_writes_of_host(paths: RunPaths, ranks: Ranks) -> str:
         try:
             for directory in (paths.ring, paths.ranks, paths.skips):
                 files.make_directory(directory)
-            write_identity(paths, Identity.model_validate(body))
+            identity = Identity.model_validate(body)
+            if read_identity(paths) != identity:  # as it is, it stays: a disk that is full by now ends no attempt
+                write_identity(paths, identity)
             ring.sweep(paths)
         except (OSError, RollbackError, RunDirectoryError) as error:
             why = error.message if isinstance(error, RollbackError) else error  # the caller gives a hint

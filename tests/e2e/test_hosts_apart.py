@@ -1,10 +1,12 @@
 """Hosts that share no disk: they meet at the endpoint of the rendezvous, and a bucket has what outlives them."""
 
 import signal
+import subprocess
 from pathlib import Path
 
 import hosts
 import pytest
+from disks import disk_of, fill
 from fleet import fleet_of
 from test_many_nodes import supervisors_facts
 from toy import Toy, facts
@@ -44,6 +46,24 @@ def test_two_hosts_with_a_bucket_alone_roll_back_and_survive_a_killed_rank(tmp_p
         with pytest.raises(RunDirectoryError, match="its record is on"):
             require_run_directory(other.root)
         assert f"done; `rollback audit {leader.root}` on {fleet.hosts[0].name} tells" in fleet.told()
+        fleet.require_as_undisturbed()
+
+
+def test_a_killed_rank_costs_no_run_though_the_disk_of_another_host_is_full(tmp_path: Path) -> None:
+    """What that host's run directory needs for another attempt is there already: nothing of it is written again."""
+    held, go_on = 30, tmp_path / "go-on"
+    troubled = {"signal": [0, 45, signal.SIGKILL, 1], "holds": [held, str(go_on)]}
+    with (
+        disk_of("20m", tmp_path / "disk-1") as disk,
+        fleet_of(2, tmp_path, TOY.but(nan=()), **troubled) as fleet,
+    ):
+        fleet.launch()
+        fleet.until(lambda: fleet.reached(held))
+        subprocess.run(fill(disk), shell=True, check=True)
+        go_on.touch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert "No space left on device" in fleet.told()
+        assert len(facts(fleet.run(0).root, Attached)) == 2, fleet.told()
         fleet.require_as_undisturbed()
 
 

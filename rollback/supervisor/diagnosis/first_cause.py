@@ -138,7 +138,7 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
         text += f"; {_enumerate([end.rank for end in alike])} raised the same"
     if others:
         text += f"; then {_enumerate([end.rank for end in others])} failed too"
-    nobody = why in NOTICED and others  # all of them only noticed
+    nobody = why in NOTICED  # also where one alone did: its peer may be killed and not yet seen by its own torchrun
     followed = tuple(sorted(end.rank for end in ([first, *others] if nobody else others)))
     if nobody:
         return FirstCause(why, text, None, first.record, followed)

@@ -129,6 +129,10 @@ HANG = Hung(suspect=1, reason="rank 1 stands still", silent=9.0, limit=8.0, stac
             [raised(0, "RuntimeError", GLOO), raised(1, "RuntimeError", GLOO)], "lost_peer", None, (0, 1), id="network"
         ),
         pytest.param(
+            [died(0, -9, ended=True), raised(1, "RuntimeError", GLOO)], "lost_peer", None, (1,),
+            id="a host is ended before its torchrun has seen that its rank was killed",
+        ),
+        pytest.param(
             [raised(0, "ValueError", "bad"), raised(1, "ValueError", "bad"), raised(2, "RuntimeError", GLOO)],
             "exception", 0, (2,), id="several raise the same",
         ),
