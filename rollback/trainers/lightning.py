@@ -151,7 +151,7 @@ class _GuardedFit:
 
     def save_checkpoint(self, filepath: Any, *given: Any, **others: Any) -> None:
         if self._state.saved is not None and self._trainer.is_global_zero:
-            self._state.saved.note(str(filepath), self._trainer.global_step)
+            self._state.saved.note(str(filepath), *self._state.place)
         self._originals["save_checkpoint"](filepath, *given, **others)
 
     def setup_data(self) -> None:

@@ -72,7 +72,12 @@ class FitState:
                 rows.load_state_dict(state)
             if self.saved is not None:
                 folders = (getattr(callback, "dirpath", None) for callback in self._trainer.callbacks)
-                self.saved.set_aside(self._trainer.global_step, (str(folder) for folder in folders if folder))
+                self.saved.set_aside(*self.place, (str(folder) for folder in folders if folder))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Completed updates, and batches read; the guard counts these over all epochs."""
+        return self._trainer.global_step, self._loop.batch_progress.total.ready
 
     def go_on(self) -> bool:
         """Training goes on. Whether it was put elsewhere since it last did."""

@@ -1,8 +1,9 @@
-"""Which files a library's trainer has saved in a run, and of which step: those of steps that are undone are renamed.
+"""Which files a library's trainer has saved in a run, and where in it: those of what is undone are renamed.
 
 A file says by itself neither whose it is nor, unless its pickle is loaded, of which step. So each is noted in the run
-directory before it is written. Somebody else may have written that note: it says of a file in a folder that the trainer
-saves to whether it is renamed, and of no other.
+directory before it is written. What is undone goes by the batches that were read: a trainer also saves between the
+batches of one update, as behind a validation, and a run goes on from that update's start. Somebody else may have
+written that note: it says of a file in a folder that the trainer saves to whether it is renamed, and of no other.
 """
 
 import json
@@ -24,38 +25,42 @@ class SavedFiles:
     def __init__(self, run: Path) -> None:
         self._path = RunPaths(run).saved_files
 
-    def note(self, file: str, step: int) -> None:
-        """`file` is about to be saved, or saved anew, as of `step` completed updates."""
+    def note(self, file: str, step: int, batches: int) -> None:
+        """`file` is about to be saved, or saved anew, as of `step` completed updates and so many batches read."""
         if "://" not in file:
             folder, name = os.path.split(file)
-            self._append([{"file": os.path.join(os.path.realpath(folder), name), "step": step}])
+            self._append([{"file": os.path.join(os.path.realpath(folder), name), "step": step, "batches": batches}])
 
-    def set_aside(self, reached: int, folders: Iterable[str]) -> None:
-        """Training stands at step `reached`: rename what was saved in `folders` of later ones."""
+    def set_aside(self, step: int, batches: int, folders: Iterable[str]) -> None:
+        """Training stands there: rename what was saved in `folders` behind it."""
         known = {os.path.realpath(folder) for folder in folders}
-        undone = {
-            file: step for file, step in self._read().items() if step > reached and os.path.dirname(file) in known
-        }
-        for file, step in undone.items():
-            rename_undone(Path(file), f"step {step}, which is undone")
+        undone = []
+        for file, (its_step, its_batches) in self._read().items():
+            is_behind = its_step > step if its_batches is None else its_batches > batches
+            if is_behind and os.path.dirname(file) in known:
+                what = f"step {its_step}" if its_batches is None or its_step > step else f"batch {its_batches - 1}"
+                rename_undone(Path(file), f"{what}, which is undone")
+                undone.append(file)
         self._append([{"file": file, "step": 0} for file in undone])
 
-    def _read(self) -> dict[str, int]:
-        """The step of each file that was saved last; 0: it was set aside."""
-        steps: dict[str, int] = {}
+    def _read(self) -> dict[str, tuple[int, int | None]]:
+        """Step and batches of each file when it was saved last; 0 and None: it was set aside. Older runs noted no
+        batches."""
+        found: dict[str, tuple[int, int | None]] = {}
         try:
             with os.fdopen(files.open_file(self._path, os.O_RDONLY), encoding="utf-8", errors="replace") as lines:
                 for line in lines.read(_LIMIT).splitlines():
                     try:
                         entry = json.loads(line)
-                        steps[str(entry["file"])] = int(entry["step"])
+                        step, batches = int(entry["step"]), entry.get("batches")
+                        found[str(entry["file"])] = step, None if batches is None else int(batches)
                     except (ValueError, KeyError, TypeError):
                         continue  # a line that was being written when the process died
         except FileNotFoundError:
             pass
         except OSError as error:
             say(f"{self._path}: {error}; files of steps that are undone keep their names")
-        return steps
+        return found
 
     def _append(self, entries: list[dict[str, str | int]]) -> None:
         if not entries:

@@ -50,6 +50,7 @@ BAD = {
     "over an epoch's start": LIGHTNING.but(
         bad_at=(27,), evaluate=5, save=4, more={"trainer": {"limit_train_batches": 25}}
     ),
+    "validated within an update": LIGHTNING.but(accumulate=2, samples=76, evaluate=11, bad_at=(30,), more=BEST),
     "over a whole epoch's start": LIGHTNING.but(bad_at=(32,), evaluate=5, save=4),
     "limited, accumulation": LIGHTNING.but(
         bad_at=(22,), accumulate=4, samples=76, more={"trainer": {"limit_train_batches": 0.5}}
@@ -70,7 +71,7 @@ BAD = {
 KILLED = LIGHTNING.but(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=6, save=4)
 FEW = {
     1: ["accumulation", "a generator of the loader's own", "in the middle", "over an epoch's start"],
-    2: ["best of several", "at an epoch's tail", "epochs left early"],
+    2: ["best of several", "at an epoch's tail", "epochs left early", "validated within an update"],
 }
 
 
