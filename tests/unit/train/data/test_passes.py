@@ -161,3 +161,15 @@ def test_a_body_that_does_not_iterate_over_the_guard_is_told_so() -> None:
     next(epochs)
     with pytest.raises(UsageError, match="did not iterate"):
         next(epochs)
+
+
+def test_a_loop_that_turns_for_ever_behind_the_end_of_training_is_ended_in_words() -> None:
+    passes = passes_of(at(0))
+    passes.start_pass()
+    passes.end(final=True)
+    for _ in range(50_000):  # epochs that a script may well have
+        passes.start_pass()
+    with pytest.raises(UsageError, match="its loop has no end of its own") as refused:
+        while True:
+            passes.start_pass()
+    assert "guard.epochs(" in str(refused.value.hint)
