@@ -37,8 +37,8 @@ OWN_SNAPSHOT_AT_THE_START = (
 WRITTEN_BEHIND_GUARD = (
     "written-behind-guard",
     "behind the guard and before its loop, the script has written to the weights or to the optimizer's state: it loads "
-    "a snapshot of its own there, or initializes the model. The checkpoint of step {step} has been put in place again. "
-    "Make the guard when all objects are as training begins with them: behind their initialization, with no loading",
+    "a snapshot of its own there, initializes the model, or wraps it in DistributedDataParallel. The checkpoint of step "
+    "{step} has been put in place again. Make the guard behind all that, and take the loading out",
 )
 OWN_SNAPSHOT_EPOCH = (
     "own-snapshot",
