@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from rollback.sentinel import Kind, Verdict
@@ -134,6 +135,12 @@ OTHER_UPDATES = (
     "nothing counts as done, and nothing is kept. Hand the guard that one as optimizer=; where it is inside of "
     "another, that other one too, by a name of its own",
 )
+EVALUATED = (
+    "evaluated-over-guard",
+    "batches are taken from the guard where gradients are off, as for an evaluation: each `for batch in guard` is an "
+    "epoch of the training, and what it takes counts as trained on. Evaluate over a loader; loop over the guard to "
+    "train",
+)
 OPTIMIZER_NOT_KEPT = (
     "optimizer-not-kept",
     "an optimizer of the kind {kind} trains in the loop, and the guard was not handed all that it keeps and trains: no "
@@ -155,6 +162,7 @@ REPLICAS_DIFFER = (
 )
 
 _UNOBSERVED = 20
+_EVALUATED = 3  # batches in a row
 _OTHER_UPDATES = 10  # batches; with more than so many of its own an accumulation may have other updates in it
 _BY_SIZE = {"SGD", "ASGD"}  # an update is as large as the gradients
 _SIZE_DIVIDED_OUT = {"Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adafactor"}
@@ -192,7 +200,7 @@ class Advisor:
     def __init__(
         self, model: nn.Module, optimizer: object, layers: Layers | None = None, unkept: NotHandedOver | None = None
     ) -> None:
-        self._unkept = unkept
+        self._unkept, self._without_grad = unkept, 0
         self._layers = layers or Layers(model)
         self._transformer = any(_is_attention(module) for module in model.modules())
         # Others clip by themselves, or need no clipping.
@@ -218,7 +226,10 @@ class Advisor:
         ]
 
     def without_update(self, batches: int) -> Iterator[tuple[str, str]]:
-        """The advice where so many batches were handed out since the last update."""
+        """The advice where so many batches were handed out since the last update. Ask it at the end of each."""
+        self._without_grad = self._without_grad + 1 if batches and not torch.is_grad_enabled() else 0
+        if self._without_grad >= _EVALUATED:
+            yield EVALUATED
         if batches == WITHOUT_UPDATE:
             yield NEVER_UPDATED
         if self._unkept is not None and batches > _OTHER_UPDATES and (kind := self._unkept.in_its_place()) is not None:

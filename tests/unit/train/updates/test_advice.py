@@ -141,6 +141,37 @@ def test_an_optimizer_that_steps_in_the_place_of_the_guards_is_noticed_soon(tmp_
     assert guarded(tmp_path, 2 * advice._OTHER_UPDATES, observing=1, stepping=False) == ["never-updated"]
 
 
+def evaluated(folder: Path, *, over_guard: bool, accumulate: int = 1) -> list[str]:
+    """Codes of the advice for a script that evaluates after each epoch."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=1e-3), [torch.ones(1, 2)] * 8
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=loader, run=folder, snapshot_every=0, observe_only=True
+    )
+    for _ in guard.epochs(4):
+        for number, x in enumerate(guard):
+            loss = model(x).square().sum() * (1 / accumulate)
+            loss.backward()
+            guard.observe(loss)
+            if (number + 1) % accumulate == 0:
+                optimizer.step()
+        with torch.no_grad():
+            assert all(model(x) is not None for x in (guard if over_guard else loader))
+    guard.close()
+    facts = [record.fact for record in read_journal(RunPaths(folder).train_journal).records]
+    return [fact.code for fact in facts if isinstance(fact, Advice)]
+
+
+def test_an_evaluation_that_takes_its_batches_from_the_guard_is_told(tmp_path: Path) -> None:
+    assert evaluated(tmp_path, over_guard=True) == ["evaluated-over-guard"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_an_evaluation_over_a_loader_is_innocent(tmp_path: Path, accumulate: int) -> None:
+    assert evaluated(tmp_path, over_guard=False, accumulate=accumulate) == []
+
+
 # --- what the guard is not handed -------------------------------------------------------------------------------------
 
 
