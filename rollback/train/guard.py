@@ -33,8 +33,9 @@ from rollback.train.process.rehearsal import PassRehearsal, needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
 from rollback.train.script_side import PassIterator, ScriptSide
 from rollback.train.state.state import TrainingState
+from rollback.train.state.unkept import Unkept
 from rollback.train.step import StepInProgress
-from rollback.train.updates.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor
+from rollback.train.updates.advice import Advisor
 from rollback.train.updates.hooks import weak_hook
 from rollback.train.updates.layers import Layers
 from rollback.train.updates.learning_rate import LoweredRate
@@ -114,7 +115,7 @@ class Guard(ScriptSide):
         pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
         self._judge = Judge(
             run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence, cursor.batch,
-            Advisor(state.model, optimizer, layers), skips, max_steps,
+            Advisor(state.model, optimizer, layers, Unkept(state)), skips, max_steps,
         )  # fmt: skip
         self._lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
@@ -288,8 +289,7 @@ class Guard(ScriptSide):
         """If the loop's body made an update: count it, judge the update before, and send the beat of this one."""
         step, schedule = self._step_in_progress, self._checkpoints.schedule
         if not step.updated:
-            if step.batches == WITHOUT_UPDATE:
-                self._run.record.advise(*NEVER_UPDATED)
+            self._judge.without_update(step.batches)
             return None
         self._last.note_change()
         if self._rewinder.rehearsing:

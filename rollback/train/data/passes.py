@@ -26,6 +26,8 @@ from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.updates.advice import of_loops
 from rollback.train.updates.wanted_gradients import WantedGradients
 
+_BEHIND_THE_END = 1_000_000  # passes in a row, in some seconds: more than any script has epochs
+
 
 class Again(Enum):
     """What is restored again when a pass begins, because the script has run code of its own since the restore."""
@@ -47,6 +49,7 @@ class Passes:
         self._strayed = False
         self._has_strayed: Callable[[], bool] = lambda: False
         self._finished = False
+        self._behind_the_end = 0  # passes that have begun there
         self._by_epochs = self._between = False
         self._steps_at_end: list[int] | None = None
         self._boundary_steps: dict[int, list[int]] = {}
@@ -76,6 +79,7 @@ class Passes:
         number = self.count if self._announced is None else self._announced
         self.count, self._announced = number + 1, None
         self.interrupted = False
+        self._require_an_end()
         self.uncounted = not self._by_epochs and number > 0 and self._cursor.has_epochs
         self._own_epoch = None if self._by_epochs or number > 0 else self._cursor.told_epoch
         self._note_boundary(number)
@@ -153,6 +157,18 @@ class Passes:
                     )
         finally:
             self._by_epochs = self._between = False
+
+    def _require_an_end(self) -> None:
+        """Raise UsageError where the script begins passes behind the end of training for ever: it would be at work, by
+        all that can be seen from outside, and do nothing."""
+        self._behind_the_end += self._finished
+        if self._behind_the_end >= _BEHIND_THE_END:
+            raise UsageError(
+                f"training is complete, and the script has looped over the guard {_BEHIND_THE_END:,} times since then "
+                "and got no batch: its loop has no end of its own, as that of a generator cycle(loader)",
+                hint="take the batches from `batches = (batch for _ in guard.epochs(10**9) for batch in guard)`, and "
+                "train in `for batch in batches`, which ends where training ends",
+            )
 
     def _note_boundary(self, number: int) -> None:
         self._gradients_at[number] = self._gradients.told()

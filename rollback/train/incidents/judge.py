@@ -136,6 +136,12 @@ class Judge:
         finally:
             self._turn += 1
 
+    def without_update(self, batches: int) -> None:
+        """A batch is over and no update was made, as behind so many batches by now. Not collective."""
+        if self._advisor is not None:
+            for code, text in self._advisor.without_update(batches):
+                self._record.advise(code, text)
+
     @property
     def calm(self) -> bool:
         """Whether nothing stood out in the step that was judged last."""

@@ -6,8 +6,10 @@ another reason is possible.
 
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Protocol
 
+import torch
 from torch import nn
 
 from rollback.sentinel import Kind, Verdict
@@ -36,8 +38,8 @@ OWN_SNAPSHOT_AT_THE_START = (
 WRITTEN_BEHIND_GUARD = (
     "written-behind-guard",
     "behind the guard and before its loop, the script has written to the weights or to the optimizer's state: it loads "
-    "a snapshot of its own there, or initializes the model. The checkpoint of step {step} has been put in place again. "
-    "Make the guard when all objects are as training begins with them: behind their initialization, with no loading",
+    "a snapshot of its own there, initializes the model, or wraps it in DistributedDataParallel. The checkpoint of "
+    "step {step} has been put in place again. Make the guard behind all that, and take the loading out",
 )
 OWN_SNAPSHOT_EPOCH = (
     "own-snapshot",
@@ -127,6 +129,29 @@ NEVER_UPDATED = (
     f"{WITHOUT_UPDATE} batches were handed out and the optimizer that the guard has made no step: nothing counts as "
     "done, and nothing is kept. Hand the guard the very optimizer that the script steps",
 )
+OTHER_UPDATES = (
+    "never-updated",
+    "the optimizer that the guard has makes no step, and an optimizer of the kind {kind} trains its parameters: "
+    "nothing counts as done, and nothing is kept. Hand the guard that one as optimizer=; where it is inside of "
+    "another, that other one too, by a name of its own",
+)
+EVALUATED = (
+    "evaluated-over-guard",
+    "batches are taken from the guard where gradients are off, as for an evaluation: each `for batch in guard` is an "
+    "epoch of the training, and what it takes counts as trained on. Evaluate over a loader; loop over the guard to "
+    "train",
+)
+OPTIMIZER_NOT_KEPT = (
+    "optimizer-not-kept",
+    "an optimizer of the kind {kind} trains in the loop, and the guard was not handed all that it keeps and trains: no "
+    "checkpoint has that, so a rollback leaves it as it is and a resume begins it anew. Hand it over by a name of its "
+    "own, and its module too: Guard(..., other_optimizer=..., other_model=...)",
+)
+SCHEDULER_NOT_KEPT = (
+    "scheduler-not-kept",
+    "a scheduler changes the learning rate, and the guard was not handed it: after a resume it begins with its first "
+    "step, and a rollback does not bring it back. Guard(..., scheduler=scheduler)",
+)
 REPLICAS_DIFFER = (
     "replicas-differ",
     "the ranks no longer train the same model, and no checkpoint is taken of that. Stop the job and run the same "
@@ -137,6 +162,8 @@ REPLICAS_DIFFER = (
 )
 
 _UNOBSERVED = 20
+_EVALUATED = 3  # batches in a row
+_OTHER_UPDATES = 10  # batches; with more than so many of its own an accumulation may have other updates in it
 _BY_SIZE = {"SGD", "ASGD"}  # an update is as large as the gradients
 _SIZE_DIVIDED_OUT = {"Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adafactor"}
 _LATE = 2  # some count epochs from 1
@@ -157,10 +184,23 @@ def of_loops(*, uncounted: bool, own_epoch: int | None, epoch: int) -> Iterator[
         yield _filled(OWN_SNAPSHOT_EPOCH, told=own_epoch, epoch=epoch)
 
 
+class NotHandedOver(Protocol):
+    """See `rollback.train.state.unkept.Unkept`."""
+
+    def optimizers(self) -> Iterable[str]: ...
+
+    def in_its_place(self) -> str | None: ...
+
+    def scheduler(self) -> bool: ...
+
+
 class Advisor:
     """Finds advice for a run from its updates. It gets every judged step, on every rank."""
 
-    def __init__(self, model: nn.Module, optimizer: object, layers: Layers | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: object, layers: Layers | None = None, unkept: NotHandedOver | None = None
+    ) -> None:
+        self._unkept, self._without_grad = unkept, 0
         self._layers = layers or Layers(model)
         self._transformer = any(_is_attention(module) for module in model.modules())
         # Others clip by themselves, or need no clipping.
@@ -177,12 +217,29 @@ class Advisor:
         return [
             *self._of_losses(beat),
             *([_filled(NO_PROGRESS, step=verdict.step, text=verdict.advice)] if verdict.advice else []),
+            *self._of_unkept(),
             *self._of_order(habit),
             *self._of_accumulation(habit, beat),
             *self._of_clipping(habit, beat),
             *self._of_spikes(habit, verdict),
             *self._layers.advice(),
         ]
+
+    def without_update(self, batches: int) -> Iterator[tuple[str, str]]:
+        """The advice where so many batches were handed out since the last update. Ask it at the end of each."""
+        self._without_grad = self._without_grad + 1 if batches and not torch.is_grad_enabled() else 0
+        if self._without_grad >= _EVALUATED:
+            yield EVALUATED
+        if batches == WITHOUT_UPDATE:
+            yield NEVER_UPDATED
+        if self._unkept is not None and batches > _OTHER_UPDATES and (kind := self._unkept.in_its_place()) is not None:
+            yield _filled(OTHER_UPDATES, kind=kind)
+
+    def _of_unkept(self) -> list[tuple[str, str]]:
+        if self._unkept is None:
+            return []
+        said = [_filled(OPTIMIZER_NOT_KEPT, kind=kind) for kind in self._unkept.optimizers()]
+        return [*said, *([SCHEDULER_NOT_KEPT] if self._unkept.scheduler() else [])]
 
     def _of_losses(self, beat: Beat) -> list[tuple[str, str]]:
         self._unobserved = self._unobserved + 1 if beat.loss is None else 0

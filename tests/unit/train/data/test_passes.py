@@ -1,5 +1,7 @@
 """Passes: which epoch a script's loop gets, after resumes and rollbacks. Cursor and script are as simple as can be."""
 
+from collections import deque
+
 import pytest
 
 from rollback.errors import UsageError
@@ -161,3 +163,14 @@ def test_a_body_that_does_not_iterate_over_the_guard_is_told_so() -> None:
     next(epochs)
     with pytest.raises(UsageError, match="did not iterate"):
         next(epochs)
+
+
+def test_a_loop_that_turns_for_ever_behind_the_end_of_training_is_ended_in_words() -> None:
+    passes = passes_of(at(0))
+    passes.start_pass()
+    passes.end(final=True)
+    for _ in range(50_000):  # epochs that a script may well have
+        passes.start_pass()
+    with pytest.raises(UsageError, match="its loop has no end of its own") as refused:
+        deque(iter(passes.start_pass, None), maxlen=0)
+    assert "guard.epochs(" in str(refused.value.hint)

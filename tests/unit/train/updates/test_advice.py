@@ -104,9 +104,9 @@ def clip(model: nn.Module) -> None:
 # --- what the guard is not told ---------------------------------------------------------------------------------------
 
 
-def guarded(folder: Path, batches: int, *, observing: int | None, stepping: bool = True) -> list[str]:
+def guarded(folder: Path, batches: int, *, observing: int | None, stepping: bool | None = True) -> list[str]:
     """Codes of the advice for a script that tells the loss in every so-manieth update, and may step another optimizer
-    than the guard's."""
+    than the guard's, or (None) none."""
     model = nn.Linear(2, 1)
     optimizer, other = (torch.optim.SGD(model.parameters(), lr=1e-3) for _ in range(2))
     guard = rollback.Guard(
@@ -116,7 +116,8 @@ def guarded(folder: Path, batches: int, *, observing: int | None, stepping: bool
     for number, x in enumerate(guard):
         loss = model(x).sum()
         loss.backward()
-        (optimizer if stepping else other).step()
+        if stepping is not None:
+            (optimizer if stepping else other).step()
         if observing and number % observing == 0:
             guard.observe(loss)
     guard.close()
@@ -133,7 +134,108 @@ def test_a_loss_that_is_told_now_and_then_is_enough(tmp_path: Path) -> None:
 
 
 def test_batches_without_an_update_are_noticed(tmp_path: Path) -> None:
-    assert guarded(tmp_path, advice.WITHOUT_UPDATE + 1, observing=1, stepping=False) == ["never-updated"]
+    assert guarded(tmp_path, advice.WITHOUT_UPDATE + 1, observing=1, stepping=None) == ["never-updated"]
+
+
+def test_an_optimizer_that_steps_in_the_place_of_the_guards_is_noticed_soon(tmp_path: Path) -> None:
+    assert guarded(tmp_path, 2 * advice._OTHER_UPDATES, observing=1, stepping=False) == ["never-updated"]
+
+
+def evaluated(folder: Path, *, over_guard: bool, accumulate: int = 1) -> list[str]:
+    """Codes of the advice for a script that evaluates after each epoch."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=1e-3), [torch.ones(1, 2)] * 8
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=loader, run=folder, snapshot_every=0, observe_only=True
+    )
+    for _ in guard.epochs(4):
+        for number, x in enumerate(guard):
+            loss = model(x).square().sum() * (1 / accumulate)
+            loss.backward()
+            guard.observe(loss)
+            if (number + 1) % accumulate == 0:
+                optimizer.step()
+        with torch.no_grad():
+            assert all(model(x) is not None for x in (guard if over_guard else loader))
+    guard.close()
+    facts = [record.fact for record in read_journal(RunPaths(folder).train_journal).records]
+    return [fact.code for fact in facts if isinstance(fact, Advice)]
+
+
+def test_an_evaluation_that_takes_its_batches_from_the_guard_is_told(tmp_path: Path) -> None:
+    assert evaluated(tmp_path, over_guard=True) == ["evaluated-over-guard"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_an_evaluation_over_a_loader_is_innocent(tmp_path: Path, accumulate: int) -> None:
+    assert evaluated(tmp_path, over_guard=False, accumulate=accumulate) == []
+
+
+# --- what the guard is not handed -------------------------------------------------------------------------------------
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around Adam. It hands out Adam's state, or none, as many do that perturb weights."""
+
+    def __init__(self, parameters: Any, *, shares: bool) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+        self.inner = torch.optim.Adam(self.param_groups)
+        self.param_groups = self.inner.param_groups
+        if shares:
+            self.state = self.inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def handed(folder: Path, *names: str, shares: bool = True, moments: int = 0) -> list[str]:
+    """Codes of the advice for a script that trains two models with an optimizer each, and hands over these of them.
+
+    moments: in so many batches a new optimizer trains the second model."""
+    torch.manual_seed(0)
+    model, critic = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer, second = Around(model.parameters(), shares=shares), torch.optim.Adam(critic.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    others = {"critic": critic, "second": second, "scheduler": scheduler}
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 8, run=folder, snapshot_every=0,
+        observe_only=True, **{name: others[name] for name in names},
+    )  # fmt: skip
+    for number, x in enumerate(guard):
+        loss = (model(x) + critic(x)).square().sum()
+        loss.backward()
+        if moments == 0:
+            second.step()
+        elif number < moments:
+            torch.optim.Adam(critic.parameters()).step()
+        optimizer.step()
+        scheduler.step()
+        guard.observe(loss)
+    guard.close()
+    facts = [record.fact for record in read_journal(RunPaths(folder).train_journal).records]
+    return [fact.code for fact in facts if isinstance(fact, Advice)]
+
+
+def test_a_script_that_hands_over_all_is_told_nothing(tmp_path: Path) -> None:
+    assert handed(tmp_path, "critic", "second", "scheduler") == []
+
+
+@pytest.mark.parametrize("names", [("scheduler",), ("scheduler", "critic")])
+def test_an_optimizer_that_was_not_handed_over_is_named(tmp_path: Path, names: tuple[str, ...]) -> None:
+    assert handed(tmp_path, *names) == ["optimizer-not-kept"]
+
+
+def test_an_optimizer_whose_state_another_does_not_hand_out_is_named(tmp_path: Path) -> None:
+    assert handed(tmp_path, "critic", "second", "scheduler", shares=False) == ["optimizer-not-kept"]
+
+
+def test_optimizers_that_are_made_for_a_batch_are_innocent(tmp_path: Path) -> None:
+    assert handed(tmp_path, "critic", "scheduler", moments=6) == []
+
+
+def test_a_scheduler_that_was_not_handed_over_is_asked_for(tmp_path: Path) -> None:
+    assert handed(tmp_path, "critic", "second") == ["scheduler-not-kept"]
 
 
 # --- clipped after the step -------------------------------------------------------------------------------------------

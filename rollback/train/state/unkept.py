@@ -1,0 +1,93 @@
+"""What trains in the loop and is in no checkpoint: an optimizer, or a scheduler, that the guard was not handed.
+
+Nothing else of rollback sees it: all goes well until a resume or a rollback begins it anew. torch tells of each step of
+any optimizer. What it keeps is compared by memory with what a checkpoint would have, so that an optimizer inside of
+another is innocent where that one hands out its state.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
+from rollback.train.state.state import TrainingState
+from rollback.train.state.tree import memory_of
+from rollback.train.updates.hooks import weak_hook
+
+_BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
+
+
+class Unkept:
+    """Watches all optimizers of this process, for as long as it lives. Nothing here is collective."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._seen: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        """Positions of the first batches in which an optimizer has stepped that the guard does not have."""
+        self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        handle = register_optimizer_step_post_hook(weak_hook(self._stepped))
+        weakref.finalize(self, handle.remove)
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is self._state.optimizer or any(optimizer is item for item in self._state.objects.values()):
+            return
+        seen = self._seen.setdefault(optimizer, set())
+        if len(seen) < _BATCHES:
+            seen.add(self._state.cursor.batch)
+
+    def optimizers(self) -> Iterator[str]:
+        """The kinds of those of which a checkpoint lacks something. Each is looked at once."""
+        for optimizer in self._steady():
+            if optimizer not in self._judged:
+                self._judged.add(optimizer)
+                if self._lacks(optimizer):
+                    yield type(optimizer).__name__
+
+    def in_its_place(self) -> str | None:
+        """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
+        run; None: there is none."""
+        if self._state.counters.step:
+            return None
+        own = {id(item) for item in self._state.trained}
+        return next((type(each).__name__ for each in self._steady() if own & {*map(id, _trained_by(each))}), None)
+
+    def scheduler(self) -> bool:
+        """Whether a scheduler has changed the learning rate, and nothing that was handed over may be it."""
+        optimizer = self._state.optimizer
+        if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by which torch itself knows it
+            return False
+        if all(group["lr"] == group.get("initial_lr", group["lr"]) for group in optimizer.param_groups):
+            return False
+        return not any(map(_may_schedule, self._state.objects.values()))
+
+    def _steady(self) -> list[Optimizer]:
+        return [optimizer for optimizer, batches in self._seen.items() if len(batches) >= _BATCHES]
+
+    def _lacks(self, optimizer: Optimizer) -> bool:
+        for item in self._state.objects.values():
+            if not isinstance(item, Optimizer) and any(value is optimizer for value in _attributes(item)):
+                return False  # it may hand out copies
+        image = self._state.image(data=False)
+        kept = {memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
+        keeps = [item for item in tree_leaves([*optimizer.state.values()]) if isinstance(item, Tensor)]
+        return any(memory_of(item) not in kept for item in (*keeps, *_trained_by(optimizer)))
+
+
+def _may_schedule(item: object) -> bool:
+    """Whether it is a scheduler, or may be or have one for all that can be seen."""
+    if isinstance(item, LRScheduler) or any(isinstance(value, LRScheduler | Optimizer) for value in _attributes(item)):
+        return True
+    return hasattr(item, "step") and not type(item).__module__.startswith("torch.")
+
+
+def _attributes(item: object) -> list[object]:
+    return [*getattr(item, "__dict__", {}).values()]
+
+
+def _trained_by(optimizer: Optimizer) -> list[Tensor]:
+    return [item for group in optimizer.param_groups for item in group["params"]]
