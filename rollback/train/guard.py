@@ -178,19 +178,16 @@ class Guard(ScriptSide):
         return kept
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass: the batches of one epoch, from the run's position. All ranks alike.
-
-        The result is an ordinary iterator: several places of the loop's body may take from it.
-        """
+        """Begin a pass: the batches of one epoch, from the run's position. All ranks alike. The result is an ordinary
+        iterator: several places of the loop's body may take from it."""
         self._end_pass_rehearsal()
         again = self._passes.start_pass()
         self._pass_rehearsal.pass_begins(restored=again is not Again.NOTHING)
         self._step_in_progress.heartbeat.empty_pass = self._passes.epoch
-        match again:
-            case Again.RANDOM_STATES:
-                self._state.restore_random_states()
-            case Again.EVERYTHING:
-                self._rewinder.restore_again(RollbackCause.EPOCH_START)
+        if again is Again.RANDOM_STATES:
+            self._state.restore_random_states()
+        elif again is Again.EVERYTHING:
+            self._rewinder.restore_again(RollbackCause.EPOCH_START)
         self._state.cursor.begin_pass()
         for code, text in self._passes.advice():
             self._run.record.advise(code, text)
@@ -328,6 +325,8 @@ class Guard(ScriptSide):
 
     def _attend(self) -> bool:
         """Carry out the requests of operators. True: training is at another position now."""
+        if self._requests.starting:
+            self._state.check()  # once more: the script may have sharded the model since, or exchanged parameters
         moved = False
         while decision := self._requests.carry_out(self.step, may_stop=self._batches.may_resume_here(between=True)):
             moved |= self._act(decision)

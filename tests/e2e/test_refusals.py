@@ -192,6 +192,17 @@ def test_an_optimizer_of_which_each_rank_has_a_part_is_refused(tmp_path: Path, n
     assert "fully_shard" in (error.hint or "")
 
 
+def test_parameters_that_are_exchanged_behind_the_guard_are_refused_when_its_loop_begins(tmp_path: Path) -> None:
+    """As by fully_shard, which leaves an optimizer that was made before it with the old ones."""
+    model = nn.Linear(8, 1)
+    guard = make(tmp_path / "run", model=model)
+    model.weight, model.bias = nn.Parameter(torch.ones(1, 8)), nn.Parameter(torch.ones(1))
+    with pytest.raises(UsageError, match="none of the 2 parameters that the optimizer trains is the model's"):
+        next(iter(guard))
+    guard.close()
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
 def test_a_run_directory_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     with pytest.raises(RunDirectoryError):
