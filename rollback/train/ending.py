@@ -154,7 +154,7 @@ class TrainingEnd:
             if self._before is not None and (self._before.step, self._before.checkpoint) == (step, self._kept):
                 notice = f"nothing was left to train behind step {step}; ask for more steps or epochs to go on"
             elif not step:  # else "done" would be taken for trained
-                notice = "training has ended without an update, and the weights are those that it began with"
+                notice = "training has ended without an update by the optimizer that the guard was handed"
             finished = Finished(
                 step=step, batch=batch, checkpoint=self._kept, by=self._by or "", calm=self._calm,
                 left_over=self._left_over,
