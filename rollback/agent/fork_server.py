@@ -39,6 +39,7 @@ import rollback
 from rollback.instructions import FORK_SERVER
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+_STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 # What a rank needs before and in its first step: the last is what torch's optimizers import when they first step.
 AHEAD = ("torch", "torch.distributed", "torch._dynamo")
 
@@ -82,7 +83,13 @@ class ForkServer:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settle_objects()
-        if os.fork() == 0:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # torchrun's handler must not run in the child
+        is_child = os.fork() == 0
+        if is_child:
+            for number in _STOPS:
+                signal.signal(number, signal.SIG_IGN)  # it ends with torchrun's process, whatever is sent to the group
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if is_child:
             ours.close()
             _serve(theirs)
         theirs.close()
@@ -168,8 +175,6 @@ def is_plain_script(command: Sequence[str]) -> bool:
 def _serve(requests: socket.socket) -> None:
     """The fork server: forks a rank for each request, and ends when the other end is closed."""
     name_this_process(FORK_SERVER)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # it ends with torchrun's process, whatever is sent to the group
     while True:
         asked, descriptors = b"", list[int]()
         with contextlib.suppress(ConnectionError):  # torchrun's process was killed, and had not read an answer
@@ -187,7 +192,7 @@ def _serve(requests: socket.socket) -> None:
             requests.close()
             os.close(reader)
             os.close(writer)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            for number in _STOPS:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             *descriptors, sheet = descriptors
             with open(sheet, "rb") as file:

@@ -5,6 +5,7 @@ any optimizer. What it keeps is compared by memory with what a checkpoint would 
 another is innocent where that one hands out its state.
 """
 
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +18,23 @@ from torch.utils._pytree import tree_leaves
 
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
-from rollback.train.updates.hooks import weak_hook
 
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
+
+
+_WATCHING: "weakref.WeakSet[Unkept]" = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_all_steps() -> None:
+    """Once in a process, and for good: to remove such a hook while an optimizer goes through all of them, as when the
+    garbage collector finds an old guard there, would end its step."""
+    register_optimizer_step_post_hook(_tell_of_step)
+
+
+def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for each in list(_WATCHING):
+        each.stepped(optimizer)
 
 
 class Unkept:
@@ -30,10 +45,10 @@ class Unkept:
         self._seen: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """Positions of the first batches in which an optimizer has stepped that the guard does not have."""
         self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        handle = register_optimizer_step_post_hook(weak_hook(self._stepped))
-        weakref.finalize(self, handle.remove)
+        _WATCHING.add(self)
+        _watch_all_steps()
 
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
         if optimizer is self._state.optimizer or any(optimizer is item for item in self._state.objects.values()):
             return
         seen = self._seen.setdefault(optimizer, set())

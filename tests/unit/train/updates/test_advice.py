@@ -12,6 +12,7 @@ import torch
 from sharding import fully_sharded, one_rank
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 from warm_server import run_warm
 
@@ -19,8 +20,11 @@ import rollback
 from rollback.facts.training import Advice, Incident
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.sentinel import Blip, Kind, Verdict
+from rollback.sentinel import Blip, Kind, Sentinel, Verdict
 from rollback.train.comm.beat import Beat
+from rollback.train.data.cursor import cursor_for
+from rollback.train.state.state import TrainingState
+from rollback.train.state.unkept import Unkept
 from rollback.train.updates import advice
 from rollback.train.updates.advice import Advisor
 from rollback.train.updates.habits import Habit
@@ -228,6 +232,18 @@ def test_an_optimizer_that_was_not_handed_over_is_named(tmp_path: Path, names: t
 
 def test_an_optimizer_whose_state_another_does_not_hand_out_is_named(tmp_path: Path) -> None:
     assert handed(tmp_path, "critic", "second", "scheduler", shares=False) == ["optimizer-not-kept"]
+
+
+def test_a_guard_that_is_forgotten_while_an_optimizer_goes_through_its_hooks_ends_no_step() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = [Unkept(TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal")))]
+    handles = [register_optimizer_step_post_hook(hook) for hook in (lambda *_: watching.clear(), lambda *_: None)]
+    model(torch.ones(2)).backward()
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    assert not watching
 
 
 def test_optimizers_that_are_made_for_a_batch_are_innocent(tmp_path: Path) -> None:
