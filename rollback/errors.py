@@ -48,6 +48,11 @@ class RollbackError(Exception):
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
 
+def message_of(error: Exception) -> str:
+    """Without its hint, for a sentence around it."""
+    return error.message if isinstance(error, RollbackError) else str(error)
+
+
 @contextmanager
 def reporting(kind: type[RollbackError], doing: str, hint: str | None = None) -> Iterator[None]:
     """What the system refuses within (OSError) is raised as an error for the reader: `DOING: reason`."""

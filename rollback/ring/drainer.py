@@ -20,7 +20,7 @@ from enum import Enum
 
 from rollback.checkpoints import pins, tiers
 from rollback.config import Settings
-from rollback.errors import CheckpointDamaged, CheckpointUnreadable, RollbackError, RunDoesNotFit
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable, RollbackError, RunDoesNotFit, message_of
 from rollback.facts.history import History, fold
 from rollback.facts.training import Drained, DrainFailed, Fact, LeftDurableRing
 from rollback.ring.hosts import Others
@@ -281,7 +281,7 @@ class Drainer:
 
     def _complain(self, checkpoint: str | None, error: Exception) -> None:
         """Report each trouble once; the next `drained` in the journal ends the trouble."""
-        self.trouble = text = error.message if isinstance(error, RollbackError) else str(error)
+        self.trouble = text = message_of(error)
         if checkpoint is None:
             self._failures += 1
         if checkpoint is not None or self._failures == 1:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import CheckpointFile, Manifest
-from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError
+from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, message_of
 from rollback.facts import training as facts
 from rollback.facts.history import fold
 from rollback.ring.drainer import lower_priority
@@ -136,7 +136,7 @@ class Helper:
                     self._copy(wanted, file, place, let_go)
                     beacon.show(done=(*beacon.record.done, *file.shards))
         except (RollbackError, OSError, IndexError) as error:
-            text = error.message if isinstance(error, RollbackError) else str(error)
+            text = message_of(error)
             beacon.show(fault=f"{self._host}: {text}", final=isinstance(error, CheckpointDamaged | IndexError))
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollback.checkpoints import ring
 from rollback.config import host_name
-from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit
+from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit, message_of
 from rollback.rundir.identity import Identity, read_identity, write_identity
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
@@ -52,6 +52,6 @@ def first_writes_of_host(paths: RunPaths, ranks: Ranks) -> str:
                 write_identity(paths, identity)
             ring.sweep(paths)
         except (OSError, RollbackError, RunDirectoryError) as error:
-            why = error.message if isinstance(error, RollbackError) else error  # the caller gives a hint
+            why = message_of(error)  # the caller gives a hint
             fault = f"writing to the run directory {paths.root} on {host_name()}: {why}"
     return ranks.first_fault(fault) or ""

@@ -30,7 +30,7 @@ from rollback.checkpoints.fast_tier.end_marks import SIZE
 from rollback.checkpoints.fast_tier.mark_copies import MarkPiece
 from rollback.checkpoints.format.hashing import ShardHash
 from rollback.checkpoints.format.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
-from rollback.errors import RollbackError
+from rollback.errors import RollbackError, message_of
 from rollback.rundir.paths import shard_name
 from rollback.system import small_json
 from rollback.system.durable import write_all
@@ -228,7 +228,7 @@ def connect(address: str, secret: str, given_up: Callable[[], bool]) -> BuddyCon
 
 
 def in_words(error: Exception) -> str:
-    text = error.message if isinstance(error, RollbackError) else str(error)
+    text = message_of(error)
     return text.splitlines()[0] if text else type(error).__name__
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.errors import RollbackError
+from rollback.errors import RollbackError, message_of
 from rollback.ring.drainer import lower_priority
 from rollback.ring.url.fetch import bring, read_manifest_at
 from rollback.ring.url.index import read_indexes
@@ -44,7 +44,7 @@ class FetchAhead:
                 self._fetch()
                 self._told = ""
             except (RollbackError, OSError) as error:
-                text = error.message if isinstance(error, RollbackError) else str(error)
+                text = message_of(error)
                 if text != self._told and not self._ended.is_set():
                     self._say(f"fetching the newest checkpoint from {self._url} ahead: {text}")
                 self._told = text

@@ -10,7 +10,7 @@ from typing import Any
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_SETTINGS, ENV_SUPERVISOR, Settings
-from rollback.errors import RollbackError
+from rollback.errors import RollbackError, message_of
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import Helper, drained
 from rollback.ring.url.fetch import fetch, fetch_checkpoint, read_manifest_at
@@ -61,7 +61,7 @@ def _fetch_planned(url: str, paths: RunPaths) -> None:
         if manifest is not None:
             fetch_checkpoint(store, manifest, paths, say)
     except (RollbackError, OSError) as error:
-        text = error.message if isinstance(error, RollbackError) else error
+        text = message_of(error)
         say(f"checkpoint {name}, to which the run was going back, could not be fetched: {text}")
 
 
@@ -80,7 +80,7 @@ def only_at_url(paths: RunPaths, settings: Settings, here: Iterable[Manifest]) -
         store = Store(settings.ring, patience=_PATIENCE_AT_START) if wanted else None
         found = [read_manifest_at(store, name) for name in wanted] if store is not None else []
     except (RollbackError, OSError) as error:
-        text = error.message if isinstance(error, RollbackError) else error
+        text = message_of(error)
         say(f"what the ring {settings.ring} has is not known: {text}")
         return []
     return [manifest for manifest in found if manifest is not None]

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.errors import CheckpointDamaged, RollbackError
+from rollback.errors import CheckpointDamaged, RollbackError, message_of
 from rollback.facts.training import Fetched, Trouble
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
@@ -116,7 +116,7 @@ class CheckpointDownload:
         try:
             return {"manifest": self._ended.result().model_dump(mode="json")}
         except (RollbackError, OSError) as error:
-            text = error.message if isinstance(error, RollbackError) else str(error)
+            text = message_of(error)
             return {"fault": text, "damaged": isinstance(error, CheckpointDamaged)}
 
     def _look_for_movement(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.sizing import bytes_of_tier, free_memory, slots_that_fit
 from rollback.checkpoints.fast_tier.slots import SlotPaths
-from rollback.errors import RollbackError
+from rollback.errors import RollbackError, message_of
 from rollback.rundir.paths import RunPaths
 from rollback.system.cgroups import granted_cores
 from rollback.train.comm.ranks import Ranks
@@ -38,7 +38,7 @@ def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> 
     try:
         tier = slots.tier_of(base, run_id) if base is not None else None
     except RollbackError as error:
-        fault = f"{base} cannot be used ({error})"
+        fault = f"{base} cannot be used ({message_of(error)})"
     # Each host has options and variables of its own, so all ask the same before they part.
     places = ranks.from_each(None if base is None else str(tier.root) if tier is not None else "")
     off = [place is None for place in places]
@@ -54,7 +54,7 @@ def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> 
         if tier is not None and ranks.first_of_host:
             slots.claim(tier, paths.root)
     except (OSError, RollbackError) as error:
-        fault = f"{base} cannot be used ({error})"
+        fault = f"{base} cannot be used ({message_of(error)})"
     if tier is not None and not fault and ranks.first_in_directory:
         try:
             tiers.point_to_fast_tier(paths, tier, ranks.host_count)
