@@ -50,11 +50,11 @@ def spell_out(
 
 
 def flags_of(parser: argparse.ArgumentParser) -> tuple[Flag, ...]:
-    """The flags of torchrun's own parser."""
+    """The flags of torchrun's own parser, without those that print something in place of a job."""
     found = []
     for action in parser._actions:
         names = [name.removeprefix("--") for name in action.option_strings if name.startswith("--")]
-        if not names or isinstance(action, argparse._HelpAction):
+        if not names or isinstance(action, argparse._HelpAction) or names[0] == "print-completion":
             continue
         short = next((name[1:] for name in action.option_strings if not name.startswith("--")), None)
         metavar = None if action.nargs == 0 else action.dest.upper()

@@ -58,6 +58,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("log-dir", "DIR", "where the output of the ranks is logged"),
     Flag("redirects", "SPEC", "log output of the ranks instead of showing it", short="r"),
     Flag("tee", "SPEC", "log output of the ranks and show it", short="t"),
+    Flag("log-line-prefix-template", "TEXT", "what each line that --tee shows begins with (torch 2.15 and later)"),
     Flag("local-ranks-filter", "N,...", "show the output of these local ranks only"),
     Flag("duplicate-stdout-filters", "TEXT,...", "copy matching lines of stdout to another file"),
     Flag("duplicate-stderr-filters", "TEXT,...", "copy matching lines of stderr to another file"),

@@ -261,7 +261,7 @@ class TestLaunchMistakes:
             (["missing.py"], "there is no training script 'missing.py'"),
             (["."], ". is a directory without a __main__.py"),
             (["--module", "--no-python", "train"], "--module and --no-python exclude each other"),
-            (["--log", "x", "train.py"], "--log is ambiguous: it could be --log-dir, --logs-specs"),
+            (["--log", "x", "train.py"], "--log is ambiguous: it could be --log-dir, --log-line-"),
             (["-m", "no_such_module.train"], "there is no module 'no_such_module'"),
             (["--no-python", "no-such-program"], "there is no program 'no-such-program' on PATH"),
             (["--rewind", "-3", "train.py"], "--rewind: Input should be greater than or equal to 0 (got '-3')"),
