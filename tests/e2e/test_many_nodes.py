@@ -152,6 +152,16 @@ def test_nodes_that_do_not_meet_say_what_they_must_share(tmp_path: Path) -> None
         assert not nodes.run.exists()
 
 
+def test_a_node_whose_script_has_other_content_takes_part_and_is_told_of(tmp_path: Path) -> None:
+    other = tmp_path / RANK.name
+    other.write_text(f"{RANK.read_text()}# of another day\n")
+    with nodes_of(tmp_path) as nodes:
+        both = [nodes.start(0, "die_once"), nodes.start(1, "die_once", script=other)]
+        assert [process.wait(LIMIT) for process in both] == [0, 0], nodes.output()
+        assert len(supervisors_facts(nodes.run, AttemptEnded)) == 2
+        assert nodes.output().count(" has other script than node-") == 1, nodes.output()
+
+
 @pytest.mark.parametrize("other", [None, "other.key"])
 def test_nodes_of_which_one_has_no_key_or_another_one_are_refused_before_anything_is_written(
     tmp_path: Path, other: str | None
