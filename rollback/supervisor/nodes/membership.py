@@ -201,8 +201,8 @@ class Unlike:
         if not what or what == before:
             return None
         return (
-            f"{node} ({host}) has other {what} than {self._place.name} ({self._place.host}): unless this is meant, "
-            f"their ranks do not train the same; give all hosts the same files and the same command"
+            f"{node} ({host}) has other {what} than {self._place.name} ({self._place.host}): their ranks may not train "
+            f"the same; unless this is meant, give all hosts the same files and the same command"
         )
 
 
