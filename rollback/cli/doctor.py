@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from rollback.cli.answers import show
-from rollback.cli.launch import default_run
+from rollback.cli.launch import default_run, require_script
 from rollback.cli.launch_options import GRACE
 from rollback.cli.windows import parse_size
-from rollback.errors import UsageError
 from rollback.terminal.messages import say
 
 DOCTOR_CODES = "Exit codes: 0 nothing fails (there may be warnings); 1 something does; 2 usage."
@@ -44,8 +43,8 @@ def doctor(
     from rollback.doctor.examine import Question, examine
     from rollback.doctor.text import print_report
 
-    if script is not None and not Path(script).exists():
-        raise UsageError(f"there is no training script {script!r}")
+    if script is not None:
+        require_script(script, {})
     chosen = run or (default_run(script, {}) if script else Path("runs"))
     wanted = None if state_bytes is None else parse_size(state_bytes, "--state-bytes")
     report = examine(Question(chosen, ring, wanted, nproc, keep, grace), lambda what: say(f"looking at {what}"))

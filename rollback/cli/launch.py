@@ -23,7 +23,7 @@ from rollback.checkpoints.tiers import base_of
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
 from rollback.cli.windows import cumulative, parse_samples, parse_window
 from rollback.config import Settings, explain, fault_of
-from rollback.errors import ExitCode, RollbackError, UsageError
+from rollback.errors import ExitCode, RollbackError, UsageError, reporting
 from rollback.facts.fact import SamplesFrom
 from rollback.facts.history import History, merge_windows
 from rollback.live.screen import Screen
@@ -219,13 +219,14 @@ def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
             raise UsageError(f"there is no program {script!r} on PATH")
         return
     path = Path(script)
-    if path.is_dir() and (flags.get("no-python") or not (path / "__main__.py").is_file()):
-        raise UsageError(f"{script} is a directory without a __main__.py, not a training script")
-    if not path.exists():
-        raise UsageError(
-            f"there is no training script {script!r}",
-            hint="flags come before the script: rollback launch [FLAGS] train.py [ARGUMENTS OF train.py]",
-        )
+    with reporting(UsageError, f"looking for the training script {script}"):
+        if path.is_dir() and (flags.get("no-python") or not (path / "__main__.py").is_file()):
+            raise UsageError(f"{script} is a directory without a __main__.py, not a training script")
+        if not path.exists():
+            raise UsageError(
+                f"there is no training script {script!r}",
+                hint="flags come before the script: rollback launch [FLAGS] train.py [ARGUMENTS OF train.py]",
+            )
 
 
 def default_run(script: str, flags: Mapping[str, str | bool]) -> Path:
@@ -255,7 +256,9 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
 
 def _history_of(run: Path) -> History:
     paths = RunPaths(run)
-    if not paths.train_journal.is_file():
+    with reporting(UsageError, f"--skips-of: reading {run}"):
+        found = paths.train_journal.is_file()
+    if not found:
         raise UsageError(f"--skips-of: {run} is not a run directory (it has no journal of its ranks)")
     return fold_journal(paths.train_journal).history
 

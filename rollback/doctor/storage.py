@@ -43,7 +43,7 @@ class Disk:
 
 def nearest_existing(path: Path) -> Path:
     path = path.absolute()
-    return next(parent for parent in (path, *path.parents) if parent.exists())
+    return next(parent for parent in (path, *path.parents) if os.path.exists(parent))
 
 
 def look_at_disk(run: Path, state_bytes: int | None, keep: int) -> tuple[list[Finding], float | None]:

@@ -28,6 +28,11 @@ class Seal:
         """64 hex digits. what: `run`, `train`, `supervisor` or `manifest`."""
         return hmac.new(self._key, f"rollback {what}\0{content}".encode("utf-8", "surrogatepass"), "sha256").hexdigest()
 
+    @property
+    def name(self) -> str:
+        """Tells this key from others, and nothing about it."""
+        return f"key {self.of('name', '')[:8]}"
+
     def is_on(self, what: str, content: str, stated: object) -> bool:
         return isinstance(stated, str) and hmac.compare_digest(self.of(what, content).encode(), stated.encode())
 

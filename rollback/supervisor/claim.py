@@ -42,8 +42,8 @@ def read_past(paths: RunPaths, before: EarlierAttempts | None = None) -> Earlier
     Raises RunDoesNotFit for a directory with other files or another format, JournalDamaged, and RunDirectoryError where
     the directory cannot be read or written.
     """
-    _require_access(paths)
     with reporting(RunDirectoryError, f"reading the run directory {paths.root}"):
+        _require_access(paths)
         _require_run_directory(paths)
     read_identity(paths)
     present = tuple(map(_state_of, (paths.identity, paths.train_journal, paths.supervisor_journal)))

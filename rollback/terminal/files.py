@@ -10,13 +10,17 @@ from rollback.system.durable import sync_directory
 
 
 def require_place(output: Path, run: Path | None) -> None:
-    """Raise UsageError where no file may be written: inside the run directory `run`, in no directory, or over one."""
-    if run is not None and run.resolve() in output.resolve().parents:
-        raise UsageError(f"{output} is inside the run directory {run}", hint="write it somewhere else")
-    if not output.parent.is_dir():
-        raise UsageError(f"there is no directory {output.parent} to write {output.name} into")
-    if output.is_dir():
-        raise UsageError(f"{output} is a directory", hint="name a file")
+    """Raise UsageError where no file may be written: inside the run directory `run`, in no directory, or over one.
+
+    Raises OutputNotWritten where the system does not let this user look.
+    """
+    with reporting(OutputNotWritten, f"writing {output}"):
+        if run is not None and run.resolve() in output.resolve().parents:
+            raise UsageError(f"{output} is inside the run directory {run}", hint="write it somewhere else")
+        if not output.parent.is_dir():
+            raise UsageError(f"there is no directory {output.parent} to write {output.name} into")
+        if output.is_dir():
+            raise UsageError(f"{output} is a directory", hint="name a file")
 
 
 @contextmanager

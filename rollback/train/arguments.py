@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rollback.config import Settings, host_name, settings_from
 from rollback.errors import UsageError
+from rollback.rundir import seal
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
 from rollback.train.sharded import whole_of
@@ -122,11 +123,12 @@ def check_alike(settings: Settings, max_steps: int | None, ranks: Ranks) -> None
     """Collective: raise UsageError, on all ranks, where they do not train by the same settings.
 
     Each host is given its own command line. By other settings ranks would decide otherwise about the same facts: they
-    would go to different batches without a word, or wait in different collectives.
+    would go to different batches without a word, or wait in different collectives. By another seal a host would refuse
+    what the others have written, and without one restore what they would refuse.
     """
     if not ranks.distributed:
         return
-    own = {**settings.model_dump(mode="json", exclude=_OF_A_HOST), "max_steps": max_steps}
+    own = {**settings.model_dump(mode="json", exclude=_OF_A_HOST), "max_steps": max_steps, "seal": _key_of_seal()}
     first = ranks.from_first(own)
     here = f"on rank {ranks.rank} ({host_name()})"
     fault = ", ".join(
@@ -139,6 +141,15 @@ def check_alike(settings: Settings, max_steps: int | None, ranks: Ranks) -> None
             f"the ranks are to train by different settings: {found}",
             hint="give all hosts the same options and variables, and the same script; nothing was changed",
         )
+
+
+def _key_of_seal() -> str | None:
+    """What tells the key from those of other ranks. One that cannot be used is refused by all ranks, or later."""
+    try:
+        key = seal.present()
+    except UsageError as error:
+        return error.message
+    return key.name if key else None
 
 
 def whole_number(value: Any, what: str) -> int:

@@ -47,10 +47,12 @@ class Nodes:
         self.port = _free_port()
         self.started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, node: int, behaviour: str, *flags: str, **environment: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, node: int, behaviour: str, *flags: str, script: Path = RANK, **environment: str
+    ) -> subprocess.Popen[bytes]:
         command = [
             *LAUNCH, "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
-            "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--run", str(self.run), *flags, str(RANK), behaviour,
+            "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--run", str(self.run), *flags, str(script), behaviour,
         ]  # fmt: skip
         environment = {**os.environ, "NOTES": str(self.folder), "NO_COLOR": "1", **environment}
         with open(self.folder / f"output-{node}", "ab") as output:
@@ -147,6 +149,36 @@ def test_nodes_that_do_not_meet_say_what_they_must_share(tmp_path: Path) -> None
         assert "1 of 2 nodes have come within 1 s to" in nodes.output()
         assert "which all must share; here it lies on " in nodes.output()
         assert "hosts that share no run directory need --ring URL" in nodes.output()
+        assert not nodes.run.exists()
+
+
+def test_a_node_whose_script_has_other_content_takes_part_and_is_told_of(tmp_path: Path) -> None:
+    other = tmp_path / RANK.name
+    other.write_text(f"{RANK.read_text()}# of another day\n")
+    with nodes_of(tmp_path) as nodes:
+        both = [nodes.start(0, "die_once"), nodes.start(1, "die_once", script=other)]
+        assert [process.wait(LIMIT) for process in both] == [0, 0], nodes.output()
+        assert len(supervisors_facts(nodes.run, AttemptEnded)) == 2
+        assert nodes.output().count(" has other script than node-") == 1, nodes.output()
+
+
+@pytest.mark.parametrize("other", [None, "other.key"])
+def test_nodes_of_which_one_has_no_key_or_another_one_are_refused_before_anything_is_written(
+    tmp_path: Path, other: str | None
+) -> None:
+    """Else the run is sealed or not as the leader is, and a node ends once it reads what the leader wrote."""
+    for name in ("one.key", "other.key"):
+        (tmp_path / name).write_bytes(os.urandom(32))
+        (tmp_path / name).chmod(0o600)
+    (tmp_path / "jobs").mkdir()
+    scenarios = Scenarios(tmp_path / "jobs")
+    scenarios.add("job", Toy(60))
+    with nodes_of(tmp_path) as nodes:
+        for node, key in enumerate((other, "one.key")):
+            flags = ("--seal", str(tmp_path / key)) if key else ()
+            nodes.start(node, str(scenarios.path), *flags, script=JOB)
+        assert [process.wait(LIMIT) for process in nodes.started] == [2, 2], nodes.output()
+        assert nodes.output().count("the ranks are to train by different settings: seal is ") == 2
         assert not nodes.run.exists()
 
 

@@ -22,7 +22,7 @@ from warm_server import WarmPopen, run_warm
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Finished, Stopped
-from rollback.rundir.journal.journal import read_journal
+from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import RunPaths
 
 JOB = Path(__file__).parent / "jobs" / "careless.py"
@@ -90,6 +90,36 @@ def test_where_no_temporary_file_can_be_made_that_is_said_and_what_to_set(tmp_pa
     assert "TMPDIR" in output
     assert "Traceback" not in output
     assert not (tmp_path / "runs").exists()
+
+
+TOO_LONG = "y" * 300  # the system refuses so much as to look, as it does below a directory that is closed to this user
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["launch", "--run", TOO_LONG, str(JOB)], ExitCode.IO),
+        (["launch", TOO_LONG], ExitCode.USAGE),
+        (["launch", "--skips-of", TOO_LONG, str(JOB)], ExitCode.USAGE),
+        (["drill", TOO_LONG], ExitCode.USAGE),
+        (["doctor", TOO_LONG], ExitCode.USAGE),
+        (["ring", "export", "run", "-o", TOO_LONG], ExitCode.IO),
+        (["report", "run", "-o", TOO_LONG], ExitCode.IO),
+    ],
+)
+def test_a_path_that_may_not_be_looked_at_is_named_with_the_reason(
+    tmp_path: Path, command: list[str], code: ExitCode
+) -> None:
+    Journal(RunPaths(tmp_path / "run").train_journal, 1).close()
+    done = run_warm(
+        [sys.executable, "-m", "rollback", *command], cwd=tmp_path, timeout=LIMIT, env={**os.environ, "NO_COLOR": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout
+    assert "Traceback" not in done.stdout
+    assert TOO_LONG in done.stdout.replace("\n", "")
+    assert "File name too long" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_arguments_and_environment_of_many_kilobytes_reach_the_script(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.outcome import KeptOnHost, Left, merged_kept
 from rollback.supervisor.nodes.copies import Copies
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting
-from rollback.supervisor.nodes.membership import Namesakes, NodePlace
+from rollback.supervisor.nodes.membership import Namesakes, NodePlace, Unlike, differences
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
     NodeReport,
@@ -145,7 +145,7 @@ class Leader(Nodes):
         self._heard: dict[str, int] = {}
         self._ever: set[str] = set()
         self._reports: dict[str, NodeReport] = {}
-        self._overtaken, self._namesakes = False, Namesakes()
+        self._overtaken, self._namesakes, self._unlike = False, Namesakes(), Unlike(place)
         orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=str(paths.root))
         self._beacon = Beacon(meeting.transport, ORDERS, orders, say)
 
@@ -257,12 +257,11 @@ class Leader(Nodes):
             self._say(f"spare nodes: {spares.in_words()}")
 
     def _fit(self) -> list[NodeReport]:
-        """The followers that would run what the leader runs. Where there are no spares, nobody asks."""
+        """The followers that may have a seat. Without spares all may: nobody could take the place of one."""
         return [report for report in self._reports.values() if not self._difference(report)]
 
     def _difference(self, report: NodeReport) -> str:
-        own = self._place.command if self._place.spares else {}
-        return ", ".join(name for name in sorted(own) if own[name] != report.command.get(name))
+        return differences(self._place.command, report.command) if self._place.spares else ""
 
     def _unfit(self) -> str:
         """In words, to be put behind others."""
@@ -351,6 +350,8 @@ class Leader(Nodes):
                     f"two supervisors take part as {report.node}, one of them on {report.host}: give each node a "
                     f"--node-rank of its own, or without it each host a name of its own"
                 )
+            if told := self._unlike.found(report.node, report.host, report.command):
+                self._say(told)
 
     def _followers(self) -> list[NodeReport]:
         return [report for report in self._tower.look().values() if report.leader == self._place.launch]

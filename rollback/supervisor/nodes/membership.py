@@ -120,6 +120,11 @@ def command_of(job: LaunchedJob, settings: Settings) -> dict[str, str]:
     return {"script": conditions["script"] or "", **digests, **versions}
 
 
+def differences(own: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The parts of this node's command that another node's has otherwise; empty: there are none."""
+    return ", ".join(name for name in sorted(own) if own[name] != other.get(name))
+
+
 def _range(nnodes: str) -> tuple[int, int]:
     least, _, most = nnodes.partition(":")
     if not re.fullmatch(r"\d+(:\d+)?", nnodes) or not 0 < int(least) <= int(most or least):
@@ -176,6 +181,29 @@ class Namesakes:
             return False
         self._told.add(node)
         return True
+
+
+class Unlike:
+    """Finds nodes that run something else than this one, where they may: without spares.
+
+    Hosts may need paths of their own, so nobody is refused for it. Settings are left out: the ranks compare them.
+    """
+
+    def __init__(self, place: NodePlace) -> None:
+        own = {} if place.spares else place.command
+        self._place, self._own = place, {part: value for part, value in own.items() if part != "settings"}
+        self._told: dict[str, str] = {}
+
+    def found(self, node: str, host: str, command: Mapping[str, str]) -> str | None:
+        """What is to be said of this node, once for each difference."""
+        what = differences(self._own, command)
+        before, self._told[node] = self._told.get(node, ""), what
+        if not what or what == before:
+            return None
+        return (
+            f"{node} ({host}) has other {what} than {self._place.name} ({self._place.host}): their ranks may not train "
+            f"the same; unless this is meant, give all hosts the same files and the same command"
+        )
 
 
 @contextmanager
