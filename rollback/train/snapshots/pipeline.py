@@ -58,13 +58,9 @@ class Snapshots:
 
     def __init__(
         self,
-        paths: RunPaths,
-        ranks: Ranks,
-        next_seq: int,
-        attempt: int,
-        fast: FastTier | None = None,
-        mode: CaptureMode = "at_once",
-    ) -> None:
+        paths: RunPaths, ranks: Ranks, next_seq: int, attempt: int,
+        fast: FastTier | None = None, mode: CaptureMode = "at_once",
+    ) -> None:  # fmt: skip
         self.mode: CaptureMode = mode
         self.stalled = 0.0
         self.outgrown = False
@@ -143,15 +139,19 @@ class Snapshots:
         """Whether the run has a fast tier, from which a drainer copies."""
         return self._fast is not None
 
-    def await_ready(self, image: Image) -> None:
-        """Collective: wait until the next snapshot can begin. If the fast tier is not ready in time, stop using it."""
+    def await_ready(self, image: Image) -> str:
+        """Collective: wait until the next snapshot can begin. If the fast tier is not ready in time, stop using it, and
+        return why; else an empty string."""
         if not self._size:
             self.fit_buffers(image)
         self._buffer.wait(_HELD_UP[self._ranks.apart])
+        left = ""
         if not self._ranks.all_of(self._can_begin()) and self.tier == "fast":
+            left = next(filter(None, self._ranks.from_each(self.fault)), "somebody reads the slot that is wanted now")
             self.use_slots(0)
             self._buffer.wait(_HELD_UP[False])
         self._all_ready, self._asked_of = self._ranks.all_of(self._can_begin()), self._buffer.next_slot
+        return left
 
     @property
     def fault(self) -> str | None:

@@ -106,10 +106,8 @@ class SnapshotSchedule:
             self._prepare()
         if not self._snapshots.ready:
             self._checkpoints.leave_failed_tier()
-            tier = self._snapshots.tier
-            self._snapshots.await_ready(image)
-            if self._snapshots.tier != tier:
-                self._checkpoints.tell_left("somebody reads the slot that is wanted now")
+            if why := self._snapshots.await_ready(image):
+                self._checkpoints.tell_left(why)
         if not self._snapshots.ready:
             return  # there is no memory for a copy
         self._measured = self._measured or self._taken_at is not None

@@ -103,6 +103,22 @@ def test_training_may_go_on_over_the_tensors_at_once(two: TwoRanks) -> None:
     assert manifest.name == name
 
 
+def test_a_fast_tier_that_fails_while_it_is_waited_for_is_left_for_its_own_reason(tmp_path: Path) -> None:
+    """And not because somebody would read the slot that is wanted."""
+    (tmp_path / "closed").touch()
+    fast = FastTier(slots.SlotPaths(tmp_path / "closed" / "slots"), 0, leads=True, here={0})
+    fast.resize(1)
+    one = Snapshots(RunPaths(tmp_path / "run"), Ranks(), 0, 1, fast)
+    try:
+        image = Image({}, {}, {"w": torch.ones(2)}, {})
+        assert os.strerror(errno.ENOTDIR) in one.await_ready(image)
+        assert one.tier == "durable"
+        assert one.ready
+        assert one.await_ready(image) == ""
+    finally:
+        one.close()
+
+
 def test_one_rank_that_fails_drops_it_on_all_and_leaves_nothing(two: TwoRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
