@@ -47,7 +47,8 @@ def _public(kind: type) -> dict[str, Any]:
 
 def _place(member: Any) -> tuple[bool, int]:
     """In the order of the source; the guard's loop first."""
-    function: Any = member.fget if isinstance(member, property) else member
+    getter: Any = member.fget if isinstance(member, property) else member
+    function: Any = inspect.unwrap(getter)
     return not function.__qualname__.startswith("Guard."), function.__code__.co_firstlineno
 
 

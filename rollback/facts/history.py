@@ -88,6 +88,8 @@ class History:
     good: set[str] = field(default_factory=set)
     discarded: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
+    let_go: set[str] = field(default_factory=set)
+    """Checkpoints that the run itself has let go of in memory. A copy of such a one may lie in a ring."""
     advised: set[str] = field(default_factory=set)
     phases: set[int] = field(default_factory=set)
     """Batches with which announced phases begin."""
@@ -125,6 +127,13 @@ class History:
         """The plan that a crash interrupted, if any. Only the latest plan can be pending: earlier ones are carried out
         or superseded."""
         return self.cases[-1].plan if self.cases and self.cases[-1].pending else None
+
+    @property
+    def held(self) -> list[str]:
+        """Checkpoints that lie somewhere, by the record, in the order of their commits. What left memory may lie in a
+        ring, but is never the newest, unless it was meant to be none: see `Schedule.go_on`."""
+        left = self.gone | self.discarded | self.let_go
+        return [name for name in self.committed if name not in left]
 
     @property
     def final(self) -> str | None:
@@ -215,6 +224,8 @@ def _note_committed(history: History, fact: Committed) -> None:
 def _note_left(history: History, fact: Evicted | CheckpointLost) -> None:
     if fact.tier == "durable":  # what was good stays so: it may lie in a ring further out
         history.gone.add(fact.checkpoint)
+    elif isinstance(fact, Evicted):
+        history.let_go.add(fact.checkpoint)
 
 
 def _note_quarantined(history: History, fact: Quarantined) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollback.errors import RollbackError, RunDoesNotFit, UsageError
+from rollback.errors import RollbackError
 from rollback.train import arguments, drill
 from rollback.train import attach as attaching
 from rollback.train.catalogue.draining import at_exit, end_draining
@@ -31,6 +31,7 @@ from rollback.train.prober import NO_BATCH, Prober
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.process.rehearsal import PassRehearsal, needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
+from rollback.train.refusing import refusing
 from rollback.train.script_side import PassIterator, ScriptSide
 from rollback.train.state.state import TrainingState
 from rollback.train.state.unkept import Unkept
@@ -177,6 +178,7 @@ class Guard(ScriptSide):
             self._end.note_finished()
         return kept
 
+    @refusing
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass: the batches of one epoch, from the run's position. All ranks alike. The result is an ordinary
         iterator: several places of the loop's body may take from it."""
@@ -193,17 +195,12 @@ class Guard(ScriptSide):
             self._run.record.advise(code, text)
         return PassIterator(self)
 
+    @refusing
     def __next__(self) -> Any:
         """The next batch. Between two batches the guard does its work: it judges, saves, goes back, stops.
 
         Collective. StopIteration: the epoch or the training is over. SystemExit: the ranks stop together, on request.
         """
-        try:
-            return self._next()
-        except (UsageError, RunDoesNotFit) as error:
-            attaching.refuse(error, status=1)
-
-    def _next(self) -> Any:
         if not self._passes.count:
             iter(self)  # a script may call next() alone
         if (batch := self._prober.next_batch()) is not NO_BATCH:

@@ -177,8 +177,8 @@ def where_it_goes_on(history: History, chosen: Manifest, found: Collection[str])
     """Where the run goes on, in words. found: the names of all checkpoints that there are, damaged ones too."""
     end = history.finished
     if end is None or chosen.name != end.checkpoint:
-        known = history.committed.keys() - history.gone - history.discarded - {*found}
-        newest = max(map(CheckpointName, known), key=lambda name: name.order, default=None)
+        missing = (CheckpointName(name) for name in history.held if name not in found)
+        newest = max(missing, key=lambda name: name.order, default=None)
         # A plan goes back by intent, and discards what is newer.
         missed = newest is not None and history.pending is None and newest.order > CheckpointName(chosen.name).order
         lost = f"; {newest}, the newest on record, is not there any more" if missed else ""

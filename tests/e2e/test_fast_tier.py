@@ -194,9 +194,26 @@ def test_a_tier_that_fails_in_mid_run_is_left_and_training_goes_on(
     require_same(ended, train(Toy()), "the tier failed")
 
 
-def test_parameters_that_move_outside_the_optimizer_tear_one_snapshot_and_no_more(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_was_taken_at_an_epoch_s_end_and_let_go_again_is_not_missed(
+    tmp_path: Path, base: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The attempt ends when the newest checkpoint on record is one that was not the end of training."""
+    toy, run = fast(Toy(samples=120, epochs=2), base).with_settings(snapshot_every=13), tmp_path / "run"
+    with Forker() as forker:
+        assert forker.status(toy, run, log=str(tmp_path / "log"), signal=[36, signal.SIGKILL]) == -signal.SIGKILL
+    assert facts(run, Committed)[-1].step == 30
+    assert [fact.checkpoint for fact in facts(run, Evicted)] == [facts(run, Committed)[-1].checkpoint]
+    train(toy, run)
+    told = capfd.readouterr().err
+    assert "resuming at step 26, batch 26 (" in told
+    assert "not there any more" not in told
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["in place", "through .data"])
+def test_parameters_that_move_outside_the_optimizer_tear_one_snapshot_and_no_more(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """Torch counts only the one kind of write."""
     monkeypatch.setattr(
         "rollback.train.snapshots.schedule.usual_capture_mode", lambda *_: ("overlapped", "the test says so")
     )
@@ -204,7 +221,8 @@ def test_parameters_that_move_outside_the_optimizer_tear_one_snapshot_and_no_mor
 
     def meddle(guard: object, position: int) -> None:
         with torch.no_grad():
-            next(guard._state.model.parameters()).mul_(1.0)  # type: ignore[attr-defined]
+            weights = next(guard._state.model.parameters())  # type: ignore[attr-defined]
+            (weights if counted else weights.data).mul_(1.0 if counted else 1.001)
 
     train(fast(Toy(), base), run, hook=meddle)
     (dropped,) = facts(run, Dropped)

@@ -117,3 +117,51 @@ def test_a_second_training_in_one_job_does_not_get_the_weights_of_the_first(tmp_
             record.fact for record in read_journal(job.paths.train_journal).records if record.fact.kind == "finished"
         ]
         assert len(finished) == 1, "the first training is complete and kept"
+
+
+HARDER = """
+import os, signal, sys
+import torch
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+import rollback
+
+class Harder(Sampler):
+    count = 8
+    def __iter__(self):
+        return (i for i in torch.randperm(64).tolist() if i < self.count)
+    def __len__(self):
+        return self.count
+    def state_dict(self):
+        return {"count": self.count}
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+model, sampler, died = torch.nn.Linear(1, 1), Harder(), sys.argv[1]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.ones(64, 1)), sampler=sampler)
+guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, stage=sampler, snapshot_every=1)
+for epoch in guard.epochs(3):
+    sampler.count += 8
+    for (x,) in guard:
+        if guard.step == 21 and not os.path.exists(died):
+            open(died, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.observe(loss)
+"""
+
+
+def test_data_in_another_order_than_before_the_crash_end_the_job_and_not_each_attempt_anew(tmp_path: Path) -> None:
+    """A curriculum that goes on by itself in front of each loop: when the run resumes, it is a stage further."""
+    script = tmp_path / "harder.py"
+    script.write_text(HARDER)
+    with launching(tmp_path, with_torchrun=False, script=script) as job:
+        code, output = job.finish(str(tmp_path / "died"))
+        assert code == ExitCode.UNFIT, output
+        assert "cannot go to batch " in output
+        assert output.count("rollback: error:") == 1
+        assert "Traceback" not in output
+        assert len(job.facts(AttemptStarted)) == 2

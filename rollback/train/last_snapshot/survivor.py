@@ -103,7 +103,7 @@ class LastSnapshot:
         before_update(state.optimizer, weak_hook(self._before_update))
         if met.device is not None:
             state.optimizer.register_step_post_hook(weak_hook(self._after_update))
-        self._unseen = UnseenWrites(state, telltale, self._seems_unchanged, self._stop)
+        self._unseen = UnseenWrites(state, snapshots, telltale, self._seems_unchanged, self._stop)
         if run.ranks.world_size > 1:
             self._early = EarlyMarks(self._mark, self._device, telltale, self._small_state, self._coming)
         self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)

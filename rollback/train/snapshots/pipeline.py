@@ -220,9 +220,10 @@ class Snapshots:
         capture, flight.capture = flight.capture, None
         capture.fence()
         flight.copied.exception()
-        if moved := capture.moved():
-            flight.torn = True
-            flight.fail(f"{moved[0]!r} and {len(moved) - 1} others changed while they were read")
+        if (moved := capture.moved()) or self.mode == "held":  # which it was not when the copy began: `UnseenWrites`
+            self.mode, flight.torn = "held", True
+            seen = f"{moved[0]!r} and {len(moved) - 1} others" if moved else "weights, by writes that torch counts not,"
+            flight.fail(f"{seen} changed while they were read")
         self.stalled += time.perf_counter() - began
 
     def signs(self) -> Signs:
@@ -309,8 +310,6 @@ class Snapshots:
         flight = self._flight
         assert flight is not None
         self.fence()
-        if flight.torn:
-            self.mode = "held"
         self._flight = None
         name, fault = flight.manifest.name, None
         flight.move(event)

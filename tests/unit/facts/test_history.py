@@ -17,6 +17,7 @@ from rollback.facts.training import (
     Answered,
     Attached,
     BecameGood,
+    CheckpointLost,
     Committed,
     Concluded,
     Drained,
@@ -292,6 +293,12 @@ def test_a_checkpoint_that_was_fetched_is_here_again_and_good() -> None:
 
 def test_what_leaves_the_fast_tier_is_not_gone() -> None:
     assert told(commit(C2, 40), Evicted(checkpoint=C2, reason="full", tier="fast")).gone == set()
+
+
+def test_the_record_knows_what_was_let_go_and_what_was_lost() -> None:
+    let_go, lost = Evicted(checkpoint=C2, reason="", tier="fast"), CheckpointLost(checkpoint=C1, tier="fast")
+    assert told(*CHECKPOINTS, let_go, lost).held == [C0, C1]
+    assert told(*STORY, Evicted(checkpoint=C1, reason="full")).held == [C0]
 
 
 def test_what_the_run_was_told_and_has_told_is_remembered() -> None:
