@@ -1,5 +1,6 @@
 """What a Trainer knows of its training besides model, optimizer and learning rate, and which folders it has saved."""
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -49,6 +50,8 @@ class LoopState:
         self.moved = False
         self.last_update: tuple[Any, Any] = None, None
         self.logs = Logs(trainer)
+        self._first: dict[int, dict[str, Any]] = {}
+        """Arguments of each callback when it was first seen, by its id."""
 
     def state_dict(self) -> dict[str, Any]:
         trainer, state = self._trainer, self._trainer.state
@@ -57,7 +60,7 @@ class LoopState:
             "state": {name: of_state[name] for name in _STATE if name in of_state},
             "stopped_before": state.max_steps if self.stopped_early else None,
             "stateful_callbacks": state.stateful_callbacks,
-            "callbacks": [[type(item).__name__, item.state()["attributes"]] for item in self._exportable()],
+            "callbacks": [[type(item).__name__, *self._of_callback(item)] for item in self._exportable()],
             "loop": {name: of_trainer[name] for name in _LOOP if name in of_trainer},
             "loss": trainer._tr_loss.item(),
             "last_update": tuple(map(_number, self.last_update)),
@@ -75,9 +78,9 @@ class LoopState:
             self.logs.load_state_dict(kept["logs"])
         for name in state.stateful_callbacks.keys() & kept["stateful_callbacks"].keys():
             state.stateful_callbacks[name] = kept["stateful_callbacks"][name]
-        for item, (name, attributes) in zip(self._exportable(), kept["callbacks"], strict=False):
-            if type(item).__name__ == name:
-                vars(item).update(attributes)
+        for item, (name, attributes, *counted) in zip(self._exportable(), kept["callbacks"], strict=False):
+            if type(item).__name__ == name:  # an earlier version kept attributes alone
+                self._put_callback(item, attributes, *counted)
         for name, value in kept["loop"].items():
             setattr(trainer, name, value)
         trainer._tr_loss.fill_(kept["loss"])
@@ -122,6 +125,27 @@ class LoopState:
     def _gathered(self) -> Any:
         of_trainer = vars(self._trainer)
         return next((of_trainer[name] for name in _METRICS if name in of_trainer), {})
+
+    def _of_callback(self, item: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Its attributes, and those of its arguments that are others than at first: what it counts there. What stays
+        as it is may be a setting, which the script of a resumed run may have changed."""
+        told = item.state()
+        first, args = self._first_args(item), told.get("args", {})
+        counted = {name: value for name, value in args.items() if name not in first or value != first[name]}
+        return told.get("attributes", {}), counted
+
+    def _put_callback(self, item: Any, attributes: dict[str, Any], counted: dict[str, Any] | None = None) -> None:
+        """As `ExportableState.from_state`, but in place: handler and script go on with this one."""
+        args = {**self._first_args(item), **(counted or {})}
+        if item.state().get("args", {}) != args:
+            vars(item).update(vars(type(item)(**copy.deepcopy(args))))
+        vars(item).update(attributes)
+
+    def _first_args(self, item: Any) -> dict[str, Any]:
+        known = self._first.get(id(item))
+        if known is None:
+            known = self._first[id(item)] = copy.deepcopy(item.state().get("args", {}))
+        return known
 
     def _exportable(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks

@@ -97,3 +97,51 @@ def test_what_trl_has_gathered_for_its_next_log_is_that_of_the_steps_that_count(
     del gathered["train"]
     kept_of(trainer).load_state_dict(kept)
     assert gathered["train"] == {"margin": [torch.tensor(0.1).item()]}
+
+
+def trainer_with_callback(counting: Any) -> Any:
+    trainer = trainer_with([])
+    trainer.callback_handler.callbacks.append(counting)
+    return trainer
+
+
+def counting_callback(every: int, seen: list[int]) -> Any:
+    pytest.importorskip("transformers")
+    from transformers.trainer_callback import ExportableState, TrainerCallback
+
+    class Counting(TrainerCallback, ExportableState):  # type: ignore[misc]
+        def __init__(self, every: int, seen: list[int]) -> None:
+            self.every, self._seen = every, seen
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {"every": self.every, "seen": self._seen}}
+
+    return Counting(every, seen)
+
+
+def test_what_a_callback_counts_in_its_arguments_comes_back_and_a_setting_is_the_scripts() -> None:
+    counting = counting_callback(5, [])
+    kept = kept_of(trainer_with_callback(counting))
+    before = json.dumps(kept.state_dict())
+    counting._seen += [1, 2]
+    later = json.dumps(kept.state_dict())
+    counting._seen.append(3)
+    kept.load_state_dict(json.loads(later))
+    assert counting._seen == [1, 2]
+    kept.load_state_dict(json.loads(before))
+    assert counting._seen == []
+
+    counting = counting_callback(7, [])
+    resumed = kept_of(trainer_with_callback(counting))
+    resumed.load_state_dict(json.loads(later))
+    assert (counting.every, counting._seen) == (7, [1, 2])
+    assert json.loads(json.dumps(resumed.state_dict()))["callbacks"] == json.loads(later)["callbacks"]
+
+
+def test_a_callbacks_attributes_as_an_earlier_version_kept_them_are_read() -> None:
+    counting = counting_callback(5, [])
+    kept = kept_of(trainer_with_callback(counting))
+    state = kept.state_dict()
+    state["callbacks"] = [["Counting", {"best": 3}]]
+    kept.load_state_dict(state)
+    assert (counting.best, counting.every) == (3, 5)
