@@ -11,6 +11,7 @@ entered again. What it knows besides its place (`TrainerState`, the loss since t
     its batches                      the guard's; a batch from another place ends `_run_epoch` by `_Moved`
     training_step                    then the guard is told the loss
     _maybe_log_save_evaluate         what it is given of the last update, if `_run_epoch` was entered behind that
+    get_eval_dataloader              then whether a pass over it draws from the random states is as the run goes
     on_epoch_end                     first our callback: the last update is judged before anybody hears of the end
 """
 
@@ -25,6 +26,7 @@ import transformers.trainer
 from rollback.errors import UsageError
 from rollback.train import attach
 from rollback.train.guard import Guard
+from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
 from rollback.trainers.huggingface_state import LoopState, RunMark
 from rollback.trainers.huggingface_trl import end_update, followers, require_completions_of_one_update
@@ -77,6 +79,7 @@ class _GuardedLoop:
         self._settings = settings
         self._callback = RollbackCallback(self)
         self._state = LoopState(trainer, self._callback)
+        self._evaluated = EvaluatedLoaders(self._evaluation_loaders())
         self._loader: Any = None
         self._drawn: list[Any] = []
         """Batches of the update in progress that no training step has been made of."""
@@ -85,7 +88,10 @@ class _GuardedLoop:
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def install(self) -> None:
-        for name in ("train", "_prepare_for_training", "_run_epoch", "training_step", "_maybe_log_save_evaluate"):
+        for name in (
+            "train", "_prepare_for_training", "_run_epoch", "training_step", "_maybe_log_save_evaluate",
+            "get_eval_dataloader",
+        ):  # fmt: skip
             self._originals[name] = getattr(self._trainer, name)
             setattr(self._trainer, name, getattr(self, name))
         self._trainer._load_rng_state = lambda checkpoint: None  # the guard has put them back
@@ -138,7 +144,7 @@ class _GuardedLoop:
     def _run_epoch(self, **given: Any) -> None:
         """All epochs. The Trainer, which has called this for its first one, is told to stop behind the last."""
         trainer, announced = self._trainer, True
-        self.guard.keep(trainer=self._state, trainer_logs=self._state.logs)
+        self.guard.keep(trainer=self._state, trainer_logs=self._state.logs, trainer_evaluated=self._evaluated)
         self._has_moved()  # a resume has
         if self._state.stopped_early:
             self._end_again(**given)
@@ -184,6 +190,19 @@ class _GuardedLoop:
         grad_norm, learning_rate = self._state.last_update
         self._originals["_maybe_log_save_evaluate"](tr_loss, grad_norm, *given, learning_rate=learning_rate, **others)
         end_update(self._trainer)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        loader = self._originals["get_eval_dataloader"](eval_dataset)
+        inner: Any = getattr(loader, "base_dataloader", None)
+        for name, known in self._evaluation_loaders().items():
+            if known is inner:
+                self._evaluated.begin(name, inner)
+        return loader
+
+    def _evaluation_loaders(self) -> dict[str, Any]:
+        """Those that the Trainer keeps, by name."""
+        kept = vars(self._trainer).get("_eval_dataloaders", {})
+        return {name: loader.base_dataloader for name, loader in kept.items()}
 
     # Its batches -----------------------------------------------------------------------------------------------------
 

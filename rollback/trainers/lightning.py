@@ -7,6 +7,7 @@ end and begin an earlier one.
     Lightning                          here
     fit                                refuses what cannot be kept exact, before anything is touched
     fit_loop.setup_data                takes this object for what fetches batches
+    val_loop.reset                     then whether a pass draws from the random states is as the run goes
     fit_loop.run                       makes the guard, and loops over epochs
     epoch_loop.run                     as it is, entered again where training stands elsewhere than it believes
     its batches                        the guard's; what is passed over counts as read
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from rollback.errors import UsageError
 from rollback.train import attach
 from rollback.train.guard import Guard
+from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.first_batches import first_batches
 from rollback.trainers.lightning_state import FitState
 from rollback.trainers.saved_files import SavedFiles
@@ -96,6 +98,7 @@ class _GuardedFit:
         self._loop = trainer.fit_loop
         self._epoch_loop = trainer.fit_loop.epoch_loop
         self._state = FitState(trainer)
+        self._evaluated = EvaluatedLoaders()
         self._batch: Any = _NONE
         """Asked of the guard, and not trained on yet."""
         self._micro = 0
@@ -121,6 +124,7 @@ class _GuardedFit:
             (self._epoch_loop, "_update_learning_rates", self._update_learning_rates),
             (optimization, "_make_zero_grad_fn", self._make_zero_grad_fn),
             (optimization, "_training_step", self._training_step),
+            (self._epoch_loop.val_loop, "reset", self.begin_validation),
         ):
             self._originals[name] = getattr(owner, name)
             setattr(owner, name, replacement)
@@ -204,6 +208,12 @@ class _GuardedFit:
         loop.on_run_end()
         self.guard.close()
 
+    def begin_validation(self) -> None:
+        for number, loader in enumerate(self._epoch_loop.val_loop._combined_loader.flattened):
+            if isinstance(loader, DataLoader):
+                self._evaluated.begin(str(number), loader)
+        self._originals["reset"]()
+
     def _training_step(self, *given: Any, **others: Any) -> Any:
         result = self._originals["_training_step"](*given, **others)
         if result.loss is not None and not self._observed:  # an optimizer may ask several times
@@ -257,7 +267,7 @@ class _GuardedFit:
         )  # fmt: skip
         self.guard.without_probes("the Trainer counts every batch as one of its own")
         self._state.saved = SavedFiles(self.guard.run)
-        self.guard.keep(lightning=self._state)
+        self.guard.keep(lightning=self._state, lightning_evaluated=self._evaluated)
 
     def _loader(self) -> DataLoader[Any]:
         """The one that is trained on, as far as Lightning is to read it. Raises UsageError for what cannot be kept."""

@@ -114,10 +114,11 @@ def train(job: "Job") -> dict[str, str]:
     if job.run is not None:
         rollback.protect(trainer, **job.settings())
     generator = torch.Generator().manual_seed(3) if more.get("generator") else None
+    persistent = more.get("persistent", False)
     loaders: Any = [
         DataLoader(
-            data, given.batch_size, shuffle, num_workers=given.workers if shuffle else 0,
-            generator=generator if shuffle else None,
+            data, given.batch_size, shuffle, num_workers=given.workers if shuffle or persistent else 0,
+            generator=generator if shuffle else None, persistent_workers=persistent,
         )
         for data, shuffle in ((Text(given.samples * job.ranks), True), (Text(8), False))
     ]  # fmt: skip

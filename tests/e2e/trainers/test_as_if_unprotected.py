@@ -52,6 +52,9 @@ BAD = {
     "trainer, in the last update": TRAINER.but(bad_at=(59,)),
     "trainer, at an epoch's tail": TRAINER.but(bad_at=(29,), more=BY_EPOCH),
     "trainer, over an epoch's start": TRAINER.but(**SHORT, bad_at=(20,), evaluate=5, more={"eval_on_start": True}),
+    "trainer, first evaluation undone": TRAINER.but(
+        **SHORT, bad_at=(20,), evaluate=20, workers=1, more={"dataloader_persistent_workers": True}
+    ),
     "trainer, surgical": TRAINER.but(bad_at=(22,), settings={"policy": "surgical", **AS_SET}),
     "trainer, balanced": TRAINER.but(bad_at=(41,), settings=AS_SET),
     "trainer, accumulation": TRAINER.but(bad_at=(58,), evaluate=3, **UNEVEN),
@@ -81,7 +84,7 @@ FEW = {
     1: ["trainer, accumulation", "accelerate, stream", "trainer, in the middle", "trainer, at an epoch's tail"],
     2: [
         "trainer, best of several", "trainer, over an epoch's start", "accelerate, over an epoch's start",
-        "accelerate, stateful, evaluated",
+        "accelerate, stateful, evaluated", "trainer, first evaluation undone",
     ],
 }  # fmt: skip
 

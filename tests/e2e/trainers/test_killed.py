@@ -25,6 +25,11 @@ def test_a_training_that_a_callback_has_stopped_stays_stopped_when_a_rank_is_kil
     require_undisturbed(tmp_path, TrainerJob(samples=32, stop_at=7, more=by_epoch), ["behind the end"])
 
 
+def test_a_first_evaluation_in_a_new_process_draws_no_seed_for_workers_that_persist(tmp_path: Path) -> None:
+    job = TrainerJob(samples=32, evaluate=10, workers=1, more={"dataloader_persistent_workers": True})
+    require_undisturbed(tmp_path, job, ["in a step"])
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("job", [TRAINER, ACCELERATE], ids=["trainer", "accelerate"])
 def test_each_way_to_be_told_to_stop(tmp_path: Path, job: TrainerJob) -> None:

@@ -18,6 +18,10 @@ SHORT = {"samples": 36}
 UNEVEN = {"samples": 156, "accumulate": 4, "settings": {"rewind": 1, "skip_after": 0, "snapshot_every": 2}}
 """78 batches in an epoch, four to an update: a window takes along what is left over, and ends within an update's."""
 BEST = {"saving": {"monitor": "evaluated", "save_top_k": 2}}
+PERSISTENT = LIGHTNING.but(
+    **SHORT, workers=1, evaluate=17, more={"persistent": True, "trainer": {"num_sanity_val_steps": 0}}
+)
+"""Validated first in the first epoch, and once more in the second."""
 
 CLEAN = {
     "plain": LIGHTNING,
@@ -66,13 +70,17 @@ BAD = {
     "stopped early": LIGHTNING.but(bad_at=(41,), epochs=6, more={"patience": 1, "delta": 1.0}),
     "short epochs": LIGHTNING.but(samples=15, epochs=5, bad_at=(18,), settings={"rewind": 12}),
     "worker": LIGHTNING.but(bad_at=(32,), workers=1),
+    "first validation undone": PERSISTENT.but(bad_at=(17,)),
     "a generator of the loader's own": LIGHTNING.but(**SHORT, bad_at=(20,), epochs=3, more={"generator": True}),
 }
 KILLED = LIGHTNING.but(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=6, save=4)
 FEW = {
     1: ["accumulation", "a generator of the loader's own", "in the middle", "over an epoch's start"],
-    2: ["best of several", "at an epoch's tail", "epochs left early", "validated within an update"],
-}
+    2: [
+        "best of several", "at an epoch's tail", "epochs left early", "validated within an update",
+        "first validation undone",
+    ],
+}  # fmt: skip
 
 
 def pick(jobs: dict[str, TrainerJob], names: list[str]) -> dict[str, TrainerJob]:
@@ -102,6 +110,10 @@ def test_behind_a_window_of_no_whole_updates_a_schedule_goes_on(tmp_path: Path) 
 def test_a_rank_that_is_killed_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
     """In the second epoch, while the rollback goes back into the first one."""
     require_undisturbed(tmp_path, KILLED.but(samples=44), ["in the middle of the rollback"])
+
+
+def test_a_first_validation_in_a_new_process_draws_no_seed_for_workers_that_persist(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, PERSISTENT, ["in a step"])
 
 
 @pytest.mark.soak

@@ -1,0 +1,38 @@
+"""Workers of an evaluation's loader that persist: whether a pass draws a seed goes by the passes that count."""
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from rollback.trainers.evaluated_loaders import EvaluatedLoaders
+
+
+def made() -> DataLoader[tuple[torch.Tensor, ...]]:
+    return DataLoader(TensorDataset(torch.arange(6)), num_workers=1, persistent_workers=True)
+
+
+def drawn(evaluated: EvaluatedLoaders, loader: DataLoader[tuple[torch.Tensor, ...]]) -> bool:
+    """Whether a pass over it draws from the random states, as which it gives all that there is."""
+    before = torch.get_rng_state()
+    evaluated.begin("eval", loader)
+    assert [int(item) for (item,) in loader] == [*range(6)]
+    return not torch.equal(before, torch.get_rng_state())
+
+
+def test_a_pass_draws_where_it_is_the_first_one_that_counts_and_nowhere_else() -> None:
+    loader, evaluated = made(), EvaluatedLoaders()
+    fresh = evaluated.state_dict()
+    assert (drawn(evaluated, loader), drawn(evaluated, loader)) == (True, False)
+    later = evaluated.state_dict()
+    evaluated.load_state_dict(fresh)
+    assert (drawn(evaluated, loader), drawn(evaluated, loader)) == (True, False), "behind a rollback"
+
+    resumed = EvaluatedLoaders()
+    resumed.load_state_dict(later)
+    assert not drawn(resumed, made()), "in a new process"
+    assert not drawn(EvaluatedLoaders({"eval": loader}), loader), "evaluated before there was a guard"
+
+
+def test_a_loader_whose_workers_do_not_persist_draws_for_each_pass() -> None:
+    loader, evaluated = DataLoader(TensorDataset(torch.arange(6))), EvaluatedLoaders()
+    assert drawn(evaluated, loader)
+    assert drawn(evaluated, loader)
