@@ -33,6 +33,7 @@ from rollback.train.process.rehearsal import PassRehearsal, needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
 from rollback.train.refusing import refusing
 from rollback.train.script_side import PassIterator, ScriptSide
+from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
 from rollback.train.state.unkept import Unkept
 from rollback.train.step import StepInProgress
@@ -124,9 +125,10 @@ class Guard(ScriptSide):
         self._passes, self._pass_rehearsal = Passes(cursor, objects.values(), state.gradients), PassRehearsal(optimizer)
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
+        self._unseen = UnseenWrites(state, self._checkpoints.snapshots, model, updates.telltale)
         self._last = LastSnapshot(
             run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, lambda: self._judge.sent,
-            self._judge.foresee, updates.telltale,
+            self._judge.foresee, updates.telltale, self._unseen,
             lambda: self._step_in_progress.batches >= state.counters.batches_per_step, self._batches.may_be_marked,
         )  # fmt: skip
         heartbeat.before_the_end(weak_hook(self._last.raised))
@@ -236,6 +238,7 @@ class Guard(ScriptSide):
         if self._batches.open_epoch():
             self._step_in_progress.begin_epoch()
         if between_steps:
+            self._unseen.at_end()
             self._last.mark_end()
         rehearsed = self._pass_rehearsal.due and self._batches.nothing_is_left()
         if (rehearsed or (between_steps and self._snapshot_due())) and not self._take_snapshot(rehearsed=rehearsed):

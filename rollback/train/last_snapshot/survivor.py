@@ -35,7 +35,6 @@ from rollback.train.last_snapshot.hosts import Hosts, StoreGone
 from rollback.train.last_snapshot.lost_hosts import speaking_for_lost_hosts
 from rollback.train.last_snapshot.peers import POLL, HostMarks, in_words, ranks_in_words
 from rollback.train.last_snapshot.small_state import SmallStateReader
-from rollback.train.last_snapshot.unseen_writes import UnseenWrites
 from rollback.train.last_snapshot.write import (
     Foreseen,
     LastWrite,
@@ -46,6 +45,7 @@ from rollback.train.last_snapshot.write import (
 )
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.closures import before_update
 from rollback.train.updates.hooks import weak_hook
@@ -75,12 +75,13 @@ class LastSnapshot:
         sent: Callable[[], bytes | Tensor],
         foresee: Callable[[Sequence[bytes]], Foreseen],
         telltale: torch.nn.Parameter | None,
+        unseen: UnseenWrites,
         at_last_batch: Callable[[], bool],
         may_resume: Callable[[], bool],
     ) -> None:
         self._run, self._state, self._snapshots = run, state, snapshots
         self._timeline, self._sent, self._foresee = timeline, sent, foresee
-        self._at_last_batch, self._may_resume = at_last_batch, may_resume
+        self._unseen, self._at_last_batch, self._may_resume = unseen, at_last_batch, may_resume
         self._small_state = SmallStateReader(state)
         self._changes = self._returns = 0
         self._standings: tuple[HeldEnd, ...] = ()
@@ -103,7 +104,6 @@ class LastSnapshot:
         before_update(state.optimizer, weak_hook(self._before_update))
         if met.device is not None:
             state.optimizer.register_step_post_hook(weak_hook(self._after_update))
-        self._unseen = UnseenWrites(state, snapshots, telltale, self._seems_unchanged, self._stop)
         if run.ranks.world_size > 1:
             self._early = EarlyMarks(self._mark, self._device, telltale, self._small_state, self._coming)
         self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)
@@ -116,9 +116,12 @@ class LastSnapshot:
         resume."""
         if self._mark is None or self._over or not self._may_resume():
             return
+        if self._unseen.found:
+            self._stop("within a step the script writes to weights through `.data` or the like, which torch counts not")
+            return
         local, end = self._small_state.local(), self._end_of(self._state.counters.step)
-        if (digest := self._unseen.at_end()) is None and self._state.cursor.at_end:
-            digest = digest_of_large_state(self._state)
+        by_digest = self._unseen.looking or self._state.cursor.at_end
+        digest = digest_of_large_state(self._state) if by_digest else None
         shared, alike = self._small_state.shared(), self._small_state.alike()
         standing = HeldEnd(end, self._changes, self._versions(), shared, alike, digest)
         sent = self._sent() if self._device is None else self._device.holding(self._sent())
@@ -165,9 +168,6 @@ class LastSnapshot:
     def _stands(self) -> bool:
         """Whether nothing has begun to change since this rank's newest mark."""
         return bool(self._standings) and self._standings[0].changes == self._changes
-
-    def _seems_unchanged(self) -> bool:
-        return self._stands and self._standings[0].versions == self._versions()
 
     def _versions(self) -> int:
         """Changes with every write to a parameter in place, as torch counts."""

@@ -10,7 +10,7 @@ from toy import facts, train
 import rollback
 from rollback.checkpoints.fast_tier import last_account
 from rollback.facts.training import NoLastSnapshot
-from rollback.train.last_snapshot.unseen_writes import FIRST_STEPS
+from rollback.train.snapshots.unseen_writes import FIRST_STEPS
 
 
 @pytest.fixture
