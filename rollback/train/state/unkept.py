@@ -6,13 +6,14 @@ another is innocent where that one hands out its state.
 """
 
 import functools
+import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
@@ -72,13 +73,24 @@ class Unkept:
         return next((type(each).__name__ for each in self._steady() if own & {*map(id, _trained_by(each))}), None)
 
     def scheduler(self) -> bool:
-        """Whether a scheduler has changed the learning rate, and nothing that was handed over may be it."""
+        """Whether a scheduler acts on the optimizer, and nothing that was handed over may be it."""
+        return not self._may_have_scheduler and (self._is_scheduled() or self._awaits_plateau)
+
+    @functools.cached_property
+    def _may_have_scheduler(self) -> bool:
+        return any(map(_may_schedule, self._state.objects.values()))
+
+    def _is_scheduled(self) -> bool:
         optimizer = self._state.optimizer
         if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by which torch itself knows it
             return False
-        if all(group["lr"] == group.get("initial_lr", group["lr"]) for group in optimizer.param_groups):
-            return False
-        return not any(map(_may_schedule, self._state.objects.values()))
+        return any(group["lr"] != group.get("initial_lr", group["lr"]) for group in optimizer.param_groups)
+
+    @functools.cached_property
+    def _awaits_plateau(self) -> bool:
+        """Whether there is a scheduler that goes by a metric: it leaves no trace in the optimizer until it acts."""
+        of_all = (item for item in gc.get_objects() if issubclass(type(item), ReduceLROnPlateau))
+        return any(item.optimizer is self._state.optimizer for item in of_all)
 
     def _steady(self) -> list[Optimizer]:
         return [optimizer for optimizer, batches in self._seen.items() if len(batches) >= _BATCHES]

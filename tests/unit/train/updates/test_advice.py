@@ -42,6 +42,8 @@ class Script:
     steps: int = 12
     observe_first: bool = False
     optimizer: Any = torch.optim.SGD
+    others: Callable[[Any], dict[str, Any]] = lambda optimizer: {}
+    """What is handed over beside it."""
     sharded: bool = False
     held_back: bool = False
     """FSDP2 sums the gradients over the ranks once for each update."""
@@ -56,7 +58,7 @@ class Script:
         data = torch.randn(4 * self.steps * self.accumulate, 4, generator=torch.Generator().manual_seed(1))
         guard = rollback.Guard(
             model=model, optimizer=optimizer, loader=DataLoader(data, 4), scaler=self.scaler, run=self.folder,
-            snapshot_every=0, observe_only=True,
+            snapshot_every=0, observe_only=True, **self.others(optimizer),
         )  # fmt: skip
         for number, x in enumerate(guard):
             if self.held_back:
@@ -252,6 +254,18 @@ def test_optimizers_that_are_made_for_a_batch_are_innocent(tmp_path: Path) -> No
 
 def test_a_scheduler_that_was_not_handed_over_is_asked_for(tmp_path: Path) -> None:
     assert handed(tmp_path, "critic", "second") == ["scheduler-not-kept"]
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_a_scheduler_that_goes_by_a_metric_is_asked_for_before_it_acts(tmp_path: Path, handed_over: bool) -> None:
+    made: list[Any] = []
+
+    def others(optimizer: Any) -> dict[str, Any]:
+        made.append(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+        return {"scheduler": made[0]} if handed_over else {}
+
+    codes = Script(tmp_path, plain, stepping(), others=others).codes()
+    assert codes == ([] if handed_over else ["scheduler-not-kept"])
 
 
 # --- clipped after the step -------------------------------------------------------------------------------------------
