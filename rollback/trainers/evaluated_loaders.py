@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from rollback.train.data import rng
 from rollback.train.data.workers import shut_down
+from rollback.train.state.unkept import keeps_pass_over
 
 
 class EvaluatedLoaders:
@@ -30,6 +31,7 @@ class EvaluatedLoaders:
         """A pass over this loader is about to begin: it is to draw if it is the first one that counts, and else not."""
         if not loader.persistent_workers:
             return
+        keeps_pass_over(loader)
         if name not in self._names:
             shut_down(loader._iterator)
             loader._iterator = None

@@ -1,8 +1,10 @@
-"""What trains in the loop and is in no checkpoint: an optimizer, or a scheduler, that the guard was not handed.
+"""What acts on the training and is in no checkpoint: an optimizer, or a scheduler, that the guard was not handed; the
+workers of another loader.
 
 Nothing else of rollback sees it: all goes well until a resume or a rollback begins it anew. torch tells of each step of
 any optimizer. What it keeps is compared by memory with what a checkpoint would have, so that an optimizer inside of
-another is innocent where that one hands out its state.
+another is innocent where that one hands out its state. Schedulers that go by a metric and loaders with workers that
+persist are looked for among all objects, once.
 """
 
 import functools
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
@@ -24,6 +27,12 @@ _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer fo
 
 
 _WATCHING: "weakref.WeakSet[Unkept]" = weakref.WeakSet()
+_KEPT_LOADERS: "weakref.WeakSet[DataLoader[Any]]" = weakref.WeakSet()
+
+
+def keeps_pass_over(loader: DataLoader[Any]) -> None:
+    """A checkpoint has whether this loader has been read, so nothing need be said of it."""
+    _KEPT_LOADERS.add(loader)
 
 
 @functools.cache
@@ -91,6 +100,18 @@ class Unkept:
         """Whether there is a scheduler that goes by a metric: it leaves no trace in the optimizer until it acts."""
         of_all = (item for item in gc.get_objects() if issubclass(type(item), ReduceLROnPlateau))
         return any(item.optimizer is self._state.optimizer for item in of_all)
+
+    def evaluation(self) -> bool:
+        """Whether a loader was first read in the training, and drew a seed for its workers from the random states that
+        the training draws from. It has them still, so it draws no more; a process that goes on draws once more."""
+        return any(loader._iterator is not None and loader not in _KEPT_LOADERS for loader in self._unread)
+
+    @functools.cached_property
+    def _unread(self) -> "weakref.WeakSet[DataLoader[Any]]":
+        """Those that have not been read yet."""
+        loaders = (item for item in gc.get_objects() if issubclass(type(item), DataLoader))
+        persistent = (item for item in loaders if item.persistent_workers and item.generator is None)
+        return weakref.WeakSet(item for item in persistent if item._iterator is None)
 
     def _steady(self) -> list[Optimizer]:
         return [optimizer for optimizer, batches in self._seen.items() if len(batches) >= _BATCHES]

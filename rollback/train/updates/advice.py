@@ -152,6 +152,13 @@ SCHEDULER_NOT_KEPT = (
     "a scheduler changes the learning rate, and the guard was not handed it: after a resume it begins with its first "
     "step, and a rollback does not bring it back. Guard(..., scheduler=scheduler)",
 )
+EVALUATION_DRAWS = (
+    "evaluation-draws",
+    "another loader than the guard's, with persistent_workers=True, is read in the training: only its first pass draws "
+    "a seed, from the random states that the training draws from. Behind a resume, or a rollback to before that pass, "
+    "the run goes on with other random numbers. Give it a generator of its own: DataLoader(..., "
+    "generator=torch.Generator())",
+)
 REPLICAS_DIFFER = (
     "replicas-differ",
     "the ranks no longer train the same model, and no checkpoint is taken of that. Stop the job and run the same "
@@ -192,6 +199,8 @@ class NotHandedOver(Protocol):
     def in_its_place(self) -> str | None: ...
 
     def scheduler(self) -> bool: ...
+
+    def evaluation(self) -> bool: ...
 
 
 class Advisor:
@@ -239,7 +248,8 @@ class Advisor:
         if self._unkept is None:
             return []
         said = [_filled(OPTIMIZER_NOT_KEPT, kind=kind) for kind in self._unkept.optimizers()]
-        return [*said, *([SCHEDULER_NOT_KEPT] if self._unkept.scheduler() else [])]
+        said += [SCHEDULER_NOT_KEPT] * self._unkept.scheduler()
+        return said + [EVALUATION_DRAWS] * self._unkept.evaluation()
 
     def _of_losses(self, beat: Beat) -> list[tuple[str, str]]:
         self._unobserved = self._unobserved + 1 if beat.loss is None else 0

@@ -28,6 +28,7 @@ from rollback.train.state.unkept import Unkept
 from rollback.train.updates import advice
 from rollback.train.updates.advice import Advisor
 from rollback.train.updates.habits import Habit
+from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 
 
 @dataclass
@@ -266,6 +267,48 @@ def test_a_scheduler_that_goes_by_a_metric_is_asked_for_before_it_acts(tmp_path:
 
     codes = Script(tmp_path, plain, stepping(), others=others).codes()
     assert codes == ([] if handed_over else ["scheduler-not-kept"])
+
+
+PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+
+
+def evaluating(evaluate: Callable[[], object]) -> Callable[[Tensor], None]:
+    """A script that does so at its last steps."""
+    steps = iter(range(100))
+
+    def backward(loss: Tensor) -> None:
+        plain(loss)
+        if next(steps) > 2:
+            evaluate()
+
+    return backward
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"persistent_workers": True}, ["evaluation-draws"]),
+        ({"persistent_workers": True, "generator": torch.Generator()}, []),
+        ({"persistent_workers": False}, []),
+    ],
+)
+def test_another_loader_whose_first_pass_alone_draws_is_named(
+    tmp_path: Path, settings: dict[str, Any], advice: list[str]
+) -> None:
+    evaluated: DataLoader[Any] = DataLoader([1.0], num_workers=1, **settings)  # type: ignore[arg-type]
+    assert Script(tmp_path, evaluating(lambda: list(evaluated)), stepping(), steps=5).codes() == advice
+
+
+def test_a_loader_that_was_read_before_the_training_and_one_whose_passes_are_kept_are_innocent(tmp_path: Path) -> None:
+    before, within = DataLoader([1.0], **PERSISTENT), DataLoader([1.0], **PERSISTENT)
+    kept = EvaluatedLoaders()
+
+    def evaluate() -> None:
+        kept.begin("within", within)
+        list(before), list(within)
+
+    list(before)
+    assert Script(tmp_path, evaluating(evaluate), stepping(), steps=5).codes() == []
 
 
 # --- clipped after the step -------------------------------------------------------------------------------------------
