@@ -142,7 +142,7 @@ class Attempts:
                     attached=evidence.attached,
                     killed=evidence.killed,
                     blamed=blamed,
-                    misused=first is not None and first.is_wrong_use,
+                    mistake=first.mistake if first is not None else "",
                 )
             else:
                 decision = after_unguarded(attempt - earlier - 1, self._order.job.max_restarts)

@@ -34,32 +34,32 @@ class Budget:
     limit: int
     left: int
     unattached: int = 0
-    """Attempts in a row that failed before their ranks had attached, or because the script calls rollback wrongly."""
+    """Attempts in a row that failed before their ranks had attached, or by a mistake in the script."""
 
     @classmethod
     def full(cls, limit: int) -> "Budget":
         return cls(limit=limit, left=limit)
 
     def after_failure(
-        self, *, progressed: bool, attached: bool, killed: bool, blamed: bool = False, misused: bool = False
+        self, *, progressed: bool, attached: bool, killed: bool, blamed: bool = False, mistake: str = ""
     ) -> "tuple[Budget, Restart | GiveUp]":
         """The budget after a failed attempt, and what follows.
 
         progressed: the attempt got further than all before it. attached: its ranks had agreed where to begin. killed:
         somebody ended the attempt. blamed: data are to blame and will be left out, so no delay is needed.
-        misused: the script calls rollback wrongly.
+        mistake: where the script failed for a reason that no restart mends; empty: it did not.
 
         The first restart after progress comes at once. The second one waits, and from there the delay doubles. A job
         that fails twice in a row before its ranks have attached gets no third attempt: a delay does not cure a syntax
-        error, nor a wrong call. An attempt that somebody killed does not count for this.
+        error, nor another mistake. An attempt that somebody killed does not count for this.
         """
         budget = replace(
             self,
             left=self.limit if progressed else self.left,
-            unattached=0 if progressed or (attached and not misused) or killed else self.unattached + 1,
+            unattached=0 if progressed or (attached and not mistake) or killed else self.unattached + 1,
         )
         if budget.unattached >= STARTS_WITHOUT_ATTACHING:
-            where = "at a wrong call of rollback, which no restart mends" if misused else "before training began"
+            where = f"{mistake}, which no restart mends" if mistake else "before training began"
             return budget, GiveUp(f"{budget.unattached} attempts in a row failed {where}")
         if budget.left == 0:
             spent = f"{self.limit} restarts brought no progress" if self.limit else "no restarts are allowed"

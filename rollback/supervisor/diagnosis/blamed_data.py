@@ -10,6 +10,7 @@ The budget of restarts handles all other cases:
 
 - another batch without such a sample: a random crash is not the data's fault;
 - no batch in hand: between two epochs, or behind the training, no batch is at fault;
+- the first update of the run: a mistake in the script is more probable than such a batch;
 - an exception of rollback itself: its innermost frame is in this package;
 - another class of cause: memory, hardware, signals, hangs and lost peers say nothing about the data;
 - the same exception at the same step although data were left out for it `SKIPS_THAT_DID_NOT_HELP` times: the step or
@@ -26,7 +27,7 @@ SKIPS_THAT_DID_NOT_HELP = 3
 
 def blame(first: FirstCause | None, attempt: int, past: Iterable[JournalEntry]) -> Blamed | None:
     """The data that caused the failure of `attempt`; None: not the data. past: the supervisor's journal."""
-    if first is None or not first.may_blame_the_batch or first.record is None:
+    if first is None or not first.may_blame_the_batch or first.mistake or first.record is None:
         return None
     record = first.record
     present = {*(record.unreadable or record.samples)}

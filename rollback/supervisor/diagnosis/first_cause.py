@@ -87,9 +87,15 @@ class FirstCause:
         return self.record.in_hand and not (self.record.ours or self.record.error.startswith("rollback."))
 
     @property
-    def is_wrong_use(self) -> bool:
-        """Whether the script calls rollback wrongly: `guard.observe` with a loss of many numbers, for example."""
-        return self.why == "exception" and self.record is not None and self.record.error == "rollback.errors.UsageError"
+    def mistake(self) -> str:
+        """Where the script fails for a reason that no restart mends, in words; empty: it may be another one."""
+        if self.why != "exception" or self.record is None:
+            return ""
+        if self.record.error == "rollback.errors.UsageError":
+            return "at a wrong call of rollback"
+        # Behind a first update such code works, and it may be the data. Those that cannot be read are told apart.
+        in_first_update = self.may_blame_the_batch and self.record.doing == "training" and self.record.step == 0
+        return "in the first update of the run" if in_first_update and not self.record.unreadable else ""
 
     def is_behind(self, finished: Finished | None) -> bool:
         """Whether the script raised behind its training, whose final state is kept: it would raise there again."""

@@ -182,15 +182,13 @@ class TestBudget:
         _, decision = budget.after_failure(progressed=False, attached=False, killed=False)
         assert isinstance(decision, GiveUp)
 
-    def test_two_wrong_calls_of_rollback_in_a_row_are_enough_unless_there_was_progress(self) -> None:
+    def test_two_mistakes_of_the_script_in_a_row_are_enough_unless_there_was_progress(self) -> None:
         def fail(budget: Budget, progressed: bool) -> tuple[Budget, Restart | GiveUp]:
-            return budget.after_failure(progressed=progressed, attached=True, killed=False, misused=True)
+            return budget.after_failure(progressed=progressed, attached=True, killed=False, mistake="at a wrong call")
 
         budget, decision = fail(Budget.full(10), False)
         assert isinstance(decision, Restart)
-        assert fail(budget, False)[1] == GiveUp(
-            "2 attempts in a row failed at a wrong call of rollback, which no restart mends"
-        )
+        assert fail(budget, False)[1] == GiveUp("2 attempts in a row failed at a wrong call, which no restart mends")
         assert isinstance(fail(budget, True)[1], Restart)
 
     def test_being_killed_while_starting_is_no_reason_to_give_up_early(self) -> None:

@@ -24,11 +24,12 @@ def crash(
     why: Why = "exception",
     samples: tuple[int, ...] = (),
     unreadable: tuple[int, ...] = (),
+    doing: str = "reading",
 ) -> FirstCause:
     first, last = whole or (batch, batch)
     record = FailureRecord(
         rank=1, pid=1, host="h", attempt=1, at="", seconds=0.0, step=batch if step is None else step, batch=batch,
-        whole_step=Window(first=first, last=last), doing="reading", error="ValueError", message="bad", traceback="",
+        whole_step=Window(first=first, last=last), doing=doing, error="ValueError", message="bad", traceback="",
         frames=[], fingerprint=fingerprint, samples=list(samples), unreadable=list(unreadable),
     )  # fmt: skip
     return FirstCause(why, "rank 1 raised ValueError: bad", 1, record)
@@ -66,6 +67,26 @@ def test_the_same_exception_twice_at_the_same_batch_blames_the_whole_update() ->
     found = supervisor.fails(crash(30, whole=(28, 31)))
     assert found is not None
     assert (found.window, found.batch, found.attempts) == (Window(first=28, last=31), 30, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("step", "doing", "unreadable", "mistake"),
+    [
+        (0, "training", (), True),
+        (0, "training", (7,), False),
+        (0, "reading", (), False),
+        (1, "training", (), False),
+    ],
+)
+def test_in_the_first_update_of_a_run_the_script_is_at_fault_and_not_a_batch(
+    step: int, doing: str, unreadable: tuple[int, ...], mistake: bool
+) -> None:
+    """Skipping it would leave data out of the run that is to follow when the script is mended."""
+    supervisor = Supervisor()
+    first = crash(0, step=step, doing=doing, unreadable=unreadable)
+    assert first.mistake == "in the first update of the run" * mistake
+    supervisor.fails(first)
+    assert (supervisor.fails(first) is None) is mistake
 
 
 def test_the_two_need_not_follow_one_another() -> None:
