@@ -41,7 +41,8 @@ def test_the_guarded_script_trains_exactly_as_the_plain_one(launcher: list[str],
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = run_warm(command, cwd=tmp_path, env=environment, capture_output=True)
         assert done.returncode == 0, done.stderr
-        printed.append([json.loads(line) for line in done.stdout.splitlines()])
+        lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # torch 2.10 writes to stdout, too
+        printed.append([json.loads(line) for line in lines])
     assert len(printed[0]) == 5
     assert printed[0] == printed[1]
     assert (tmp_path / "runs" / "train_gpt" / "run.json").exists()

@@ -24,7 +24,7 @@ from rollback.supervisor.diagnosis.outcome import Failures
 from rollback.supervisor.torchrun.flags import FLAGS, RENDEZVOUS, Flag, names_a_rendezvous, read_flags
 
 INSTALLED = flags_of(get_args_parser())
-LATER = {"log-line-prefix-template"}  # than the oldest torch that is supported
+LATER = {"log-line-prefix-template", "shutdown-timeout"}  # than the oldest torch that is supported
 HERE = [flag for flag in FLAGS if flag.name in {each.name for each in INSTALLED}]
 
 
