@@ -10,7 +10,7 @@ The budget of restarts handles all other cases:
 
 - another batch without such a sample: a random crash is not the data's fault;
 - no batch in hand: between two epochs, or behind the training, no batch is at fault;
-- the first update of the run: a mistake in the script is more probable than such a batch;
+- a mistake in the script, for all that can be seen, as an exception in the first update of the run is;
 - an exception of rollback itself: its innermost frame is in this package;
 - another class of cause: memory, hardware, signals, hangs and lost peers say nothing about the data;
 - the same exception at the same step although data were left out for it `SKIPS_THAT_DID_NOT_HELP` times: the step or

@@ -35,6 +35,9 @@ from rollback.rundir.failures import FailureRecord
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
 
+_OF_CODE = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError")
+"""Exceptions that no data bring about."""
+
 
 @dataclass(frozen=True)
 class RankEnd:
@@ -93,6 +96,8 @@ class FirstCause:
             return ""
         if self.record.error == "rollback.errors.UsageError":
             return "at a wrong call of rollback"
+        if self.record.error in _OF_CODE:
+            return f"with {self.record.error}"
         # Behind a first update such code works, and it may be the data. Those that cannot be read are told apart.
         in_first_update = self.may_blame_the_batch and self.record.doing == "training" and self.record.step == 0
         return "in the first update of the run" if in_first_update and not self.record.unreadable else ""

@@ -190,6 +190,20 @@ def test_memory_and_our_own_errors_blame_no_batch(why: str) -> None:
     assert not found.may_blame_the_batch
 
 
+@pytest.mark.parametrize(
+    ("error", "mistake"),
+    [
+        ("rollback.errors.UsageError", "at a wrong call of rollback"),
+        ("NameError", "with NameError"),
+        ("ValueError", ""),
+    ],
+)
+def test_what_no_restart_mends_is_told_from_what_data_may_have_done(error: str, mistake: str) -> None:
+    found = first_cause(evidence(), [raised(0, error, "x")])
+    assert found is not None
+    assert found.mistake == mistake
+
+
 def test_only_an_exception_with_a_record_may_blame_its_batch() -> None:
     for end in (died(0, -9), died(0, 3), raised(0, "RuntimeError", GLOO), RankEnd(0, stopped=True)):
         found = first_cause(evidence(), [end])
