@@ -206,7 +206,7 @@ def _staying_apart(meeting: Meeting, host: Host) -> Iterator[None]:
         yield
         return
     with closing(meeting.store):
-        host.stay_apart(meeting.store.process)
+        host.stay_apart(lambda: meeting.store.processes)
         yield
 
 

@@ -191,7 +191,7 @@ class Host:
         self._guarded, self._started = expects_guard, 0
         self._run_id = str(uuid.uuid4())
         self._standby = Standby()
-        self._meeting: list[psutil.Process] = []
+        self._meeting: Callable[[], list[psutil.Process]] | None = None
         self._board = board_if_possible()
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
         self._refusal = private / "refusal.json"
@@ -246,7 +246,7 @@ class Host:
                 if running.asks:
                     ask_for_last_snapshot(self._paths, number, b"e")
                 patience = 0.0 if running.hopeless else _PATIENCE
-                others = [*self._before_us, *self._meeting]
+                others = [*self._before_us, *(self._meeting() if self._meeting else ())]
                 end_all(lambda: descendants(apart_from=[*others, *self._standby.waiting]), patience=patience)
                 reap(apart_from=[*others, *self._standby.waiting])
 
@@ -264,12 +264,12 @@ class Host:
             ),
             preload=self._preload,
             heartbeats=self._board.path if self._board is not None else "",
-            apart=bool(self._meeting),
+            apart=self._meeting is not None,
         )  # fmt: skip
 
-    def stay_apart(self, meeting: psutil.Process) -> None:
+    def stay_apart(self, meeting: Callable[[], list[psutil.Process]]) -> None:
         """Every host has a run directory of its own. meeting: the process by which they meet; it outlives attempts."""
-        self._meeting = [meeting]
+        self._meeting = meeting
 
     def conditions(self, salt: str) -> dict[str, Any]:
         """The conditions of a start now: fields of `AttemptStarted`. salt: the run's."""
