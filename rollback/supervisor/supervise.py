@@ -140,9 +140,16 @@ def _lead(
             verdict = RunResult(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
             try:
                 if store is not None:
-                    if place is not None:  # of many nodes, the one that leads asks whether it may write
-                        store.probe()
-                    fetch(store, order.paths, say)
+                    try:
+                        with signals.breaking_off():  # a checkpoint may take hours
+                            if place is not None:  # of many nodes, the one that leads asks whether it may write
+                                store.probe()
+                            fetch(store, order.paths, say)
+                    except KeyboardInterrupt:
+                        raise RollbackError(
+                            f"told to stop while the newest state was fetched from {store.url}",
+                            hint="the same command goes on", exit_code=ExitCode.RESUMABLE,
+                        ) from None  # fmt: skip
                 past = read_past(order.paths, claim.before)
                 forget_elsewhere(order.paths)
                 if (told := nothing_left(order.paths, past, order.job, order.settings, say)) is not None:
