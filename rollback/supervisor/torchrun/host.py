@@ -191,6 +191,7 @@ class Host:
         self._guarded, self._started = expects_guard, 0
         self._run_id = str(uuid.uuid4())
         self._standby = Standby()
+        self._standby_of: int | None = None  # the attempt in which it was started
         self._meeting: Callable[[], list[psutil.Process]] | None = None
         self._board = board_if_possible()
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
@@ -278,8 +279,11 @@ class Host:
     def keep_standby(self, attempt: int) -> None:
         """Keep a torchrun process for the next attempt ready, its imports done. Call it once the present attempt
         trains, here or on other nodes.
+
+        It is started once in an attempt: what has ended one (no memory, an import that fails) would end the next one.
         """
-        if self._preload and not self._standby.waiting:
+        if self._preload and self._standby_of != attempt and not self._standby.waiting:
+            self._standby_of = attempt
             self._standby.prepare(self._rank_environment(attempt))
 
     def close(self) -> None:
