@@ -8,11 +8,12 @@ The order is important in three places:
 - A decision is journalled before it is carried out.
 """
 
+import fcntl
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,8 +61,7 @@ def supervise(order: LaunchOrder, audience: Audience) -> Result:
         )
     store = reach(order.settings.ring, writing=place is None)
     others = str(order.job.flags.get("signals-to-handle", ""))
-    with tempfile.TemporaryDirectory(prefix="rollback-") as made, StopSignals(others) as signals:
-        private = Path(os.path.realpath(made))  # no link is followed in it
+    with _private_directory() as private, StopSignals(others) as signals:
         claim: Claim | None = None
         environment = dict(os.environ)
         if place is None:
@@ -80,6 +80,21 @@ def supervise(order: LaunchOrder, audience: Audience) -> Result:
                 assert claim is not None
                 return _lead(order, None, store, audience.say, host, signals, claim)
             return _take_part(order, place, store, audience.say, host, signals, buddy)
+
+
+@contextmanager
+def _private_directory() -> Iterator[Path]:
+    """A directory for messages of ranks and torchrun, locked: systemd removes what is some days old below /tmp, but
+    nothing that is."""
+    with tempfile.TemporaryDirectory(prefix="rollback-") as made:
+        private = Path(os.path.realpath(made))  # no link is followed in it
+        fd = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield private
+        finally:
+            os.close(fd)
 
 
 def _take_part(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import psutil
 from rollback.config import guard_mark
 from rollback.facts.training import Attached, Committed, Fact, Finished, Stopped, Window
 from rollback.rundir.failures import FailureRecord, write_failure
+from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, Heartbeat, read_heartbeats, write_heartbeat
@@ -90,6 +92,20 @@ def die_once() -> None:
     if ATTEMPT == 1 and RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if ATTEMPT == 1:
+        until_told()
+
+
+def empty_tmp_and_die() -> None:
+    """Rank 1 removes what the supervisor has in /tmp, and dies."""
+    attach()
+    beat(7)
+    if ATTEMPT > 1:
+        print(f"rank {RANK} goes on", flush=True)
+    elif RANK == 1:
+        write_identity(PATHS, new_identity(JobIdentity(world_size=2, model=[], optimizer={}, objects=[], data={})))
+        shutil.rmtree(Path(os.environ["ROLLBACK_REFUSAL"]).parent)
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
         until_told()
 
 

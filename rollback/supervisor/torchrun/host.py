@@ -1,5 +1,6 @@
 """Attempts on this host. When an attempt ends, every process of it is gone before anything else happens."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -195,6 +196,7 @@ class Host:
         self._meeting: Callable[[], list[psutil.Process]] | None = None
         self._board = board_if_possible()
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
+        self._private = private
         self._refusal = private / "refusal.json"
         self._failures = private / "failures.json"
         self.output = Output(
@@ -227,6 +229,8 @@ class Host:
         group: the nodes of the attempt, where the job's flags do not say so. Raises RollbackError where a process
         cannot be ended.
         """
+        with contextlib.suppress(OSError):  # somebody has emptied /tmp since the last attempt
+            self._private.mkdir(0o700)
         self._refusal.unlink(missing_ok=True)
         self._failures.unlink(missing_ok=True)
         environment = self._rank_environment(number)
