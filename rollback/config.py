@@ -1,7 +1,7 @@
 """Settings of the guard: their meaning, their defaults, and which of them contradict each other.
 
 A setting may come from the script (keyword arguments of `Guard`) or from the command line (`rollback launch`, passed
-down in one environment variable). The command line wins: at three in the morning the operator has no editor open.
+down in the environment). The command line wins: at three in the morning the operator has no editor open.
 """
 
 import os
@@ -177,6 +177,8 @@ DECIDING = (
 ENV_RUN = "ROLLBACK_RUN"
 ENV_ATTEMPT = "ROLLBACK_ATTEMPT"
 ENV_SETTINGS = "ROLLBACK_SETTINGS"
+_PARTS = " parts"  # then it says how many further variables have the text
+_PART = 30_000  # characters in each; UTF-8 has up to four bytes for one
 ENV_SUPERVISOR = "ROLLBACK_SUPERVISOR"
 ENV_HEARTBEATS = "ROLLBACK_HEARTBEATS"
 ENV_REFUSAL = "ROLLBACK_REFUSAL"
@@ -209,10 +211,29 @@ ENV_FAST_TIER = "ROLLBACK_FAST_TIER"
 _LOOSE = TypeAdapter(dict[str, Any])
 
 
+def settings_as_environment(settings: Settings) -> dict[str, str]:
+    """What hands the settings that are set down to the ranks. A long text, of a skip list as `--skips-of` makes it, has
+    several variables: Linux starts no program with one of 128 KiB."""
+    text = settings.model_dump_json(exclude_unset=True)
+    parts = [text[start : start + _PART] for start in range(0, len(text), _PART)]
+    if len(parts) == 1:
+        return {ENV_SETTINGS: text}
+    return {ENV_SETTINGS: f"{len(parts)}{_PARTS}", **{f"{ENV_SETTINGS}_{n}": part for n, part in enumerate(parts)}}
+
+
+def settings_text(environment: Mapping[str, str]) -> str:
+    """The settings that were handed down, as JSON; empty: none were."""
+    given = environment.get(ENV_SETTINGS, "")
+    count = given.removesuffix(_PARTS)
+    if count == given or not count.isdecimal():
+        return given
+    return "".join(environment.get(f"{ENV_SETTINGS}_{number}", "") for number in range(int(count)))
+
+
 def settings_from(script: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
     """Settings of the script, overridden by those of the command line. Raises UsageError naming the wrong setting."""
     try:
-        given = environment.get(ENV_SETTINGS)
+        given = settings_text(environment)
         operator = _LOOSE.validate_json(given) if given else {}
         return Settings.model_validate({**script, **operator})
     except ValidationError as error:

@@ -311,12 +311,21 @@ def _leave_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
+def _tell_supervisor(path: str, told: Mapping[str, Any]) -> None:
+    """In a file of its temporary directory, which is made anew where somebody has emptied /tmp since the start. Where
+    that fails, the supervisor knows how this process ended, and no more."""
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            Path(path).parent.mkdir(0o700)
+        write_file(Path(path), json.dumps(told).encode(), durable=False)
+
+
 def _refuse(instructions: Instructions, reason: str) -> NoReturn:
     error = UsageError(
         f"torchrun does not take its flags: {' '.join(reason.split())}",
         hint="rollback launch --help and torchrun --help list them; nothing was started",
     )
-    write_file(Path(instructions.refusal), json.dumps(error.fields).encode(), durable=False)
+    _tell_supervisor(instructions.refusal, error.fields)
     _leave_at_once(2)
 
 
@@ -372,7 +381,7 @@ def _run(
         if not started and isinstance(error, ValueError | AssertionError):
             _refuse(instructions, str(error) or f"{type(error).__name__} before any rank was started")
         told = describe(error, sent)
-        write_file(Path(instructions.failures), json.dumps(told).encode(), durable=False)
+        _tell_supervisor(instructions.failures, told)
         if not told["failures"] and not isinstance(error, ForkServerGone):
             raise
         _leave_at_once(1)  # the supervisor says in a line what a traceback says in forty

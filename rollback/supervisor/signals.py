@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,7 @@ class StopSignals:
         self.since: float | None = None
         """Monotonic seconds of the first signal."""
         self._taken = 0
+        self._breaking_off = False
         self._before: dict[signal.Signals, Any] = {}
 
     @property
@@ -37,6 +39,19 @@ class StopSignals:
         new = self.received[self._taken :]
         self._taken += len(new)
         return new
+
+    @contextlib.contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """A stop signal raises KeyboardInterrupt inside the `with` block, and before it if one has come already: for
+        what takes long and looks at no signal, and may be broken off anywhere as a kill would. Main thread only.
+        """
+        self._breaking_off = True
+        try:
+            if self.received:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._breaking_off = False
 
     def __enter__(self) -> "StopSignals":
         for signum in self._heeded:
@@ -52,3 +67,6 @@ class StopSignals:
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.since = time.monotonic() if self.since is None else self.since
         self.received.append(signal.Signals(signum))
+        if self._breaking_off:
+            self._breaking_off = False  # once: what is broken off cleans up
+            raise KeyboardInterrupt

@@ -8,11 +8,12 @@ The order is important in three places:
 - A decision is journalled before it is carried out.
 """
 
+import fcntl
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,8 +61,7 @@ def supervise(order: LaunchOrder, audience: Audience) -> Result:
         )
     store = reach(order.settings.ring, writing=place is None)
     others = str(order.job.flags.get("signals-to-handle", ""))
-    with tempfile.TemporaryDirectory(prefix="rollback-") as made, StopSignals(others) as signals:
-        private = Path(os.path.realpath(made))  # no link is followed in it
+    with _private_directory() as private, StopSignals(others) as signals:
         claim: Claim | None = None
         environment = dict(os.environ)
         if place is None:
@@ -80,6 +80,21 @@ def supervise(order: LaunchOrder, audience: Audience) -> Result:
                 assert claim is not None
                 return _lead(order, None, store, audience.say, host, signals, claim)
             return _take_part(order, place, store, audience.say, host, signals, buddy)
+
+
+@contextmanager
+def _private_directory() -> Iterator[Path]:
+    """A directory for messages of ranks and torchrun, locked: systemd removes what is some days old below /tmp, but
+    nothing that is."""
+    with tempfile.TemporaryDirectory(prefix="rollback-") as made:
+        private = Path(os.path.realpath(made))  # no link is followed in it
+        fd = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield private
+        finally:
+            os.close(fd)
 
 
 def _take_part(
@@ -140,9 +155,16 @@ def _lead(
             verdict = RunResult(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
             try:
                 if store is not None:
-                    if place is not None:  # of many nodes, the one that leads asks whether it may write
-                        store.probe()
-                    fetch(store, order.paths, say)
+                    try:
+                        with signals.breaking_off():  # a checkpoint may take hours
+                            if place is not None:  # of many nodes, the one that leads asks whether it may write
+                                store.probe()
+                            fetch(store, order.paths, say)
+                    except KeyboardInterrupt:
+                        raise RollbackError(
+                            f"told to stop while the newest state was fetched from {store.url}",
+                            hint="the same command goes on", exit_code=ExitCode.RESUMABLE,
+                        ) from None  # fmt: skip
                 past = read_past(order.paths, claim.before)
                 forget_elsewhere(order.paths)
                 if (told := nothing_left(order.paths, past, order.job, order.settings, say)) is not None:
@@ -206,7 +228,7 @@ def _staying_apart(meeting: Meeting, host: Host) -> Iterator[None]:
         yield
         return
     with closing(meeting.store):
-        host.stay_apart(meeting.store.process)
+        host.stay_apart(lambda: meeting.store.processes)
         yield
 
 

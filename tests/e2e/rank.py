@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import psutil
 from rollback.config import guard_mark
 from rollback.facts.training import Attached, Committed, Fact, Finished, Stopped, Window
 from rollback.rundir.failures import FailureRecord, write_failure
+from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, Heartbeat, read_heartbeats, write_heartbeat
@@ -93,6 +95,20 @@ def die_once() -> None:
         until_told()
 
 
+def empty_tmp_and_die() -> None:
+    """Rank 1 removes what the supervisor has in /tmp, and dies."""
+    attach()
+    beat(7)
+    if ATTEMPT > 1:
+        print(f"rank {RANK} goes on", flush=True)
+    elif RANK == 1:
+        write_identity(PATHS, new_identity(JobIdentity(world_size=2, model=[], optimizer={}, objects=[], data={})))
+        shutil.rmtree(Path(os.environ["ROLLBACK_REFUSAL"]).parent)
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        until_told()
+
+
 def die_if_faulty() -> None:
     """The ranks of a node that is started with FAULTY in its environment die, in every attempt, as soon as the node of
     that name has come and all ranks have attached."""
@@ -141,6 +157,19 @@ def train_until_the_next_one_waits() -> None:
         if others and Path(f"/proc/{others[0]}/comm").read_text() == "standby\n":  # it is through with its imports
             Path(os.environ["NOTES"], "waits").write_text(str(others[0]))
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def train_behind_the_end_of_the_next_one() -> None:
+    """Do steps until the process for the next attempt has ended, and for three seconds more."""
+    attach()
+    ends = None
+    for step in range(1, 1500):
+        beat(step)
+        if ends is None and Path(os.environ["NOTES"], "standbys").exists():
+            ends = step + 30
+        if step == ends:
+            return
         time.sleep(0.1)
 
 

@@ -67,6 +67,20 @@ def test_a_killed_rank_costs_no_run_though_the_disk_of_another_host_is_full(tmp_
         fleet.require_as_undisturbed()
 
 
+def test_the_run_goes_on_where_the_process_that_has_the_store_is_killed(tmp_path: Path) -> None:
+    """Nothing reaches the leader from then on, so it makes the store anew, and the other host comes again."""
+    with fleet_of(2, tmp_path, TOY.but(samples=3000, nan=())) as fleet:
+        fleet.launch()
+        fleet.until(lambda: fleet.reached(60))
+        fleet.hosts[0].tell_all("meeting", signal.SIGKILL)
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert "it is made anew" in fleet.told()
+        lost, done = supervisors_facts(fleet.run(0).root, AttemptEnded)
+        assert lost.status != 0, fleet.told()
+        assert done.status == 0, fleet.told()
+        fleet.require_as_undisturbed()
+
+
 @pytest.mark.soak
 def test_a_lost_follower_and_then_a_lost_leader_come_back_with_empty_disks_and_the_run_goes_on(tmp_path: Path) -> None:
     """Three hosts. What was in a lost host's memory is gone for all: the bucket has what they go on from."""

@@ -1,6 +1,8 @@
 """`rollback launch` with a real torchrun, and ranks that keep the guard's side of the contract without torch."""
 
+import fcntl
 import json
+import os
 import re
 import signal
 import socket
@@ -70,6 +72,35 @@ def test_a_killed_rank_is_named_and_the_next_attempt_starts_at_once(job: Launch)
     (restart,) = job.facts(RestartScheduled)
     assert restart.delay == 0.0
     assert "Traceback" not in output
+
+
+def test_where_tmp_is_emptied_it_is_told_who_died_and_the_next_attempt_is_as_any_other(job: Launch) -> None:
+    code, output = job.finish("empty_tmp_and_die", ranks=2)
+    assert code == 0, output
+    first, _ = job.facts(AttemptEnded)
+    assert (first.why, first.rank) == ("signal", 1), output
+    assert "Traceback" not in output
+    assert "rank 1 goes on" not in output
+    for rank in (0, 1):
+        assert f"rank {rank} goes on" in (job.paths.attempt_logs(2) / f"rank-{rank:05d}.out").read_text()
+
+
+def test_what_is_old_below_tmp_is_removed_and_not_what_a_supervisor_uses(cold: Launch) -> None:
+    """systemd-tmpfiles passes over a directory that it cannot lock."""
+    process = cold.start("stop_when_told")
+    cold.wait_for_heartbeats(1)
+    torchrun = cold.torchrun()
+    private = Path(json.loads(torchrun.environ()["ROLLBACK_TORCHRUN"])["refusal"]).parent
+    fd = os.open(private, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    finally:
+        os.close(fd)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 75, output
+    assert not private.exists()
 
 
 def test_what_rank_0_raises_because_its_peer_died_is_shown_after_who_died_first(job: Launch) -> None:

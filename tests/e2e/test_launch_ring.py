@@ -4,7 +4,9 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 from launching import Launch, launching
+from s3_server import serving_s3
 from safetensors.numpy import load_file
 from toy import facts
 from typer.testing import CliRunner
@@ -63,6 +65,31 @@ def test_a_preempted_run_goes_on_from_the_url_alone(tmp_path: Path) -> None:
         damaged = runner.invoke(app, ["ring", "verify", url])
         assert damaged.exit_code == ExitCode.FAILED
         assert shard.parent.name in damaged.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_ends_a_launch_that_still_fetches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The bucket gives the record and no shard; each read of one is tried again for a minute."""
+    with (
+        serving_s3(monkeypatch, "bucket") as server,
+        launching(tmp_path, with_torchrun=False, script=TINY) as launch,
+    ):
+        url = "s3://bucket/run"
+        status, output = launch.finish("", "--ring", url)
+        assert status == ExitCode.DONE, output
+        server.refuses = lambda request: request.startswith("GET") and ".safetensors" in request
+        other = elsewhere(launch, "other")
+        process = other.start("", "--ring", url)
+        launch.wait_for(lambda: server.refused)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == ExitCode.RESUMABLE, output
+        assert "told to stop while the newest state was fetched" in output
+        server.refuses = lambda request: False
+        status, output = other.finish("", "--ring", url)
+        assert (status, "fetching the record of run" in output) == (ExitCode.DONE, True), output
 
 
 def test_a_ring_that_cannot_be_used_is_refused_before_anything_is_touched(tmp_path: Path) -> None:

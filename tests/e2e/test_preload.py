@@ -1,9 +1,11 @@
 """Ranks that are forked from a process with torch in it see what ranks see that are started from nothing."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launching import launching
 
 from rollback.facts.training import AttemptStarted
@@ -57,6 +59,30 @@ def test_the_next_attempt_runs_in_the_process_that_was_kept_ready(tmp_path: Path
         first, second = job.facts(AttemptStarted)
         assert second.pid == int((tmp_path / "waits").read_text())
         assert first.pid != second.pid
+
+
+NO_STANDBY = """
+import os
+
+if "ROLLBACK_STANDBY" in os.environ:
+    with open(os.environ["NOTES"] + "/standbys", "a") as file:
+        file.write("one ")
+    os._exit(1)
+"""
+
+
+def test_a_process_for_the_next_attempt_that_ends_is_not_started_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ended it, want of memory or an import that fails, would end the next one, beside a run of weeks."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(NO_STANDBY)
+    monkeypatch.setenv("PYTHONPATH", f"{site}:{os.environ.get('PYTHONPATH', '')}")
+    with launching(tmp_path, with_torchrun=True, cold=True) as job:
+        code, output = job.finish("train_behind_the_end_of_the_next_one")
+        assert code == 0, output
+        assert (tmp_path / "standbys").read_text() == "one "
 
 
 HELPED = """

@@ -1,12 +1,15 @@
 """Settings: defaults, who wins, and what is refused with which words."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.config import ENV_SETTINGS, PRESETS, Settings, settings_from
+from rollback.config import ENV_SETTINGS, PRESETS, Settings, settings_as_environment, settings_from
 from rollback.errors import ExitCode, UsageError
 from rollback.facts.training import Window
 
@@ -52,6 +55,19 @@ def test_the_command_line_wins_over_the_script_and_leaves_the_rest_alone(
     handed_down = Settings(**operator).model_dump_json(exclude_unset=True)
     settings = settings_from(script, {ENV_SETTINGS: handed_down})
     assert settings == Settings(**{**script, **operator})
+
+
+def test_a_skip_list_of_any_length_is_handed_down() -> None:
+    """`--skips-of` names all samples once more for each time that one was added; Linux takes 128 KiB in a variable."""
+    windows = [{"first": 10 * number, "last": 10 * number + 3} for number in range(12_000)]
+    given = Settings.model_validate({"skip": windows, "ring": "file:///Ärger/ring"})
+    program = "import os; from rollback.config import settings_from; print(len(settings_from({}, os.environ).skip))"
+    started = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **settings_as_environment(given)}, stdout=subprocess.PIPE,
+        check=True,
+    )  # fmt: skip
+    assert int(started.stdout) == len(windows)
+    assert settings_from({}, settings_as_environment(given)) == given
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ _Fact = TypeVar("_Fact", bound=Fact)
 class TrainJournal:
     """The ranks' journal. Each line is read once, since the journal is read ten times a second.
 
+    It keeps the entries of two attempts: a launch of months has too many of them to keep all.
+
     past: the attempts before this launch; None: there are none.
     """
 
@@ -48,6 +50,8 @@ class TrainJournal:
         fold(new, self._history)
         for record in new:
             self._of_attempt.setdefault(record.attempt, []).append(record)
+        for attempt in sorted(self._of_attempt)[:-2]:
+            del self._of_attempt[attempt]
 
     @property
     def history(self) -> History:
@@ -56,7 +60,10 @@ class TrainJournal:
         return self._history
 
     def records(self, attempt: int) -> list[JournalEntry]:
-        """Facts of the ranks of an attempt of this launch. Raises JournalDamaged or RunDirectoryError."""
+        """Facts of the ranks of one of the last two attempts of this launch that have any; none of earlier ones.
+
+        Raises JournalDamaged or RunDirectoryError.
+        """
         self._read()
         return list(self._of_attempt.get(attempt, ()))
 

@@ -334,6 +334,8 @@ class Leader(Nodes):
 
     def _look(self) -> None:
         """Read the followers' reports, and check that no other supervisor leads."""
+        if (told := self._meeting.keep_up()) is not None:
+            self._say(told)
         if (rival := self._meeting.rival(self._beacon.record)) is not None:
             self._overtaken = True
             raise RunDirectoryError(

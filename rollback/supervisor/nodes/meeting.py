@@ -55,6 +55,13 @@ class Meeting(Protocol):
         """The orders of another one that leads by now; None: this one still does. own: what it gives."""
         ...
 
+    def keep_up(self) -> str | None:
+        """The leader's part: bring up again what has gone down of it. What is to be said of that; None: nothing has.
+
+        Raises NodesMissing where another one has taken its place meanwhile.
+        """
+        ...
+
     @property
     def words(self) -> str:
         """Where the hosts meet and what they must share, for people."""
@@ -91,6 +98,9 @@ class SharedMeeting:
         found = Watchtower(self.transport, ORDERS, Orders).look().get(ORDERS, own)
         return None if found.leader == own.leader or self.is_led_by(own) else found
 
+    def keep_up(self) -> str | None:
+        return None
+
     @property
     def words(self) -> str:
         kind = mount_of(self._paths.root.resolve()).kind
@@ -116,6 +126,19 @@ class EndpointMeeting:
         return self.store.gone is not None
 
     def rival(self, own: Orders) -> Orders | None:
+        return None
+
+    def keep_up(self) -> str | None:
+        """The process that has the store may be killed, for want of memory or by mistake. The followers lose their
+        leader by that, and come again; this one would see them for ever as they were."""
+        if (gone := self.store.gone) is not None:
+            self.store.renew()
+            return f"the store at {self.store.place} was lost ({gone}): it is made anew, and the other hosts come again"
+        if self.store.role == "guest":
+            raise NodesMissing(
+                f"the store at {self.store.place} was lost, and another process has it now, which leads",
+                hint="start the same command here again",
+            )
         return None
 
     @property

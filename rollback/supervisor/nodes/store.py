@@ -52,22 +52,48 @@ class StoreTransport:
         self._shown: dict[str, str] = {}
         self._known: set[str] = set()
         self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start the process that has this host's end of the store, and the thread that hears what it says."""
         ours, theirs = socket.socketpair()
         with theirs:
-            told = json.dumps(asdict(replace(point, descriptor=theirs.fileno())))
+            told = json.dumps(asdict(replace(self.point, descriptor=theirs.fileno())))
             quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL", ENV_MEETING: told}
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", MEETING_MODULE], env={**os.environ, **quiet}, pass_fds=[theirs.fileno()],
-                start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", MEETING_MODULE], env={**os.environ, **quiet}, pass_fds=[theirs.fileno()],
+                    start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+            except OSError:
+                ours.close()
+                raise
         ours.settimeout(_PATIENCE)
         self._socket = ours
         self._thread = threading.Thread(target=self._listen, name="rollback-meeting", daemon=True)
         self._thread.start()
 
+    def renew(self) -> None:
+        """The store that was here is gone, with all that was in it: make it anew, and show again what is shown. Who
+        had come has to come again. Where it cannot be made, it is still gone."""
+        self._end()
+        with self._lock:
+            self._known.clear()
+            self._read.clear()
+            self.gone = None
+            try:
+                self._begin()
+                for name, body in self._shown.items():
+                    self._send_line(name, body)
+            except OSError as error:  # no process or descriptor is to be had at present
+                self.gone = str(error)
+
     @property
-    def process(self) -> psutil.Process:
-        return psutil.Process(self._process.pid)
+    def processes(self) -> list[psutil.Process]:
+        """The process that has this host's end, if it is there."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [psutil.Process(self._process.pid)]
+        return []
 
     def write(self, name: str, body: bytes) -> None:
         if len(body) > LIMIT:
@@ -84,6 +110,9 @@ class StoreTransport:
             return {name: self._read[name] for name in sorted(self._read) if fnmatch.fnmatchcase(name, pattern)}
 
     def close(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._forget(*self._known)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

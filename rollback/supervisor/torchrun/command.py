@@ -93,7 +93,7 @@ def rank_environment(
         **environment,
         config.ENV_RUN: str(run.absolute()),
         config.ENV_ATTEMPT: str(attempt),
-        config.ENV_SETTINGS: settings.model_dump_json(exclude_unset=True),
+        **config.settings_as_environment(settings),
         config.ENV_SUPERVISOR: supervisor,
         config.ENV_HEARTBEATS: heartbeats,
         config.ENV_REFUSAL: instructions.refusal,

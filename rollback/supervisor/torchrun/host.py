@@ -1,5 +1,6 @@
 """Attempts on this host. When an attempt ends, every process of it is gone before anything else happens."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -191,9 +192,11 @@ class Host:
         self._guarded, self._started = expects_guard, 0
         self._run_id = str(uuid.uuid4())
         self._standby = Standby()
-        self._meeting: list[psutil.Process] = []
+        self._standby_of: int | None = None  # the attempt in which it was started
+        self._meeting: Callable[[], list[psutil.Process]] | None = None
         self._board = board_if_possible()
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
+        self._private = private
         self._refusal = private / "refusal.json"
         self._failures = private / "failures.json"
         self.output = Output(
@@ -226,6 +229,8 @@ class Host:
         group: the nodes of the attempt, where the job's flags do not say so. Raises RollbackError where a process
         cannot be ended.
         """
+        with contextlib.suppress(OSError):  # somebody has emptied /tmp since the last attempt
+            self._private.mkdir(0o700)
         self._refusal.unlink(missing_ok=True)
         self._failures.unlink(missing_ok=True)
         environment = self._rank_environment(number)
@@ -246,7 +251,7 @@ class Host:
                 if running.asks:
                     ask_for_last_snapshot(self._paths, number, b"e")
                 patience = 0.0 if running.hopeless else _PATIENCE
-                others = [*self._before_us, *self._meeting]
+                others = [*self._before_us, *(self._meeting() if self._meeting else ())]
                 end_all(lambda: descendants(apart_from=[*others, *self._standby.waiting]), patience=patience)
                 reap(apart_from=[*others, *self._standby.waiting])
 
@@ -264,12 +269,12 @@ class Host:
             ),
             preload=self._preload,
             heartbeats=self._board.path if self._board is not None else "",
-            apart=bool(self._meeting),
+            apart=self._meeting is not None,
         )  # fmt: skip
 
-    def stay_apart(self, meeting: psutil.Process) -> None:
+    def stay_apart(self, meeting: Callable[[], list[psutil.Process]]) -> None:
         """Every host has a run directory of its own. meeting: the process by which they meet; it outlives attempts."""
-        self._meeting = [meeting]
+        self._meeting = meeting
 
     def conditions(self, salt: str) -> dict[str, Any]:
         """The conditions of a start now: fields of `AttemptStarted`. salt: the run's."""
@@ -278,8 +283,11 @@ class Host:
     def keep_standby(self, attempt: int) -> None:
         """Keep a torchrun process for the next attempt ready, its imports done. Call it once the present attempt
         trains, here or on other nodes.
+
+        It is started once in an attempt: what has ended one (no memory, an import that fails) would end the next one.
         """
-        if self._preload and not self._standby.waiting:
+        if self._preload and self._standby_of != attempt and not self._standby.waiting:
+            self._standby_of = attempt
             self._standby.prepare(self._rank_environment(attempt))
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import psutil
 
 from rollback.config import ENV_RUN, ENV_SUPERVISOR
-from rollback.errors import RollbackError
+from rollback.errors import RollbackError, reporting
 from rollback.instructions import FORK_SERVER
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, Heartbeat
@@ -40,9 +40,11 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start torchrun in a session of its own, so that a Ctrl-C in the terminal reaches only this process.
 
-    stdout, stderr: descriptors for its output (default: ours).
+    stdout, stderr: descriptors for its output (default: ours). Raises RollbackError where the system refuses.
     """
-    return subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
+    hint = "see the limits of this system (ulimit -a), and how long the arguments and the skip list are"
+    with reporting(RollbackError, "starting torchrun", hint):
+        return subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
 
 
 def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Process]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.config import ENV_SETTINGS, ENV_SUPERVISOR, Settings
+from rollback.config import ENV_SUPERVISOR, Settings, settings_text
 from rollback.errors import RollbackError, message_of
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import Helper, drained
@@ -132,5 +132,5 @@ def at_exit(act: Callable[[], object]) -> None:
 
 
 def _is_the_operators(environment: Mapping[str, str]) -> bool:
-    given = environment.get(ENV_SETTINGS)
+    given = settings_text(environment)
     return bool(given and json.loads(given).get("ring"))

@@ -23,9 +23,10 @@ from rollback.facts.training import (
     Stopped,
 )
 from rollback.instructions import LOGS_SPECS
+from rollback.rundir.journal.journal import Journal
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.complete import change_in_words
-from rollback.supervisor.diagnosis.evidence import got_further
+from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure, Refusal, ending
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, rank_environment, torchrun_command
@@ -278,6 +279,17 @@ class TestProgress:
         assert not got_further(records, 100, 100, before=records)
         elsewhere = self.records(self.attached.model_copy(update={"step": 40}), self.committed(50))
         assert got_further(records, 100, 100, before=elsewhere)
+
+    def test_a_launch_of_thousands_of_attempts_keeps_the_entries_of_two(self, tmp_path: Path) -> None:
+        path, kept = tmp_path / "journal" / "train.jsonl", {}
+        found = TrainJournal(path)
+        for attempt in range(1, 6):
+            journal = Journal(path, attempt)
+            journal.append(self.committed(attempt))
+            journal.close()
+            assert len(found.records(attempt)) == 1
+            kept = {other: len(found.records(other)) for other in range(1, attempt + 1)}
+        assert kept == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
 
 
 class TestCommand:
