@@ -208,14 +208,16 @@ class Follower:
                     write_elsewhere(self._paths, orders.host, orders.directory, self._say)
             self._look_at_ranks(running, beacon, orders)
             move = followers_move("running", running.attempt, orders, self._place.launch) if orders else "end"
-            if move in ("end", "quit") or self._signals.insistent:
+            if self._signals.insistent:
+                return running.kill(None)
+            if move in ("end", "quit"):
                 return running.kill()
             if move == "tell" or self._signals.received:
                 deadline = deadline or time.monotonic() + self._grace
                 signals = self._signals.received or [signal.SIGTERM]
                 running.tell_ranks_to_stop(signals, guarded=self._host.guarded)
                 if time.monotonic() > deadline:
-                    return running.kill()
+                    return running.kill(b"g")
             time.sleep(_POLL)
         return status
 
