@@ -40,11 +40,10 @@ class Batches:
         """The batch that could not be read last, and how often it was tried."""
 
     def open_epoch(self) -> bool:
-        """Open an epoch, if none is open. True: an epoch begins."""
-        if self._cursor.opened:
-            return False
-        self._cursor.open_epoch()
-        return True
+        """Open an epoch, if none is open. True: an epoch begins, also one that a checkpoint has opened."""
+        if not self._cursor.opened:
+            self._cursor.open_epoch()
+        return self._cursor.offset == 0
 
     def read(self, step: int, timeline: int, show: Callable[[int], None]) -> Any:
         """Skip what must be skipped, and read the next batch. StopIteration at the epoch's end.
