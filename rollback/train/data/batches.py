@@ -120,7 +120,7 @@ class Batches:
         cursor = self._cursor
         if cursor.offset and not cursor.reads_ahead and cursor.at_end:
             return True
-        window = next((window for window in self.skips.windows if cursor.batch in window), None)
+        window = self.skips.window_at(cursor.batch)
         if window is None:  # on all ranks alike
             return False
         end = cursor.epoch_end
