@@ -40,7 +40,7 @@ class _UnderWay:
     def __init__(self, question: OpenQuestion, kept: KeptUpdate, state: TrainingState) -> None:
         self.question, self.kept = question, kept
         self.state = HeldState(state, data=False)
-        self.gradients = HeldGradients({*state.trained, *state.model.parameters()})
+        self.gradients = HeldGradients({*state.trained, *state.parameters})
         self.left = list(kept.batches)
 
 

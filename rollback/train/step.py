@@ -36,14 +36,13 @@ class StepInProgress:
         self.heartbeat = heartbeat
         self.batch_filters: list[Callable[[Any], Any]] = []
         """Called with each batch on its way to the script. The script gets the result of the last one."""
-        self._start(None)
+        self._start(state.memory.phase)
 
     def _start(self, phase: str | None) -> None:
         """phase: the announced phase that begins with this step."""
         self._losses: list[Tensor] = []
         self._grad_norm: Tensor | None = None
         self._phase = phase
-        self._next_phase: str | None = None
         self.first_batch: int | None = None
         """Position of its first batch; None: it has no batch yet."""
         self.batches = 0
@@ -75,6 +74,7 @@ class StepInProgress:
         position = self.batch
         if self.first_batch is None:
             self.first_batch = position
+            self._state.memory.phase = None
             self.updates.forget()  # an update that the script made before: it belongs to no batch and no step
         self.batches += 1
         self.show_batch("training", position)
@@ -103,10 +103,10 @@ class StepInProgress:
 
     def announce(self, phase: str) -> None:
         """A phase begins with this step; with the next one, if this step's update is done."""
-        if self.updated:
-            self._next_phase = phase
-        else:
+        if not self.updated:
             self._phase = phase
+        if self.updated or self.first_batch is None:
+            self._state.memory.phase = phase  # what is kept before the next batch has it
 
     # Its end -------------------------------------------------------------------------------------------------------
 
@@ -152,21 +152,17 @@ class StepInProgress:
     def next(self) -> None:
         """Count the step. The next step is in progress."""
         self._state.counters.step += 1
-        self._start(self._next_phase)
+        self._start(self._state.memory.phase)
         self.updates.forget()
 
     def rollback_applied(self, event: RollbackApplied) -> None:
         """Forget the step. Without a plan, training is where it was, so an announced phase is kept.
 
-        At an epoch's start, in a screen and in a probe, this includes a phase that was to begin after an undone update.
-        The body of a rehearsal runs again, and announces such a phase again.
+        In a screen this includes a phase that was to begin after an undone update. Of what was put back, the step has
+        the phase that was announced for it then.
         """
-        announced = self._next_phase or self._phase
-        kept = {
-            RollbackCause.REHEARSAL: self._phase,
-            RollbackCause.EPOCH_START: announced,
-            RollbackCause.SCREEN: announced,
-            RollbackCause.PROBE: announced,
-        }
-        self._start(kept.get(event.cause))
+        if event.cause is RollbackCause.PLAN or self._phase is None:
+            self._phase = self._state.memory.phase
+        self._state.memory.phase = self._phase  # for what is kept before the next batch
+        self._start(self._phase)
         self.updates.forget()

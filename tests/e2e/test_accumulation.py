@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 from job_results import Scenarios
 from selection import soak
-from toy import Toy, facts, require_same, weights
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from toy import Toy, facts, require_same, skip_list, weights
 
-from rollback.facts.training import Planned
+import rollback
+from rollback.facts.training import Incident, Planned
 
 TOY = Toy(392, epochs=2, sampler="distributed", accumulate=4, settings={"snapshot_every": 5, "skip_after": 20})
 
@@ -35,3 +39,35 @@ def test_a_window_across_an_epoch_s_end_leaves_the_ranks_alike(tmp_path: Path, b
         require_same({k: first[k] for k in parameters}, {k: second[k] for k in parameters}, f"{name}: the ranks")
         for rank in (0, 1):
             require_same(job.portrait(name, rank), job.portrait(f"{name}-fresh", rank), f"{name}: as if from the start")
+
+
+def with_a_criterion(run: Path, *, bad: int = -1, **settings: object) -> list[float]:
+    """Updates of three batches, counted by their position in the stream, in epochs of ten. The loss has parameters, in
+    a module of its own. Returns all parameters at the end."""
+    torch.manual_seed(3)
+    x = torch.randn(40, 6)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    model, criterion = nn.Linear(6, 1), nn.Linear(1, 1)
+    trained = [*model.parameters(), *criterion.parameters()]
+    optimizer = torch.optim.SGD(trained, lr=0.01)
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=loader, criterion=criterion, run=run, snapshot_every=1, rewind=1,
+        probation=6, skip_after=1, max_skipped="100%", **settings,
+    )  # fmt: skip
+    for _ in guard.epochs(4):
+        for x, y in guard:
+            loss = (criterion(model(x)) - y).square().mean() / (0.0 if guard.batch == bad else 3.0)
+            loss.backward()
+            guard.observe(loss)
+            if (guard.batch + 1) % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    guard.close()
+    return [value for item in trained for value in item.flatten().tolist()]
+
+
+def test_what_an_epoch_leaves_of_an_undone_time_is_in_no_update_of_the_replay(tmp_path: Path) -> None:
+    """The last update of an epoch is judged at its end, when the batch behind it has left gradients in all modules."""
+    ended = with_a_criterion(tmp_path / "run", bad=8)
+    assert len(facts(tmp_path / "run", Incident)) == 1, "the replay has met gradients that are not finite"
+    assert ended == with_a_criterion(tmp_path / "given", skip=skip_list(tmp_path / "run"))

@@ -4,6 +4,7 @@ import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attempts import Forker
@@ -145,6 +146,26 @@ def test_max_steps_ends_all_loops(tmp_path: Path, loop: str) -> None:
     assert ended["/steps"] == "45"
     assert facts(tmp_path / "run", Finished)[-1].step == 45
     require_same(weights(ended), weights(train(toy.but(loop="range"))), "max_steps")
+
+
+def test_an_epoch_that_a_checkpoint_has_opened_begins_for_the_sentinel_too(tmp_path: Path) -> None:
+    """A rise behind an epoch's start is excused. The checkpoint to go back to is that of the run's first step."""
+    toy = EPOCHS.but(nan=(4,))
+
+    def trained(name: str, **settings: Any) -> tuple[dict[str, str], dict[int, Any]]:
+        told: dict[int, Any] = {}
+
+        def note(guard: Any, position: int) -> None:
+            told[position] = guard._state.sentinel.state_dict()
+
+        return train(toy.with_settings(**settings), tmp_path / name, hook=note), told
+
+    ended, told = trained("run")
+    assert facts(tmp_path / "run", Restored)[0].step == 0
+    skip = skip_list(tmp_path / "run")
+    given, expected = trained("given", skip=skip)
+    require_same(ended, given, "weights")
+    assert {position: told[position] for position in expected} == expected
 
 
 @pytest.mark.soak

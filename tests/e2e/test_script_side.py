@@ -2,6 +2,7 @@
 kept."""
 
 import itertools
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from toy import SETTINGS, facts, skip_list
 
 import rollback
 from rollback.errors import UsageError
-from rollback.facts.training import Finished, Restored
+from rollback.facts.training import Finished, PhaseAnnounced, Restored, Stopped
 
 SAMPLES = torch.randn(60, 8, generator=torch.Generator().manual_seed(3))
 
@@ -285,3 +286,25 @@ def test_a_script_that_ends_its_training_early_has_ended_it_well(tmp_path: Path)
     (finished,) = facts(tmp_path / "run", Finished)
     assert finished.by == "patience"
     assert len(facts(tmp_path / "run", Restored)) == 1
+
+
+def test_a_phase_that_is_announced_for_the_step_behind_a_stop_is_not_lost(tmp_path: Path) -> None:
+    """Behind the last update before it: the next start begins with that phase."""
+
+    def sentinel_at_the_end(name: str, stop_at: int | None = None) -> dict[str, Any]:
+        script = Script(tmp_path / name)
+        for batch in script.guard:
+            step = script.guard.step
+            script.train_on(batch)
+            if step == 19:
+                script.guard.announce("other data")
+            if step == stop_at:
+                signal.raise_signal(signal.SIGTERM)
+        script.guard.close()
+        return script.guard._state.sentinel.state_dict()
+
+    with pytest.raises(SystemExit):
+        sentinel_at_the_end("run", stop_at=19)
+    assert facts(tmp_path / "run", Stopped)[0].step == 20
+    assert sentinel_at_the_end("run") == sentinel_at_the_end("undisturbed")
+    assert [fact.step for fact in facts(tmp_path / "run", PhaseAnnounced)] == [20]

@@ -33,10 +33,11 @@ class _Unheard:
 
 
 def say(text: str) -> None:
-    """Show a line on stderr. A closed or full stderr must not end the training: lost lines are counted."""
+    """Show a line on stderr. A closed or full stderr must not end the training, nor a signal in the midst of a line of
+    the script's own, behind which Python writes no other: lost lines are counted."""
     try:
         print(f"rollback: {text}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):
         _Unheard.lines += 1
 
 

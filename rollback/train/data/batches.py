@@ -40,11 +40,10 @@ class Batches:
         """The batch that could not be read last, and how often it was tried."""
 
     def open_epoch(self) -> bool:
-        """Open an epoch, if none is open. True: an epoch begins."""
-        if self._cursor.opened:
-            return False
-        self._cursor.open_epoch()
-        return True
+        """Open an epoch, if none is open. True: an epoch begins, also one that a checkpoint has opened."""
+        if not self._cursor.opened:
+            self._cursor.open_epoch()
+        return self._cursor.offset == 0
 
     def read(self, step: int, timeline: int, show: Callable[[int], None]) -> Any:
         """Skip what must be skipped, and read the next batch. StopIteration at the epoch's end.
@@ -121,7 +120,7 @@ class Batches:
         cursor = self._cursor
         if cursor.offset and not cursor.reads_ahead and cursor.at_end:
             return True
-        window = next((window for window in self.skips.windows if cursor.batch in window), None)
+        window = self.skips.window_at(cursor.batch)
         if window is None:  # on all ranks alike
             return False
         end = cursor.epoch_end

@@ -1,7 +1,9 @@
 """Skips the batches of the skip list, with a record of each; and knows the samples that are left out."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection
 from functools import partial
+from operator import attrgetter
 
 import xxhash
 
@@ -11,6 +13,8 @@ from rollback.rundir.records import LineWriter, SkippedBatch
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
 from rollback.train.run import AttachedRun
+
+_first = attrgetter("first")
 
 
 def why_kept(samples: Collection[int], cursor: Cursor) -> str | None:
@@ -29,6 +33,9 @@ class SkipList:
         self.windows = merge_windows(run.history.skip_list)
         self.quarantine = list(run.history.quarantine)
         """The samples that are left out, and from which batch on, as journalled; the same on all ranks."""
+        self._digest, self._digest_of = 0, (self.windows, 0, 0)
+        """The last one, and of how many windows and facts: it is asked at every batch, and a long run may have skipped
+        thousands of times."""
         self._path = run.paths.skip_record(run.ranks.rank)
         self._writer: LineWriter | None = None
         self._record = run.record
@@ -41,9 +48,20 @@ class SkipList:
         """A hash of what was skipped and left out before a batch; 0: nothing."""
         if not (self.windows or self.quarantine):
             return 0
-        skipped = [(window.first, window.last) for window in self.windows if window.first < batch]
-        left_out = [(fact.batch, fact.samples) for fact in self.quarantine if fact.batch <= batch]
-        return xxhash.xxh3_64_intdigest(repr((skipped, left_out)).encode()) if skipped or left_out else 0
+        windows, count = self.windows, bisect_left(self.windows, batch, key=_first)
+        facts = [fact for fact in self.quarantine if fact.batch <= batch]
+        known, *numbers = self._digest_of
+        if known is not windows or numbers != [count, len(facts)]:
+            skipped = [(window.first, window.last) for window in windows[:count]]
+            left_out = [(fact.batch, fact.samples) for fact in facts]
+            self._digest = xxhash.xxh3_64_intdigest(repr((skipped, left_out)).encode()) if skipped or left_out else 0
+            self._digest_of = windows, count, len(facts)
+        return self._digest
+
+    def window_at(self, batch: int) -> Window | None:
+        """The window that this batch is in, if any."""
+        count = bisect_left(self.windows, batch + 1, key=_first)
+        return self.windows[count - 1] if count and batch in self.windows[count - 1] else None
 
     def leave_out(self, fact: SampleQuarantine) -> None:
         """Leave samples out from now on. Journalled on return; `announce` tells the cursor."""
@@ -62,7 +80,7 @@ class SkipList:
 
         Every batch is recorded with its data set indices. The record is on disk before training goes on.
         """
-        window = next((w for w in self.windows if cursor.batch in w), None)
+        window = self.window_at(cursor.batch)
         if window is None:
             return
         first = cursor.batch

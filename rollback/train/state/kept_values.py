@@ -15,6 +15,8 @@ from rollback.errors import UsageError
 
 _AS_IT_IS, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
 _OF_NUMBERS = Tensor, np.ndarray, np.generic
+_PHASE = "_phase"
+"""No name of the script's begins so."""
 
 
 class KeptValues:
@@ -65,6 +67,8 @@ class Memory:
         self._restored: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._kept = KeptValues(self._values)
+        self.phase: str | None = None
+        """The phase that this rank's script has announced for the step that comes next."""
 
     def add(self, first: Mapping[str, Any]) -> KeptValues:
         """Keep more values from now on. first: used where the checkpoint has none. See `Guard.keep`."""
@@ -96,7 +100,8 @@ class Memory:
     def of_rank(self) -> dict[str, Any]:
         """`told` without shared texts."""
         objects = {name: item.state_dict() for name, item in self._objects.items() if name not in self._texts}
-        told = {**self._restored, **self._values, **objects}
+        phase = {} if self.phase is None else {_PHASE: self.phase}
+        told = {**self._restored, **self._values, **objects, **phase}
         return {name: value for name, value in told.items() if name not in self._texts} if self._texts else told
 
     def shared_texts(self) -> dict[str, str]:
@@ -104,6 +109,7 @@ class Memory:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = dict(state)
+        self.phase = self._restored.pop(_PHASE, None)
         had = {name: state[name] for name in self._first if name in state}
         self._values.update(copy.deepcopy({**self._first, **had}))
         self._load_objects(self._objects)

@@ -211,6 +211,11 @@ class TrainingState:
         return find
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all modules."""
+        return [item for module in self.modules.values() for item in module.parameters()]
+
+    @property
     def trained(self) -> list[nn.Parameter]:
         """The parameters that the optimizer trains, in its order."""
         return [item for group in self.optimizer.param_groups for item in group["params"]]
@@ -258,7 +263,7 @@ class TrainingState:
     def check(self) -> None:
         """Raise UsageError for what a checkpoint cannot keep, and for trained parameters that it would not keep."""
         image = self.image()
-        kept = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
+        kept = {*map(id, self.parameters)}
         memory = {memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
         trained = self.trained
         lost = [item for item in trained if id(item) not in kept and memory_of(item) not in memory]
@@ -312,7 +317,7 @@ class TrainingState:
         self.optimizer.load_state_dict(shared["optimizer"])
         for name, item in self.objects.items():
             load_into(name, item, shared["objects"][name])
-        for parameter in self.model.parameters():
+        for parameter in self.parameters:
             parameter.grad = None
         self.gradients.loaded = shared.get("gradients")  # checkpoints had none once
         self.sentinel.load_state_dict(shared["sentinel"])

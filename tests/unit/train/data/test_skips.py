@@ -1,6 +1,8 @@
 """Passing over the batches of the skip list."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -65,6 +67,47 @@ def test_a_window_goes_on_in_the_next_epoch(tmp_path: Path) -> None:
     assert drain(listed, cursor) == list(range(13, 20))
     facts = [r.fact for r in read_journal(paths.train_journal).records]
     assert [(fact.first, fact.last) for fact in facts] == [(8, 9), (10, 12)]
+
+
+class Counted(list[Window]):
+    """Counts how often a window is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(place)
+
+    def __iter__(self) -> Iterator[Window]:
+        for window in super().__iter__():
+            self.looks += 1
+            yield window
+
+
+def test_a_batch_behind_thousands_of_windows_costs_no_look_at_each(tmp_path: Path) -> None:
+    listed, _ = skips(tmp_path / "run")
+    listed.windows = counted = Counted(Window(first=first, last=first + 2) for first in range(0, 50_000, 10))
+    cursor = opened(samples=200)
+    while cursor.batch < 90:
+        listed.pass_over(cursor, step=0, timeline=0)
+        listed.digest_before(60_000 + cursor.batch)
+        cursor.next()
+    assert counted.looks < 3 * len(counted)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5)), max_size=6), st.lists(st.integers(0, 70), max_size=8))
+def test_a_digest_tells_of_the_windows_before_a_batch_in_whatever_order_it_is_asked(
+    tmp_path_factory: pytest.TempPathFactory, found: list[tuple[int, int]], asked: list[int]
+) -> None:
+    windows = [(first, first + length) for first, length in found]
+    listed, _ = skips(tmp_path_factory.mktemp("run"), *windows)
+    for batch in asked:
+        afresh, _ = skips(tmp_path_factory.mktemp("run"), *windows)
+        assert listed.digest_before(batch) == afresh.digest_before(batch)
+        assert bool(listed.digest_before(batch)) == any(first < batch for first, _ in windows)
+        window = listed.window_at(batch)
+        assert (window is not None) == any(first <= batch <= last for first, last in windows)
+        assert window is None or batch in window
 
 
 def test_it_is_on_disk_before_training_goes_on(tmp_path: Path) -> None:

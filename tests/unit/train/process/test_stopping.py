@@ -1,9 +1,13 @@
 """What a signal means to a rank with a guard, and to its loader workers."""
 
+import array
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -49,6 +53,33 @@ def test_a_second_interrupt_is_an_interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_while_the_script_waits_for_its_terminal_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python writes nothing to a stream of which it is just writing a line: what we would say is not heard then."""
+    read, write = os.pipe()
+    monkeypatch.setattr(sys, "stderr", os.fdopen(write, "w"))
+    stop, main, more = StopRequest(), threading.get_ident(), 1 << 20
+
+    def interrupt_and_read() -> None:
+        waiting = array.array("i", [0])
+        while waiting[0] < fcntl.fcntl(read, fcntl.F_GETPIPE_SZ):
+            fcntl.ioctl(read, termios.FIONREAD, waiting)
+        signal.pthread_kill(main, signal.SIGINT)
+        while not stop.requested:
+            os.sched_yield()
+        left = more
+        while left:
+            left -= len(os.read(read, left))
+
+    reader = threading.Thread(target=interrupt_and_read)
+    reader.start()
+    sys.stderr.write("x" * more)
+    sys.stderr.flush()
+    reader.join()
+    sys.stderr.close()
+    os.close(read)
+    assert stop.requested
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
