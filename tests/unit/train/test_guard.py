@@ -44,6 +44,18 @@ def test_a_guard_that_is_made_in_an_except_block_keeps_nothing_of_it(tmp_path: P
     made.close()
 
 
+def test_a_wrapper_of_an_optimizer_with_hooks_of_its_own_making_is_refused_in_words(tmp_path: Path) -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+            self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+
+    model = nn.Linear(4, 1)
+    with pytest.raises(UsageError, match="whose steps cannot be noticed") as raised:
+        guard(tmp_path / "run", model=model, optimizer=Wrapper(torch.optim.SGD(model.parameters())))
+    assert "optimizer.optimizer" in str(raised.value.hint)
+
+
 class MovesFirst(torch.optim.SGD):
     """As sharpness-aware minimization does: its step moves the weights, has the closure run there, and steps from where
     they were."""
