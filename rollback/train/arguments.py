@@ -63,7 +63,7 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
     try:
         for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):  # type: ignore[attr-defined]
             register(lambda *_: None).remove()
-    except AttributeError as error:
+    except (AttributeError, TypeError) as error:  # a wrapper may have made plain dicts in the place of torch's hooks
         inner = isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
         raise UsageError(
             f"Guard(optimizer=...) is a {kind.__name__} ({kind.__module__}), whose steps cannot be noticed: {error}",

@@ -19,6 +19,7 @@ BAD = {
         rewind=12
     ),
     "behind an evaluation": Toy(level="hidden", sampler="distributed", evaluates_behind=29, nan=(41,), samples=440),
+    "average": Toy(400, sampler="distributed", average=True, nan=(41,)),
     "screen": Toy(608, sampler="distributed", accumulate=2, garbage=(48, 59), augment=True).with_settings(
         policy="screen", snapshot_every=5, probation=6
     ),

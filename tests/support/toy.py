@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import rollback
@@ -84,6 +85,8 @@ class Toy:
     level: str | None = None
     """The model follows the level of its inputs in a buffer: `hidden`: no state_dict has it, and what the model gives
     depends on it; `aside`: it is in the state_dict, and nothing depends on it, nor on inputs that are NaN."""
+    average: bool = False
+    """Keep an average of the model, buffers too, beside it."""
     base: str | None = None
     """Weights in front that nothing trains, more than a MiB: `frozen`; `slow`: written to all the same."""
     width: int = 16
@@ -182,7 +185,7 @@ def train(toy: Toy, run: Path | None = None, *, hook: Hook | None = None, log: P
         settings = {**SETTINGS, **toy.settings}
         guard = rollback.Guard(
             model=parts.model, optimizer=parts.optimizer, loader=parts.loader, scheduler=parts.scheduler,
-            scaler=parts.scaler, max_steps=toy.max_steps, run=run, **settings,
+            scaler=parts.scaler, average=parts.average, max_steps=toy.max_steps, run=run, **settings,
         )  # fmt: skip
     seed(100 + (0 if toy.sharding == "tensor parallel" else rank))
     trained = Loop(toy, parts, guard, rank, hook, log)
@@ -292,6 +295,8 @@ class _Parts:
         self.model.to(toy.device)
         if toy.recomputed:
             recompute(self.model, nn.Linear, nn.Dropout)
+        self.average = AveragedModel(self.model, use_buffers=True) if toy.average else None
+        self.averaged = self.model
         if toy.compiled is not None:
             self.model = torch.compile(self.model, mode=toy.compiled)  # type: ignore[assignment]
         if toy.sharding is not None:
@@ -439,6 +444,8 @@ class Loop:
             parts.optimizer.step()
         if not toy.between:
             parts.scheduler.step()
+        if parts.average is not None:
+            parts.average.update_parameters(parts.averaged)
         parts.optimizer.zero_grad()
         self.steps += 1
         self.under_way = False
@@ -493,6 +500,7 @@ class Loop:
             "optimizer": parts.optimizer.state_dict(),
             "scheduler": parts.scheduler.state_dict(),
             "scaler": parts.scaler.state_dict() if parts.scaler is not None else None,
+            "average": parts.average.state_dict() if parts.average is not None else None,
             "random": drawn,
             "consumed": {step: batches for step, batches in sorted(self.consumed.items()) if step < steps},
             "steps": steps,

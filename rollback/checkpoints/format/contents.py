@@ -21,9 +21,20 @@ from rollback.system.small_json import parse_json
 
 _KEYS = {
     "shared": ("model", "optimizer", "objects", "sentinel", "counters"),
-    "local": ("buffers", "nonpersistent_buffers", "random", "cursor", "kept", "nonfinite", "broadcasts"),
+    "local": (
+        "buffers",
+        "nonpersistent_buffers",
+        "object_buffers",
+        "random",
+        "cursor",
+        "kept",
+        "nonfinite",
+        "broadcasts",
+    ),
 }
-_WITHOUT: Mapping[str, Any] = {"kept": {}, "nonpersistent_buffers": {}, "nonfinite": {}, "broadcasts": {}}
+_WITHOUT: Mapping[str, Any] = {
+    key: {} for key in ("kept", "nonpersistent_buffers", "object_buffers", "nonfinite", "broadcasts")
+}
 """What a checkpoint means that lacks a key: those that once there were not."""
 _BAND = 16 << 20  # bytes of a tensor that are read at once where it is copied elsewhere
 

@@ -13,6 +13,7 @@ from rollback.train.comm.beat import Beat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.events import RollbackApplied
+from rollback.train.sharded import version_of
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pace import SnapshotPace
 from rollback.train.snapshots.pipeline import Snapshots
@@ -59,6 +60,9 @@ class SnapshotSchedule:
         self._step_began: float | None = None
         self._allotted: Allotment | None = None
         self._incomplete = False
+        self._moves_early, self._versions = True, [0]
+        """Whether the optimizer may write to weights before its closure has run. What torch counted when it began."""
+        state.optimizer.register_step_pre_hook(weak_hook(self._before_step))
         before_update(state.optimizer, weak_hook(self._before_update))
         if settings.snapshot_every:
             self._prepare()
@@ -208,6 +212,14 @@ class SnapshotSchedule:
             )
         self._allotted = allotted
 
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Not collective. An optimizer may move the weights before it runs its closure, as SAM does."""
+        if self._moves_early:
+            self._snapshots.fence()
+            self._versions = [version_of(item) for item in self._state.trained]
+
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Not collective: the parameters are about to change."""
         self._snapshots.fence()
+        if self._moves_early:  # if not, copies may go on beside what its closure computes
+            self._moves_early = self._versions != [version_of(item) for item in self._state.trained]

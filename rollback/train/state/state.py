@@ -2,8 +2,8 @@
 
 `shared` is the same on all ranks and is stored once: parameters, optimizer, the other objects, the sentinel, the
 counters. `local` differs between ranks, and each rank stores its own: random states, cursor, kept values, and the
-model's buffers. With DDP the buffers of the ranks may differ between forwards, and an exact resume needs each rank's
-own. Of a sharded tensor, which is in `shared`, each rank stores its part.
+buffers of the model and of other modules. With DDP the buffers of the ranks may differ between forwards, and an exact
+resume needs each rank's own. Of a sharded tensor, which is in `shared`, each rank stores its part.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +26,7 @@ from rollback.train.state.broadcasts import Broadcasts
 from rollback.train.state.kept_values import Memory
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
+from rollback.train.state.object_buffers import apart, together
 from rollback.train.state.stateful import Stateful, load_into
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.wanted_gradients import WantedGradients
@@ -97,7 +98,8 @@ class TrainingState:
         self.memory = Memory()
         self.not_in_checkpoint: list[str] = []
         """Buffers without a value in the last `load`; they did not change."""
-        others = tuple(f"shared/objects/{tree.escape(name)}/" for name in modules)
+        places = ("shared/objects", "local/object_buffers")
+        others = tuple(f"{place}/{tree.escape(name)}/" for name in modules for place in places)
         self.finite = FiniteCheck((*_IN_PLACE, *others), self._tensor_in_words)
         self._of_trained: list[str | None] = []
         self._loaded_at = 0
@@ -127,7 +129,8 @@ class TrainingState:
         data: with the position in the data.
         """
         model, buffers = self.model.state_dict(), all_of(self.model)
-        objects = {name: item.state_dict() for name, item in self.objects.items()}
+        states = {name: item.state_dict() for name, item in self.objects.items()}
+        objects, object_buffers = apart(self.objects, states)
         shared = {
             "model": {name: value for name, value in model.items() if name not in buffers},
             "optimizer": self.optimizer.state_dict(),
@@ -147,14 +150,12 @@ class TrainingState:
         shared_tensors: dict[str, Tensor] = {}
         local_tensors: dict[str, Tensor] = {}
         persistent = {name: value for name, value in model.items() if name in buffers}
-        states = {"model": model, **objects}
-        hidden = {owner: nonpersistent(module, states[owner]) for owner, module in self.modules.items()}
+        whole = {"model": model, **states}
+        hidden = {owner: nonpersistent(module, whole[owner]) for owner, module in self.modules.items()}
         trees = {
             "buffers": tree.encode_once(persistent, "local/buffers", local_tensors),
-            "nonpersistent_buffers": {
-                owner: tree.encode_once(found, f"local/nonpersistent_buffers/{tree.escape(owner)}", local_tensors)
-                for owner, found in hidden.items()
-            },
+            "nonpersistent_buffers": tree.encode_each(hidden, "local/nonpersistent_buffers", local_tensors),
+            "object_buffers": tree.encode_each(object_buffers, "local/object_buffers", local_tensors),
             **tree.encode(local, "local", local_tensors),
         }
         shared_tree = tree.encode(shared, "shared", shared_tensors)
@@ -306,9 +307,10 @@ class TrainingState:
             raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
         _require_same_groups(shared["optimizer"], self.optimizer)
         model = {**shared["model"], **local["buffers"]}
+        objects = together(shared["objects"], local.get("object_buffers", {}))  # once they were shared
         stored = {owner: {} for owner in self.modules} | local.get("nonpersistent_buffers", {})  # once there were none
         for owner, module in self.modules.items():
-            persistent = local["buffers"] if owner == "model" else _tensors_of(shared["objects"][owner])
+            persistent = local["buffers"] if owner == "model" else _tensors_of(objects[owner])
             match(module, persistent, stored[owner], self._own_buffers[owner])
         stored["model"] = {**local["buffers"], **stored["model"]}
         self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner]))
@@ -316,7 +318,7 @@ class TrainingState:
             self.model.load_state_dict(model, strict=True)
         self.optimizer.load_state_dict(shared["optimizer"])
         for name, item in self.objects.items():
-            load_into(name, item, shared["objects"][name])
+            load_into(name, item, objects[name])
         for parameter in self.parameters:
             parameter.grad = None
         self.gradients.loaded = shared.get("gradients")  # checkpoints had none once

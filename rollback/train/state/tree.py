@@ -82,6 +82,11 @@ def encode_once(value: Mapping[str, Tensor | None], path: str, tensors: dict[str
     return _object(items, path, tensors)
 
 
+def encode_each(found: Mapping[str, Mapping[str, Tensor | None]], path: str, tensors: dict[str, Tensor]) -> Json:
+    """As `encode_once`, for the named tensors of each module."""
+    return {owner: encode_once(items, f"{path}/{escape(owner)}", tensors) for owner, items in found.items()}
+
+
 def memory_of(item: Tensor) -> tuple[Any, ...]:
     """A value that is equal for two tensors if they are the same memory. Of a sharded one, this rank's part counts."""
     item = local_of(item)

@@ -1,15 +1,18 @@
 """What a guard is made with: refusals in their order, and what it keeps of where it is made."""
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from toy import facts
 
 import rollback
 from rollback.errors import UsageError
+from rollback.facts.training import Committed, Dropped
 
 
 def guard(run: Path, **others: Any) -> rollback.Guard:
@@ -39,3 +42,51 @@ def test_a_guard_that_is_made_in_an_except_block_keeps_nothing_of_it(tmp_path: P
         made = guard(tmp_path / "run")
     assert found[0]() is None
     made.close()
+
+
+def test_a_wrapper_of_an_optimizer_with_hooks_of_its_own_making_is_refused_in_words(tmp_path: Path) -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+            self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+
+    model = nn.Linear(4, 1)
+    with pytest.raises(UsageError, match="whose steps cannot be noticed") as raised:
+        guard(tmp_path / "run", model=model, optimizer=Wrapper(torch.optim.SGD(model.parameters())))
+    assert "optimizer.optimizer" in str(raised.value.hint)
+
+
+class MovesFirst(torch.optim.SGD):
+    """As sharpness-aware minimization does: its step moves the weights, has the closure run there, and steps from where
+    they were."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float]) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        before = [item.clone() for item in parameters]
+        for item in parameters:
+            item.add_(item.grad, alpha=1e-3)
+        with torch.enable_grad():
+            closure()
+        for item, at in zip(parameters, before, strict=True):
+            item.copy_(at).sub_(item.grad, alpha=1e-3)
+
+
+def test_a_snapshot_is_complete_before_an_optimizer_moves_the_weights_for_its_closure(tmp_path: Path) -> None:
+    run, model = tmp_path / "run", nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 1))
+    optimizer = MovesFirst(model.parameters(), lr=1e-3)
+    made = guard(run, model=model, optimizer=optimizer, loader=list(torch.randn(30, 4, 64)), snapshot_every=10)
+    for x in made:
+
+        def loss_there(x: torch.Tensor = x) -> torch.Tensor:
+            model.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        loss = loss_there()
+        optimizer.step(loss_there)
+        made.observe(loss)
+    made.close()
+    assert not facts(run, Dropped)
+    assert facts(run, Committed)[0].step == 0

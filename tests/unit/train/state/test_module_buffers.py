@@ -61,6 +61,33 @@ def test_buffers_of_other_modules_that_were_handed_over_come_back_too() -> None:
     assert torch.equal(other.mean, criterion.mean)
 
 
+def test_buffers_of_other_modules_are_each_rank_s_own_as_the_model_s() -> None:
+    image = state_of(nn.Linear(1, 1), criterion=Model()).image()
+    assert {name for name in image.local_tensors if "mean" in name} == {"local/object_buffers/criterion/mean"}
+    assert not [name for name in image.shared_tensors if "mean" in name]
+
+
+def test_buffers_of_other_modules_are_read_from_a_checkpoint_that_shared_them() -> None:
+    criterion, other = Model(), Model()
+    criterion.mean.fill_(8.0)
+    shared, local = through_disk(state_of(nn.Linear(1, 1), criterion=criterion).image())
+    shared["objects"]["criterion"] |= local.pop("object_buffers")["criterion"]
+    state_of(nn.Linear(1, 1), criterion=other).load(shared, local)
+    assert torch.equal(other.mean, criterion.mean)
+
+
+def test_weights_that_a_module_keeps_in_buffers_are_stored_once_for_all_ranks() -> None:
+    class Average(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.full((1 << 19,), value))
+
+    image, other = state_of(nn.Linear(1, 1), average=Average(2.0)).image(), Average(0.0)
+    assert "shared/objects/average/weight" in image.shared_tensors
+    state_of(nn.Linear(1, 1), average=other).load(*through_disk(image))
+    assert bool((other.weight == 2.0).all())
+
+
 def test_a_buffer_that_has_several_names_is_stored_once_and_is_no_rank_s_but_its_own() -> None:
     def tied() -> nn.Module:
         one, two, three = nn.Module(), nn.Module(), nn.Module()
