@@ -50,11 +50,12 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
         scheduler=getattr(scheduler, "scheduler", scheduler), scaler=accelerator.scaler, **settings,
     )  # fmt: skip
     guard.without_probes("the loop counts the batches of Accelerate's loader")
-    guard.keep(accelerator=_Accumulation(accelerator))
+    counts = _Counts(accelerator, loader)
+    guard.keep(accelerator=counts)
     accelerator.backward = _told(guard, accelerator.backward)
     for name, why in _GUARD_S_OWN.items():
         setattr(accelerator, name, _refused(name, why))
-    return tuple(GuardedLoader(loader, guard) if item is loader else item for item in prepared)
+    return tuple(GuardedLoader(loader, guard, counts) if item is loader else item for item in prepared)
 
 
 def _sorted(prepared: tuple[Any, ...]) -> dict[str, Any]:
@@ -106,17 +107,36 @@ def _refused(name: str, why: str) -> Callable[..., Any]:
     return refused
 
 
-class _Accumulation:
-    """How far `accelerator.accumulate` has counted."""
+class _Counts:
+    """How far Accelerate has counted: batches for `accumulate`, and passes over the loader.
 
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
+    The loader tells its samplers and data set at each pass how many it has had, and a process that resumes has had
+    none. That number is not always the epoch's: a pass that the script broke off does not count, and `set_epoch` says
+    any other. So how many fewer there were is kept, and the epoch where training was put is the guard's.
+    """
+
+    def __init__(self, accelerator: Any, loader: Any) -> None:
+        self._accelerator, self._loader = accelerator, loader
+        self._fewer = 0
+        self._moved = False
 
     def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step}
+        return {"step": self._accelerator.step, "fewer": self._fewer}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._accelerator.step = state["step"]
+        self._fewer = state.get("fewer", 0)  # an earlier version kept none
+        self._moved = True
+
+    def begin_pass(self, epoch: int) -> None:
+        if self._moved:
+            self._loader.set_epoch(max(0, epoch - self._fewer))  # a pass of a resume that is over has no epoch yet
+        else:
+            self._fewer = epoch - self._loader.iteration
+
+    def go_on(self) -> None:
+        """There is a batch: a pass that began since training was put elsewhere has been told which one it is."""
+        self._moved = False
 
 
 class GuardedLoader:
@@ -125,13 +145,17 @@ class GuardedLoader:
     guard: the `rollback.Guard` behind it.
     """
 
-    def __init__(self, loader: Any, guard: Guard) -> None:
+    def __init__(self, loader: Any, guard: Guard, counts: _Counts) -> None:
         self._loader = loader
+        self._counts = counts
         self.guard = guard
 
     def __iter__(self) -> Iterator[Any]:
         begin_pass(self._loader)
-        for batch in self.guard:
+        batches = iter(self.guard)
+        self._counts.begin_pass(self.guard.epoch)
+        for batch in batches:
+            self._counts.go_on()
             yield hand_out(self._loader, batch, last=self.guard.last_in_epoch)
         self._loader.iteration += 1
         self._loader.end()

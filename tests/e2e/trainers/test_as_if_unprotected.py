@@ -69,6 +69,7 @@ BAD = {
     "accelerate, in the last update": ACCELERATE.but(bad_at=(59,)),
     "accelerate, at an epoch's tail": ACCELERATE.but(bad_at=(29,)),
     "accelerate, over an epoch's start": ACCELERATE.but(**SHORT, bad_at=(20,), more=SEEDABLE),
+    "accelerate, seedable, evaluated": ACCELERATE.but(**SHORT, epochs=3, bad_at=(20,), evaluate=1, more=SEEDABLE),
     "accelerate, surgical": ACCELERATE.but(bad_at=(22,), settings={"policy": "surgical", **AS_SET}),
     "accelerate, balanced": ACCELERATE.but(bad_at=(41,), settings=AS_SET),
     "accelerate, accumulation": ACCELERATE.but(bad_at=(58,), **UNEVEN),
@@ -84,7 +85,7 @@ FEW = {
     1: ["trainer, accumulation", "accelerate, stream", "trainer, in the middle", "trainer, at an epoch's tail"],
     2: [
         "trainer, best of several", "trainer, over an epoch's start", "accelerate, over an epoch's start",
-        "accelerate, stateful, evaluated", "trainer, first evaluation undone",
+        "accelerate, seedable, evaluated", "accelerate, stateful, evaluated", "trainer, first evaluation undone",
     ],
 }  # fmt: skip
 

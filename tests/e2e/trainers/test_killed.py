@@ -30,6 +30,11 @@ def test_a_first_evaluation_in_a_new_process_draws_no_seed_for_workers_that_pers
     require_undisturbed(tmp_path, job, ["in a step"])
 
 
+def test_a_new_process_tells_the_samplers_of_accelerate_which_epoch_follows(tmp_path: Path) -> None:
+    job = ACCELERATE.but(bad_at=(), samples=16, epochs=5, evaluate=1, more={"use_seedable_sampler": True})
+    require_undisturbed(tmp_path, job, ["in a step"])
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("job", [TRAINER, ACCELERATE], ids=["trainer", "accelerate"])
 def test_each_way_to_be_told_to_stop(tmp_path: Path, job: TrainerJob) -> None:
