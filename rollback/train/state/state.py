@@ -2,8 +2,7 @@
 
 `shared` is the same on all ranks and is stored once: parameters, optimizer, the other objects, the sentinel, the
 counters. `local` differs between ranks, and each rank stores its own: random states, cursor, kept values, and the
-buffers of the model and of other modules. With DDP the buffers of the ranks may differ between forwards, and an exact
-resume needs each rank's own. Of a sharded tensor, which is in `shared`, each rank stores its part.
+buffers of all modules, which its own forwards write to. Of a sharded tensor, in `shared`, each rank stores its part.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -147,8 +146,7 @@ class TrainingState:
             "nonfinite": self.finite.left_alone or {},
             "broadcasts": self.broadcasts.told(),
         }
-        shared_tensors: dict[str, Tensor] = {}
-        local_tensors: dict[str, Tensor] = {}
+        shared_tensors, local_tensors = dict[str, Tensor](), dict[str, Tensor]()
         persistent = {name: value for name, value in model.items() if name in buffers}
         whole = {"model": model, **states}
         hidden = {owner: nonpersistent(module, whole[owner]) for owner, module in self.modules.items()}
