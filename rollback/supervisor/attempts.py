@@ -345,7 +345,8 @@ class Attempts:
         if end == "ended":
             none = "; there is no checkpoint to go on from" if evidence.guarded else ""
             return self._end(EXIT_CODES[end], f"told to stop; {why}{none}")
-        if evidence.kept is not None and evidence.step is not None and evidence.kept < evidence.step:
+        behind = evidence.finished is not None
+        if not behind and evidence.kept is not None and evidence.step is not None and evidence.kept < evidence.step:
             why = f"resumable at step {evidence.kept} of at least {evidence.step}: {why}"
         return self._end(EXIT_CODES[end], why)
 

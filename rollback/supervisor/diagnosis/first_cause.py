@@ -138,7 +138,10 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
     if evidence.status == 0:
         return None
     if evidence.told_to_stop:
-        return FirstCause("told_to_stop", "ended on request, before the ranks had stopped together")
+        where = (
+            "behind the training, which is complete" if evidence.finished else "before the ranks had stopped together"
+        )
+        return FirstCause("told_to_stop", f"ended on request, {where}")
     if not classed:
         return FirstCause("launcher", _of_torchrun(evidence))
     why, first = classed[0]

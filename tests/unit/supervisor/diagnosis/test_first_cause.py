@@ -244,6 +244,8 @@ class TestInWords:
     def test_what_we_ended_ourselves_is_not_called_a_failure(self) -> None:
         assert self.told(status=-9, told=True) == "ended on request, before the ranks had stopped together"
         assert self.told(status=0) == "all ranks ended"
+        behind = replace(evidence(-9, told=True), finished=Finished(step=39, batch=39))
+        assert cause(behind, first_cause(behind, [])) == ("ended on request, behind the training, which is complete")
 
     def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
         assert self.told(status=-9) == "torchrun was killed by signal 9 (SIGKILL)"
