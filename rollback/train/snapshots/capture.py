@@ -14,7 +14,7 @@ optimizer begins. Parameters that nothing trains are not copied: see `frozen`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,7 @@ class Capture:
             left |= self._still
         watched = {name: share.sharded.get(name, item) for name, item in left.items()}
         self._watched = [(name, item, version_of(item)) for name, item in watched.items()]
+        self._unseen: set[tuple[Any, ...]] = set()
         self._stream: Any = None
         self._arrived: Any = None
         self._on_device: list[Tensor | int] = [0, 0]
@@ -188,9 +189,16 @@ class Capture:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
+    def note_unseen_writes(self, items: Iterable[Tensor]) -> None:
+        """These were written to since the capture began, and torch did not count it."""
+        self._unseen |= set(map(tree.memory_of, items))
+
     def moved(self) -> list[str]:
         """Names of still tensors that were written to since the capture began."""
-        return [name for name, item, version in self._watched if version_of(item) != version]
+        return [
+            name for name, item, version in self._watched
+            if version_of(item) != version or tree.memory_of(item) in self._unseen
+        ]  # fmt: skip
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         for name, item in tensors.items():

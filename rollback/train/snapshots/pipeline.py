@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 from functools import partial
@@ -53,7 +53,7 @@ class Snapshots:
     fast: the slots, if there are any; else ranks write to the run directory's ring. mode: see `tier_choice`.
     thread: the only one that writes and removes files. stalled: seconds for which the last snapshot blocked the loop.
     outgrown: the state of some rank did not fit into the last snapshot's buffer, so all ranks have to call
-    `fit_buffers`; the same on all ranks.
+    `fit_buffers`; the same on all ranks. next_seq: the number of the next checkpoint.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Snapshots:
         self.outgrown = False
         self._paths = paths
         self._ranks = ranks
-        self._next_seq = next_seq
+        self.next_seq = next_seq
         self._attempt = attempt
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
         self._fast = fast
@@ -80,11 +80,6 @@ class Snapshots:
         self._asked_of: int | None = None  # the slot that they have said it of
         self._flight: SnapshotInFlight | None = None
         self._job: Future[None] | None = None
-
-    @property
-    def next_seq(self) -> int:
-        """The number of the next checkpoint."""
-        return self._next_seq
 
     @property
     def in_flight(self) -> bool:
@@ -183,7 +178,7 @@ class Snapshots:
         if self._flight is not None:
             raise RuntimeError("a snapshot is in flight already")
         began = time.perf_counter()
-        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        seq, self.next_seq = self.next_seq, self.next_seq + 1
         manifest = Manifest(
             name=CheckpointName.of(seq, step), seq=seq, step=step, batch=batch, epoch=epoch, over=over,
             timeline=timeline, attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -220,11 +215,16 @@ class Snapshots:
         capture, flight.capture = flight.capture, None
         capture.fence()
         flight.copied.exception()
-        if (moved := capture.moved()) or self.mode == "held":  # which it was not when the copy began: `UnseenWrites`
+        if moved := capture.moved():
             self.mode, flight.torn = "held", True
-            seen = f"{moved[0]!r} and {len(moved) - 1} others" if moved else "weights, by writes that torch counts not,"
-            flight.fail(f"{seen} changed while they were read")
+            flight.fail(f"{moved[0]!r} and {len(moved) - 1} others changed while they were read")
         self.stalled += time.perf_counter() - began
+
+    def note_unseen_writes(self, weights: Iterable[Tensor]) -> None:
+        """Not collective: these were written to within a step, and torch did not count it. See `UnseenWrites`."""
+        self.mode = "held"
+        if self._flight is not None and self._flight.capture is not None:
+            self._flight.capture.note_unseen_writes(weights)
 
     def signs(self) -> Signs:
         """What this rank sends with the next beat about the snapshot in flight and the room for the next one."""

@@ -64,8 +64,11 @@ class UnseenWrites:
             return
         versions, digests = self._at_end
         self._looks += 1
-        if versions == self._versions() and digests != self._digests():
-            self.found, self._snapshots.mode = True, "held"
+        pairs = zip(self._weights, digests, self._digests(), strict=True)
+        moved = [item for item, before, now in pairs if before != now] if versions == self._versions() else []
+        if moved:
+            self.found = True
+            self._snapshots.note_unseen_writes(moved)
 
     def _versions(self) -> int:
         return sum(map(version_of, self._weights))
