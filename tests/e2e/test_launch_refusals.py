@@ -161,7 +161,7 @@ def test_data_in_another_order_than_before_the_crash_end_the_job_and_not_each_at
     with launching(tmp_path, with_torchrun=False, script=script) as job:
         code, output = job.finish(str(tmp_path / "died"))
         assert code == ExitCode.UNFIT, output
-        assert "cannot go to batch " in output
+        assert "give the loader a state_dict" in output  # the rest depends on where it died
         assert output.count("rollback: error:") == 1
         assert "Traceback" not in output
         assert len(job.facts(AttemptStarted)) == 2

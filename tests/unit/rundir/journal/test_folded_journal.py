@@ -13,7 +13,7 @@ from rollback.facts.fact import Fact
 from rollback.facts.history import Case, History
 from rollback.rundir.journal import folded_journal
 
-KNOWN = {5: "6c12749e5a81de70"}
+KNOWN = {6: "bbbbd8abe0d40c5e"}
 """By format, what a history consists of."""
 
 
