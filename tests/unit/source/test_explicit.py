@@ -1,5 +1,10 @@
 """The guard that `rollback adopt` writes into a script."""
 
+import codecs
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -238,3 +243,26 @@ def test_what_it_cannot_do_is_refused_with_what_to_do_by_hand(body: str, said: s
 def test_a_file_that_is_no_python_is_refused() -> None:
     with pytest.raises(UsageError, match="is not Python that this interpreter reads: line 1"):
         diff_of("for:", "train.py")
+
+
+@pytest.mark.parametrize(
+    "as_in_file",
+    [
+        lambda text: text.encode(),
+        lambda text: text.replace("\n", "\r\n").encode(),
+        lambda text: codecs.BOM_UTF8 + text.encode(),
+        lambda text: b"# coding: latin-1\n" + text.replace("train", "entra\xeene").encode("latin-1"),
+        lambda text: text.replace("# the data", "# \f the\u2028data").encode(),
+    ],
+    ids=["plain", "windows", "byte order mark", "latin-1", "form feed"],
+)
+def test_the_diff_fits_the_bytes_of_the_file(tmp_path: Path, as_in_file: Callable[[str], bytes]) -> None:
+    """As an editor on another system has left them; Python takes all of these, and counts no line at a form feed."""
+    plain = "# the data\n" + dedent(HEAD) + "for x in loader:\n    loss = f(x)  # train\n    loss.backward()\n"
+    made = plain.replace("import torch\n", "import torch\nimport rollback\n").replace("in loader", "in guard")
+    made = made.replace("for x", "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)\nfor x")
+    script = tmp_path / "train.py"
+    script.write_bytes(as_in_file(plain))
+    diff = subprocess.run([sys.executable, "-m", "rollback", "adopt", script], check=True, capture_output=True).stdout
+    subprocess.run(["patch", script], input=diff, cwd=tmp_path, check=True, capture_output=True)
+    assert script.read_bytes() == as_in_file(made + "    guard.observe(loss)\n")
