@@ -92,6 +92,22 @@ def test_blank_lines_before_the_header_are_passed_over(tmp_path: Path) -> None:
     assert read_table(log) == {"step": [1.0, 2.0], "loss": [2.5, 2.25]}
 
 
+@pytest.mark.parametrize("closed_later", [False, True])
+def test_a_quote_that_is_not_closed_hides_no_rows(tmp_path: Path, closed_later: bool) -> None:
+    """A reader of CSV takes all that follows for one cell, up to the end or the next quote."""
+    log = tmp_path / "log.csv"
+    notes = {3: '"cut', 7: '"again"' if closed_later else ""}
+    log.write_text("step,note,loss\n" + "".join(f"{step},{notes.get(step, '')},2.5\n" for step in range(10)))
+    with pytest.raises(UsageError, match=r"a quote in row 5 is not closed, and the row '4,,2\.5' would"):
+        read_table(log)
+
+
+def test_text_in_quotes_may_go_over_lines_and_the_last_line_may_be_torn_in_it(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text('step,loss,note\n1,2.5,"one, two,\nthree, four, five"\n2,2.4,\n3,2.3,"to')
+    assert read_table(log)["loss"] == [2.5, 2.4, 2.3]
+
+
 def test_columns_of_one_name_are_told_apart_and_the_first_is_guessed(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
     log.write_text("step,loss,loss.1,loss,,\n1,2.5,9,7,,\n2,2.25,8,6,,\n" * 2)
