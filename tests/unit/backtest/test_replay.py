@@ -348,6 +348,14 @@ def test_a_step_column_that_goes_back_otherwise_is_a_resume(steps: list[int]) ->
     assert len(column.resumes) in (1, 2)
 
 
+def test_a_number_that_is_no_step_is_refused_in_words(tmp_path: Path, run: Run) -> None:
+    times = [1_764_000_000_000_000_000 + 10**9 * row for row in range(200)]
+    log = write_csv(tmp_path / "log.csv", {"step": times, "loss": LOSSES})
+    code, _, told = run(log)
+    assert code == 2
+    assert told.startswith(f"rollback: error: column 'step' of {log} holds 1.764e+18 in record 1, which is no step\n")
+
+
 def test_several_rows_of_one_step_are_no_resume() -> None:
     assert counted_on([0, 0, 1, 1, 2, 2]).resumes == frozenset()
 
