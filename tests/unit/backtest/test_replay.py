@@ -469,9 +469,9 @@ def test_text_names_every_call_and_fits_the_terminal(tmp_path: Path, run: Run) -
         assert max(map(len, account)) <= width
 
 
-def test_a_log_that_is_constant_or_all_nan_can_be_drawn(tmp_path: Path) -> None:
-    for value in (1.0, float("nan")):
-        log = write_csv(tmp_path / "log.csv", {"loss": [value] * 30})
+def test_a_log_that_is_constant_or_all_nan_or_of_all_magnitudes_can_be_drawn(tmp_path: Path) -> None:
+    for value, sign in ((1.0, 1), (float("nan"), 1), (1.7e308, -1)):
+        log = write_csv(tmp_path / "log.csv", {"loss": [value, value, sign * value] * 10})
         assert describe(replay(log, Overrides(), Settings()), 80)
 
 
@@ -553,7 +553,7 @@ def test_a_picture_of_a_log(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from rollback.backtest.picture import draw
 
-    log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": LOSSES, "gn": NORMS})
+    log = write_csv(tmp_path / "at_$5_of_$\\9.csv", {"step": STEPS, "loss_$x^": LOSSES, "gn": NORMS})  # no formulas
     draw(replay(log, Overrides(), Settings()), tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="cannot be drawn"):
