@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops, range_of
+from rollback.source.names import own_names
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -56,6 +57,8 @@ class _Script:
         self._scopes = {
             id(node): scope for scope in (self._loops.tree, *_functions(self._loops.tree)) for node in ast.walk(scope)
         }  # the innermost function comes last
+        self._own = own_names(self._loops.tree)
+        self._guard = next(name for name in ("guard", "run_guard", "rollback_guard") if name not in self._own)
         self._put: list[tuple[int, str]] = []  # lines, to be put behind that one
         self._instead: list[tuple[ast.expr, str]] = []
 
@@ -63,6 +66,8 @@ class _Script:
         attributes = (node for node in ast.walk(self._loops.tree) if isinstance(node, ast.Attribute))
         if any(ast.unparse(node) in _PROTECTED for node in attributes):
             raise UsageError(f"{self._name} has a guard already", hint="start it with rollback launch, without --adopt")
+        if (line := self._own.get("rollback")) is not None:
+            raise UsageError(f"{self._name} calls something of its own `rollback` (line {line})", hint="rename that")
         batches = self._batches()
         epochs = self._loops.epochs.get(id(batches))
         outer = epochs or batches
@@ -81,16 +86,17 @@ class _Script:
             self._protect(prepared, argument.id, batches)
             guard, inside = f"{argument.id}.guard", f"{loader.id}.guard"
         else:
-            guard, inside = "guard", "guard" if here else loader.id
+            guard = self._guard
+            inside = guard if here else loader.id
             made |= self._made(scope, outer)
             self._require_there(batches, loader, outer)
             if not here:
                 self._require_of_guard(self._scopes[id(batches)], loader.id, batches)
             self._require_kept(made, outer)
-            self._instead.append((argument, "guard"))
+            self._instead.append((argument, guard))
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
-            self._put.append((outer.lineno - 1, f"{self._indent(outer)}guard = rollback.Guard({given})\n"))
+            self._put.append((outer.lineno - 1, f"{self._indent(outer)}{guard} = rollback.Guard({given})\n"))
             for statement, loss in self._losses(batches):
                 self._put.append((statement.end_lineno or 0, f"{self._indent(statement)}{inside}.observe({loss})\n"))
         if (counted := self._loops.enumerated(batches)) is not None:

@@ -106,6 +106,21 @@ def test_epochs_count_as_they_did(epochs: str, guarded: str) -> None:
     assert f"for epoch in {guarded}:" in added(body)
 
 
+def test_the_guard_takes_no_name_that_the_script_has_given() -> None:
+    """Its `guard`, a function or a number, would be another thing from there on."""
+    assert added("""
+        from lib import guard
+        for x in loader:
+            loss = guard(model(x)).sum()
+            loss.backward()
+    """) == [
+        "import rollback",
+        "run_guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)",
+        "for x in run_guard:",
+        "run_guard.observe(loss)",
+    ]
+
+
 def test_what_accelerate_has_prepared_is_handed_over_but_for_loaders_that_are_not_trained_on() -> None:
     """By the names of where it was prepared; and a loop that counts its batches counts from the place in the epoch."""
     assert added(PREPARED) == [
@@ -230,6 +245,8 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
             "for x in islice(loader, 9):\n    model(x).backward()",
             "what counts or goes beside it begins anew after a resume: guard.batch_in_epoch",
         ),
+        ("def rollback(step):\n    pass\n" + SIMPLE, "something of its own `rollback` (line 5)"),
+        ("from db import rollback\n" + SIMPLE, "something of its own `rollback` (line 5)"),
         ("for epoch in range(0, 9, 3):\n    for x in loader:\n        model(x).backward()", "goes over range(0, 9, 3)"),
     ],
 )
