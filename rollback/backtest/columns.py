@@ -1,5 +1,6 @@
 """Which columns of a log are the step, the loss, the gradient norm and the learning rate, and what they say."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _PATTERN = {
 }
 _NOT_TRAINING = re.compile(r"(^|_)(val|valid|validation|eval|evaluation|test|dev|aux|scale|per_token_sec)($|_)")
 _HINTS = {name.lower(): hint for name, hint in Hint.__members__.items() if hint is not Hint.NONE}
+
+_STEPS = 1 << 52  # what is planned goes on behind the last one
 
 Overrides = dict[str, str | None]
 """Names of columns that the user gave, by meaning; None leaves the guess alone."""
@@ -115,13 +118,24 @@ def observations(path: Path, table: Table, columns: Columns) -> tuple[list[Obser
 
 
 def _steps(path: Path, table: Table, columns: Columns) -> list[int]:
-    """Each row's step; counted where the log has none. A row without one belongs to the step before it."""
+    """Each row's step; counted where the log has none. A row without one belongs to the step before it.
+
+    Raises UsageError for a number that is no step, as a time in nanoseconds: a run counts up to 2**53.
+    """
     given = _numbers(path, table, columns.step)
     if not given:
         return list(range(len(table[columns.loss])))
     steps: list[int] = []
-    for value in given:
-        steps.append(int(value) if value is not None and abs(value) < 1 << 62 else steps[-1] if steps else 0)
+    for row, value in enumerate(given, start=1):
+        if value is None or not math.isfinite(value):
+            steps.append(steps[-1] if steps else 0)
+        elif abs(value) < _STEPS:
+            steps.append(int(value))
+        else:
+            raise UsageError(
+                f"column {columns.step!r} of {path} holds {value:g} in record {row}, which is no step",
+                hint="choose another column with --step",
+            )
     return steps
 
 

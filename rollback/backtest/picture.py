@@ -37,7 +37,8 @@ def draw(replay: Replay, target: Path) -> None:
             if planned.skip is not None:
                 axis.axvspan(planned.skip.first, planned.skip.last, color="tab:red", alpha=0.12, lw=0)
             axis.axvline(verdict.step, color="tab:red", lw=1)
-    axes[0].set_title(f"{replay.path.name}: {len(replay.calls)} calls (red), {len(replay.blips)} left alone (green)")
+    title = f"{replay.path.name}: {len(replay.calls)} calls (red), {len(replay.blips)} left alone (green)"
+    axes[0].set_title(title, parse_math=False)  # the file's name is no formula, whatever stands between two `$`
     axes[-1].set_xlabel("step")
     drawn = io.BytesIO()
     try:
@@ -55,4 +56,4 @@ def _curve(axis, steps: list[int], values: list[float | None], label: str) -> No
     whole = len(positive) == sum(not math.isnan(number) for number in numbers)
     if whole and positive and positive[-1] > 30 * positive[0]:
         axis.set_yscale("log")
-    axis.set_ylabel(label)
+    axis.set_ylabel(label, parse_math=False)

@@ -95,11 +95,28 @@ def _from_npz(path: Path, content: bytearray) -> Table:
 def _from_csv(path: Path, text: str) -> Table:
     lines = [line for line in text.split("\n") if line.strip()]
     delimiter = max("\t,;", key=lines[0].count)
-    rows = csv.reader(lines, delimiter=delimiter) if lines[0].count(delimiter) else ([cell] for cell in lines)
+    rows = _separated(path, lines, delimiter) if lines[0].count(delimiter) else ([cell] for cell in lines)
     try:
         return _named(path, [row for row in rows if any(cell.strip() for cell in row)])
     except csv.Error as error:
         raise UsageError(f"{path} is not well-formed CSV: {error}", hint=_SUPPORTED) from error
+
+
+def _separated(path: Path, lines: list[str], delimiter: str) -> Iterator[list[str]]:
+    """Rows of cells. Text in quotes may go over lines, but not over rows: there a quote was not closed, and what came
+    behind it, up to the next quote, would be missing without a word."""
+    reader, read, width = csv.reader(lines, delimiter=delimiter), 0, 0
+    for number, row in enumerate(reader, start=1):
+        width = width or len(row)
+        for line in lines[read + 1 : reader.line_num]:
+            (cells,) = csv.reader([line], delimiter=delimiter)
+            if len(cells) == width and any(isinstance(_cell(cell.strip()), float) for cell in cells):
+                raise UsageError(
+                    f"{path}: a quote in row {number} is not closed, and the row {line[:40]!r} would be inside of it",
+                    hint="close that quote, or take it out",
+                )
+        read = reader.line_num
+        yield row
 
 
 def _named(path: Path, rows: list[list[str]]) -> Table:

@@ -48,7 +48,7 @@ def plot(replay: Replay, width: int, height: int) -> list[str]:
         return ["(no finite loss to draw)"]
     low, high = finite[0], finite[int(0.998 * (len(finite) - 1))]
     logarithmic = low > 0 and high > 30 * low
-    scale = (lambda loss: math.log(max(loss, low))) if logarithmic else (lambda loss: loss)
+    scale = (lambda loss: math.log(max(loss, low))) if logarithmic else (lambda loss: loss / 2)  # -1e308 to 1e308 too
     bottom, top = scale(low), scale(high)
     columns, rows = max(20, width - 12), 4 * height
     grid = [[0] * columns for _ in range(height)]

@@ -83,6 +83,19 @@ def newest_on_record(history: History, count: int) -> list[str]:
     return [item.name for item in of_present_timeline(history, known)[::-1][:count]]
 
 
+def newest_good_on_record(history: History) -> str | None:
+    """The newest good checkpoint of the run by its record, wherever it lies.
+
+    A plan discards what is held. What has left memory before is cut off as well, though its record still calls it good.
+    """
+    for name in reversed(history.committed):  # most often the first or second: a long run has a hundred thousand
+        if name in history.good:
+            taken = _OnRecord(name, CheckpointName(name).seq, history.committed[name].timeline)
+            if of_present_timeline(history, [taken]):
+                return name
+    return None
+
+
 def is_on_record(history: History, taken: Taken) -> bool:
     """Whether the record has the rollback with which a checkpoint's timeline began. Without any record of the ranks
     that cannot be told.

@@ -24,7 +24,7 @@ from rollback.cli.track import track
 from rollback.cli.why import why
 from rollback.errors import RollbackError
 from rollback.rundir.seal import use
-from rollback.terminal.messages import occupy_standard_streams, show_error
+from rollback.terminal.messages import bear_any_character, occupy_standard_streams, show_error
 
 app = typer.Typer(
     help="Fault-tolerant checkpoint-and-rollback for PyTorch training.",
@@ -72,6 +72,7 @@ def _root(
 def main() -> None:
     """Entry point of `rollback` and `python -m rollback`: exits with a code of `rollback.errors.ExitCode`."""
     occupy_standard_streams()
+    bear_any_character()
     try:
         app()
     except RollbackError as error:

@@ -1,5 +1,8 @@
 """`rollback adopt`: the diff that writes a guard into a script."""
 
+import io
+import sys
+import tokenize
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +22,14 @@ def adopt(
     from rollback.source.explicit import diff_of
 
     try:
-        source = script.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = script.read_bytes()
+        encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0].removesuffix("-sig")  # the mark is kept
+        source = content.decode(encoding)
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(
             f"the training script {script} cannot be read: {why}", hint="name a Python file: rollback adopt train.py"
         ) from error
     diff = diff_of(source, str(script))
     with answering():
-        print(diff, end="")
+        sys.stdout.buffer.write(diff.encode(encoding, "replace"))  # the script's own bytes; of its name, what can be

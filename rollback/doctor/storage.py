@@ -32,12 +32,13 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "
 
 @dataclass(frozen=True)
 class Disk:
-    """What was measured in a directory. rate: bytes a second, synced. syncs: seconds of small writes with a sync."""
+    """What was measured in a directory. rate: bytes a second, synced; None: there is no room to measure it in.
+    syncs: seconds of small writes with a sync."""
 
     directory: Path
     mount: Mount
     free: int
-    rate: float
+    rate: float | None
     syncs: tuple[float, ...]
 
 
@@ -47,7 +48,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def look_at_disk(run: Path, state_bytes: int | None, keep: int) -> tuple[list[Finding], float | None]:
-    """Findings about the disk of a run directory, which need not exist, and its rate; None: it cannot be written."""
+    """Findings about the disk of a run directory, which need not exist, and its rate; None: it cannot be measured."""
     directory = nearest_existing(run)
     try:
         disk = measure(directory)
@@ -76,9 +77,9 @@ def _scratch(directory: Path) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _rate(scratch: Path, free: int) -> float:
+def _rate(scratch: Path, free: int) -> float | None:
     """Of files as checkpoints are written; larger ones until it has taken long enough to mean something."""
-    length, rate = min(_FIRST, free // 16), 0.0
+    length, rate = min(_FIRST, free // 16), None
     while length > 0:
         data = Region(length).view
         data[:] = os.urandom(length)  # a file system that compresses is not flattered
@@ -110,7 +111,8 @@ def _syncs(scratch: Path) -> tuple[float, ...]:
 def judge_kind(disk: Disk) -> Finding:
     """What kind of file system it is, and what that means for a checkpoint in it."""
     mount = disk.mount
-    found = f"{disk.directory} is on {mount.kind} ({mount.source}), which takes {size(disk.rate)} a second"
+    takes = "is full" if disk.rate is None else f"takes {size(disk.rate)} a second"
+    found = f"{disk.directory} is on {mount.kind} ({mount.source}), which {takes}"
     if mount.kind in _IN_MEMORY:
         fix = "put it on a disk (--run DIR), or give a ring elsewhere (--ring URL)"
         return warn("run directory", f"{found}: a restart of the machine empties it", fix)
@@ -125,6 +127,8 @@ def judge_kind(disk: Disk) -> Finding:
 
 def judge_room(disk: Disk, state_bytes: int | None, keep: int) -> Finding:
     found = f"{size(disk.free)} free"
+    if state_bytes is None and disk.rate is None:
+        return fail("disk space", found, "make room, or put the run directory elsewhere (--run DIR)")
     if state_bytes is None:
         return ok("disk space", f"{found}; --state-bytes would tell whether that suffices")
     need = (keep + 1) * state_bytes

@@ -61,7 +61,8 @@ class Request(BaseModel, frozen=True, extra="forbid"):
         if self.skip is not None and self.skip.last >= 1 << 53:
             raise ValueError("there is no such batch")
         if not f"{self.who}{self.why}{self.at}{self.launch or ''}{self.checkpoint or ''}".isprintable():
-            raise ValueError("it has characters that cannot be printed")  # they go to people's terminals
+            # They go to people's terminals.
+            raise ValueError("who or why has characters that cannot be printed, as a line break")
         return self
 
     def stops(self, launch: str | None) -> bool:

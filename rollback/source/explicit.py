@@ -12,26 +12,31 @@ What Accelerate has prepared is handed to `rollback.protect` instead, which leav
 
 import ast
 import difflib
+import io
 import re
 from collections.abc import Callable, Iterator
 
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops, range_of
+from rollback.source.names import own_names
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def diff_of(source: str, name: str) -> str:
-    """The unified diff that makes the protection of a script explicit. name: of its file, for the diff and for errors.
+    """The unified diff that makes the protection of a script explicit.
+
+    source: with its byte order mark and the ends of its lines as they are in the file, or the diff would not fit there.
+    name: of its file, for the diff and for errors.
 
     Raises UsageError for a script that this cannot be done to, with the line and what to do by hand.
     """
+    mark = _BYTE_ORDER_MARK if source.startswith(_BYTE_ORDER_MARK) else ""  # no part of the Python
     try:
-        changed = _Script(source, name).protected()
+        changed = _Script(source.removeprefix(mark), name).protected()
     except SyntaxError as error:
-        raise UsageError(
-            f"{name} is not Python that this interpreter reads: line {error.lineno}: {error.msg}"
-        ) from error
+        at = f"line {error.lineno}: " if error.lineno else ""
+        raise UsageError(f"{name} is not Python that this interpreter reads: {at}{error.msg}") from error
     try:
         compile(changed, name, "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -39,18 +44,21 @@ def diff_of(source: str, name: str) -> str:
             f"{name}: a guard would have to go where no line of its own can be: line {error.lineno} of the result",
             hint="give each statement of the training loop a line of its own",
         ) from error
-    lines = difflib.unified_diff(source.splitlines(keepends=True), changed.splitlines(keepends=True), name, name)
+    lines = difflib.unified_diff(_lines_of(source), _lines_of(mark + changed), name, name)
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 class _Script:
     def __init__(self, source: str, name: str) -> None:
         self._source, self._name = source, name
-        self._lines = source.splitlines(keepends=True)
+        self._lines = _lines_of(source)
+        self._line_end = "\r\n" if source.partition("\n")[0].endswith("\r") else "\n"
         self._loops = ScriptLoops(source)
         self._scopes = {
             id(node): scope for scope in (self._loops.tree, *_functions(self._loops.tree)) for node in ast.walk(scope)
         }  # the innermost function comes last
+        self._own = own_names(self._loops.tree)
+        self._guard = next(name for name in ("guard", "run_guard", "rollback_guard") if name not in self._own)
         self._put: list[tuple[int, str]] = []  # lines, to be put behind that one
         self._instead: list[tuple[ast.expr, str]] = []
 
@@ -58,6 +66,8 @@ class _Script:
         attributes = (node for node in ast.walk(self._loops.tree) if isinstance(node, ast.Attribute))
         if any(ast.unparse(node) in _PROTECTED for node in attributes):
             raise UsageError(f"{self._name} has a guard already", hint="start it with rollback launch, without --adopt")
+        if (line := self._own.get("rollback")) is not None:
+            raise UsageError(f"{self._name} calls something of its own `rollback` (line {line})", hint="rename that")
         batches = self._batches()
         epochs = self._loops.epochs.get(id(batches))
         outer = epochs or batches
@@ -76,16 +86,17 @@ class _Script:
             self._protect(prepared, argument.id, batches)
             guard, inside = f"{argument.id}.guard", f"{loader.id}.guard"
         else:
-            guard, inside = "guard", "guard" if here else loader.id
+            guard = self._guard
+            inside = guard if here else loader.id
             made |= self._made(scope, outer)
             self._require_there(batches, loader, outer)
             if not here:
                 self._require_of_guard(self._scopes[id(batches)], loader.id, batches)
             self._require_kept(made, outer)
-            self._instead.append((argument, "guard"))
+            self._instead.append((argument, guard))
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
-            self._put.append((outer.lineno - 1, f"{self._indent(outer)}guard = rollback.Guard({given})\n"))
+            self._put.append((outer.lineno - 1, f"{self._indent(outer)}{guard} = rollback.Guard({given})\n"))
             for statement, loss in self._losses(batches):
                 self._put.append((statement.end_lineno or 0, f"{self._indent(statement)}{inside}.observe({loss})\n"))
         if (counted := self._loops.enumerated(batches)) is not None:
@@ -319,14 +330,14 @@ class _Script:
     def _edited(self) -> str:
         lines = list(self._lines)
         if lines and not lines[-1].endswith("\n"):
-            lines[-1] += "\n"
+            lines[-1] += self._line_end
         for node, text in sorted(self._instead, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
             if node.end_lineno != node.lineno:
                 raise UsageError(f"{self._name}, line {node.lineno}: what goes over several lines is not changed here")
             line = lines[node.lineno - 1].encode()  # columns are counted in bytes
             lines[node.lineno - 1] = (line[: node.col_offset] + text.encode() + line[node.end_col_offset :]).decode()
         for behind, text in sorted(self._put, key=lambda edit: edit[0], reverse=True):
-            lines.insert(behind, text)
+            lines.insert(behind, text.rstrip("\n") + self._line_end)
         return "".join(lines)
 
 
@@ -334,7 +345,13 @@ _BLOCK = re.compile(r"\s*(if|elif|else|for|while|with|try|except|finally|async|d
 _LOADER = re.compile(r"load|batches|_dl\b|\bdl_|_dl_", re.IGNORECASE)
 _AVERAGE = re.compile(r"deepcopy|Averag|EMA|Ema(?![a-z])|^ema(?![a-z])")
 _NAMED = "give the loss a name, loss = ..., then loss.backward() and guard.observe(loss)"
+_BYTE_ORDER_MARK = "\ufeff"
 _PROTECTED = ("rollback.Guard", "rollback.protect")
+
+
+def _lines_of(source: str) -> list[str]:
+    """The lines as Python counts them, and as they end. `str.splitlines` would also end one at a form feed."""
+    return io.StringIO(source, newline="").readlines()
 
 
 def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

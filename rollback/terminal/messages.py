@@ -1,5 +1,6 @@
 """Lines for the person at the terminal. They go to stderr; data goes to stdout and is not this module's."""
 
+import io
 import os
 import sys
 
@@ -37,6 +38,13 @@ def occupy_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+
+
+def bear_any_character() -> None:
+    """Have stdout write `?` for a character that its encoding lacks. Without a UTF-8 locale that is most of a plot, and
+    the ellipsis of a table; an answer does not end there. stderr does so by itself."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _paint(style: str, text: str) -> str:

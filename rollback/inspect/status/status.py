@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollback.checkpoints.resume import of_present_timeline
+from rollback.checkpoints.resume import newest_good_on_record, of_present_timeline
 from rollback.checkpoints.tiers import locate
 from rollback.errors import RunDirectoryError
 from rollback.facts.fact import InitialState
@@ -34,7 +34,7 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail, read_entries
 from rollback.rundir.lock import read_holder
-from rollback.rundir.paths import WRITING, CheckpointName, RunPaths
+from rollback.rundir.paths import WRITING, RunPaths
 from rollback.rundir.records import Heartbeat
 from rollback.system.collector import no_collection
 from rollback.system.processes import runs, start_of
@@ -230,8 +230,7 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, ring: list[HeldCheckpo
     ranks = [_rank(rank, heartbeat, now) for rank, heartbeat in sorted(heartbeats.items())]
     slowest = min(ranks, key=lambda entry: (entry.step, entry.batch), default=None)
     point = _present_point(past, judged, list(heartbeats.values()))
-    good_ones = map(CheckpointName, history.good & history.committed.keys())
-    newest_good = max(good_ones, key=lambda name: name.order, default=None)
+    newest_good = newest_good_on_record(history)
     good = history.committed[newest_good] if newest_good else None
     abandoned = holder is not None and {holder.alive, *(entry.alive for entry in ranks)} == {"no"}
     ending = confirmed(

@@ -92,6 +92,22 @@ def test_blank_lines_before_the_header_are_passed_over(tmp_path: Path) -> None:
     assert read_table(log) == {"step": [1.0, 2.0], "loss": [2.5, 2.25]}
 
 
+@pytest.mark.parametrize("closed_later", [False, True])
+def test_a_quote_that_is_not_closed_hides_no_rows(tmp_path: Path, closed_later: bool) -> None:
+    """A reader of CSV takes all that follows for one cell, up to the end or the next quote."""
+    log = tmp_path / "log.csv"
+    notes = {3: '"cut', 7: '"again"' if closed_later else ""}
+    log.write_text("step,note,loss\n" + "".join(f"{step},{notes.get(step, '')},2.5\n" for step in range(10)))
+    with pytest.raises(UsageError, match=r"a quote in row 5 is not closed, and the row '4,,2\.5' would"):
+        read_table(log)
+
+
+def test_text_in_quotes_may_go_over_lines_and_the_last_line_may_be_torn_in_it(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text('step,loss,note\n1,2.5,"one, two,\nthree, four, five"\n2,2.4,\n3,2.3,"to')
+    assert read_table(log)["loss"] == [2.5, 2.4, 2.3]
+
+
 def test_columns_of_one_name_are_told_apart_and_the_first_is_guessed(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
     log.write_text("step,loss,loss.1,loss,,\n1,2.5,9,7,,\n2,2.25,8,6,,\n" * 2)
@@ -332,6 +348,14 @@ def test_a_step_column_that_goes_back_otherwise_is_a_resume(steps: list[int]) ->
     assert len(column.resumes) in (1, 2)
 
 
+def test_a_number_that_is_no_step_is_refused_in_words(tmp_path: Path, run: Run) -> None:
+    times = [1_764_000_000_000_000_000 + 10**9 * row for row in range(200)]
+    log = write_csv(tmp_path / "log.csv", {"step": times, "loss": LOSSES})
+    code, _, told = run(log)
+    assert code == 2
+    assert told.startswith(f"rollback: error: column 'step' of {log} holds 1.764e+18 in record 1, which is no step\n")
+
+
 def test_several_rows_of_one_step_are_no_resume() -> None:
     assert counted_on([0, 0, 1, 1, 2, 2]).resumes == frozenset()
 
@@ -445,9 +469,9 @@ def test_text_names_every_call_and_fits_the_terminal(tmp_path: Path, run: Run) -
         assert max(map(len, account)) <= width
 
 
-def test_a_log_that_is_constant_or_all_nan_can_be_drawn(tmp_path: Path) -> None:
-    for value in (1.0, float("nan")):
-        log = write_csv(tmp_path / "log.csv", {"loss": [value] * 30})
+def test_a_log_that_is_constant_or_all_nan_or_of_all_magnitudes_can_be_drawn(tmp_path: Path) -> None:
+    for value, sign in ((1.0, 1), (float("nan"), 1), (1.7e308, -1)):
+        log = write_csv(tmp_path / "log.csv", {"loss": [value, value, sign * value] * 10})
         assert describe(replay(log, Overrides(), Settings()), 80)
 
 
@@ -529,7 +553,7 @@ def test_a_picture_of_a_log(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from rollback.backtest.picture import draw
 
-    log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": LOSSES, "gn": NORMS})
+    log = write_csv(tmp_path / "at_$5_of_$\\9.csv", {"step": STEPS, "loss_$x^": LOSSES, "gn": NORMS})  # no formulas
     draw(replay(log, Overrides(), Settings()), tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="cannot be drawn"):

@@ -175,6 +175,16 @@ class TestAnswersThatCannotBeWritten:
         told = subprocess.run(["sh", "-c", closed], stderr=subprocess.PIPE, text=True, check=False)
         assert (told.returncode, told.stderr) == (0, "")
 
+    @pytest.mark.parametrize("words", [*ANSWERS, "status run --watch", "launch --help"])
+    @pytest.mark.usefixtures("recorded")
+    def test_what_an_encoding_lacks_ends_no_answer(self, words: str) -> None:
+        """As in a container or a job of cron without a locale: a plot, an ellipsis in a narrow table."""
+        poor = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "COLUMNS": "20"}
+        command = [sys.executable, "-m", "rollback", *words.split()]
+        told = subprocess.run(command, env=poor, capture_output=True, check=False)
+        assert (told.returncode, told.stderr) == (0, b"")
+        assert told.stdout.isascii()
+
     @pytest.mark.usefixtures("recorded")
     def test_a_reader_that_has_gone_away_is_told_nothing(self) -> None:
         read, write = os.pipe()

@@ -162,7 +162,7 @@ def test_a_job_that_dies_before_it_answers(run: RecordedRun, monkeypatch: pytest
         (["skip"], 2, "name either batches or samples"),
         (["skip", "80:90", "--sample", "3"], 2, "name either batches or samples"),
         (["skip", "80:90", "--release"], 2, "--release takes samples in again"),
-        (["skip", "80:90", "--why", "\x1b[2J"], 2, "characters that cannot be printed"),
+        (["skip", "80:90", "--why", "\x1b[2J"], 2, "who or why has characters that cannot be printed"),
         (["skip", "80:90", "--who", "x" * 201], 2, "--who: String should have at most 200 characters"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",

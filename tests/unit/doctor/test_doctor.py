@@ -78,6 +78,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         (judge_room(disk(free=8 * GIB), GIB, 6), "ok", "take 7.0 GiB"),
         (judge_room(disk(free=5 * GIB), GIB, 6), "warn", "5.0 GiB free"),
         (judge_room(disk(free=GIB), GIB, 6), "fail", "1.0 GiB free"),
+        (judge_room(disk(free=0, rate=None), None, 6), "fail", "0 bytes free"),
+        (judge_kind(disk(rate=None)), "ok", "which is full"),
         (judge_syncs(disk(syncs=(0.004, 0.2, 0.004))), "ok", "4.00 ms"),
         (judge_syncs(disk(syncs=(5e-6,))), "warn", "faster than a device can be"),
         (judge_syncs(disk(syncs=(0.5,))), "warn", "500.00 ms"),
@@ -136,9 +138,20 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     measured = measure(tmp_path)
+    assert measured.rate is not None
     assert measured.rate > 0
     assert all(seconds >= 0 for seconds in measured.syncs)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_disk_without_room_for_a_measurement_no_rate_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for root on a disk of which only the reserve is left: small files can be written there, and no checkpoint."""
+    monkeypatch.setattr(storage, "_FIRST", 0)
+    _, rate = look_at_disk(tmp_path, GIB, 6)
+    assert rate is None
+    assert judge_save(GIB, rate, 60.0, "disk") is None
 
 
 def test_a_directory_that_cannot_be_written_fails(tmp_path: Path) -> None:

@@ -1,5 +1,10 @@
 """The guard that `rollback adopt` writes into a script."""
 
+import codecs
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -99,6 +104,21 @@ def test_epochs_count_as_they_did(epochs: str, guarded: str) -> None:
                 optimizer.step()
     """
     assert f"for epoch in {guarded}:" in added(body)
+
+
+def test_the_guard_takes_no_name_that_the_script_has_given() -> None:
+    """Its `guard`, a function or a number, would be another thing from there on."""
+    assert added("""
+        from lib import guard
+        for x in loader:
+            loss = guard(model(x)).sum()
+            loss.backward()
+    """) == [
+        "import rollback",
+        "run_guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)",
+        "for x in run_guard:",
+        "run_guard.observe(loss)",
+    ]
 
 
 def test_what_accelerate_has_prepared_is_handed_over_but_for_loaders_that_are_not_trained_on() -> None:
@@ -225,6 +245,8 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
             "for x in islice(loader, 9):\n    model(x).backward()",
             "what counts or goes beside it begins anew after a resume: guard.batch_in_epoch",
         ),
+        ("def rollback(step):\n    pass\n" + SIMPLE, "something of its own `rollback` (line 5)"),
+        ("from db import rollback\n" + SIMPLE, "something of its own `rollback` (line 5)"),
         ("for epoch in range(0, 9, 3):\n    for x in loader:\n        model(x).backward()", "goes over range(0, 9, 3)"),
     ],
 )
@@ -238,3 +260,26 @@ def test_what_it_cannot_do_is_refused_with_what_to_do_by_hand(body: str, said: s
 def test_a_file_that_is_no_python_is_refused() -> None:
     with pytest.raises(UsageError, match="is not Python that this interpreter reads: line 1"):
         diff_of("for:", "train.py")
+
+
+@pytest.mark.parametrize(
+    "as_in_file",
+    [
+        lambda text: text.encode(),
+        lambda text: text.replace("\n", "\r\n").encode(),
+        lambda text: codecs.BOM_UTF8 + text.encode(),
+        lambda text: b"# coding: latin-1\n" + text.replace("train", "entra\xeene").encode("latin-1"),
+        lambda text: text.replace("# the data", "# \f the\u2028data").encode(),
+    ],
+    ids=["plain", "windows", "byte order mark", "latin-1", "form feed"],
+)
+def test_the_diff_fits_the_bytes_of_the_file(tmp_path: Path, as_in_file: Callable[[str], bytes]) -> None:
+    """As an editor on another system has left them; Python takes all of these, and counts no line at a form feed."""
+    plain = "# the data\n" + dedent(HEAD) + "for x in loader:\n    loss = f(x)  # train\n    loss.backward()\n"
+    made = plain.replace("import torch\n", "import torch\nimport rollback\n").replace("in loader", "in guard")
+    made = made.replace("for x", "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)\nfor x")
+    script = tmp_path / "train.py"
+    script.write_bytes(as_in_file(plain))
+    diff = subprocess.run([sys.executable, "-m", "rollback", "adopt", script], check=True, capture_output=True).stdout
+    subprocess.run(["patch", script], input=diff, cwd=tmp_path, check=True, capture_output=True)
+    assert script.read_bytes() == as_in_file(made + "    guard.observe(loss)\n")

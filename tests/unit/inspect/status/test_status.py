@@ -16,7 +16,7 @@ from vouched import kinds_parsed
 
 from recorded_run import RecordedRun, eventful_run, hold, incident, rollback_plan, stopped_by_themselves
 from rollback.cli import app
-from rollback.facts.training import Drained, Finished
+from rollback.facts.training import Drained, Evicted, Finished
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.metrics import read_last_metrics
 from rollback.inspect.audit.reading import read_material
@@ -82,6 +82,15 @@ def test_the_newest_good_checkpoint_is_that_of_the_highest_number_beyond_a_milli
     for name, step in zip(names, (40, 50), strict=True):
         run.commit(30.0, name, step)
     assert status_of(run).last_good_checkpoint == names[1]
+
+
+def test_what_left_memory_before_the_run_went_back_behind_it_is_no_longer_good(run: RecordedRun) -> None:
+    """No plan discards what is not held. It is of steps that are undone all the same."""
+    run.tell(35.0, Evicted(checkpoint=C1, reason="the ring is full", tier="fast"))
+    assert status_of(run).last_good_checkpoint == C1, "a ring may have it"
+    run.tell(36.0, incident(0, 34, 34))
+    run.tell(37.0, rollback_plan(0, C0, 0, (68, 69)))
+    assert status_of(run).last_good_checkpoint == C0
 
 
 def test_the_rate_is_that_of_the_present_stretch_of_training(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
