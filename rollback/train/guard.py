@@ -172,10 +172,11 @@ class Guard(ScriptSide):
 
         False where the last update was judged to demand a return: training stands elsewhere then, and goes on."""
         self._end_pass_rehearsal()
-        if self._act(self._end_step()) or not self._all_is_well():
+        decision, left = self._end_step(), self._passes.leave_broken_epoch()
+        # Only then may the ranks stop: else the next start would go on with what the script has left unread.
+        if self._act(decision) or not self._all_is_well():
             return False
-        left, left_over = self._passes.leave_broken_epoch(), self._step_in_progress.batches
-        if kept := self._keep_end(by, left_over=left_over, left=left):
+        if kept := self._keep_end(by, left_over=self._step_in_progress.batches, left=left):
             self._last.note_change()
             self._end.note_finished()
         return kept
