@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from rollback.errors import RunDoesNotFit
+from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.epochs import EpochSetters
 
@@ -275,3 +275,12 @@ class Cursor(ABC):
         self.epoch += 1
         self.offset = 0
         self.opened = False
+
+
+def cannot_ask_again(name: str) -> UsageError:
+    """For what is read through an iterator that has raised, and was caught by the script."""
+    return UsageError(
+        f"the script catches what reading a batch of '{name}' has raised, and asks for it again: its iterator does not "
+        "outlive that, so what comes next would not be that batch, or would pass for the end of the data",
+        hint="do not catch it: the same command reads the batch again; or let the data pass over what they cannot read",
+    )
