@@ -308,6 +308,39 @@ def test_a_batch_that_was_to_be_skipped_can_still_be_read() -> None:
     assert list(drive(cursor, loader, epochs=1)) == expected
 
 
+class Hiccups(Augmented):
+    """Raises at the first tries of a sample, behind what it has drawn. It has a generator of its own, too."""
+
+    def __init__(self, tries: int) -> None:
+        super().__init__()
+        self.left = tries
+        self.own = np.random.default_rng(5)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index), float(self.own.normal()), random.gauss(0, 1), np.random.randn()
+        if index == 9 and self.left:
+            self.left -= 1
+            raise OSError("the disk hiccups")
+        return sample
+
+
+def test_a_failure_to_read_that_passes_leaves_no_trace_in_what_is_drawn() -> None:
+    def read(tries: int) -> list[str]:
+        rng.seed_all("the same")
+        cursor = cursor_for(DataLoader(Hiccups(tries), batch_size=4, shuffle=True, collate_fn=list))
+        cursor.open_epoch()
+        batches = []
+        while True:
+            try:
+                batches.append(repr(cursor.next()))
+            except OSError:
+                continue
+            except StopIteration:
+                return [*batches, repr(random.random()), repr(np.random.randn()), repr(torch.rand(1))]
+
+    assert read(tries=3) == read(tries=0)
+
+
 @any_workers
 def test_a_batch_that_cannot_be_read_can_be_passed_over(workers: dict[str, Any]) -> None:
     loader = make_loader("in sequence", Numbers(forbidden=frozenset({9})), **workers)
