@@ -159,13 +159,15 @@ class Cursor(ABC):
         return None
 
     def opening_digest(self) -> int:
-        """Hash of the epoch and of the random states at its opening; 0 if the data do not depend on them.
+        """Hash of the epoch, its first batch and the random states at its opening; 0 if the data do not depend on them.
 
         An epoch that is opened under other random states has another order, and that is no error: after a rollback
-        over an epoch's start in a plain loop, what the script drew between the epochs is not drawn again.
+        over an epoch's start in a plain loop, what the script drew between the epochs is not drawn again. Nor is it one
+        if the epoch begins at another batch: the script may have left the one before at another place.
         """
         if self._opening_digest[0] is not self._opening:
-            digest = rng.digest_of(self._opening["rng"], self.epoch) if self._opening is not None else 0
+            place = f"{self.epoch}/{self.batch - self.offset}"
+            digest = rng.digest_of(self._opening["rng"], place) if self._opening is not None else 0
             self._opening_digest = self._opening, digest
         return self._opening_digest[1]
 
