@@ -219,7 +219,7 @@ class MapStyleCursor(Cursor):
             # Between two epochs nothing will draw the order again: the generators are all there is to put back.
             "generators": None if self.opened else self._generators.states(),
             "last_indices": self._feed.last.hex_digest if self.offset and self._feed.last is not None else None,
-            "before_epoch": self._before_epoch if self.opened and not self.offset else None,
+            "before_epoch": self._before_epoch if not self.offset else None,
             **self._order_from,
         }
 
@@ -234,6 +234,7 @@ class MapStyleCursor(Cursor):
         self._random.forget()
         self._reader, self._indices, self._unfit = None, None, None
         self._base_seed, self._seeding = state["base_seed"], state["seeding"]
+        self._before_epoch = state["before_epoch"]
         with rng.preserved():
             if not self.opened:
                 self._generators.restore(state["generators"])
@@ -247,7 +248,6 @@ class MapStyleCursor(Cursor):
         Generators(self._loader.dataset).restore(state["data_generators"])
         self._unproven = self._unproven or self._fresh
         self._fresh = False
-        self._before_epoch = state["before_epoch"]
         try:
             self._begin(order, self._move_to_position(order, state))
             self._compare_next(state)

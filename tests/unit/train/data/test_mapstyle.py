@@ -820,6 +820,34 @@ def test_a_resumed_process_reads_the_batch_before_its_position_again(workers: in
         moved.close()
 
 
+def test_it_is_that_of_the_epoch_before_also_where_the_run_went_back_to_between_two_epochs() -> None:
+    """And not the last one of a later epoch, of which nothing counts any more."""
+
+    def loader() -> Cursor:
+        made = cursor_for(DataLoader(Moving(), 3, shuffle=True))
+        made.witness = witness
+        return made
+
+    def read_epoch() -> None:
+        cursor.open_epoch()
+        for batch in range(cursor.batch, cursor.batch + 4):
+            witness.digests[batch] = Digest(cursor.next()).value
+        with pytest.raises(StopIteration):
+            cursor.next()
+
+    witness = Recorded()
+    cursor = loader()
+    read_epoch()
+    between = cursor.state_dict()
+    read_epoch()
+    cursor.load_state_dict(between)
+    cursor.open_epoch()
+    resumed = loader()
+    resumed.load_state_dict(cursor.state_dict())
+    resumed.next()
+    assert witness.asked == [3]
+
+
 def test_a_batch_that_was_passed_over_is_not_read_again() -> None:
     cursor = cursor_for(DataLoader(Numbers(forbidden=frozenset({4})), 2))
     cursor.open_epoch()
