@@ -19,7 +19,8 @@ class RollbackCause(Enum):
     SCREEN = "screen"
     """An update in a screen stood out and was undone. The journal says so, and training is where it was before it."""
     PROBE = "probe"
-    """A step with a probe batch was undone. It was no step of the run, and the position in the data had not moved."""
+    """A step with a probe batch was undone, or a rehearsal within an update: no step of the run, and the position
+    in the data is what it was."""
 
 
 @dataclass(frozen=True)

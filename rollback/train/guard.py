@@ -27,9 +27,10 @@ from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rollback import Rewinder
 from rollback.train.last_snapshot.survivor import LastSnapshot
+from rollback.train.pass_rehearsal import PassRehearsal
 from rollback.train.prober import NO_BATCH, Prober
 from rollback.train.process.heartbeat import HeartbeatWriter
-from rollback.train.process.rehearsal import PassRehearsal, needs_rehearsal
+from rollback.train.process.rehearsal import needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
 from rollback.train.refusing import refusing
 from rollback.train.script_side import PassIterator, ScriptSide
@@ -122,7 +123,7 @@ class Guard(ScriptSide):
         self._lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
         self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
-        self._passes, self._pass_rehearsal = Passes(cursor, objects.values(), state.gradients), PassRehearsal(optimizer)
+        self._passes = Passes(cursor, objects.values(), state.gradients)
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
         self._unseen = UnseenWrites(state, self._checkpoints.snapshots, model, updates.telltale)
@@ -134,6 +135,7 @@ class Guard(ScriptSide):
         heartbeat.before_the_end(weak_hook(self._last.raised))
         rehearsing = needs_rehearsal(model, run.ranks.world_size, self.step)
         self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
+        self._pass_rehearsal = PassRehearsal(state, self._step_in_progress, self._rewinder, schedule)
         self._prober = Prober(run, model, state, pulse, self._judge, self._rewinder, self._step_in_progress)
         # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
         # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
@@ -171,11 +173,13 @@ class Guard(ScriptSide):
         """Training ends here, and not at `max_steps` or behind `guard.epochs`; `by`: what says so. All ranks alike.
 
         False where the last update was judged to demand a return: training stands elsewhere then, and goes on."""
-        self._end_pass_rehearsal()
-        if self._act(self._end_step()) or not self._all_is_well():
+        self._prober.drop()
+        self._pass_rehearsal.end()
+        decision, left = self._end_step(), self._passes.leave_broken_epoch()
+        # Only then may the ranks stop: else the next start would go on with what the script has left unread.
+        if self._act(decision) or not self._all_is_well():
             return False
-        left, left_over = self._passes.leave_broken_epoch(), self._step_in_progress.batches
-        if kept := self._keep_end(by, left_over=left_over, left=left):
+        if kept := self._keep_end(by, left_over=self._step_in_progress.batches, left=left):
             self._last.note_change()
             self._end.note_finished()
         return kept
@@ -184,7 +188,8 @@ class Guard(ScriptSide):
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass: the batches of one epoch, from the run's position. All ranks alike. The result is an ordinary
         iterator: several places of the loop's body may take from it."""
-        self._end_pass_rehearsal()
+        self._prober.drop()
+        self._pass_rehearsal.end()
         again = self._passes.start_pass()
         self._pass_rehearsal.pass_begins(restored=again is not Again.NOTHING)
         self._step_in_progress.heartbeat.empty_pass = self._passes.epoch
@@ -208,7 +213,7 @@ class Guard(ScriptSide):
         if (batch := self._prober.next_batch()) is not NO_BATCH:
             return batch
         self._act(self._prober.end())
-        self._end_pass_rehearsal()
+        self._pass_rehearsal.end()
         if self._passes.over:
             if self._pass_rehearsal.due:
                 return self._pass_rehearsal.begin()
@@ -245,7 +250,7 @@ class Guard(ScriptSide):
             return NO_BATCH
         if between_steps and self._prober.due:
             return self._prober.begin() if self._all_is_well() else NO_BATCH
-        return self._pass_rehearsal.begin() if self._pass_rehearsal.ready else self._hand_out_batch()
+        return self._pass_rehearsal.begin() if rehearsed and self._pass_rehearsal.ready else self._hand_out_batch()
 
     def close(self) -> None:
         """End the guard: wait for the disk, report the last incident's end. Not collective; called at exit anyway."""
@@ -317,7 +322,7 @@ class Guard(ScriptSide):
                 return True
             case Attend():
                 return self._attend()
-            case Halt() if self._batches.may_resume_here(between=True) or not decision.save:
+            case Halt() if self._may_stop() or not decision.save:
                 self._halt(decision)
             case _:  # a stop where no checkpoint may be taken: the next beat says it again
                 pass
@@ -328,9 +333,13 @@ class Guard(ScriptSide):
         if self._requests.starting:
             self._state.check()  # once more: the script may have sharded the model since, or exchanged parameters
         moved = False
-        while decision := self._requests.carry_out(self.step, may_stop=self._batches.may_resume_here(between=True)):
+        while decision := self._requests.carry_out(self.step, may_stop=self._may_stop()):
             moved |= self._act(decision)
         return moved
+
+    def _may_stop(self) -> bool:
+        """Collective: whether a run may resume here. No checkpoint has the gradients of an update that has begun."""
+        return self._step_in_progress.first_batch is None and self._batches.may_resume_here(between=True)
 
     # Snapshots -----------------------------------------------------------------------------------------------------
 
@@ -338,25 +347,17 @@ class Guard(ScriptSide):
         return self._judge.calm and self._checkpoints.schedule.due(self._judge.beat) and self._batches.may_resume_here()
 
     def _take_snapshot(self, *, rehearsed: bool = False) -> bool:
-        """Take a snapshot at this step's end. False: a rollback came first.
+        """Take a snapshot at this step's end, or see to what a rehearsal needs. False: a rollback came first.
 
-        The last step is judged first, so that the sentinel's state in the checkpoint is complete. rehearsed: what comes
-        next is put back to it; where that is the state that was restored last, it needs no other.
+        The last step is judged first, so that the sentinel's state in the checkpoint is complete.
         """
         if not self._all_is_well():
             return False
         if rehearsed:
-            self._pass_rehearsal.prepare(lambda: self._checkpoints.schedule.take_now(self._judge.timeline))
+            self._pass_rehearsal.prepare(self._judge.timeline)
         elif self._judge.calm:
             self._checkpoints.schedule.take_snapshot(self._judge.timeline)
         return True
-
-    def _end_pass_rehearsal(self) -> None:
-        """Collective: put back all that a batch has changed that does not count, if that was the last one."""
-        self._prober.drop()
-        if self._pass_rehearsal.end():
-            self._rewinder.rehearsing &= not self._step_in_progress.update_made  # else DDP's buckets are cut now
-            self._rewinder.restore_again(RollbackCause.EPOCH_START, self._pass_rehearsal.source)
 
     # Ends ----------------------------------------------------------------------------------------------------------
 

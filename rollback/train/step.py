@@ -155,6 +155,17 @@ class StepInProgress:
         self._start(self._state.memory.phase)
         self.updates.forget()
 
+    def hold(self) -> Callable[[], None]:
+        """What makes it again the step that it is now, behind a batch that does not count."""
+        told = {name: getattr(self, name) for name in ("_grad_norm", "_phase", "first_batch", "batches", "epoch_began")}
+        losses, phase = [*self._losses], self._state.memory.phase
+
+        def put_back() -> None:
+            vars(self).update(told)
+            self._losses, self._state.memory.phase = losses, phase
+
+        return put_back
+
     def rollback_applied(self, event: RollbackApplied) -> None:
         """Forget the step. Without a plan, training is where it was, so an announced phase is kept.
 

@@ -1,5 +1,6 @@
 """Epochs of which a skip window takes all that is left: the loop over the guard is empty, or has a rehearsal."""
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,18 +15,23 @@ from toy import facts, flat, require_same, skip_list
 from warm_server import run_warm
 
 import rollback
-from rollback.facts.training import Finished, Incident
+from rollback.facts.training import Committed, Finished, Incident, Stopped
 
 SETTINGS = {"snapshot_every": 5, "rewind": 5, "skip_after": 3, "probation": 8, "max_skipped": "100%"}
 _EPOCH = 10  # batches
 
 
 class Training:
-    """Ten batches in an epoch; evaluation and the scheduler's step behind each. bodies: epochs whose body has run."""
+    """Ten batches in an epoch; evaluation and the scheduler's step behind each.
 
-    def __init__(self, run: Path, *, bad: int = -1, **settings: Any) -> None:
+    accumulate: batches of an update. stop: the epoch in whose work behind the loop it is told to stop. bodies: epochs
+    whose body has run. gradients: behind the loop over batches of each.
+    """
+
+    def __init__(self, run: Path, *, bad: int = -1, accumulate: int = 1, stop: int = -1, **settings: Any) -> None:
         torch.manual_seed(1)
-        self.bad, self.bodies, self.losses = bad, list[int](), list[float]()
+        self.bad, self.accumulate, self.stop = bad, accumulate, stop
+        self.bodies, self.losses, self.gradients = list[int](), list[float](), list[Any]()
         x = torch.randn(4 * _EPOCH, 3)
         self.loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
@@ -35,6 +41,7 @@ class Training:
             model=self.model, optimizer=self.optimizer, loader=self.loader, scheduler=self.scheduler, run=run,
             **{**SETTINGS, **settings},
         )  # fmt: skip
+        self.kept = self.guard.keep(batches=0)
 
     def epochs(self, rehearse: Callable[[], Any] | None) -> dict[str, str]:
         for epoch in self.guard.epochs(4, rehearse=rehearse):
@@ -42,6 +49,9 @@ class Training:
             loss = self.train() if rehearse else self.train_if_any()
             if loss is not None:
                 self.losses.append(loss)
+            self.gradients.append([None if p.grad is None else p.grad.tolist() for p in self.model.parameters()])
+            if epoch == self.stop:
+                signal.raise_signal(signal.SIGTERM)
             torch.rand(3)
             self.scheduler.step()
         self.guard.close()
@@ -64,8 +74,10 @@ class Training:
             y = y * float("nan")
         loss = nn.functional.mse_loss(self.model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.kept.batches += 1
+        if self.kept.batches % self.accumulate == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self.guard.observe(loss)
         return loss.item()
 
@@ -95,6 +107,60 @@ def test_an_epoch_that_is_skipped_as_a_whole_is_rehearsed_and_nothing_of_it_coun
     assert rehearsed.bodies == plain.bodies == [0, 1, 2, 3]
     assert len(rehearsed.losses) == 4 > len(plain.losses)
     assert facts(tmp_path / "rehearsed", Finished)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "last"),
+    [(3, 19), (4, 19), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((3, 29), (7, 19), (12, 19)))],
+)
+def test_batches_that_an_accumulation_has_left_over_are_in_the_next_update_behind_a_rehearsal(
+    tmp_path: Path, accumulate: int, last: int
+) -> None:
+    """A checkpoint there would not have their gradients, so there is none."""
+    settings: dict[str, Any] = {"accumulate": accumulate, "skip": [{"first": 10, "last": last}], "snapshot_every": 1}
+    plain = Training(tmp_path / "plain", **settings)
+    expected = plain.epochs(None)
+    rehearsed = Training(tmp_path / "rehearsed", **settings)
+    require_same(rehearsed.epochs(rehearsed.first_batch), expected, "accumulated")
+    assert rehearsed.gradients == plain.gradients
+    assert any(gradient is not None for gradient in rehearsed.gradients[1])
+    assert len(rehearsed.losses) == 4
+    committed = [fact.batch for fact in facts(tmp_path / "rehearsed", Committed)]
+    assert committed.count(10) == 1, "that of the epoch's end, which is given up when training goes on"
+
+
+def test_a_stop_is_not_heard_where_batches_are_left_over(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"accumulate": 3, "skip": [{"first": 10, "last": 19}], "snapshot_every": 1}
+    plain = Training(tmp_path / "plain", **settings)
+    expected = plain.epochs(None)
+    stopped = Training(tmp_path / "run", stop=0, **settings)
+    with pytest.raises(SystemExit):
+        stopped.epochs(stopped.first_batch)
+    (fact,) = facts(tmp_path / "run", Stopped)
+    assert fact.batch > 20
+    again = Training(tmp_path / "run", **settings)
+    require_same(again.epochs(again.first_batch), expected, "resumed")
+
+
+def test_gradients_that_the_script_has_left_are_behind_a_rehearsal_what_they_were(tmp_path: Path) -> None:
+    ended = []
+    for name in ("plain", "rehearsed"):
+        training = Training(tmp_path / name, skip=[{"first": 10, "last": 19}])
+        training.optimizer.zero_grad = lambda: None  # type: ignore[method-assign, assignment]
+        rehearse = training.first_batch if name == "rehearsed" else None
+        ended.append((training.epochs(rehearse), training.gradients))
+    (expected, gradients), (state, others) = ended
+    require_same(state, expected, "gradients of all steps")
+    assert others == gradients
+
+
+def test_where_no_checkpoint_can_be_taken_there_is_no_rehearsal(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"skip": [{"first": 10, "last": 19}], "snapshot_every": 0, "observe_only": True}
+    training = Training(tmp_path / "run", **settings)
+    with pytest.raises(UnboundLocalError):
+        training.epochs(training.first_batch)
+    assert training.bodies == [0, 1]
+    training.guard.close()
 
 
 @pytest.mark.parametrize("bad", [11, *(pytest.param(bad, marks=pytest.mark.soak) for bad in (9, 10, 19, 20))])

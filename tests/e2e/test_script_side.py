@@ -288,6 +288,54 @@ def test_a_script_that_ends_its_training_early_has_ended_it_well(tmp_path: Path)
     assert len(facts(tmp_path / "run", Restored)) == 1
 
 
+def test_a_stop_in_the_step_behind_which_the_script_leaves_its_last_epoch_does_not_open_that_again(
+    tmp_path: Path,
+) -> None:
+    def trained(run: Path, stop: bool = False) -> list[int]:
+        script = Script(run)
+        seen = []
+        for epoch in script.guard.epochs(2):
+            for batch in script.guard:
+                script.train_on(batch)
+                seen.append(script.guard.batch)
+                if script.guard.batch_in_epoch + 1 == 20:
+                    if stop and epoch == 1:
+                        signal.raise_signal(signal.SIGTERM)
+                    break
+        script.guard.close()
+        return seen
+
+    assert trained(tmp_path / "run", stop=True) == trained(tmp_path / "undisturbed") == [*range(40)]
+    assert [fact.step for fact in facts(tmp_path / "run", Finished)] == [40]
+    assert trained(tmp_path / "run") == [], "nothing is left to train"
+
+
+def test_a_rollback_may_shift_where_the_script_leaves_an_epoch(tmp_path: Path) -> None:
+    """The batches of the next one have other numbers then: they are not taken for other data."""
+
+    def trained(run: Path, nan: tuple[int, ...] = (), **settings: Any) -> tuple[int, list[float]]:
+        script = Script(run, nan=nan, policy="surgical", skip_after=0, max_skipped="100%", **settings)
+        script.model[1].p = 0.0  # nothing draws but the loader: each epoch is opened with the same random states
+        kept = script.guard.keep(batches=0)
+        for _ in script.guard.epochs(2):
+            for (x,) in script.guard:
+                loss = script.model(x).square().mean() * (float("nan") if script.guard.batch in nan else 1.0)
+                loss.backward()
+                script.guard.observe(loss)
+                kept.batches += 1
+                if kept.batches % 2 == 0:
+                    script.optimizer.step()
+                    script.optimizer.zero_grad()
+                if script.guard.batch_in_epoch + 1 >= 21:
+                    break
+        script.guard.close()
+        return script.guard.step, script.model[0].weight.tolist()
+
+    ended = trained(tmp_path / "run", nan=(20,))
+    assert facts(tmp_path / "run", Restored)
+    assert ended == trained(tmp_path / "given", skip=skip_list(tmp_path / "run"))
+
+
 def test_a_phase_that_is_announced_for_the_step_behind_a_stop_is_not_lost(tmp_path: Path) -> None:
     """Behind the last update before it: the next start begins with that phase."""
 

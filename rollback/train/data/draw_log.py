@@ -6,10 +6,10 @@ batches then. The run would train on some samples twice and on others never. So 
 in a small file, and the first difference ends the run before that batch is trained on.
 
 `order` is a hash of the data set indices, if the loader has any. `content` is a hash of the batch. `opening` is a hash
-of the epoch's number and the random states at its opening: an epoch that is opened with other states is another one,
-and nothing is compared. The content of a batch may depend on the random numbers that were drawn before it (augmentation
-in the training process), and so on the batches that were skipped before it. `past` is a hash of these, and content is
-compared only where `past` is the same.
+of the epoch's number, its first batch and the random states at its opening: an epoch that is opened with other states,
+or behind another batch, is another one, and nothing is compared. The content of a batch may depend on the random
+numbers that were drawn before it (augmentation in the training process), and so on the batches that were skipped before
+it. `past` is a hash of these, and content is compared only where `past` is the same.
 
 Entry i of the file is for the last batch whose number is i modulo the number of entries. See docs/format.md.
 """

@@ -139,9 +139,9 @@ def derived(state: dict[str, Any], key: str) -> dict[str, Any]:
     return other
 
 
-def digest_of(state: dict[str, Any], number: int) -> int:
-    """A hash of a number and of the CPU states in `state` (from `capture`): 64 bits, never 0."""
-    return int(hashlib.sha256(f"{_sha256_of(state)}/{number}".encode()).hexdigest()[:16], 16) or 1
+def digest_of(state: dict[str, Any], place: str) -> int:
+    """A hash of a place and of the CPU states in `state` (from `capture`): 64 bits, never 0."""
+    return int(hashlib.sha256(f"{_sha256_of(state)}/{place}".encode()).hexdigest()[:16], 16) or 1
 
 
 def _sha256_of(state: dict[str, Any]) -> str:

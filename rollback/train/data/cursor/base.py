@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from rollback.errors import RunDoesNotFit
+from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.epochs import EpochSetters
 
@@ -159,13 +159,15 @@ class Cursor(ABC):
         return None
 
     def opening_digest(self) -> int:
-        """Hash of the epoch and of the random states at its opening; 0 if the data do not depend on them.
+        """Hash of the epoch, its first batch and the random states at its opening; 0 if the data do not depend on them.
 
         An epoch that is opened under other random states has another order, and that is no error: after a rollback
-        over an epoch's start in a plain loop, what the script drew between the epochs is not drawn again.
+        over an epoch's start in a plain loop, what the script drew between the epochs is not drawn again. Nor is it one
+        if the epoch begins at another batch: the script may have left the one before at another place.
         """
         if self._opening_digest[0] is not self._opening:
-            digest = rng.digest_of(self._opening["rng"], self.epoch) if self._opening is not None else 0
+            place = f"{self.epoch}/{self.batch - self.offset}"
+            digest = rng.digest_of(self._opening["rng"], place) if self._opening is not None else 0
             self._opening_digest = self._opening, digest
         return self._opening_digest[1]
 
@@ -275,3 +277,12 @@ class Cursor(ABC):
         self.epoch += 1
         self.offset = 0
         self.opened = False
+
+
+def cannot_ask_again(name: str) -> UsageError:
+    """For what is read through an iterator that has raised, and was caught by the script."""
+    return UsageError(
+        f"the script catches what reading a batch of '{name}' has raised, and asks for it again: its iterator does not "
+        "outlive that, so what comes next would not be that batch, or would pass for the end of the data",
+        hint="do not catch it: the same command reads the batch again; or let the data pass over what they cannot read",
+    )

@@ -1,11 +1,12 @@
 """The cursor of a callable or iterator that draws its batches: nanoGPT's `get_batch`, an endless generator."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
-from rollback.train.data.cursor.base import Cursor, Indices
+from rollback.train.data.cursor.base import Cursor, Indices, cannot_ask_again
 from rollback.train.data.cursor.digest import Digest
 
 DRAWS_BESIDE = (
@@ -46,7 +47,7 @@ class DrawnCursor(Cursor):
         self._stream: rng.RandomStream | None = None
         self._last: tuple[rng.RandomStream, Digest] | None = None
         """The stream before the batch drawn last, and the digest of that batch."""
-        self._drew_beside = False
+        self._drew_beside = self._is_lost = False
 
     def remarks(self) -> Iterable[tuple[str, str]]:
         if not self._drew_beside:
@@ -86,9 +87,15 @@ class DrawnCursor(Cursor):
     def _fetch(self) -> Any:
         assert self._stream is not None
         self._drew_beside = self._drew_beside or (self._last is not None and self._stream.drawn_beside)
+        if self._is_lost:
+            raise cannot_ask_again(self._name)
         before = self._stream.copy()
-        with self._stream:
-            data = self._draw()
+        try:
+            with self._stream:
+                data = self._draw()
+        except Exception:
+            self._is_lost = inspect.isgenerator(getattr(self._draw, "__self__", None))  # it has come to its end
+            raise
         self._last = before, Digest(data)
         return data
 

@@ -26,6 +26,8 @@ class InOrderCursor(Cursor):
     states of the process are those from before it was read. So the batch that follows a checkpoint is on record before
     anybody resumes from it.
 
+    What reading raises may be caught by the script, which then gets the same batch again.
+
     If `is_last` is asked in the middle of a step, the model draws before the batch is returned. Such a batch is drawn
     from a stream that is split off, and the random states of the process remain the model's.
     """
@@ -92,9 +94,20 @@ class InOrderCursor(Cursor):
     @abstractmethod
     def _read(self) -> Any: ...
 
+    @abstractmethod
+    def _give_up_iterator(self) -> None:
+        """Reading has raised. Most iterators are at their end then, or have lost a part of the batch: the next read is
+        not to go on with such a one."""
+
     def _fetch(self) -> Any:
         ahead, self._ahead = self._ahead, None
-        return self.read() if ahead is None else ahead.take()
+        try:
+            return self.read() if ahead is None else ahead.take()
+        except StopIteration:
+            raise
+        except Exception:
+            self._give_up_iterator()
+            raise
 
     def _pass_over(self) -> Indices:
         data = self._fetch()

@@ -33,6 +33,7 @@ from rollback.train.data.cursor.generators import Generators
 from rollback.train.data.cursor.order import BatchOrder, gives_all, order_of, order_of_share, share_of
 from rollback.train.data.cursor.quarantine import Neighbours, unreadable
 from rollback.train.data.cursor.workers import clone_of
+from rollback.train.data.raw_random import RawRandom, tree_of
 from rollback.train.data.workers import shut_down
 
 _COMPARED = 16
@@ -62,6 +63,7 @@ class MapStyleCursor(Cursor):
         """Indices of the previous epoch's last batch, until this epoch has returned or skipped one."""
         self._unfit: RunDoesNotFit | None = None
         """What is wrong with the position, if the script's next `set_epoch` may still put it right."""
+        self._random = RawRandom()
         self._feed = Feed()
         self._clone: DataLoader[Any] | None = None
         self._clone_epoch = 0
@@ -183,12 +185,18 @@ class MapStyleCursor(Cursor):
             self._feed.planned.clear()
             self._reader = None
         reader = self._start_reading() if self._reader is None else self._reader
+        here = self._loader.num_workers == 0
+        before = (self._random.read(), self.of_data()["data_generators"]) if here else None
         try:
             data = next(reader)
         except StopIteration:
             raise
         except BaseException:
             self._reader = None  # it is a batch further than we are: the next read begins at the position again
+            if before is not None:  # and draws what this one has drawn before it raised
+                rng.restore(tree_of(*before[0]))
+                self._random.forget()
+                Generators(self._loader.dataset).restore(before[1])
             raise
         self._indices = _as_indices(self._feed.pop())
         return data
@@ -211,7 +219,7 @@ class MapStyleCursor(Cursor):
             # Between two epochs nothing will draw the order again: the generators are all there is to put back.
             "generators": None if self.opened else self._generators.states(),
             "last_indices": self._feed.last.hex_digest if self.offset and self._feed.last is not None else None,
-            "before_epoch": self._before_epoch if self.opened and not self.offset else None,
+            "before_epoch": self._before_epoch if not self.offset else None,
             **self._order_from,
         }
 
@@ -223,8 +231,10 @@ class MapStyleCursor(Cursor):
         kept = state["opening"] or state
         if len(kept["generators"]) != len(self._generators):
             raise self._does_not_fit("other generators take part")
+        self._random.forget()
         self._reader, self._indices, self._unfit = None, None, None
         self._base_seed, self._seeding = state["base_seed"], state["seeding"]
+        self._before_epoch = state["before_epoch"]
         with rng.preserved():
             if not self.opened:
                 self._generators.restore(state["generators"])
@@ -238,7 +248,6 @@ class MapStyleCursor(Cursor):
         Generators(self._loader.dataset).restore(state["data_generators"])
         self._unproven = self._unproven or self._fresh
         self._fresh = False
-        self._before_epoch = state["before_epoch"]
         try:
             self._begin(order, self._move_to_position(order, state))
             self._compare_next(state)

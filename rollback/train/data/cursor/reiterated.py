@@ -79,10 +79,17 @@ class ReiteratedCursor(InOrderCursor):
     def _state(self) -> dict[str, Any]:
         return {"opening": self._opening if self.opened else None}
 
-    def _seek(self, state: dict[str, Any]) -> None:
+    def _give_up_iterator(self) -> None:
+        self._let_go(self._iterator)
+        self._leave_iterator()
+
+    def _leave_iterator(self) -> None:
         self._left = self._left if self._iterator is None else self._iterator
-        self._opening = state["opening"]
         self._iterator = self._ahead = None
+
+    def _seek(self, state: dict[str, Any]) -> None:
+        self._leave_iterator()
+        self._opening = state["opening"]
         if self._opening is None:
             self._epoch_setters.leave()
 

@@ -4,7 +4,10 @@ import copy
 import inspect
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from rollback.train.data import rng
+from rollback.train.data.cursor.base import cannot_ask_again
 from rollback.train.data.cursor.inorder import InOrderCursor
 
 
@@ -16,7 +19,8 @@ class StatefulCursor(InOrderCursor):
     of the epoch's opening are restored, for loaders that seed themselves there. A generator function runs only when its
     first batch is fetched, so they are restored for that batch too, unless its batches were seen to draw random numbers
     themselves. `skip` reads a batch and drops it. The state must be a tree of JSON values and tensors, because a
-    checkpoint holds nothing else.
+    checkpoint holds nothing else. To ask for it before every batch would cost too much. So where reading has raised and
+    the iterator is known not to outlive that, `next` raises UsageError from then on.
     """
 
     kind = "stateful"
@@ -31,6 +35,8 @@ class StatefulCursor(InOrderCursor):
         """Whether the iterator is a generator for a resumed epoch and has not run yet."""
         self._draws: bool | None = None
         """Whether a generator's last batch drew from the random states of the process. First batches do not count."""
+        self._is_lost = False
+        """Whether reading has raised, and the iterator has not the same batch for who asks again."""
         self._stream: Any = None
         """The random states under which the batch at the position was read ahead in a step; else None."""
 
@@ -39,7 +45,7 @@ class StatefulCursor(InOrderCursor):
 
     def _open(self) -> None:
         epochs = self._epoch_setters.at_opening(self.epoch)
-        self._ahead = None
+        self._ahead, self._is_lost = None, False
         self._load()
         self._opening = {"rng": rng.capture(cuda=False), "epochs": epochs, "generators": self.generators.states()}
         self._iterator = iter(self._loader)
@@ -53,7 +59,12 @@ class StatefulCursor(InOrderCursor):
             with rng.preserved():
                 self._loader.load_state_dict(copy.deepcopy(state))
 
+    def _give_up_iterator(self) -> None:
+        self._is_lost = isinstance(self._loader, DataLoader) or inspect.isgenerator(self._iterator)
+
     def _read(self) -> Any:
+        if self._is_lost:
+            raise cannot_ask_again(type(self._loader).__name__)
         stream, self._stream = self._stream, None
         if stream is None:
             return self._read_in_process()
@@ -90,7 +101,7 @@ class StatefulCursor(InOrderCursor):
         }
 
     def _seek(self, state: dict[str, Any]) -> None:
-        self._iterator, self._ahead, self._unbegun = None, None, False
+        self._iterator, self._ahead, self._unbegun, self._is_lost = None, None, False, False
         self._opening, self._draws = state["opening"], state["draws"]
         self._stream = state.get("stream")  # checkpoints had none once
         # Where no epoch had begun, what has been read here is to be read again.

@@ -417,6 +417,79 @@ def test_a_sample_that_cannot_be_read_ahead_is_raised_where_it_is_asked_for() ->
         cursor.next()
 
 
+class Fragile(IterableDataset[int]):
+    """Raises once at its tenth sample, if it is to."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self.fails = fails
+
+    def __iter__(self) -> Iterator[int]:
+        for sample in range(14):
+            if sample == 9 and self.fails:
+                self.fails = False
+                raise OSError("the disk hiccups")
+            yield sample * 10 + random.randrange(10)
+
+
+class FragileReader(Fragile):
+    """As a reader with a state, whose batches come from a generator."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def until_it_raises(cursor: Cursor, *, ahead: bool = False) -> list[str]:
+    batches = []
+    with contextlib.suppress(OSError):
+        while True:
+            batches += drive(cursor, 1)
+            assert not (ahead and cursor.at_end)
+    return batches
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("size", [None, 3], ids=["itself", "loader"])
+def test_what_is_read_in_order_gives_the_same_batch_again_where_reading_has_raised(
+    size: int | None, ahead: bool
+) -> None:
+    """And not the end of the epoch, which a generator that has raised gives."""
+
+    def cursor(*, fails: bool) -> Cursor:
+        data = Fragile(fails=fails)
+        return cursor_for(data if size is None else DataLoader(data, batch_size=size))
+
+    before = rng.capture()
+    expected = drive(cursor(fails=False), 20)
+    rng.restore(before)
+    fragile = cursor(fails=True)
+    got = until_it_raises(fragile, ahead=ahead)
+    assert len(got) == 9 // (size or 1)
+    assert got + drive(fragile, 20 - len(got)) == expected
+
+
+def dies() -> Iterator[Any]:
+    for _ in range(3):
+        yield get_batch()
+    raise OSError("the disk hiccups")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: FragileReader(fails=True), lambda: StatefulDataLoader(FragileReader(fails=True), batch_size=3), dies],
+    ids=["stateful reader", "stateful loader", "generator"],
+)
+def test_an_iterator_that_does_not_outlive_what_it_raises_is_not_asked_again(make: Callable[[], Any]) -> None:
+    """The end of the epoch, or a batch without its first samples, would pass for the batch that was asked for."""
+    cursor = cursor_for(make())
+    assert until_it_raises(cursor)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="does not outlive that"):
+            cursor.next()
+
+
 class Wrapper:
     """Moves batches to a device, as many scripts do."""
 

@@ -308,6 +308,39 @@ def test_a_batch_that_was_to_be_skipped_can_still_be_read() -> None:
     assert list(drive(cursor, loader, epochs=1)) == expected
 
 
+class Hiccups(Augmented):
+    """Raises at the first tries of a sample, behind what it has drawn. It has a generator of its own, too."""
+
+    def __init__(self, tries: int) -> None:
+        super().__init__()
+        self.left = tries
+        self.own = np.random.default_rng(5)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index), float(self.own.normal()), random.gauss(0, 1), np.random.randn()
+        if index == 9 and self.left:
+            self.left -= 1
+            raise OSError("the disk hiccups")
+        return sample
+
+
+def test_a_failure_to_read_that_passes_leaves_no_trace_in_what_is_drawn() -> None:
+    def read(tries: int) -> list[str]:
+        rng.seed_all("the same")
+        cursor = cursor_for(DataLoader(Hiccups(tries), batch_size=4, shuffle=True, collate_fn=list))
+        cursor.open_epoch()
+        batches = []
+        while True:
+            try:
+                batches.append(repr(cursor.next()))
+            except OSError:
+                continue
+            except StopIteration:
+                return [*batches, repr(random.random()), repr(np.random.randn()), repr(torch.rand(1))]
+
+    assert read(tries=3) == read(tries=0)
+
+
 @any_workers
 def test_a_batch_that_cannot_be_read_can_be_passed_over(workers: dict[str, Any]) -> None:
     loader = make_loader("in sequence", Numbers(forbidden=frozenset({9})), **workers)
@@ -785,6 +818,34 @@ def test_a_resumed_process_reads_the_batch_before_its_position_again(workers: in
         with pytest.raises(RunDoesNotFit, match="moved"):
             moved.next()
         moved.close()
+
+
+def test_it_is_that_of_the_epoch_before_also_where_the_run_went_back_to_between_two_epochs() -> None:
+    """And not the last one of a later epoch, of which nothing counts any more."""
+
+    def loader() -> Cursor:
+        made = cursor_for(DataLoader(Moving(), 3, shuffle=True))
+        made.witness = witness
+        return made
+
+    def read_epoch() -> None:
+        cursor.open_epoch()
+        for batch in range(cursor.batch, cursor.batch + 4):
+            witness.digests[batch] = Digest(cursor.next()).value
+        with pytest.raises(StopIteration):
+            cursor.next()
+
+    witness = Recorded()
+    cursor = loader()
+    read_epoch()
+    between = cursor.state_dict()
+    read_epoch()
+    cursor.load_state_dict(between)
+    cursor.open_epoch()
+    resumed = loader()
+    resumed.load_state_dict(cursor.state_dict())
+    resumed.next()
+    assert witness.asked == [3]
 
 
 def test_a_batch_that_was_passed_over_is_not_read_again() -> None:
