@@ -1,5 +1,6 @@
 """Lines for the person at the terminal. They go to stderr; data goes to stdout and is not this module's."""
 
+import contextlib
 import io
 import os
 import sys
@@ -44,7 +45,8 @@ def bear_any_character() -> None:
     """Have stdout write `?` for a character that its encoding lacks. Without a UTF-8 locale that is most of a plot, and
     the ellipsis of a table; an answer does not end there. stderr does so by itself."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
-        sys.stdout.reconfigure(errors="replace")
+        with contextlib.suppress(OSError):  # it was a file when it was opened, and is a pipe now: there is no position
+            sys.stdout.reconfigure(errors="replace")
 
 
 def _paint(style: str, text: str) -> str:
