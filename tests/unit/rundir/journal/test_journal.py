@@ -338,7 +338,8 @@ def test_a_fact_whose_values_cannot_be_is_damage_that_names_the_first_of_them(
     path: Path, values: dict[str, Any], wrong: str
 ) -> None:
     journal = Journal(path, 1)
-    with warnings.catch_warnings(action="ignore"):  # pydantic's, of the values
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pydantic's, of the values
         journal.append(Finished(step=1, batch=1).model_copy(update=values))
     journal.append(FACTS[0])
     journal.close()
