@@ -32,8 +32,7 @@ from rollback.train.prober import NO_BATCH, Prober
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.process.rehearsal import needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
-from rollback.train.refusing import refusing
-from rollback.train.script_side import PassIterator, ScriptSide
+from rollback.train.script_side import PassIterator, ScriptSide, refusing
 from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
 from rollback.train.state.unkept import Unkept

@@ -1,11 +1,14 @@
 """The methods of the guard for the script, in the loop's body and elsewhere."""
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from rollback.errors import RunDoesNotFit, UsageError
+from rollback.train.attach import refuse
 from rollback.train.data.batches import Batches
 from rollback.train.data.passes import Passes
 from rollback.train.events import RollbackApplied
@@ -15,6 +18,23 @@ from rollback.train.run import AttachedRun
 from rollback.train.state.kept_values import KeptValues
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def refusing(act: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`act`, which ends the job and not only the attempt where another one would meet the same error again. Other ranks
+    may wait for this one."""
+
+    @functools.wraps(act)
+    def refusing_act(*given: _P.args, **others: _P.kwargs) -> _T:
+        try:
+            return act(*given, **others)
+        except (UsageError, RunDoesNotFit) as error:
+            refuse(error, status=1)
+
+    return refusing_act
 
 
 class ScriptSide:

@@ -3,7 +3,7 @@
 There are two kinds of tensors. *Still* ones (parameters, optimizer state) change only inside `optimizer.step()`. A
 thread may copy them while the next forward and backward run, until the optimizer begins. *Restless* ones (buffers, and
 what other objects keep) are copied at once. If a still tensor is written to before the optimizer begins, its version
-counter tells, and the capture is torn. Version counters do not count writes to `parameter.data` or to raw memory.
+counter tells, and the capture is torn. No counter tells of writes to `parameter.data`: `unseen_writes` looks for them.
 
 For `drift` a rank digests all parameters. Of a sharded model it also digests what the optimizer keeps in plain tensors,
 and other objects in tensors of a part's shape: one rank stores them for all, and where each of them has its own part of
