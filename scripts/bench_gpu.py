@@ -176,9 +176,10 @@ def rollbacks(gigabytes: float, device: str, rounds: int, folder: Path) -> Found
     found: Found = {"rollback": []}
     for number in range(rounds):
         script, run = Stepping(gigabytes * 1e3, device), folder / f"run{number}"
-        batches = (script.x * (float("nan") if place == NAN_AT else 1.0) for place in range(2 * NAN_AT))
+        batches = [script.x] * (2 * NAN_AT)
+        batches[NAN_AT] = script.x * float("nan")
         guard = rollback.Guard(
-            model=script.model, optimizer=script.optimizer, loader=batches.__next__, run=run,
+            model=script.model, optimizer=script.optimizer, loader=batches, run=run,
             snapshot_every=EVERY, keep=3, probation=EVERY, fast_tier=str(MEMORY), max_steps=NAN_AT + EVERY,
             policy="surgical", checkpoint_every=str(10**8), evidence_limit=0, max_skipped="100%",
         )  # fmt: skip
