@@ -5,6 +5,7 @@ import random
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from rollback.train.last_snapshot.device import Device, NoAnswer
 
 # Dropout draws on the device, and the buffer that moves in every forward lies there.
 TOY = Toy(
-    samples=800, sampler="distributed", augment=True, patient=False,
+    samples=800, sampler="distributed", augment=True, patient=False, clip=0.5,
     settings={"snapshot_every": 500, "last_snapshot": "on"},
 )  # fmt: skip
 KILL = 75
@@ -122,12 +123,24 @@ def test_what_is_kept_is_copied_while_the_stream_of_the_training_waits(
     torch.cuda.synchronize()
     training = torch.cuda.current_stream()
     torch.cuda._sleep(int(1e10))  # cycles: five seconds
-    launching = threading.Thread(target=lambda: [other.add_(1) for _ in range(behind)], daemon=True)
+    asked = 0
+
+    def ask() -> None:
+        nonlocal asked
+        for asked in range(1, behind + 1):
+            other.add_(1)
+
+    launching = threading.Thread(target=ask, daemon=True)
     launching.start()
+    before = -1
+    while asked != before and asked < behind:  # it is in the driver and waits there, or all are asked for
+        before = asked
+        time.sleep(0.2)
     if behind < 1000:
         assert torch.equal(gpu.read(weights), expected)
         assert not training.query(), "it was not waited for"
     else:
+        assert asked < behind, "it does not wait"
         with pytest.raises(NoAnswer, match="within 2 s"):
             gpu.read(weights)
     launching.join()

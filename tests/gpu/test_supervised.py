@@ -22,7 +22,7 @@ print("forked", forked, torch.ones(3, device=sys.argv[1]).sum().item(), flush=Tr
 """
 # What is skipped must not depend on which checkpoints a killed run happens to have: only what is bad, each time.
 TOY = Toy(
-    samples=800, sampler="distributed", augment=True, nan=(60,), patient=False,
+    samples=800, sampler="distributed", augment=True, nan=(60,), patient=False, clip=0.5,
     settings={"policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3, "horizon": 20},
 )  # fmt: skip
 

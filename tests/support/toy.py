@@ -102,6 +102,8 @@ class Toy:
     """What the forward computes in under autocast: `bfloat16`, `float16`."""
     adamw: str | None = None
     """`foreach`, `fused`."""
+    clip: float | None = None
+    """The norm to which gradients are clipped, without a scaler."""
     compiled: str | None = None
     """The mode of torch.compile."""
     recomputed: bool = False
@@ -441,6 +443,8 @@ class Loop:
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
         else:
+            if toy.clip is not None:
+                torch.nn.utils.clip_grad_norm_(parts.model.parameters(), toy.clip)
             parts.optimizer.step()
         if not toy.between:
             parts.scheduler.step()

@@ -5,7 +5,7 @@ what is read (`Beat`) follow from this table. A new field is one line there.
 
 Layout of the vector (float64, summed): loss, gradient norm and gauges; the number of ranks that have each; the number
 of ranks whose loss and norm were NaN and Inf; the host's fields; letters, where there are some. Values that are not
-finite are left out of the sums.
+finite are left out of the sums (`without_ill`).
 """
 
 import math
@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 LETTER = 8
@@ -119,6 +118,7 @@ _GAUGES = tuple(field.name for field in fields(GaugeFields))
 SCALER_SKIPPED = list(_HOST).index("scaler_skipped")
 _host_values, gauge_values = attrgetter(*_HOST), attrgetter(*_GAUGES)
 SCALARS = 2 + len(_GAUGES)  # loss and gradient norm come first
+KEPT = 2 + _GAUGES.index("kept")
 JUDGED = 2  # of these: where one is not finite, it is told whether it is NaN or Inf
 AILMENTS_AT = 2 * SCALARS
 HOST_AT = AILMENTS_AT + 2 * JUDGED
@@ -129,27 +129,32 @@ NO_GAUGES = Gauges()
 
 
 def row_of(given: Sequence[Tensor | float | None], signs: Signs) -> list[float]:
-    """The vector of these scalars of the host."""
+    """The vector of these scalars of the host, as they are."""
     row = [0.0] * FIELDS
     for place, scalar in enumerate(given):
-        if scalar is None:
-            continue
-        value = scalar if type(scalar) is float else scalar.item()  # type: ignore[union-attr]
-        if math.isfinite(value):
-            row[place], row[SCALARS + place] = value, 1.0
-        elif place < JUDGED:
-            row[AILMENTS_AT + 2 * place + math.isinf(value)] = 1.0
+        if scalar is not None:
+            row[place] = scalar if type(scalar) is float else scalar.item()  # type: ignore[union-attr]
+            row[SCALARS + place] = 1.0
     row[HOST_AT:] = _host_values(signs)
     return row
 
 
-def parts_of(scalars: list[Tensor], judged: int) -> list[Tensor]:
-    """What scalars of a device add to the vector: the values, and which are finite; of the first ones, that are judged,
-    which are NaN, and which are Inf."""
-    alike = len({item.dtype for item in scalars}) == 1  # else torch would round a whole number beside a half one
-    values = torch.stack(scalars if alike else [item.double() for item in scalars]).double()
-    first = values[:judged]
-    return [values.nan_to_num(0.0, 0.0, 0.0), values - values == 0.0, torch.isnan(first), torch.isinf(first)]
+def all_finite(row: Sequence[float]) -> bool:
+    """Whether all scalars of a vector are, of one rank's or of all ranks' sum. (One that overflows is not either.)"""
+    return math.isfinite(sum(row[:SCALARS]))
+
+
+def without_ill(row: list[float]) -> list[float]:
+    """A rank's vector without the scalars that are not finite, and with what is told of them instead."""
+    if all_finite(row):
+        return row
+    row = row.copy()
+    for place, value in enumerate(row[:SCALARS]):
+        if not math.isfinite(value):
+            row[place] = row[SCALARS + place] = 0.0
+            if place < JUDGED:
+                row[AILMENTS_AT + 2 * place + math.isinf(value)] = 1.0
+    return row
 
 
 def beat_of(sent: Sequence[bytes]) -> Beat | None:
@@ -157,7 +162,7 @@ def beat_of(sent: Sequence[bytes]) -> Beat | None:
 
     None: in another order of the ranks the sums might be rounded otherwise, so they may not be what the group computes.
     """
-    columns = zip(*(array("d", own) for own in sent), strict=True)
+    columns = zip(*(without_ill(array("d", own).tolist()) for own in sent), strict=True)
     sums: list[Any] = [_exact_sum(column) for column in columns]
     return None if None in sums else read_beat(sums, len(sent))
 

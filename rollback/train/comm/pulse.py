@@ -3,10 +3,11 @@
 It carries everything on which ranks must agree (see `beat`). The reduced vector is the same on every rank, and ranks
 act on it alone, so they act in the same way. Values of one rank decide nothing.
 
-A beat costs a host the same for any number of ranks. Two things cost more, and are rare. If a value was not finite
-anywhere, `read` asks by a second all-reduce on which ranks. And if all ranks have agreed before that each has one to
-send, a letter of `LETTER` numbers from each rank follows in the vector. A rank's own place is zero on all other ranks,
-so letters arrive exactly: whole numbers below 2**53. They stay one tensor: no Python object is made for a rank.
+A beat costs a host the same for any number of ranks. Three things cost more, and are rare. If a value was not finite
+anywhere, `read` asks by another all-reduce on which ranks. On a device, which composes a beat without a look at its
+values, it first adds up what is finite by one more. And if all ranks have agreed before that each has one to send, a
+letter of `LETTER` numbers from each rank follows in the vector. A rank's own place is zero on all other ranks, so
+letters arrive exactly: whole numbers below 2**53. They stay one tensor: no Python object is made for a rank.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from rollback.train.comm.beat import (
     AILMENTS_AT,
     FIELDS,
     HOST_AT,
-    JUDGED,
+    KEPT,
     LETTER,
     NO_GAUGES,
     SCALARS,
@@ -31,11 +32,12 @@ from rollback.train.comm.beat import (
     Beat,
     Gauges,
     Signs,
+    all_finite,
     gauge_values,
     is_finite,
-    parts_of,
     read_beat,
     row_of,
+    without_ill,
 )
 from rollback.train.comm.host_sums import Rows, share
 from rollback.train.comm.ranks import Handed, Ranks
@@ -66,7 +68,7 @@ class Pulse:
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event(blocking=True) if self._cuda else None  # type: ignore[no-untyped-call]
         self._sent: bytes | Tensor = b""
-        self._orders: dict[tuple[int, ...], Tensor] = {}
+        self._zeros: dict[torch.dtype, Tensor] = {}  # on the device
         self._own: Tensor | list[float] = []  # this rank's vector of the beat that is under way
         self._work: dist.Work | None = None
         self._vector: Tensor | list[float] | None = None
@@ -108,6 +110,8 @@ class Pulse:
         elif self._arrived is not None:
             self._arrived.synchronize()
             vector = self._host[: len(vector)]
+            if not all_finite(vector[:SCALARS].tolist()):
+                vector = self._sum_without_ill(vector)
         elif self._work is not None:
             self._work.wait()
         self._work = self._vector = None
@@ -155,7 +159,7 @@ class Pulse:
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> Tensor | list[float]:
         """The vector; the numbers themselves where no backend adds to them: of a rank alone, or in shared memory."""
-        row = row_of((loss, grad_norm, *gauge_values(gauges)), signs)
+        row = without_ill(row_of((loss, grad_norm, *gauge_values(gauges)), signs))
         if gauges.found_inf is not None:
             row[HOST_AT + SCALER_SKIPPED] += gauges.found_inf.item() > 0
         self._own = row
@@ -177,31 +181,46 @@ class Pulse:
     def _compose_on_device(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> Tensor:
-        """The vector. What the host knows goes there in one piece, and what is there already is put in between: each
-        operation costs the host more than the device."""
-        given = (loss, grad_norm, *gauge_values(gauges))
+        """The vector, with values that may not be finite. What the host knows goes there in one piece, and what is
+        there already is added: each operation costs the host more than the device."""
+        given = [loss, grad_norm, *gauge_values(gauges)]
         on_device = {place: self._on_device(item) for place, item in enumerate(given) if self._is_there(item)}
-        vector = self._to_device(row_of([None if at in on_device else item for at, item in enumerate(given)], signs))
-        if there := tuple(on_device):
-            parts = parts_of([*on_device.values()], judged=sum(place < JUDGED for place in there))
-            vector = torch.cat([vector, *parts]).index_select(0, self._order_of(there))
+        row = row_of([None if place in on_device else item for place, item in enumerate(given)], signs)
+        for place in on_device:
+            row[SCALARS + place] = 1.0
+        vector = self._to_device(row)
+        if gauges.measured_squares is not None and KEPT in on_device:
+            shown = on_device[KEPT]  # a rank's part of a sharded gradient may not show it, in step after step
+            on_device[KEPT] = shown.nan_to_num(0.0)
+            vector[SCALARS + KEPT].sub_(shown.isnan())
+        if on_device:
+            vector[:SCALARS].add_(self._stacked(on_device))  # `+=` would copy what it has added once more
         if gauges.found_inf is not None:
-            vector[HOST_AT + SCALER_SKIPPED] += (self._on_device(gauges.found_inf) > 0).double()
+            vector[HOST_AT + SCALER_SKIPPED].add_(self._on_device(gauges.found_inf) > 0)
         self._own = self._sent = vector.clone()  # the sum will be where the vector is
         return vector if signs.letter is None else torch.cat([vector, self._letter_row(signs.letter)])
 
-    def _order_of(self, there: tuple[int, ...]) -> Tensor:
-        """Where each number of the vector is, of the host's row and the `_parts` of the scalars in these places."""
-        if (order := self._orders.get(there)) is None:
-            places, ill = [*range(FIELDS)], [place for place in there if place < JUDGED]
-            of_parts = [
-                *there, *(SCALARS + place for place in there),
-                *(AILMENTS_AT + 2 * place + kind for kind in range(2) for place in ill),
-            ]  # fmt: skip
-            for number, place in enumerate(of_parts):
-                places[place] = FIELDS + number
-            order = self._orders[there] = torch.tensor(places).to(self._device)
-        return order
+    def _stacked(self, scalars: dict[int, Tensor]) -> Tensor:
+        """These at their places, and zeros at the others."""
+        kinds = {item.dtype for item in scalars.values()}
+        if len(kinds) > 1:  # else torch would round a whole number beside a half one
+            scalars, kinds = {place: item.double() for place, item in scalars.items()}, {torch.float64}
+        (kind,) = kinds
+        if (zero := self._zeros.get(kind)) is None:
+            zero = self._zeros[kind] = torch.zeros((), dtype=kind, device=self._device)
+        return torch.stack([scalars.get(place, zero) for place in range(SCALARS)])
+
+    def _sum_without_ill(self, vector: Tensor) -> Tensor:
+        """Collective, of a device: the sum of vectors without values that are not finite, before the letters that have
+        arrived."""
+        assert isinstance(self._own, Tensor)
+        self._own = own = without_ill(self._own.tolist())
+        total = self._to_device(own)
+        if self._ranks.distributed:
+            handed = Handed(total)
+            dist.all_reduce(total)
+            handed.take_back()
+        return torch.cat([total.cpu(), vector[FIELDS:]])
 
     def _letter_row(self, letter: tuple[int, ...]) -> Tensor:
         """This rank's letter at its place among those of all ranks."""

@@ -51,10 +51,12 @@ def _lending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if torch.compiler.is_compiling() or norm_type != 2.0 or more[1:2] == (False,) or others.get("foreach") is False:
             return original(tensors, norm_type, *more, **others)
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        total = _lent(tensors)
-        if total is None or not math.isfinite(total.item()):  # not finite is rare, and torch may have to raise
+        total, first = _lent(tensors), _Lent.same_as_torch is None
+        raises = more[:1] == (True,) or others.get("error_if_nonfinite", False)
+        # Not finite is rare. Of a device it is asked only where torch would ask too: the answer is waited for.
+        if total is None or ((total.is_cpu or first or raises) and not math.isfinite(total.item())):
             return original(tensors, norm_type, *more, **others)
-        if _Lent.same_as_torch is None:
+        if first:
             own = original(tensors, norm_type, *more, **others)
             _Lent.same_as_torch = own.dtype == total.dtype and torch.equal(own, total)
             return own
@@ -76,14 +78,18 @@ def _telling(original: Callable[..., None]) -> Callable[..., None]:
     return clip
 
 
-def factor_of(norm: Tensor, most: float) -> float:
-    """By which torch multiplies the gradients. Waits for the device."""
-    return min(1.0, float(most) / (norm.item() + 1e-6))
+def factor_of(norm: Tensor, most: float) -> Tensor | float:
+    """By which torch multiplies the gradients. Of a norm on a device: a scalar there."""
+    if norm.is_cpu:
+        return min(1.0, float(most) / (norm.item() + 1e-6))
+    return torch.clamp(float(most) / (norm + 1e-6), max=1.0)
 
 
 def _lent(gradients: list[Tensor]) -> Tensor | None:
     if _Lent.same_as_torch is False or not gradients:
         return None
+    if gradients[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # what is read now is not what the graph will read
     return next((norm for lender in _lenders() if (norm := lender.norm_of(gradients)) is not None), None)
 
 

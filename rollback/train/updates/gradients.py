@@ -10,12 +10,13 @@ shows the factor. If they were changed in another way, they are measured again. 
     clipping   by torch: it is lent the norm, and tells the factor
     pre-step   hook of the optimizer -> unchanged, scaled, or measured again
 
-Where the last updates have all lent their norm, the next one is measured at clipping, before torch changes anything:
+Where the last updates have all been clipped so, the next one is measured at clipping, before torch changes anything:
 then nothing has to be remembered from backward to clipping. If that one is not clipped so, it is measured in the
-pre-step hook, as it is applied, and those behind it at the end of backward again.
+pre-step hook, as it is applied, and those behind it at the end of backward again. On a device a norm is lent from then
+on: before, who has written to a gradient past torch's counters could be found by waiting alone.
 
-On CUDA norms are accumulated in double precision, which costs nothing there. On the CPU it costs twenty times as much,
-so it is used only after single precision has overflowed, which can be seen there without waiting.
+Gradients in single precision are measured in it, as torch does for clipping, others in double precision. On the CPU
+that is also used where single precision has overflowed, which can be seen there without waiting.
 """
 
 import ctypes
@@ -48,7 +49,7 @@ class GradientNorms(NamedTuple):
     parameters: list[nn.Parameter]
     """The parameters that had a gradient."""
     each: Tensor
-    """The norm of each of these."""
+    """The norm of each of these. On a device, of gradients in single precision: Inf from 1.8e19 on, as in clipping."""
     total: Tensor
     """The norm over all, in the gradients' own type; Inf where it overflows."""
     kept: Tensor | float | None
@@ -84,8 +85,10 @@ class Gradients:
         """The first element of each gradient then, where their norm may be lent."""
         self._lent: Tensor | None = None
         """The norm over all of them, if it was lent in this update."""
-        self._lent_in_a_row = 0
-        self._factor: float | None = None
+        self._clips_all = False
+        """Whether this update is clipped over all its gradients, as they were measured."""
+        self._so_in_a_row = 0
+        self._factor: Tensor | float | None = None
         """By which clipping has multiplied them."""
         self._found: _Marks = [], []
         self._watch = BackwardWatch(model, self.telltale, self._backward_reached_telltale)
@@ -94,7 +97,7 @@ class Gradients:
     @property
     def _at_clipping(self) -> bool:
         """Whether this update is measured where it is clipped."""
-        return self._lent_in_a_row >= _TRIED
+        return self._so_in_a_row >= _TRIED
 
     @property
     def scale(self) -> Tensor | None:
@@ -121,12 +124,16 @@ class Gradients:
         if self._at_clipping:
             return self._measure_for_clipping(gradients)
         seen = self.seen
-        if seen is None or self.scale is not None or self._firsts is None or seen.each.dtype is not torch.float32:
+        if seen is None or self.scale is not None or seen.each.dtype is not torch.float32:
             return None
         parameters, own = _with_gradients(seen.parameters)
-        if self._marks_of(parameters, own) != self._marks or self._firsts.are_changed():
+        if self._marks_of(parameters, own) != self._marks or (self._firsts is not None and self._firsts.are_changed()):
             return None
-        if _are_same(gradients, own):
+        all_of_them = _are_same(gradients, own) and _are_alike(own)
+        self._clips_all |= all_of_them
+        if self._firsts is None:
+            return None
+        if all_of_them:
             self._lent = seen.total.clone()
             return self._lent
         places = {id(gradient): place for place, gradient in enumerate(own)}
@@ -138,17 +145,19 @@ class Gradients:
         if id(self.telltale.grad) not in map(id, gradients):
             return None  # of another model
         parameters, own = _with_gradients(self._parameters())
-        if not _are_same(gradients, own) or {*map(_dtype, own)} != {torch.float32} or self.scale is not None:
+        if not _are_same(gradients, own) or not _are_alike(own) or self.scale is not None:
             return None
         self._marks = self._marks_of(parameters, own)
         each, total = _measure(own, None)
         self.seen, self._lent = GradientNorms(parameters, each, total, None, self._own), total.clone()
+        self._clips_all = True
         return self._lent if each.dtype is torch.float32 else None
 
     def clipped(self, norm: Tensor, most: float) -> None:
         """For `clipping`: the gradients over which this is the norm are clipped to `most`."""
         if norm is self._lent:
-            self._factor = factor_of(norm, most)
+            with torch.no_grad():
+                self._factor = factor_of(norm, most)
 
     def forget(self) -> None:
         """The update is over."""
@@ -157,7 +166,8 @@ class Gradients:
 
     def before_step(self) -> GradientNorms | None:
         """The norms of what the optimizer will apply; None: there are no gradients. Call it from the pre-step hook."""
-        self._lent_in_a_row, self._lent = self._lent_in_a_row + 1 if self._lent is not None else 0, None
+        self._so_in_a_row = self._so_in_a_row + 1 if self._clips_all else 0
+        self._clips_all, self._lent = False, None
         parameters, gradients = self.look()
         if not gradients:
             return None
@@ -175,7 +185,7 @@ class Gradients:
         after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=seen.each.dtype)
         if scale is not None:
             after = after / scale.to(after.device)
-        if seen.each.is_cpu and seen.squares is None:
+        if seen.each.device == _HOST and seen.squares is None:
             return _scaled_on_host(seen, seen.each.tolist()[place], after.item())
         before = seen.each[place]
         # What was zero is still zero, or not finite.
@@ -271,6 +281,11 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
+def _are_alike(gradients: list[Tensor]) -> bool:
+    """Whether all are in single precision and on one device: torch measures others otherwise than `_measure`."""
+    return {*map(_dtype, gradients)} == {torch.float32} and len({*map(_device, gradients)}) == 1
+
+
 def mark_of(gradient: Tensor) -> tuple[int, int]:
     """A value that changes when a gradient is replaced or written to."""
     return local_of(gradient).data_ptr(), version_of(gradient)
@@ -290,7 +305,7 @@ class _Firsts(NamedTuple):
     @classmethod
     def of(cls, gradients: list[Tensor], marks: _Marks) -> "_Firsts | None":
         """None: not all are in single precision and in the host's memory."""
-        if {*map(_dtype, gradients)} != {torch.float32} or {*map(_device, gradients)} != {_HOST}:
+        if not _are_alike(gradients) or gradients[0].device != _HOST:
             return None
         places = [*map(ctypes.c_uint32.from_address, filter(None, marks[0]))]  # what is empty has no address
         return cls(places, [*map(_bits, places)])
@@ -322,7 +337,8 @@ def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Ten
     """The norm of each tensor, and of all together, divided by `scale`."""
     if torch.is_grad_enabled():  # not in a backward, unless that was told to make a graph
         gradients = [*map(Tensor.detach, gradients)]
-    each = norm_of_each(gradients)
+    as_for_clipping = _are_alike(gradients) and gradients[0].device != _HOST
+    each = _each(gradients, torch.float32) if as_for_clipping else norm_of_each(gradients)
     if scale is not None:
         each = each / scale.to(each.device)
     # The sum of squares is what overflows first in single precision.
@@ -333,7 +349,7 @@ def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Ten
 def norm_of_each(tensors: list[Tensor]) -> Tensor:
     """The norms, on the device of the first tensor. A device uses double precision. The host would need a copy of twice
     the size for that, so it uses double precision only where squares overflow in single precision."""
-    if tensors[0].device.type != "cpu":
+    if tensors[0].device != _HOST:
         return _each(tensors, torch.float64)
     each = _each(tensors, torch.float32)
     norms = each.tolist()

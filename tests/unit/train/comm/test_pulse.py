@@ -19,7 +19,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from warm_server import WarmPopen
 
-from rollback.train.comm.beat import FIELDS, LETTER, NO_GAUGES, Beat, GaugeFields, Gauges, HostFields, Signs, read_beat
+from rollback.train.comm.beat import (
+    FIELDS,
+    LETTER,
+    NO_GAUGES,
+    SCALARS,
+    Beat,
+    GaugeFields,
+    Gauges,
+    HostFields,
+    Signs,
+    all_finite,
+    read_beat,
+)  # fmt: skip
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
@@ -51,7 +63,8 @@ def reduce(
 ) -> Beat:
     """The beat that ranks with these rows would read, without a process group: composed by each, then summed.
 
-    Who is ailing is what each rank says of itself: the second collective of `read` sums up just that.
+    Who is ailing is what each rank says of itself: the last collective of `read` sums up just that, and the one before
+    it, of a device, what of its vector is finite.
     """
     total, pulses = torch.zeros(FIELDS, dtype=torch.float64), []
     for rank, (loss, grad_norm, said) in enumerate(rows):
@@ -61,6 +74,8 @@ def reduce(
         compose = pulses[-1]._compose_on_device if on_device else pulses[-1]._compose_on_host
         row = compose(scalar(loss), scalar(grad_norm), said, gauges[rank] if gauges else NO_GAUGES)
         total += torch.as_tensor(row, dtype=torch.float64)
+    if on_device and not all_finite(total[:SCALARS].tolist()):
+        total = torch.stack([pulse._sum_without_ill(total) for pulse in pulses]).sum(0)
     beat = read_beat(total, len(rows))
     beat.ailing = tuple(rank for pulse in pulses for rank in pulse._ailing(beat))
     return beat

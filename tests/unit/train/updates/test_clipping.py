@@ -9,7 +9,7 @@ import torch._dynamo  # makes its table of functions now: a test below replaces 
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 
-from rollback.train.updates import clipping
+from rollback.train.updates import clipping, gradients
 from rollback.train.updates.gradients import norm_of_each
 from rollback.train.updates.optimizer import Updates
 
@@ -35,8 +35,16 @@ def backward(model: nn.Module, factor: float = 50.0) -> None:
     (model(torch.randn(8, 64, dtype=dtype)).square().sum() * factor).backward()
 
 
+@pytest.fixture(params=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """device: the host's memory is taken for that of a device, in which nothing may be looked at."""
+    if request.param == "device":
+        monkeypatch.setattr(gradients, "_HOST", torch.device("meta"))
+    return str(request.param)
+
+
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def passes(where: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many gradients each pass over them has read."""
     found, norm = [], torch._foreach_norm
 
@@ -51,19 +59,20 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("groups", [in_order, weights_last])
 def test_an_update_that_is_clipped_reads_its_gradients_once(
-    groups: Callable[[nn.Module], Any], passes: list[int]
+    groups: Callable[[nn.Module], Any], where: str, passes: list[int]
 ) -> None:
     model, optimizer = trained(groups)
-    updates = Updates(optimizer, None)
-    for update in range(3):
+    updates = Updates(optimizer, None, model if where == "device" else None)  # else in the optimizer's order
+    compared_at = 3 if where == "device" else 0
+    for update in range(6):
         optimizer.zero_grad()
         del passes[:]
         backward(model)
         before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        assert passes == ([6, 6] if update == 0 else [6]), "the first time, torch computes it too, to be compared"
+        assert passes == ([6, 6] if update <= compared_at else [6]), "the first time, torch computes it, to be compared"
         optimizer.step()
-        assert clipping._Lent.same_as_torch
+        assert clipping._Lent.same_as_torch is (True if update >= compared_at else None)
         assert updates.gradients is not None
         assert float(updates.gradients.kept) == pytest.approx(1 / float(norm), rel=1e-4)  # type: ignore[arg-type]
         del passes[:]
@@ -356,7 +365,7 @@ def test_norms_of_tensors_are_told_apart_where_one_is_not_finite(spoilt: float) 
     assert each[2] == pytest.approx(2e25)
 
 
-def test_a_part_of_the_gradients_may_be_clipped_alone(passes: list[int]) -> None:
+def test_a_part_of_the_gradients_may_be_clipped_alone(where: str, passes: list[int]) -> None:
     model, optimizer = trained(in_order)
     _kept = Updates(optimizer, None)
     for _ in range(2):
@@ -365,7 +374,7 @@ def test_a_part_of_the_gradients_may_be_clipped_alone(passes: list[int]) -> None
         some = list(model.parameters())[3:1:-1]
         expected = nn.utils.get_total_norm([p.grad.clone() for p in some])  # type: ignore[union-attr]
         assert torch.equal(nn.utils.clip_grad_norm_(some, 1.0), expected)
-    assert clipping._Lent.same_as_torch
+    assert clipping._Lent.same_as_torch is (True if where == "host" else None)
 
 
 def test_a_norm_that_is_not_finite_raises_as_in_torch_and_the_tensor_is_still_named(passes: list[int]) -> None:
