@@ -127,8 +127,9 @@ def test_what_is_kept_is_copied_while_the_stream_of_the_training_waits(
 
     def ask() -> None:
         nonlocal asked
-        for asked in range(1, behind + 1):
+        while asked < behind:
             other.add_(1)
+            asked += 1
 
     launching = threading.Thread(target=ask, daemon=True)
     launching.start()
