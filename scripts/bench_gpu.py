@@ -46,16 +46,18 @@ from rollback.train.snapshots.capture import Capture
 from savers import MEMORY, DcpAsync, DcpAsyncProcess, Method, Ours, Script, TorchSave, TorchSnapshot, has_torchsnapshot
 
 WIDTH = {"cuda": 4096, "cpu": 256}
-SAMPLES = {"cuda": 8192, "cpu": 64}  # a step of the state's size takes a hundred milliseconds on a large GPU
-NAN_AT, EVERY = 45, 10
+SAMPLES = {"cuda": 8192, "cpu": 64}  # a step takes 80 ms for each GB of the state on a large GPU
+LARGE = 4.0  # GB, from which on steps do not get longer: longer than a copy, and not the benchmark's whole time
+NAN_AT, EVERY = 25, 10
 Found = dict[str, list[float]]
 
 
 class Stepping(Script):
     """A step ends when the device has done it. What it copies beside that is not waited for."""
 
-    def __init__(self, megabytes: float, device: str) -> None:
-        super().__init__(int(megabytes), device, WIDTH[device], SAMPLES[device])
+    def __init__(self, gigabytes: float, device: str) -> None:
+        samples = int(SAMPLES[device] / max(1.0, gigabytes / LARGE))
+        super().__init__(int(gigabytes * 1e3), device, WIDTH[device], samples)
 
     def train_on(self, x: Tensor) -> Tensor:
         loss = super().train_on(x)
@@ -134,7 +136,7 @@ def peers_of(script: Script, folder: Path) -> dict[str, Method]:
 
 
 def snapshots(gigabytes: float, device: str, rounds: int, folder: Path) -> tuple[Found, int]:
-    script = Stepping(gigabytes * 1e3, device)
+    script = Stepping(gigabytes, device)
     found: Found = {}
     ours, peers = Ours(script, folder / "ours", fast=True), peers_of(script, MEMORY / folder.name)
 
@@ -146,7 +148,7 @@ def snapshots(gigabytes: float, device: str, rounds: int, folder: Path) -> tuple
             seen = len(copies.seconds())
             ordinary(ours)
             for name, method in [("rollback", ours), *sorted(peers.items(), reverse=bool(turn % 2))]:
-                took, blocked = lost(method)
+                took, blocked = lost(method, steps_around=4)
                 method.finish()
                 if turn:
                     note(f"lost: {name}", took)
@@ -175,7 +177,7 @@ def rollbacks(gigabytes: float, device: str, rounds: int, folder: Path) -> Found
     """Of as many jobs that meet a NaN, one after the other."""
     found: Found = {"rollback": []}
     for number in range(rounds):
-        script, run = Stepping(gigabytes * 1e3, device), folder / f"run{number}"
+        script, run = Stepping(gigabytes, device), folder / f"run{number}"
         batches = [script.x] * (2 * NAN_AT)
         batches[NAN_AT] = script.x * float("nan")
         guard = rollback.Guard(

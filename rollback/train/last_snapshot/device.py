@@ -11,7 +11,6 @@ The communicator is not aborted for that. It writes to no parameter, and an abor
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -25,13 +24,13 @@ from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.system.region import Region
 from rollback.train.snapshots.capture import bytes_of
+from rollback.train.snapshots.copy_stream import await_event
 from rollback.train.snapshots.pinned import pin
 from rollback.train.state.state import TrainingState
 
 _ROOM = 32 << 20  # bytes that are copied at once: large enough for the link's full speed
 _ANSWER = 10.0  # seconds for so many bytes
 _CLOSING = 2.0  # seconds for what was asked of the GPU before this rank leaves
-_POLL = 0.0001
 _URGENT = -1  # priority: torch hands streams of that one out for nothing else here, and NCCL has none of them
 
 Read = Callable[[Tensor], Tensor]
@@ -76,12 +75,9 @@ class Device:
     # The thread that trains ------------------------------------------------------------------------------------------
 
     def await_gradients(self) -> None:
-        """Before an update: wait for all that was asked of the GPU so far.
-
-        By looking: who waits in the driver may keep other threads out of it.
-        """
+        """Before an update: wait for all that was asked of the GPU so far."""
         if self._stream is not None and not torch.cuda.is_current_stream_capturing():
-            _await(torch.cuda.current_stream(self._device).record_event())
+            await_event(torch.cuda.current_stream(self._device).record_event())
 
     def note_update(self) -> None:
         """Behind an update: what is added next comes behind it, in whatever stream it was made."""
@@ -118,7 +114,7 @@ class Device:
         """Nothing is added or read any more. Where the GPU does not come to an end, its memory stays as it is."""
         self._asked.put(None)
         with contextlib.suppress(RuntimeError):  # of a GPU on which everything fails since an error
-            if self._last_added is None or _await(self._last_added, _CLOSING):
+            if self._last_added is None or await_event(self._last_added, _CLOSING):
                 del self._added
                 self._region.close()
 
@@ -159,20 +155,10 @@ class Device:
                 try:
                     self._room[: len(part)].copy_(part, non_blocking=True)
                     if self._stream is not None:
-                        _await(self._stream.record_event())
+                        await_event(self._stream.record_event())
                     copied.set_result(None)
                 except Exception as error:  # noqa: BLE001 - who asked tells it
                     copied.set_exception(error)
-
-
-def _await(event: Any, seconds: float = float("inf")) -> bool:
-    """Whether the GPU has come there, within that time."""
-    until = time.monotonic() + seconds
-    while not event.query():
-        if time.monotonic() > until:
-            return False
-        time.sleep(_POLL)
-    return True
 
 
 def _memory(path: Path) -> Region:

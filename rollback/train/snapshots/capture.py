@@ -30,7 +30,7 @@ from rollback.system.region import Region, copy
 from rollback.train.comm.ranks import Ranks
 from rollback.train.sharded import holders_of, version_of
 from rollback.train.snapshots import drift
-from rollback.train.snapshots.copy_stream import copy_stream
+from rollback.train.snapshots.copy_stream import await_event, copy_stream
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state import tree
 from rollback.train.state.nonfinite import FiniteCheck, NonFiniteKind
@@ -150,7 +150,7 @@ class Capture:
             self._digest(self._still_of_others)
         if self._arrived is not None:
             with torch.cuda.device(self._stream.device):
-                self._arrived.synchronize()
+                await_event(self._arrived)
 
     def digest(self) -> int:
         """The digest of this rank's replicas, for `drift`; 0 if there is one rank. Call it after `finish`."""

@@ -1,11 +1,14 @@
 """The stream in which a device copies and digests for snapshots, beside the training."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+
+_POLL = 0.0001
 
 
 @contextmanager
@@ -22,6 +25,20 @@ def copy_stream(device: torch.device) -> Iterator[Any]:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield stream
+
+
+def await_event(event: Any, seconds: float = float("inf")) -> bool:
+    """Whether the device has come there, within that time. In any thread.
+
+    By looking: a thread that waits in the driver keeps others out of it, so those that train could launch nothing for
+    as long as a copy takes.
+    """
+    until = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLL)
+    return True
 
 
 @cache
