@@ -1,9 +1,10 @@
 """What snapshots and rollbacks of a state on a GPU cost, ours and the peers' in one run, one rank, no other job.
 
-    python scripts/bench_gpu.py [--gigabytes 1 10 40] [--rounds 3] [--json FILE] [--device cpu]
+    python scripts/bench_gpu.py [--gigabytes 1 10 40] [--rounds 3] [--alone] [--json FILE] [--device cpu]
 
 A model and its AdamW state of each size; sizes for which the device, the host's memory or /dev/shm has no room are
-named and left out. Every figure is a median over the rounds; of ours the worst is shown too. Peers take turns with us.
+named and left out. Every figure is a median over the rounds; of ours the worst is shown too. Peers take turns with us,
+unless --alone leaves them out: they take nine tenths of the time. Each figure is printed as it is found, too.
 
 link       a copy_ of as many bytes into pinned memory that is there already: the bound for each copy
 copy       from the first byte of a snapshot to the last, by events on the device, as a share of the link's bandwidth
@@ -135,13 +136,14 @@ def peers_of(script: Script, folder: Path) -> dict[str, Method]:
     return {name: kind(script, folder / name.replace(" ", "-").replace(",", "")) for name, kind in kinds.items()}
 
 
-def snapshots(gigabytes: float, device: str, rounds: int, folder: Path) -> tuple[Found, int]:
+def snapshots(gigabytes: float, device: str, rounds: int, folder: Path, alone: bool) -> tuple[Found, int]:
     script = Stepping(gigabytes, device)
     found: Found = {}
-    ours, peers = Ours(script, folder / "ours", fast=True), peers_of(script, MEMORY / folder.name)
+    ours, peers = Ours(script, folder / "ours", fast=True), {} if alone else peers_of(script, MEMORY / folder.name)
 
     def note(name: str, seconds: float) -> None:
         found.setdefault(name, []).append(seconds)
+        print(f"{gigabytes:g} GB, {name}: {seconds:.4f} s", flush=True)
 
     with Copies() as copies:
         for turn in range(rounds + 1):
@@ -159,7 +161,8 @@ def snapshots(gigabytes: float, device: str, rounds: int, folder: Path) -> tuple
                 for seconds in copies.seconds()[seen:]:
                     note("copy", seconds)
                 note("restore: rollback", clocked(ours.restore, device))
-                note("restore: torch.save", clocked(peers["torch.save"].restore, device))
+                if not alone:
+                    note("restore: torch.save", clocked(peers["torch.save"].restore, device))
     for method in (*peers.values(), ours):
         method.close()
     return found, script.size
@@ -216,6 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 10, 40], help="of parameters and AdamW state")
     parser.add_argument("--rounds", type=int, default=3, help="after one to warm up")
+    parser.add_argument("--alone", action="store_true", help="without the peers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="write all figures there, after each size")
     args = parser.parse_args()
@@ -234,7 +238,7 @@ def main() -> None:
             print(f"{gigabytes:g} GB: not measured: {why}")
             continue
         with tempfile.TemporaryDirectory(prefix="rollback-bench-") as folder:
-            found, size = snapshots(gigabytes, args.device, args.rounds, Path(folder))
+            found, size = snapshots(gigabytes, args.device, args.rounds, Path(folder), args.alone)
             found |= rollbacks(gigabytes, args.device, args.rounds, Path(folder))
         show(gigabytes, found, size)
         told[f"{gigabytes:g} GB"] = {"bytes": size, "seconds": found}
