@@ -192,7 +192,7 @@ class Pulse:
         if gauges.measured_squares is not None and KEPT in on_device:
             shown = on_device[KEPT]  # a rank's part of a sharded gradient may not show it, in step after step
             on_device[KEPT] = shown.nan_to_num(0.0)
-            vector[SCALARS + KEPT].sub_(shown.isnan())
+            vector[SCALARS + KEPT].sub_(shown.isnan().double())
         if on_device:
             vector[:SCALARS].add_(self._stacked(on_device))  # `+=` would copy what it has added once more
         if gauges.found_inf is not None:

@@ -127,6 +127,17 @@ def test_each_gauge_is_the_mean_over_the_ranks_that_have_one(field: Field[Any], 
     assert reduce(rows, on_device, given) == Beat(**{field.name: 3.5, **norm})
 
 
+def test_what_a_rank_with_a_part_of_the_gradients_does_not_know_of_clipping_needs_no_further_sum() -> None:
+    """Else there would be one in each step, on a device."""
+    total = torch.zeros(FIELDS, dtype=torch.float64)
+    for kept in (math.nan, 0.25, 0.75):
+        gauges = Gauges(kept=scalar(kept), measured_squares=scalar(12.0))
+        total += torch.as_tensor(Pulse(Ranks(), torch.device("cpu"))._compose_on_device(None, None, Signs(), gauges))
+    assert all_finite(total.tolist())
+    beat = read_beat(total, 3)
+    assert (beat.kept, beat.measured) == (0.5, math.sqrt(12.0))
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_norm_of_sharded_gradients_is_the_root_of_all_squares_and_none_where_a_part_is_not_finite(
     on_device: bool,
