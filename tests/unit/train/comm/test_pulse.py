@@ -30,6 +30,7 @@ from rollback.train.comm.beat import (
     HostFields,
     Signs,
     all_finite,
+    beat_of,
     read_beat,
 )  # fmt: skip
 from rollback.train.comm.pulse import Pulse
@@ -97,6 +98,21 @@ def test_a_beat_says_what_the_ranks_said(on_device: bool, rows: list[tuple[float
     assert beat.committed == sum(said.committed for *_, said in rows)
     assert beat.shard_written == sum(said.shard_written for *_, said in rows)
     assert beat.shard_failed == sum(said.shard_failed for *_, said in rows)
+
+
+@given(rows=st.lists(st.tuples(numbers, numbers), min_size=1, max_size=2))
+def test_survivors_read_of_what_devices_have_sent_what_the_group_would_have_read(
+    rows: list[tuple[float | None, float | None]],
+) -> None:
+    sent = []
+    for loss, norm in rows:
+        pulse = Pulse(Ranks(), torch.device("cpu"))
+        pulse._compose_on_device(scalar(loss), scalar(norm), Signs())
+        sent.append(bytes(pulse._sent.numpy()))  # type: ignore[union-attr]
+    found, whole = beat_of(sent), reduce([(*row, Signs()) for row in rows], on_device=True)
+    assert found is not None
+    assert same(found.loss, whole.loss)
+    assert same(found.grad_norm, whole.grad_norm)
 
 
 def a_value_of(kind: type) -> float:
