@@ -42,6 +42,7 @@ GROUPS = [
 WAYS = {
     "plain": Toy(),
     "clipped": Toy(clip=0.5),
+    "over frozen weights": Toy(base="frozen"),
     "in bfloat16": Toy(narrow="bfloat16"),
     "in float16, scaled": Toy(narrow="float16", scaler=True, overflow=(12,)),
     "fused": Toy(adamw="fused"),

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _POLL = 0.0001
 
@@ -39,6 +40,16 @@ def await_event(event: Any, seconds: float = float("inf")) -> bool:
             return False
         time.sleep(_POLL)
     return True
+
+
+def on_host(item: Tensor) -> Tensor:
+    """A copy of a device's tensor in the host's memory; of the host's, the tensor itself. In any thread."""
+    if not item.is_cuda:
+        return item
+    with copy_stream(item.device) as stream:
+        copied = torch.empty(item.shape, dtype=item.dtype, pin_memory=True).copy_(item, non_blocking=True)
+        await_event(stream.record_event())
+    return copied
 
 
 @cache

@@ -24,7 +24,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.capture import as_it_is_stored, bytes_of
-from rollback.train.snapshots.copy_stream import copy_stream
+from rollback.train.snapshots.copy_stream import copy_stream, on_host
 from rollback.train.state import tree
 from rollback.train.state.state import Image, TrainingState
 
@@ -180,7 +180,7 @@ def prints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     sums: Sequence[int] = []
     if on_device:
         with copy_stream(next(iter(on_device.values())).device):
-            sums = torch.stack([drift.on_device([item]) for item in on_device.values()]).tolist()
+            sums = on_host(torch.stack([drift.on_device([item]) for item in on_device.values()])).tolist()
     here = digests_of({name: item for name, item in tensors.items() if name not in on_device})
     return {**dict(zip(on_device, map(str, sums), strict=True)), **here}
 
@@ -193,14 +193,14 @@ def digests_of(tensors: Mapping[str, Tensor], threads: int = 1) -> dict[str, str
 
 
 def _digest(item: Tensor) -> str:
-    return digest_of(bytes_of(as_it_is_stored(item.cpu())))
+    return digest_of(bytes_of(as_it_is_stored(on_host(item))))
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> list[ShardPiece]:
     """The bytes of tensors, for their file. Tensors on a device are copied to the host one at a time."""
 
     def content_of(item: Tensor) -> Callable[[], list[memoryview]]:
-        return lambda: [bytes_of(as_it_is_stored(item.cpu()))]
+        return lambda: [bytes_of(as_it_is_stored(on_host(item)))]
 
     return [
         ShardPiece(name, tree.DTYPE_CODE[item.dtype], tuple(item.shape), content_of(item))
