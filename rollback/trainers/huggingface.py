@@ -52,6 +52,8 @@ def _require_known(trainer: Any) -> None:
     if isinstance(getattr(trainer.train, "__self__", None), _GuardedLoop):
         raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
     for met, what, instead in (
+        (trainer.state.global_step > 0, f"it has made {trainer.state.global_step} steps already, unprotected",
+         "call rollback.protect before trainer.train(); what was trained so far can begin the run of another Trainer"),
         (args.auto_find_batch_size, "auto_find_batch_size=True begins the training anew with smaller batches",
          "choose per_device_train_batch_size, and gradient_accumulation_steps to make up for it"),
         (args.ignore_data_skip, "ignore_data_skip=True reads data from their beginning in a run that goes on",

@@ -61,6 +61,8 @@ def _require_known(trainer: Any) -> None:
     kind, launcher = type(strategy).__name__, type(strategy.launcher).__name__
     found = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
     for met, what, instead in (
+        (trainer.fit_loop.epoch_progress.current.ready > 0, "it has trained already, unprotected",
+         "call rollback.protect before trainer.fit(); what was trained so far can begin the run of another Trainer"),
         (kind not in _STRATEGIES, f"its strategy is {kind}", _REPLICATED),
         (launcher == "_MultiProcessingLauncher", "it forks or spawns its ranks", _OWN_PROCESSES),
         (trainer.fast_dev_run, "fast_dev_run trains a few batches to try the script", "protect the real run"),

@@ -101,6 +101,12 @@ def trained_twice() -> None:
     made.train()
 
 
+def behind_train() -> None:
+    made = trainer()
+    made.state.global_step = 4  # as it is then
+    rollback.protect(made)
+
+
 def twice() -> None:
     rollback.protect(protected())
 
@@ -142,6 +148,7 @@ CASES: dict[str, Callable[[], object]] = {
     "an average of the weights": with_an_average,
     "hyperparameter_search": lambda: protected().train(trial={"learning_rate": 1.0}),
     "trained twice": trained_twice,
+    "behind train": behind_train,
     "twice": twice,
     "no setting": lambda: rollback.protect(trainer(), polcy="palm").train(),
     "the dispatcher": lambda: rollback.protect(*prepared(dispatch=True)),

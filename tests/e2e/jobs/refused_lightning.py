@@ -117,6 +117,12 @@ def spawning() -> None:
         rollback.protect(made)
 
 
+def behind_fit() -> None:
+    made = trainer()
+    made.fit(Module(), DataLoader(DATA))
+    rollback.protect(made)
+
+
 def fitted_twice() -> None:
     made = protected()
     made.fit.__self__.guard = None  # as after its first training
@@ -151,6 +157,7 @@ CASES: dict[str, Callable[[], object]] = {
     "a list of loaders": lambda: fit([DataLoader(DATA), DataLoader(DATA)]),
     "a stream": lambda: fit(Stream()),
     "an odd callback": lambda: fit(callbacks=Odd()),
+    "behind fit": behind_fit,
     "fitted twice": fitted_twice,
     "protected twice": lambda: rollback.protect(protected()),
     "no setting": lambda: protected_with(polcy="palm"),

@@ -32,6 +32,7 @@ REFUSED = {
     "a list of loaders": ("a list of 2 loaders", "one DataLoader"),
     "a stream": ("Stream, which is only read in order", "__getitem__"),
     "an odd callback": ("the state of Odd: there is a PosixPath in it", "state_dict"),
+    "behind fit": ("trained already, unprotected", "before trainer.fit()"),
     "fitted twice": ("a second time", "another Trainer"),
     "protected twice": ("before", "call it once"),
     "no setting": ("polcy", "policy"),

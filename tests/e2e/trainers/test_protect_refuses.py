@@ -24,6 +24,7 @@ REFUSED = {
     "an average of the weights": ("BEMACallback averages the weights", "ema="),
     "hyperparameter_search": ("hyperparameter_search", "the final run"),
     "trained twice": ("a second time", "another Trainer"),
+    "behind train": ("4 steps already, unprotected", "before trainer.train()"),
     "twice": ("before", "call it once"),
     "no setting": ("polcy", "policy"),
     "the dispatcher": ("DataLoaderDispatcher", "dispatch_batches=False"),
