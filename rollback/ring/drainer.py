@@ -20,7 +20,14 @@ from enum import Enum
 
 from rollback.checkpoints import pins, tiers
 from rollback.config import Settings
-from rollback.errors import CheckpointDamaged, CheckpointUnreadable, RollbackError, RunDoesNotFit, message_of
+from rollback.errors import (
+    CheckpointDamaged,
+    CheckpointUnreadable,
+    RingUnavailable,
+    RollbackError,
+    RunDoesNotFit,
+    message_of,
+)
 from rollback.facts.history import History, fold
 from rollback.facts.training import Drained, DrainFailed, Fact, LeftDurableRing
 from rollback.ring.hosts import Others
@@ -205,16 +212,22 @@ class Drainer:
             if name is None:
                 break
             self._drain(name)
-        self._evict_surplus()
+        refused: RingUnavailable | None = None
+        try:
+            self._evict_surplus()
+        except RingUnavailable as error:  # what cannot be deleted keeps neither the record nor the final state up
+            refused = error
         due = time.monotonic() - self._record_at >= _RECORD_EVERY
         if phase is Phase.CLOSING or (self._record_changed and due):
-            if self._ring.keep_record():
+            if self._ring.keep_record() and refused is None:
                 self._recover()
             self._record_kept()
         if phase is Phase.FINISHING:
             self._bring_home()
         if phase is Phase.CLOSING:
             tiers.release(self._paths, self._ring.held(), self._history.final)
+        if refused is not None:
+            raise refused
 
     def _read(self) -> bool:
         """Read what is new in the ranks' journal. Returns whether there is anything."""

@@ -22,6 +22,7 @@ from rollback.ring.url import progress
 from rollback.ring.url import ring as at_url_ring
 from rollback.ring.url import store as storing
 from rollback.ring.url.fetch import fetch
+from rollback.ring.url.index import read_indexes
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
 from rollback.rundir import paths as names
@@ -252,6 +253,29 @@ def test_leftovers_that_cannot_be_deleted_keep_no_checkpoint_and_no_record_from_
     with pytest.raises(RingUnavailable, match="deleting"):
         at_url.keep_record()
     assert journal(fetched(tmp_path / "new")) == journal(run.paths)
+
+
+def test_pieces_of_the_record_that_cannot_be_deleted_keep_no_checkpoint_from_being_put(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    """They are deleted once that is allowed again."""
+
+    def forbidden(*_: object) -> None:
+        raise PermissionError
+
+    at_url = opened(run.paths)
+    with pytest.MonkeyPatch.context() as bucket_s_rules:
+        bucket_s_rules.setattr(FaultyFileSystem, "rm_file", forbidden)
+        for step, name in enumerate(NAMES):
+            put(at_url, run.paths, name)
+            run.commit(40.0 + step, f"c{step + 3:06d}-s{step + 30:08d}", step + 30)
+        assert at_url.held() == tuple(NAMES)
+        with pytest.raises(RingUnavailable, match="deleting"):
+            at_url.keep_record()
+        assert journal(fetched(tmp_path / "new")) == journal(run.paths)
+    at_url.keep_record()
+    named = {f"runs/one/{key}" for index in read_indexes(Store(URL)) for key in index.keys}
+    assert {key for key in bucket.objects if key.startswith("runs/one/record/")} == named
 
 
 @in_both_layouts

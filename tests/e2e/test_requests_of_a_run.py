@@ -1,5 +1,6 @@
 """What operators ask of a run: carried out at a step's end, at the next start, or refused with a reason."""
 
+import errno
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -32,6 +33,7 @@ from rollback.facts.training import (
 )
 from rollback.inspect.audit import compile_ledger, read_material
 from rollback.ring.in_run import RingInRun
+from rollback.rundir.journal import journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
 
@@ -244,6 +246,51 @@ def test_two_requests_at_once_are_carried_out_in_their_order(tmp_path: Path) -> 
     assert [(fact.order, fact.step) for fact in taken] == [("rewind", 59), ("skip", 30)]
     assert [carried_out for carried_out, _ in answers(run).values()] == [True, True]
     require_same(portrait, same_skips_from_the_start(TOY, run, tmp_path / "fresh"), "rewound, then told to skip")
+
+
+def without_room(disk: pytest.MonkeyPatch, asks: Hook, first: int, last: int | None) -> Hook:
+    """A hook that asks, and lets the journal take nothing from one batch on, and all again at another."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def hook(guard: Guard | None, position: int) -> None:
+        if position == first:
+            disk.setattr(journal, "append_line", full)
+        if position == last:
+            disk.undo()
+        asks(guard, position)
+
+    return hook
+
+
+def test_what_the_journal_has_no_room_for_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If rank 0 died before there is room, checkpoints from behind the skipped batches were left, and no word of
+    these."""
+    run = tmp_path / "run"
+    requests = (lambda: hand_in(run, "skip", skip=(54, 57)), lambda: hand_in(run, "quarantine", samples=[277]))
+    portrait = train(TOY, run, hook=without_room(monkeypatch, asking(50, *requests), 45, 60))
+    (carried_out, text), _ = answers(run).values()
+    assert not carried_out
+    assert "batches 54:57 are part of the run" in text
+    assert not skipped(run)
+    (left_out,) = facts(run, SampleQuarantine)
+    assert left_out.batch >= 60, "carried out when there was room again"
+    require_same(portrait, same_skips_from_the_start(TOY, run, tmp_path / "fresh"), "told of its own record")
+
+
+def test_a_stop_waits_for_no_room_in_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor behind an order that does."""
+    run, came_to = tmp_path / "run", list[int]()
+    ask = asking(50, lambda: hand_in(run, "skip", skip=(54, 57)), lambda: hand_in(run, "stop"))
+
+    def asks(guard: Guard | None, position: int) -> None:
+        came_to.append(position)
+        ask(guard, position)
+
+    with pytest.raises(SystemExit):
+        train(TOY, run, hook=without_room(monkeypatch, asks, 45, None))
+    assert max(came_to) < 54
 
 
 def test_a_request_waits_while_an_incident_is_answered(tmp_path: Path) -> None:

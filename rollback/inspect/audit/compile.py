@@ -236,7 +236,7 @@ def _attempts(
 
 _OF_ATTEMPTS = frozenset({
     facts.AttemptStarted, facts.Attached, facts.AttemptEnded, facts.RestartScheduled, facts.Finished, facts.Stopped,
-    facts.LastSnapshotMade, facts.Signalled, *ABOUT_NODES,
+    facts.LastSnapshotMade, facts.RunEnded, facts.Signalled, *ABOUT_NODES,
 })  # fmt: skip
 
 
@@ -249,7 +249,9 @@ def _attempt(
     finished, stopped = last_fact(records, facts.Finished), last_fact(records, facts.Stopped)
     kept = last_fact(records, facts.LastSnapshotMade)
     how: Literal["finished", "stopped", "died", "running_or_unknown"] = "died"
-    if stopped or (ended and ended.why == "told_to_stop"):
+    run_ended = last_fact(records, facts.RunEnded)
+    refused = ended is not None and ended.status == 0 and not attached and run_ended is not None and run_ended.exit_code
+    if stopped or refused or (ended and ended.why == "told_to_stop"):
         how = "stopped"
     elif (ended and ended.status == 0 and (finished or not attached)) or (
         finished and not ended and not (held and is_last) and costs.reached.get(number, 0) <= finished.step

@@ -1,5 +1,6 @@
 """The writing end of a ring at a URL. One process holds it at a time; docs/format.md has the order of writes."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -49,6 +50,8 @@ class RingAtUrl:
         self._previous: Index | None = None
         self._held: list[str] = []
         self._remains: set[str] = set()  # without a manifest, and perhaps with files
+        self._forgotten: set[str] = set()  # keys of pieces of the record that no index names any more
+        self._can_delete = True
         self._needed: dict[str, FrozenRecord | None] = {}  # by the checkpoints that are held
         self._frozen: set[FrozenRecord] = set()  # what there may be
         self._world_size = 0
@@ -113,6 +116,9 @@ class RingAtUrl:
         self._held = sorted([*self._held, name], key=_order)
         self._needed[name] = frozen
         self._remains.remove(name)
+        if self._can_delete:
+            with contextlib.suppress(RingUnavailable):  # the checkpoint is there; `keep_record` tries again
+                self._delete_forgotten()
 
     def evict(self, name: str) -> None:
         """Remove a checkpoint, its manifest first."""
@@ -122,8 +128,10 @@ class RingAtUrl:
             manifest = None
         self._store.delete(checkpoint_key(name))
         self._held.remove(name)
+        self._remains.add(name)  # until its files are gone
         self._needed.pop(name, None)
         self._delete_files(name, [file.name for file in manifest.files] if manifest else self._shard_names())
+        self._remains.remove(name)
         self._delete_frozen()
 
     def keep_record(self) -> bool:
@@ -148,10 +156,16 @@ class RingAtUrl:
         files = record.upload(self._store, self._paths, self._index)
         new = next_index(self._index, self._writer, {*self._held, *self._remains}, self._frozen, files)
         self._store.put(index_key(new.generation), new.to_json())
-        forgotten = (self._previous.keys if self._previous else set()) - self._index.keys - new.keys
+        self._forgotten |= self._previous.keys if self._previous else set()
+        self._forgotten -= self._index.keys | new.keys
         self._previous, self._index = self._index, new
-        for key in sorted(forgotten):
+
+    def _delete_forgotten(self) -> None:
+        self._can_delete = False
+        for key in sorted(self._forgotten):
             self._store.delete(key)
+            self._forgotten.remove(key)
+        self._can_delete = True
 
     def _look_for_pieces(self) -> None:
         """Put again, once in a while, what others have removed of the record: without it nobody could go on from
@@ -188,8 +202,9 @@ class RingAtUrl:
         return True
 
     def _clear_away(self) -> None:
-        """Delete what is left of checkpoints without a manifest, where a newer one exists: an object that cannot be
-        seen may yet be there, and other hosts may still write."""
+        """Delete pieces that no index names any more, and what is left of checkpoints without a manifest where a newer
+        one exists: an object that cannot be seen may yet be there, and other hosts may still write."""
+        self._delete_forgotten()
         for name in [name for name in sorted(self._remains) if self._held and _order(name) < _order(self._held[-1])]:
             self._store.delete(checkpoint_key(name))
             self._delete_files(name, self._shard_names())

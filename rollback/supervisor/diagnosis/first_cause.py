@@ -180,6 +180,8 @@ def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
     """How an attempt ended, in words, as far as the evidence shows."""
     if first is not None:
         return first.text
+    if evidence.refusal is not None:
+        return f"the ranks refused to go on: {evidence.refusal.message}"
     return f"the ranks stopped together: {evidence.stopped.account}" if evidence.stopped else "all ranks ended"
 
 

@@ -2,8 +2,9 @@
 
 Rank 0 looks for requests and says on the pulse that there are some. When that beat has been read, all ranks have ended
 the same step, take up the oldest request by one broadcast, and carry it out alike. A job that starts takes up what is
-still open before its first batch. A request is over when the journal has its answer, and not before: one that a crash
-interrupted is taken up again, and what an attempt has done of it is not done twice.
+still open before its first batch. What would change the skip list alone waits while the journal cannot be written. A
+request is over when the journal has its answer, and not before: one that a crash interrupted is taken up again, and
+what an attempt has done of it is not done twice.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ from rollback.policy import PolicyCheckpoint
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import CheckpointName
 from rollback.rundir.requests import Inbox, Request, read_request, sound_requests
+from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import SkipList, why_kept
 from rollback.train.events import RollbackApplied
@@ -23,6 +25,10 @@ from rollback.train.restore.restore import verify
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 
+_NEED_THE_JOURNAL = ("skip", "quarantine", "release")
+"""Orders that change what the run is trained on, and begin no timeline. Lost with rank 0's memory, one would leave
+checkpoints that go on: nothing about them would show that they lack batches of which no record says that they were
+skipped."""
 _REFUSALS_AT_ONCE = 16  # each is a synced line, and a directory full of rubbish must not hold up training
 
 
@@ -44,13 +50,16 @@ class Requests:
         self._inbox = Inbox(run.paths, run.history.answers) if run.ranks.first else None
         self._launch = launch_of(run.paths) if run.ranks.first else None
         self._requested = set(run.history.requests)
+        self._held = set[str]()
+        """Rank 0: those that wait until the journal can be written."""
         self.starting = True
         """Whether this attempt has not looked yet."""
 
     @property
     def waiting(self) -> bool:
         """Whether there are open ones, as rank 0 sees it; False on the others, who hear of them by pulse."""
-        return self._inbox is not None and bool(self._inbox.open())
+        held = self._held if self._record.unwritten else ()
+        return self._inbox is not None and any(name not in held for name in self._inbox.open())
 
     def carry_out(self, step: int, *, may_stop: bool) -> Rewind | Halt | None:
         """Collective: carry out open requests, oldest first, up to one for which the guard must act: that decision.
@@ -110,8 +119,16 @@ class Requests:
                 self.answer(name, False, f"refused: {error}")
                 continue
             self._note_requested(name, request, step)
+            if request.order in _NEED_THE_JOURNAL and self._record.unwritten:
+                self._hold(name)
+                continue
             return name, request.model_dump(mode="json"), self._done_of(name, request)
         return None
+
+    def _hold(self, name: str) -> None:
+        if name not in self._held:
+            self._held.add(name)
+            say(f"request {name} waits until the journal can be written ({self._record.unwritten})")
 
     def _note_requested(self, name: str, request: Request, step: int) -> None:
         if name in self._requested:

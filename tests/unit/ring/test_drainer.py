@@ -133,3 +133,42 @@ def test_what_a_plan_needs_stays_though_it_was_to_leave_when_the_removal_of_othe
     assert drainer.wait(Phase.CLOSED, 60)
     journal.close()
     assert [name for name in names if name not in ring.held()] == leaving[:1]
+
+
+class RemovesNothing(AwayForDays):
+    """A full ring of which nothing may be deleted."""
+
+    def __init__(self, names: list[CheckpointName]) -> None:
+        super().__init__()
+        self.tries = FAILURES
+        self.kept = 0
+        self._names = names
+
+    def held(self) -> Sequence[str]:
+        return tuple(self._names)
+
+    def evict(self, name: str) -> None:
+        raise RingUnavailable(f"deleting {name}: 403 Forbidden")
+
+    def keep_record(self) -> bool:
+        self.kept += 1
+        return True
+
+
+def test_where_nothing_may_be_deleted_the_record_is_kept_all_the_same_and_it_is_said_once(tmp_path: Path) -> None:
+    paths, names, told = RunPaths(tmp_path), [CheckpointName.of(seq, 10 * seq) for seq in range(6)], list[str]()
+    journal = Journal(paths.train_journal, 1)
+    for name in names:
+        journal.append(Committed(checkpoint=name, step=name.step, batch=name.step, timeline=0, bytes=1, seconds=0.0))
+        journal.append(BecameGood(checkpoint=name, step=name.step))
+    journal.close()
+    ring = RemovesNothing(names)
+    drainer = Drainer(paths, ring, DrainPace.parse("1000"), 3, lambda fact: None, told.append)  # type: ignore[arg-type]
+    drainer.start()
+    drainer.finish()
+    assert drainer.wait(Phase.FINISHED, 60)
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 60)
+    assert ring.kept
+    assert ["403 Forbidden" in line for line in told] == [True]
+    assert drainer.trouble is not None

@@ -739,3 +739,13 @@ def test_errors_are_for_the_reader(tmp_path: Path) -> None:
     result = cli("audit", tmp_path / "missing")
     assert isinstance(result.exception, RollbackError)
     assert cli("audit").exit_code == 2
+
+
+def test_an_attempt_that_the_ranks_refused_is_not_called_finished(run: RecordedRun) -> None:
+    run.tell(60, AttemptStarted(command=("torchrun", "train.py"), host="h", pid=1), 2)
+    cause = "the ranks refused to go on: the journal cannot be opened"
+    run.tell(62, AttemptEnded(status=0, cause=cause, step=None, seconds=2.0), 2)
+    run.tell(62, RunEnded(exit_code=74, reason="the journal cannot be opened"), 2)
+    ledger = ledger_of(run)
+    assert (ledger.attempts[1].ended, ledger.attempts[1].cause) == ("stopped", cause)
+    assert f"the ranks never agreed where to begin; stopped: {cause}" in text_of(ledger, width=200)

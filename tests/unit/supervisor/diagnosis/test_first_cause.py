@@ -11,7 +11,7 @@ from rollback.facts.training import Finished, Hung, Stopped, Window
 from rollback.rundir.failure_class import merely_noticed
 from rollback.rundir.failures import FailureRecord
 from rollback.supervisor.diagnosis.first_cause import RankEnd, cause, first_cause, why_of
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure, Refusal
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
 
@@ -246,6 +246,10 @@ class TestInWords:
         assert self.told(status=0) == "all ranks ended"
         behind = replace(evidence(-9, told=True), finished=Finished(step=39, batch=39))
         assert cause(behind, first_cause(behind, [])) == ("ended on request, behind the training, which is complete")
+
+    def test_what_the_ranks_refused_is_told_and_not_that_they_ended(self) -> None:
+        refused = replace(evidence(0), refusal=Refusal(exit_code=74, message="the journal cannot be opened"))
+        assert cause(refused, first_cause(refused, [])) == "the ranks refused to go on: the journal cannot be opened"
 
     def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
         assert self.told(status=-9) == "torchrun was killed by signal 9 (SIGKILL)"
