@@ -131,6 +131,7 @@ def gather(
         save_failed=_last(records, LastSaveFailed),
         kept=newest_there(paths),
         failures=left.failures,
+        oom_killed=left.oom_kills > 0,
         lost_nodes=left.lost_nodes,
         step=furthest_step(paths, told, attempt),
         hung=hung,

@@ -187,7 +187,8 @@ def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
 
 def _of_torchrun(evidence: AttemptEvidence) -> str:
     if evidence.status < 0:
-        return f"torchrun was killed by {signal_name(-evidence.status)}"
+        memory = evidence.oom_killed and evidence.status == -signal.SIGKILL
+        return f"torchrun was killed by {signal_name(-evidence.status)}{_OF_CLASS['oom_kill'] if memory else ''}"
     if evidence.failures is None:
         return f"torchrun exited with status {evidence.status} and left no account"
     return f"torchrun failed with {evidence.failures.error}"

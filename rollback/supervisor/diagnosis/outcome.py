@@ -157,6 +157,8 @@ class AttemptEvidence:
     step: int | None
     """The furthest step that a rank is known to have reached."""
     hung: Hung | None = None
+    oom_killed: bool = False
+    """Whether the kernel's OOM killer struck on a host of the job."""
     lost_nodes: tuple[str, ...] = ()
     """The nodes that fell silent or were started anew while the attempt ran."""
     guarded: bool = True

@@ -253,6 +253,9 @@ class TestInWords:
 
     def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
         assert self.told(status=-9) == "torchrun was killed by signal 9 (SIGKILL)"
+        for_memory = replace(evidence(-9), oom_killed=True)
+        told = "torchrun was killed by signal 9 (SIGKILL) (the kernel was out of memory)"
+        assert cause(for_memory, first_cause(for_memory, [])) == told
         assert self.told(status=3) == "torchrun exited with status 3 and left no account"
 
 
