@@ -100,7 +100,7 @@ class LastSnapshot:
             return
         self._paths, self._mark, self._peers, self._hosts = met.paths, met.mark, met.peers, met.hosts
         self._device, self._read = met.device, met.device.read if met.device is not None else as_it_is
-        self._tier = snapshots.slots_of_host.paths
+        self._tier = snapshots.memory.slots_of_host.paths
         before_update(state.optimizer, weak_hook(self._before_update))
         if met.device is not None:
             state.optimizer.register_step_post_hook(weak_hook(self._after_update))

@@ -244,7 +244,7 @@ class LastWrite(HostWrite):
         read: Read,
         require_unchanged: Callable[[], None],
     ) -> None:
-        super().__init__(snapshots.slots_of_host.paths, bodies, alike, small.texts)
+        super().__init__(snapshots.memory.slots_of_host.paths, bodies, alike, small.texts)
         self._run, self._state, self._snapshots, self._end, self._small = run, state, snapshots, end, small
         self._digests, self._read, self._require_unchanged = digests, read, require_unchanged
         (self._large, tensors), (_, self._small_tensors) = large_state(state), small.encoded()
@@ -290,7 +290,7 @@ class LastWrite(HostWrite):
         return SharedPart(tree=json.dumps(shared_tree(self._large, self._small, sentinel)), tensors=tuple(tensors))
 
     def free_slots(self) -> list[int]:
-        return super().free_slots() if self._snapshots.tier == "fast" else []
+        return super().free_slots() if self._snapshots.memory.tier == "fast" else []
 
     def manifest(self, seq: int) -> Manifest:
         """Without its shards."""
