@@ -33,10 +33,11 @@ from rollback.train.last_snapshot.small_state import SharedState, SmallState, pi
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.buffers import FastTier
-from rollback.train.snapshots.capture import PARAMETERS, as_it_is_stored, bytes_of, owners
+from rollback.train.snapshots.capture import as_it_is_stored, bytes_of, owners
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
+from rollback.train.state.image import PARAMETERS
 from rollback.train.state.module_buffers import all_of
 from rollback.train.state.state import TrainingState
 

@@ -33,11 +33,8 @@ from rollback.train.snapshots import drift
 from rollback.train.snapshots.copy_stream import await_event, copy_stream
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state import tree
+from rollback.train.state.image import PARAMETERS, STILL, Image
 from rollback.train.state.nonfinite import FiniteCheck, NonFiniteKind
-from rollback.train.state.state import Image
-
-PARAMETERS = "shared/model/"
-_STILL = (PARAMETERS, "shared/optimizer/state/")
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def _compared(shared: Mapping[str, Tensor], image: Image) -> dict[str, Tensor]:
     if not image.parts:
         return {name: item for name, item in shared.items() if name.startswith(PARAMETERS)}
     shapes = {image.local_tensors[name].shape for name in image.parts}
-    return {name: item for name, item in shared.items() if name.startswith(_STILL) or item.shape in shapes}
+    return {name: item for name, item in shared.items() if name.startswith(STILL) or item.shape in shapes}
 
 
 class Capture:
@@ -256,7 +253,7 @@ def bytes_of(value: Tensor) -> memoryview:
 
 
 def _is_still(name: str) -> bool:
-    return name.startswith(_STILL)
+    return name.startswith(STILL)
 
 
 def owners(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, int]:

@@ -38,7 +38,7 @@ from rollback.train.snapshots.in_flight import (
 )
 from rollback.train.snapshots.memory import SnapshotMemory
 from rollback.train.snapshots.tier_choice import CaptureMode
-from rollback.train.state.state import Image
+from rollback.train.state.image import Image
 
 
 class Snapshots:

@@ -18,7 +18,7 @@ from rollback.train.snapshots import pipeline as module
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Landing, Snapshots
 from rollback.train.snapshots.tier_choice import CaptureMode
-from rollback.train.state.state import Image
+from rollback.train.state.image import Image
 
 
 def start(snapshots: Snapshots, image: Image, step: int) -> str:

@@ -15,7 +15,8 @@ from rollback.sentinel import Hint, Sentinel
 from rollback.train.data.cursor import cursor_for
 from rollback.train.snapshots.capture import owners
 from rollback.train.state import tree
-from rollback.train.state.state import Image, TrainingState, unwrap
+from rollback.train.state.image import Image
+from rollback.train.state.state import TrainingState, unwrap
 
 
 def state_of(seed: int, **objects: Any) -> TrainingState:
