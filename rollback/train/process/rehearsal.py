@@ -11,7 +11,7 @@ ranks a sum has only one order. Without the second cut no rehearsal is needed.
 
 from torch import nn
 
-from rollback.train.updates.habits import ddp_inside
+from rollback.train.updates.wrappers import ddp_inside
 
 
 def needs_rehearsal(model: nn.Module, world_size: int, resumed_at: int) -> bool:

@@ -13,7 +13,7 @@ from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
-from rollback.train.sharded import is_sharded, local_of, refuse_unsupported
+from rollback.train.sharded import is_sharded, local_of
 from rollback.train.state import tree
 from rollback.train.state.broadcasts import Broadcasts
 from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, take_parts, tensor_in_words
@@ -24,6 +24,7 @@ from rollback.train.state.object_buffers import apart, together
 from rollback.train.state.stateful import Stateful, load_into
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.wanted_gradients import WantedGradients
+from rollback.train.updates.wrappers import unwrap
 
 
 @dataclass
@@ -333,15 +334,3 @@ def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
         isinstance(item, Tensor) and isinstance(present[name], Tensor) and memory_of(item) == memory_of(present[name])
         for name, item in loaded.items()
     )
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DDP and torch.compile. A checkpoint uses its names. Raises UsageError for a sharded model."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            refuse_unsupported(model)
-            return model
