@@ -60,7 +60,7 @@ class ScriptSide(GuardAssembly):
         values, so rank 0 may use a name that others do not. Raises UsageError for any other value, and for a name that
         is already kept.
         """
-        return self._state.memory.add(first)
+        return self._state.kept.add(first)
 
     def announce(self, phase: str) -> None:
         """Announce a new phase: other data, another loss. The sentinel learns the new level.

@@ -120,7 +120,7 @@ class SmallStateReader:
             self._find_buffers()
         state = self._state
         random, parts = self._random.read()
-        values = state.memory.of_rank()
+        values = state.kept.of_rank()
         kept = _copy_of(values)
         parts.append(marshal.dumps(plain(values), _MARSHAL) if kept is None else kept)
         position = self._find_position(keep=in_step)
@@ -175,7 +175,7 @@ class SmallStateReader:
             del group["params"]
         objects = {name: item.state_dict() for name, item in state.objects.items()}
         told = {"objects": objects, "counters": vars(state.counters), "gradients": state.gradients.told()}
-        return SharedState({**told, "groups": groups}, state.memory.shared_texts())
+        return SharedState({**told, "groups": groups}, state.kept.shared_texts())
 
     def forget(self) -> None:
         """The cursor was put elsewhere, and the random states were restored."""

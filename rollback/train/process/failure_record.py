@@ -19,9 +19,9 @@ from rollback.rundir.failures import (
     fingerprint,
     formatted,
     frames_of,
-    message_of,
     qualified_name,
     raised_in,
+    text_of,
     write_failure,
 )
 from rollback.train.comm.recorder import say
@@ -97,7 +97,7 @@ class FailureRecorder:
         return _EMPTY_PASS.format(epoch=epoch) if isinstance(error, NameError) and epoch is not None else None
 
     def _account(self, error: Exception) -> FailureRecord:
-        standing, name, message = self._standing(), qualified_name(type(error)), message_of(error)
+        standing, name, message = self._standing(), qualified_name(type(error)), text_of(error)
         frames = frames_of(error, _LIBRARIES)
         said = message if (remark := self._remark(error)) is None else f"{message} ({remark})"
         now = time.time()

@@ -159,7 +159,7 @@ class Capture:
         if not self._parts:
             return 0, 0
         places = {name: part for name, (part, _) in sorted(self._share.parts.items())}
-        return drift.fold(xxhash.xxh3_64_intdigest(write_parts(places).encode())), self._digest_of(self._parts)
+        return drift.narrowed(xxhash.xxh3_64_intdigest(write_parts(places).encode())), self._digest_of(self._parts)
 
     def _digest_of(self, tensors: Mapping[str, Tensor]) -> int:
         if not tensors:
@@ -172,7 +172,7 @@ class Capture:
                 entry = self._layout.entries[name]
                 together.update(xxhash.xxh3_64_digest(self._region.view[entry.start : entry.end]))
         on_device = self._on_device[tensors is self._parts]
-        return drift.fold(together.intdigest() ^ (int(on_device) & ((1 << 64) - 1)))
+        return drift.narrowed(together.intdigest() ^ (int(on_device) & ((1 << 64) - 1)))
 
     def nonfinite(self) -> dict[str, NonFiniteKind]:
         """Tensors of the copy with values that are not finite, and had none before. Call it after `finish`."""

@@ -90,7 +90,7 @@ def in_words(ranks: Sequence[int], world_size: int, sharded: bool = False) -> st
     return f"{what} of {who} are not those of the other ranks, though they are replicas"
 
 
-def fold(digest: int) -> int:
+def narrowed(digest: int) -> int:
     """A digest of any width as a number that fits into the pulse."""
     return (digest ^ (digest >> BITS)) & _MASK
 

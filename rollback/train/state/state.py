@@ -17,7 +17,7 @@ from rollback.train.sharded import is_sharded, local_of
 from rollback.train.state import tree
 from rollback.train.state.broadcasts import Broadcasts
 from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, take_parts, tensor_in_words
-from rollback.train.state.kept_values import Memory
+from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.object_buffers import apart, together
@@ -70,7 +70,7 @@ class TrainingState:
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
-        self.memory = Memory()
+        self.kept = KeptByScript()
         self.not_in_checkpoint: list[str] = []
         """Buffers without a value in the last `load`; they did not change."""
         places = ("shared/objects", "local/object_buffers")
@@ -118,7 +118,7 @@ class TrainingState:
         local = {
             "random": rng.capture(),
             **({"cursor": self.cursor.state_dict()} if data else {}),
-            "kept": self.memory.state_dict(),
+            "kept": self.kept.state_dict(),
             "nonfinite": self.finite.left_alone or {},
             "broadcasts": self.broadcasts.told(),
         }
@@ -273,7 +273,7 @@ class TrainingState:
         if "cursor" in local:
             self.cursor.load_state_dict(local["cursor"])
             self._loaded_at = self.cursor.batch
-        self.memory.load_state_dict(local.get("kept", {}))  # nor this
+        self.kept.load_state_dict(local.get("kept", {}))  # nor this
         self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # nor this
         self.broadcasts.put_back(local.get("broadcasts", {}))  # nor this
         self._random = local["random"]
