@@ -279,7 +279,7 @@ class Guard(ScriptSide):
     def _snapshot_due(self) -> bool:
         return self._judge.calm and self._checkpoints.schedule.due(self._judge.beat) and self._batches.may_resume_here()
 
-    def _take_snapshot(self, *, rehearsed: bool = False) -> bool:
+    def _take_snapshot(self, *, rehearsed: bool) -> bool:
         """Take a snapshot at this step's end, or see to what a rehearsal needs. False: a rollback came first.
 
         The last step is judged first, so that the sentinel's state in the checkpoint is complete.

@@ -64,7 +64,7 @@ class Peers:
             return None
         return None if self.is_gone(rank) else int((used.user + used.system) * 1e9)
 
-    def lost(self, in_a_moment: bool = True) -> list[int]:
+    def lost(self, in_a_moment: bool) -> list[int]:
         """The ranks that are gone and did not end as they should. in_a_moment: one is about to end."""
         if self.pidfds and in_a_moment:  # a dying rank's connections end a moment before it does
             _any_ended(self.pidfds.values(), _MOMENT)

@@ -50,11 +50,9 @@ class Snapshots:
     """
 
     def __init__(
-        self,
-        paths: RunPaths, ranks: Ranks, next_seq: int, attempt: int,
-        fast: FastTier | None = None, mode: CaptureMode = "at_once",
-    ) -> None:  # fmt: skip
-        self.mode: CaptureMode = mode
+        self, paths: RunPaths, ranks: Ranks, next_seq: int, attempt: int, fast: FastTier | None = None
+    ) -> None:
+        self.mode: CaptureMode = "at_once"
         self.stalled = 0.0
         self._paths = paths
         self._ranks = ranks
