@@ -10,7 +10,7 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -136,21 +136,21 @@ def ask_to_stop(run: Path, who: str, why: str) -> Asked:
     return _submit(paths, status, None, order="stop", who=who, why=why, launch=launch_of(paths))
 
 
-def wait_for_answer(asked: Asked, seconds: float, clock: Callable[[], float] = time.monotonic) -> Reply:
+def wait_for_answer(asked: Asked, seconds: float) -> Reply:
     """Wait until the ranks have answered, `seconds` have passed, or nobody is left who could answer."""
-    until, look_at, journal, size = clock() + seconds, clock() + _LOOK_FOR_LIFE, asked.paths.train_journal, -1
-    gone = 0
+    now, journal = time.monotonic(), asked.paths.train_journal
+    until, look_at, size, gone = now + seconds, now + _LOOK_FOR_LIFE, -1, 0
     while True:
         present = journal.stat().st_size if journal.exists() else 0
         if present != size:
             size = present
             if (answer := _answer(asked)) is not None:
-                _wait_for_end(asked, until, clock)
+                _wait_for_end(asked, until)
                 return _reply(asked, "carried_out" if answer.carried_out else "refused", answer.text)
-        if clock() >= until:
+        if (now := time.monotonic()) >= until:
             return _reply(asked, "open", f"not carried out within {seconds:g} s; it stays on record and will be")
-        if clock() >= look_at:
-            look_at = clock() + _LOOK_FOR_LIFE
+        if now >= look_at:
+            look_at = now + _LOOK_FOR_LIFE
             # Twice in a row: between two attempts there is a moment without ranks.
             gone = 0 if read_status(asked.paths.root).state in _LIVE else gone + 1
             if gone == 2:
@@ -170,9 +170,9 @@ def _later(asked: Asked) -> str:
     return "it will be carried out when the run is started again, before its first batch"
 
 
-def _wait_for_end(asked: Asked, until: float, clock: Callable[[], float]) -> None:
+def _wait_for_end(asked: Asked, until: float) -> None:
     """A job that has stopped needs a moment to leave the run directory to the next one."""
-    while asked.request.order == "stop" and launch_of(asked.paths) == asked.request.launch and clock() < until:
+    while asked.request.order == "stop" and launch_of(asked.paths) == asked.request.launch and time.monotonic() < until:
         time.sleep(_POLL)
 
 

@@ -20,16 +20,16 @@ _LAST_CHANCE = 10.0  # seconds that the end of the output is given, where its re
 class Screen:
     """The audience of a launch where there is no panel: bytes as they come. To be entered while the job runs.
 
-    line_for: how a line of ours is written. out, err: descriptors to write to. Not `sys.stdout`: a thread that is stuck
-    in it would keep Python from exiting.
+    line_for: how a line of ours is written. out: the descriptor of the ranks' output. Not `sys.stdout`: a thread that
+    is stuck in it would keep Python from exiting.
     """
 
     captures = False
     _every: float | None = None  # seconds between two calls of `_tick`
 
-    def __init__(self, line_for: Callable[[str], str], out: int = 1, err: int = 2) -> None:
+    def __init__(self, line_for: Callable[[str], str], out: int = 1) -> None:
         self._line_for = line_for
-        self._descriptors: dict[Stream, int] = {"out": out, "err": err}
+        self._descriptors: dict[Stream, int] = {"out": out, "err": 2}
         self._waiting: deque[tuple[Stream, bytes]] = deque()
         self._size = 0
         self._missed = 0

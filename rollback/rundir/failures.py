@@ -83,7 +83,7 @@ def formatted(error: BaseException) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
 
 
-def message_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     """`str(error)`, shortened; an exception in its own `__str__` must not hide the error."""
     try:
         return _encodable(str(error))[:_TEXT_LIMIT]
@@ -104,7 +104,7 @@ def frames_of(error: BaseException, libraries: Sequence[Path]) -> list[Frame]:
 def raised_in(error: BaseException, library: Path) -> bool:
     """Whether the innermost frame is in this folder; of an error in a loader's worker, the worker's innermost frame."""
     *_, innermost = ["", *(frame.filename for frame in traceback.extract_tb(error.__traceback__))]
-    if "Original Traceback" in (message := message_of(error)):
+    if "Original Traceback" in (message := text_of(error)):
         *_, innermost = [innermost, *_FILE.findall(message)]
     return _is_in(innermost, [library])
 

@@ -302,7 +302,7 @@ def judge_lasting(
 
 
 def stands_out_alone(
-    reading: MeasuredObservation, preset: Preset, scale: Scale, *, excused: bool, fell_to: float | None = None
+    reading: MeasuredObservation, preset: Preset, scale: Scale, *, excused: bool, fell_to: float | None
 ) -> Found | None:
     """The rule by which one observation stands out, or None: a loss that is far up, one that is up together with the
     gradient norm, or a gradient norm that is far up alone. excused, and a solved task: as in `judge`.

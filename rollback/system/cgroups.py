@@ -18,7 +18,7 @@ class MemoryGroup:
     directory: Path
 
 
-def memory_groups(membership: str, root: Path = ROOT) -> list[MemoryGroup]:
+def memory_groups(membership: str, root: Path) -> list[MemoryGroup]:
     """Of a process whose /proc/PID/cgroup reads `membership`."""
     found: list[MemoryGroup] = []
     for _, controllers, where in (line.split(":", 2) for line in membership.splitlines() if line.count(":") >= 2):

@@ -279,7 +279,7 @@ class _DrilledRank:
             "optimizer": state.optimizer.state_dict(),
             "objects": {name: item.state_dict() for name, item in state.objects.items()},
             "counters": vars(state.counters),
-            "kept": state.memory.state_dict(),
+            "kept": state.kept.state_dict(),
             # By stream: a stream that the script never seeds differs in every process, and is not compared.
             **_flat("random", rng.capture()),
             **_flat("cursor", state.cursor.state_dict()),

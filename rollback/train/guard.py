@@ -12,36 +12,15 @@ from rollback.errors import RollbackError
 from rollback.train import arguments, drill
 from rollback.train import attach as attaching
 from rollback.train.catalogue.draining import at_exit, end_draining
-from rollback.train.checkpointing import checkpoint_side
-from rollback.train.comm.pulse import Pulse
-from rollback.train.data.batches import Batches
 from rollback.train.data.cursor import cursor_for
-from rollback.train.data.passes import Again, Passes
-from rollback.train.data.prefetch import PrefetchWatch
-from rollback.train.data.skips import SkipList
-from rollback.train.ending import TrainingEnd
+from rollback.train.data.passes import Again
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, Undo
-from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.incidents.judge import Judge
-from rollback.train.incidents.requests import Requests
-from rollback.train.incidents.rollback import Rewinder
-from rollback.train.last_snapshot.survivor import LastSnapshot
-from rollback.train.pass_rehearsal import PassRehearsal
-from rollback.train.prober import NO_BATCH, Prober
-from rollback.train.process.heartbeat import HeartbeatWriter
-from rollback.train.process.rehearsal import needs_rehearsal
-from rollback.train.process.stopping import StopRequest, end_with_supervisor
+from rollback.train.prober import NO_BATCH
+from rollback.train.process.stopping import end_with_supervisor
 from rollback.train.script_side import PassIterator, ScriptSide, refusing
-from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
-from rollback.train.state.unkept import Unkept
-from rollback.train.step import StepInProgress
-from rollback.train.updates.advice import Advisor
 from rollback.train.updates.hooks import weak_hook
-from rollback.train.updates.layers import Layers
-from rollback.train.updates.learning_rate import LoweredRate
-from rollback.train.updates.optimizer import Updates
 
 
 class Guard(ScriptSide):
@@ -88,10 +67,10 @@ class Guard(ScriptSide):
             arguments.check_run(run)
             end = None if max_steps is None else arguments.whole_number(max_steps, "Guard got max_steps")
             arguments.check_alike(settings, end, ranks)
-            self._state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
-            self._state.check()  # refuses now what could not be kept later
-            self._run = attaching.attach(attaching.run_paths(run), self._state, ranks, settings)
-            self._build(model, loader, end)
+            state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
+            state.check()  # refuses now what could not be kept later
+            attached = attaching.attach(attaching.run_paths(run), state, ranks, settings)
+            super().__init__(attached, state, model, loader, end)
         except RollbackError as error:
             attaching.refuse(error)
         end_with_supervisor(weak_hook(self._last.keep))
@@ -102,51 +81,6 @@ class Guard(ScriptSide):
             self._batches.skips, self._requests.stop, self.close,
         )  # fmt: skip
         drill.take_part(drilled)  # does nothing outside of `rollback drill`
-
-    def _build(self, model: nn.Module, loader: Any, max_steps: int | None) -> None:
-        """Collective: make the parts of the guard, for the run that it has attached to."""
-        run, state = self._run, self._state
-        cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
-        stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
-        layers, skips = Layers(state.model), SkipList(run)
-        updates = Updates(optimizer, objects.get("scaler"), model, layers)
-        self._batches = Batches(run, loader, cursor, skips)
-        self._checkpoints = checkpoint_side(run, state, heartbeat.turn_to)
-        manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
-        evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
-        pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
-        self._judge = Judge(
-            run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence, cursor.batch,
-            Advisor(state.model, optimizer, layers, Unkept(state)), skips, max_steps,
-        )  # fmt: skip
-        self._lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
-        prefetch = PrefetchWatch(model, optimizer, updates.telltale)
-        self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
-        self._passes = Passes(cursor, objects.values(), state.gradients)
-        self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
-        self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
-        self._unseen = UnseenWrites(state, self._checkpoints.snapshots, model, updates.telltale)
-        self._last = LastSnapshot(
-            run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, lambda: self._judge.sent,
-            self._judge.foresee, updates.telltale, self._unseen,
-            lambda: self._step_in_progress.batches >= state.counters.batches_per_step, self._batches.may_be_marked,
-        )  # fmt: skip
-        heartbeat.before_the_end(weak_hook(self._last.raised))
-        rehearsing = needs_rehearsal(model, run.ranks.world_size, self.step)
-        self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
-        self._pass_rehearsal = PassRehearsal(state, self._step_in_progress, self._rewinder, schedule)
-        self._prober = Prober(run, model, state, pulse, self._judge, self._rewinder, self._step_in_progress)
-        # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
-        # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
-        self._rewinder.before = self._last.note_change
-        self._rewinder.subscribers += [
-            self._last.rollback_applied, self._judge.kept.rollback_applied,
-            evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
-            self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
-            self._step_in_progress.rollback_applied, schedule.rollback_applied, self._lowered_rate.rollback_applied,
-        ]  # fmt: skip
-        if run.restored is not None:
-            self._passes.resume(left=state.counters.epoch_left, strayed=self._rewinder.written.found)
 
     # What the script uses ------------------------------------------------------------------------------------------
 
@@ -345,7 +279,7 @@ class Guard(ScriptSide):
     def _snapshot_due(self) -> bool:
         return self._judge.calm and self._checkpoints.schedule.due(self._judge.beat) and self._batches.may_resume_here()
 
-    def _take_snapshot(self, *, rehearsed: bool = False) -> bool:
+    def _take_snapshot(self, *, rehearsed: bool) -> bool:
         """Take a snapshot at this step's end, or see to what a rehearsal needs. False: a rollback came first.
 
         The last step is judged first, so that the sentinel's state in the checkpoint is complete.

@@ -29,7 +29,7 @@ from rollback.train.state.held import HeldGradients, HeldState
 from rollback.train.state.module_buffers import marks_of_not_kept
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
-from rollback.train.updates.habits import ddp_inside
+from rollback.train.updates.wrappers import ddp_inside
 
 NO_BATCH = object()
 

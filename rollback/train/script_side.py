@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 from torch import Tensor
 
 from rollback.errors import RunDoesNotFit, UsageError
+from rollback.train.assembly import GuardAssembly
 from rollback.train.attach import refuse
-from rollback.train.data.batches import Batches
-from rollback.train.data.passes import Passes
 from rollback.train.events import RollbackApplied
-from rollback.train.incidents.rollback import Rewinder
-from rollback.train.prober import Prober
-from rollback.train.run import AttachedRun
 from rollback.train.state.kept_values import KeptValues
-from rollback.train.state.state import TrainingState
-from rollback.train.step import StepInProgress
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -37,16 +31,8 @@ def refusing(act: Callable[_P, _T]) -> Callable[_P, _T]:
     return refusing_act
 
 
-class ScriptSide:
+class ScriptSide(GuardAssembly):
     """`Guard` without its loop. Nothing here is collective, and nothing waits for the device."""
-
-    _batches: Batches
-    _passes: Passes
-    _prober: Prober
-    _rewinder: Rewinder
-    _run: AttachedRun
-    _state: TrainingState
-    _step_in_progress: StepInProgress
 
     # What it tells -------------------------------------------------------------------------------------------------
 
@@ -74,7 +60,7 @@ class ScriptSide:
         values, so rank 0 may use a name that others do not. Raises UsageError for any other value, and for a name that
         is already kept.
         """
-        return self._state.memory.add(first)
+        return self._state.kept.add(first)
 
     def announce(self, phase: str) -> None:
         """Announce a new phase: other data, another loss. The sentinel learns the new level.

@@ -36,7 +36,7 @@ class StepInProgress:
         self.heartbeat = heartbeat
         self.batch_filters: list[Callable[[Any], Any]] = []
         """Called with each batch on its way to the script. The script gets the result of the last one."""
-        self._start(state.memory.phase)
+        self._start(state.kept.phase)
 
     def _start(self, phase: str | None) -> None:
         """phase: the announced phase that begins with this step."""
@@ -74,7 +74,7 @@ class StepInProgress:
         position = self.batch
         if self.first_batch is None:
             self.first_batch = position
-            self._state.memory.phase = None
+            self._state.kept.phase = None
             self.updates.forget()  # an update that the script made before: it belongs to no batch and no step
         self.batches += 1
         self.show_batch("training", position)
@@ -106,7 +106,7 @@ class StepInProgress:
         if not self.updated:
             self._phase = phase
         if self.updated or self.first_batch is None:
-            self._state.memory.phase = phase  # what is kept before the next batch has it
+            self._state.kept.phase = phase  # what is kept before the next batch has it
 
     # Its end -------------------------------------------------------------------------------------------------------
 
@@ -152,17 +152,17 @@ class StepInProgress:
     def next(self) -> None:
         """Count the step. The next step is in progress."""
         self._state.counters.step += 1
-        self._start(self._state.memory.phase)
+        self._start(self._state.kept.phase)
         self.updates.forget()
 
     def hold(self) -> Callable[[], None]:
         """What makes it again the step that it is now, behind a batch that does not count."""
         told = {name: getattr(self, name) for name in ("_grad_norm", "_phase", "first_batch", "batches", "epoch_began")}
-        losses, phase = [*self._losses], self._state.memory.phase
+        losses, phase = [*self._losses], self._state.kept.phase
 
         def put_back() -> None:
             vars(self).update(told)
-            self._losses, self._state.memory.phase = losses, phase
+            self._losses, self._state.kept.phase = losses, phase
 
         return put_back
 
@@ -173,7 +173,7 @@ class StepInProgress:
         the phase that was announced for it then.
         """
         if event.cause is RollbackCause.PLAN or self._phase is None:
-            self._phase = self._state.memory.phase
-        self._state.memory.phase = self._phase  # for what is kept before the next batch
+            self._phase = self._state.kept.phase
+        self._state.kept.phase = self._phase  # for what is kept before the next batch
         self._start(self._phase)
         self.updates.forget()

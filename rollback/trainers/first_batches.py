@@ -52,7 +52,7 @@ def _ends_plainly(sampler: Any) -> bool:
 class ShortenedSampler(Sampler[Any]):
     """The first `count` items of a sampler, which is asked for `ahead` more, as by a loader for its workers."""
 
-    def __init__(self, sampler: Iterable[Any], count: int, ahead: int = 0) -> None:
+    def __init__(self, sampler: Iterable[Any], count: int, ahead: int) -> None:
         self.sampler = sampler
         self._count = count
         self._ahead = ahead

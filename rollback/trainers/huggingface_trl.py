@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rollback.errors import UsageError
-from rollback.train.state.state import unwrap
+from rollback.train.updates.wrappers import unwrap
 
 _SYNCHRONIZES = "SyncRefModelCallback"
 _AVERAGES = "BEMACallback", "PEFTAdapterEMACallback"

@@ -186,9 +186,11 @@ def test_so_it_is_where_each_rank_shuffles_by_itself(tmp_path: Path) -> None:
 def test_four_ranks(tmp_path: Path) -> None:
     scenarios = Scenarios(tmp_path)
     buckets = Toy(208, epochs=2, sampler="distributed", augment=True, width=64, bucket_cap_mb=1e-4)
-    scenarios.add("undisturbed", buckets, run=None)
-    scenarios.add("told to stop", buckets, signal=[1, 9, signal.SIGTERM])
-    scenarios.add("told to stop, then", buckets, run=str(scenarios.run("told to stop")))
+    replicas = {"plain": buckets, "compiled": buckets.but(compiled_replicas=True)}
+    for name, toy in replicas.items():
+        scenarios.add(f"{name}, undisturbed", toy, run=None)
+        scenarios.add(f"{name}, told to stop", toy, signal=[1, 9, signal.SIGTERM])
+        scenarios.add(f"{name}, resumed", toy, run=str(scenarios.run(f"{name}, told to stop")))
     toy = Toy(432, sampler="distributed", nan=(21,), nan_rank=2)
     scenarios.add("bad", toy)
     scenarios.add("fresh", toy, skips_of=str(scenarios.run("bad")))
@@ -197,5 +199,6 @@ def test_four_ranks(tmp_path: Path) -> None:
     for rank in range(4):
         require_same(scenarios.portrait("bad", rank), scenarios.portrait("fresh", rank), f"rank {rank}")
         # With more than two ranks, sums depend on DDP's buckets, which every process cuts anew after its first step.
-        ended = weights(scenarios.portrait("told to stop, then", rank))
-        require_same(ended, weights(scenarios.portrait("undisturbed", rank)), f"resumed, rank {rank}")
+        for name in replicas:
+            ended = weights(scenarios.portrait(f"{name}, resumed", rank))
+            require_same(ended, weights(scenarios.portrait(f"{name}, undisturbed", rank)), f"{name}, rank {rank}")

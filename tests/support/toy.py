@@ -106,6 +106,8 @@ class Toy:
     """The norm to which gradients are clipped, without a scaler."""
     compiled: str | None = None
     """The mode of torch.compile."""
+    compiled_replicas: bool = False
+    """torch.compile around DistributedDataParallel, without a compiler."""
     recomputed: bool = False
     """Activations are not kept but computed again in the backward."""
     pinned: bool = False
@@ -305,6 +307,9 @@ class _Parts:
             shard(self.model, toy.sharding, toy.device)
         elif dist.is_initialized():
             self.model = DistributedDataParallel(self.model, bucket_cap_mb=toy.bucket_cap_mb)
+        if toy.compiled_replicas:
+            torch._dynamo.config.optimize_ddp = False  # it cuts graphs at buckets, and only at large ones
+            self.model = torch.compile(self.model, backend="eager")  # type: ignore[assignment]
         trained = [p for p in self.model.parameters() if p.requires_grad]
         how: dict[str, Any] = {toy.adamw: True} if toy.adamw is not None else {}
         self.optimizer = torch.optim.AdamW(trained, lr=1e-2, **how)

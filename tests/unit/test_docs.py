@@ -12,6 +12,7 @@ import cli_reference
 import guard_reference
 from rollback.cli import app
 from rollback.errors import ExitCode
+from rollback.train.last_snapshot.agreement import Commitment, HostOffer, HostShards, JointPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), *(ROOT / "launch").glob("**/*.md")])
@@ -131,3 +132,22 @@ if __name__ == "__main__":
     before, rest = readme.read_text().split("<!-- adoption:begin -->")
     after = rest.split("<!-- adoption:end -->")[1]
     readme.write_text(f"{before}<!-- adoption:begin -->\n```diff\n{adoption_diff()}\n```\n<!-- adoption:end -->{after}")
+
+
+def test_what_hosts_tell_each_other_of_a_last_snapshot_is_named_in_the_format() -> None:
+    page = (ROOT / "docs/format.md").read_text()
+    for key, told in (("offer", HostOffer), ("plan", JointPlan), ("shards", HostShards), ("commitment", Commitment)):
+        row = re.search(rf"^\| `N/{key}\b.*$", page, re.MULTILINE)
+        assert row, key
+        assert [name for name in told.model_fields if f"`{name}`" not in row[0]] == [], key
+
+
+def test_code_of_ours_that_a_docstring_names_is_there() -> None:
+    for path in (ROOT / "rollback").rglob("*.py"):
+        for name in re.findall(r"`(rollback(?:\.\w+)+)`", path.read_text()):
+            *room, last = name.split(".")
+            place = ROOT.joinpath(*room)
+            module = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            inside = (place / last).is_dir() or (place / f"{last}.py").is_file()
+            there = inside or (module.is_file() and re.search(rf"\b{last}\b", module.read_text()))
+            assert there, f"{path}: there is no {name}"

@@ -355,7 +355,7 @@ def is_heard(paths: EndMarkPaths, rank: int) -> bool:
     return ring_bell(paths, rank, b"")
 
 
-def ring_bell(paths: EndMarkPaths, rank: int, why: bytes = b"!") -> bool:
+def ring_bell(paths: EndMarkPaths, rank: int, why: bytes) -> bool:
     """Ask a rank for a last snapshot. why: of `REASONS`. False: there is nobody to be asked."""
     try:
         fd = os.open(paths.bell(rank), os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -39,7 +39,7 @@ class ShardHash:
         return str(pieces.hexdigest())
 
 
-def hash_pieces(size: int, piece: Callable[[int, int], bytes], threads: int = 1) -> str:
+def hash_pieces(size: int, piece: Callable[[int, int], bytes], threads: int) -> str:
     """The hash of `size` bytes, the pieces hashed by `piece(start, end)`, in so many threads. Raises what that does."""
     pieces = xxhash.xxh3_128()
     starts = range(0, size, PIECE)

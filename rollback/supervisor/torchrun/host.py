@@ -64,7 +64,7 @@ class Running:
         command: tuple[str, ...],
         torchrun: subprocess.Popen[bytes],
         board: HeartbeatBoard | None,
-        node: str | None = None,
+        node: str | None,
     ):
         self._paths, self._node, self._board = paths, node, board
         self._torchrun = torchrun

@@ -177,7 +177,7 @@ def end_all(find: Callable[[], list[psutil.Process]], *, patience: float) -> Non
         psutil.wait_procs(processes, timeout=1.0)
 
 
-def reap(apart_from: Iterable[psutil.Process] = ()) -> None:
+def reap(apart_from: Iterable[psutil.Process]) -> None:
     """Collect ended orphans that became our children. apart_from: children whose status somebody here waits for (a
     `Popen` would take one that it cannot get for 0)."""
     waited_for = {process.pid for process in apart_from}

@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rollback.checkpoints import tiers
@@ -25,13 +25,13 @@ _PATIENCE_AT_START = 30.0
 _PATIENCE_AT_THE_END = 60.0
 
 
-def reach_ring(settings: Settings, environment: Mapping[str, str] = os.environ) -> Store | None:
+def reach_ring(settings: Settings) -> Store | None:
     """Rank 0: the ring to fetch from, after a test object was written and read back. None: there is nothing to fetch.
 
     A supervisor that knows of the ring has fetched already. If only the script names the ring, it has not.
     Raises UsageError or RingUnavailable.
     """
-    if settings.ring is None or (environment.get(ENV_SUPERVISOR) and _is_the_operators(environment)):
+    if settings.ring is None or (os.environ.get(ENV_SUPERVISOR) and _is_the_operators()):
         return None
     store = Store(settings.ring, patience=_PATIENCE_AT_START)
     store.probe()
@@ -86,12 +86,10 @@ def only_at_url(paths: RunPaths, settings: Settings, here: Iterable[Manifest]) -
     return [manifest for manifest in found if manifest is not None]
 
 
-def start_draining(
-    paths: RunPaths, settings: Settings, record: Recorder, ranks: Ranks, environment: Mapping[str, str] = os.environ
-) -> Drainer | Helper | None:
+def start_draining(paths: RunPaths, settings: Settings, record: Recorder, ranks: Ranks) -> Drainer | Helper | None:
     """Called by every rank when it is attached. Without supervisors, rank 0 fills the ring from a thread, and the first
     rank of each other host copies the parts of its host."""
-    if environment.get(ENV_SUPERVISOR) or not ranks.first_of_host:
+    if os.environ.get(ENV_SUPERVISOR) or not ranks.first_of_host:
         return None
     if not ranks.first:
         helper = Helper(paths, f"rank-{ranks.rank:05d}", say)
@@ -131,6 +129,6 @@ def at_exit(act: Callable[[], object]) -> None:
         register(lambda: (still_there := method()) and still_there())
 
 
-def _is_the_operators(environment: Mapping[str, str]) -> bool:
-    given = settings_text(environment)
+def _is_the_operators() -> bool:
+    given = settings_text(os.environ)
     return bool(given and json.loads(given).get("ring"))

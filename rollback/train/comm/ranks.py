@@ -197,6 +197,10 @@ class Ranks:
         handed.take_back()
 
 
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def _parcels(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The bytes in order, as lists of pieces with at most _PARCEL bytes in each list."""
     parcel: list[Tensor] = []

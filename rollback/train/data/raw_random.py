@@ -2,7 +2,7 @@
 
 Making Python's and NumPy's states into objects takes ten times as long as all the rest. Both lie in memory as 624 words
 of the Mersenne twister and the number of the next one, and are read from there. That they lie there is proved before it
-is believed: see `_PythonWords`.
+is believed: see `_python_reader`.
 """
 
 import ctypes

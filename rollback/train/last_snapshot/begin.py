@@ -43,12 +43,12 @@ def meet(
     ranks = run.ranks
     if run.settings.last_snapshot == "off" or not run.settings.snapshot_every:
         return SWITCHED_OFF
-    if not snapshots.drained:
+    if not snapshots.memory.drained:
         return "there is no fast tier"
     if (why := ranks.first_fault(_why_not(run, state) or small_state.why_not_copied())) is not None:
         return why
     device, devices = device_of(state), list[Device]()
-    tier, made = snapshots.slots_of_host, []
+    tier, made = snapshots.memory.slots_of_host, []
     paths = end_marks.marks_of(tier.paths)
     peers = Peers(paths, ranks)
 

@@ -11,7 +11,7 @@ import psutil
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
-from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.ranks import Ranks, ranks_in_words
 from rollback.train.last_snapshot.early import of_gone, of_living, require_quiet, split
 from rollback.train.last_snapshot.write import NotProved
 
@@ -64,7 +64,7 @@ class Peers:
             return None
         return None if self.is_gone(rank) else int((used.user + used.system) * 1e9)
 
-    def lost(self, in_a_moment: bool = True) -> list[int]:
+    def lost(self, in_a_moment: bool) -> list[int]:
         """The ranks that are gone and did not end as they should. in_a_moment: one is about to end."""
         if self.pidfds and in_a_moment:  # a dying rank's connections end a moment before it does
             _any_ended(self.pidfds.values(), _MOMENT)
@@ -164,10 +164,6 @@ def _why_loud(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> str | 
     except NotProved as error:
         return str(error)
     return None
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def in_words(gone: Sequence[int]) -> str:

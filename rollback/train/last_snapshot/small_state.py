@@ -26,10 +26,10 @@ from rollback.train.data.raw_random import RawRandom, tree_of
 from rollback.train.last_snapshot.device import Read, as_it_is, device_of
 from rollback.train.snapshots.capture import as_it_is_stored, bytes_of
 from rollback.train.state import tree
+from rollback.train.state.image import BUFFERS
 from rollback.train.state.kept_values import plain
 from rollback.train.state.state import TrainingState
 
-_BUFFERS = ("local/buffers/", "local/nonpersistent_buffers/")
 _LOCAL = {
     "of_data": "local/cursor", "nonfinite": "local/nonfinite",
     "cursor": "local/cursor", "opening": "local/cursor/opening", "random": "", "parts": "",
@@ -120,7 +120,7 @@ class SmallStateReader:
             self._find_buffers()
         state = self._state
         random, parts = self._random.read()
-        values = state.memory.of_rank()
+        values = state.kept.of_rank()
         kept = _copy_of(values)
         parts.append(marshal.dumps(plain(values), _MARSHAL) if kept is None else kept)
         position = self._find_position(keep=in_step)
@@ -175,7 +175,7 @@ class SmallStateReader:
             del group["params"]
         objects = {name: item.state_dict() for name, item in state.objects.items()}
         told = {"objects": objects, "counters": vars(state.counters), "gradients": state.gradients.told()}
-        return SharedState({**told, "groups": groups}, state.memory.shared_texts())
+        return SharedState({**told, "groups": groups}, state.kept.shared_texts())
 
     def forget(self) -> None:
         """The cursor was put elsewhere, and the random states were restored."""
@@ -185,7 +185,7 @@ class SmallStateReader:
     def _find_buffers(self) -> None:
         image = self._state.image()
         self._registers = _Registers(self._state.modules.values())
-        buffers = {name: item for name, item in image.local_tensors.items() if name.startswith(_BUFFERS)}
+        buffers = {name: item for name, item in image.local_tensors.items() if name.startswith(BUFFERS)}
         gpu = device_of(self._state)
         on_gpu = {name: buffers.pop(name) for name, item in [*buffers.items()] if item.device == gpu}
         scattered = {name: item for name, item in buffers.items() if not item.is_contiguous()}
@@ -337,7 +337,7 @@ class SmallState:
 
     @property
     def buffer_names(self) -> list[str]:
-        return sorted(name for name in self.tensors if name.startswith(_BUFFERS))
+        return sorted(name for name in self.tensors if name.startswith(BUFFERS))
 
     def local(self, alike: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[dict[str, Any], list[ShardPiece]]:
         """The `local` tree of this rank's shard, and the tensors in it. alike: what marks lack of it. texts: what they

@@ -23,6 +23,7 @@ from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, REASONS, EndMark
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.training import NoLastSnapshot, Tier
+from rollback.train.comm.ranks import ranks_in_words
 from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
@@ -33,7 +34,7 @@ from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.held_ends import CommonEnd, HeldEnd
 from rollback.train.last_snapshot.hosts import Hosts, StoreGone
 from rollback.train.last_snapshot.lost_hosts import speaking_for_lost_hosts
-from rollback.train.last_snapshot.peers import POLL, HostMarks, in_words, ranks_in_words
+from rollback.train.last_snapshot.peers import POLL, HostMarks, in_words
 from rollback.train.last_snapshot.small_state import SmallStateReader
 from rollback.train.last_snapshot.write import (
     Foreseen,
@@ -100,7 +101,7 @@ class LastSnapshot:
             return
         self._paths, self._mark, self._peers, self._hosts = met.paths, met.mark, met.peers, met.hosts
         self._device, self._read = met.device, met.device.read if met.device is not None else as_it_is
-        self._tier = snapshots.slots_of_host.paths
+        self._tier = snapshots.memory.slots_of_host.paths
         before_update(state.optimizer, weak_hook(self._before_update))
         if met.device is not None:
             state.optimizer.register_step_post_hook(weak_hook(self._after_update))

@@ -33,10 +33,11 @@ from rollback.train.last_snapshot.small_state import SharedState, SmallState, pi
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.buffers import FastTier
-from rollback.train.snapshots.capture import PARAMETERS, as_it_is_stored, bytes_of, owners
+from rollback.train.snapshots.capture import as_it_is_stored, bytes_of, owners
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
+from rollback.train.state.image import PARAMETERS
 from rollback.train.state.module_buffers import all_of
 from rollback.train.state.state import TrainingState
 
@@ -244,7 +245,7 @@ class LastWrite(HostWrite):
         read: Read,
         require_unchanged: Callable[[], None],
     ) -> None:
-        super().__init__(snapshots.slots_of_host.paths, bodies, alike, small.texts)
+        super().__init__(snapshots.memory.slots_of_host.paths, bodies, alike, small.texts)
         self._run, self._state, self._snapshots, self._end, self._small = run, state, snapshots, end, small
         self._digests, self._read, self._require_unchanged = digests, read, require_unchanged
         (self._large, tensors), (_, self._small_tensors) = large_state(state), small.encoded()
@@ -290,7 +291,7 @@ class LastWrite(HostWrite):
         return SharedPart(tree=json.dumps(shared_tree(self._large, self._small, sentinel)), tensors=tuple(tensors))
 
     def free_slots(self) -> list[int]:
-        return super().free_slots() if self._snapshots.tier == "fast" else []
+        return super().free_slots() if self._snapshots.memory.tier == "fast" else []
 
     def manifest(self, seq: int) -> Manifest:
         """Without its shards."""

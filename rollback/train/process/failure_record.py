@@ -19,9 +19,9 @@ from rollback.rundir.failures import (
     fingerprint,
     formatted,
     frames_of,
-    message_of,
     qualified_name,
     raised_in,
+    text_of,
     write_failure,
 )
 from rollback.train.comm.recorder import say
@@ -65,8 +65,8 @@ class FailureRecorder:
         rank: int,
         attempt: int,
         standing: Callable[[], Standing],
-        cursor: Cursor | None = None,
-        empty_pass: Callable[[], int | None] = lambda: None,
+        cursor: Cursor,
+        empty_pass: Callable[[], int | None],
     ) -> None:
         self._path, self._rank, self._attempt, self._standing = path, rank, attempt, standing
         self._cursor, self._empty_pass = cursor, empty_pass
@@ -97,13 +97,13 @@ class FailureRecorder:
         return _EMPTY_PASS.format(epoch=epoch) if isinstance(error, NameError) and epoch is not None else None
 
     def _account(self, error: Exception) -> FailureRecord:
-        standing, name, message = self._standing(), qualified_name(type(error)), message_of(error)
+        standing, name, message = self._standing(), qualified_name(type(error)), text_of(error)
         frames = frames_of(error, _LIBRARIES)
         said = message if (remark := self._remark(error)) is None else f"{message} ({remark})"
         now = time.time()
         reading = standing.doing == "reading"
-        samples = self._cursor.in_hand(reading) if self._cursor and standing.in_hand else None
-        unreadable = self._cursor.unreadable(samples) if self._cursor and samples and reading else []
+        samples = self._cursor.in_hand(reading) if standing.in_hand else None
+        unreadable = self._cursor.unreadable(samples) if samples and reading else []
         return FailureRecord(
             rank=self._rank, pid=self._pid, host=host_name(), attempt=self._attempt,
             at=datetime.fromtimestamp(now, timezone.utc).isoformat(timespec="milliseconds"), seconds=now,

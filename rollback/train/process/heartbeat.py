@@ -39,7 +39,7 @@ class HeartbeatWriter:
 
     _present: "HeartbeatWriter | None" = None
 
-    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, cursor: Cursor | None = None) -> None:
+    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, cursor: Cursor) -> None:
         self._path = paths.heartbeat(ranks.rank)
         self._ranks = ranks
         self._attempt = attempt

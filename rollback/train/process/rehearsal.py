@@ -10,11 +10,13 @@ ranks a sum has only one order. Without the second cut no rehearsal is needed.
 """
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+
+from rollback.train.updates.wrappers import ddp_inside
 
 
 def needs_rehearsal(model: nn.Module, world_size: int, resumed_at: int) -> bool:
     """The same on all ranks. At step 0 the undisturbed run has the first cut too, so there is no rehearsal."""
-    if resumed_at == 0 or world_size <= 2 or not isinstance(model, DistributedDataParallel):
+    ddp = ddp_inside(model)
+    if resumed_at == 0 or world_size <= 2 or ddp is None:
         return False
-    return bool(model.static_graph or not model.find_unused_parameters)
+    return bool(ddp.static_graph or not ddp.find_unused_parameters)

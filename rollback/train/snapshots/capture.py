@@ -33,11 +33,8 @@ from rollback.train.snapshots import drift
 from rollback.train.snapshots.copy_stream import await_event, copy_stream
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state import tree
+from rollback.train.state.image import PARAMETERS, STILL, Image
 from rollback.train.state.nonfinite import FiniteCheck, NonFiniteKind
-from rollback.train.state.state import Image
-
-PARAMETERS = "shared/model/"
-_STILL = (PARAMETERS, "shared/optimizer/state/")
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def _compared(shared: Mapping[str, Tensor], image: Image) -> dict[str, Tensor]:
     if not image.parts:
         return {name: item for name, item in shared.items() if name.startswith(PARAMETERS)}
     shapes = {image.local_tensors[name].shape for name in image.parts}
-    return {name: item for name, item in shared.items() if name.startswith(_STILL) or item.shape in shapes}
+    return {name: item for name, item in shared.items() if name.startswith(STILL) or item.shape in shapes}
 
 
 class Capture:
@@ -162,7 +159,7 @@ class Capture:
         if not self._parts:
             return 0, 0
         places = {name: part for name, (part, _) in sorted(self._share.parts.items())}
-        return drift.fold(xxhash.xxh3_64_intdigest(write_parts(places).encode())), self._digest_of(self._parts)
+        return drift.narrowed(xxhash.xxh3_64_intdigest(write_parts(places).encode())), self._digest_of(self._parts)
 
     def _digest_of(self, tensors: Mapping[str, Tensor]) -> int:
         if not tensors:
@@ -175,7 +172,7 @@ class Capture:
                 entry = self._layout.entries[name]
                 together.update(xxhash.xxh3_64_digest(self._region.view[entry.start : entry.end]))
         on_device = self._on_device[tensors is self._parts]
-        return drift.fold(together.intdigest() ^ (int(on_device) & ((1 << 64) - 1)))
+        return drift.narrowed(together.intdigest() ^ (int(on_device) & ((1 << 64) - 1)))
 
     def nonfinite(self) -> dict[str, NonFiniteKind]:
         """Tensors of the copy with values that are not finite, and had none before. Call it after `finish`."""
@@ -256,7 +253,7 @@ def bytes_of(value: Tensor) -> memoryview:
 
 
 def _is_still(name: str) -> bool:
-    return name.startswith(_STILL)
+    return name.startswith(STILL)
 
 
 def owners(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, int]:

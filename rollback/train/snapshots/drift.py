@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 from rollback.errors import UsageError
-from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.ranks import Ranks, ranks_in_words
 from rollback.train.state import tree
 
 BITS = 52  # of a digest: a whole number that a float64 of the pulse carries exactly
@@ -86,11 +86,10 @@ def in_words(ranks: Sequence[int], world_size: int, sharded: bool = False) -> st
     if len(ranks) == world_size:
         listed = ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
         return f"{what} of ranks {listed} differ, though they are replicas"
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"{what} of {who} are not those of the other ranks, though they are replicas"
+    return f"{what} of {ranks_in_words(ranks)} are not those of the other ranks, though they are replicas"
 
 
-def fold(digest: int) -> int:
+def narrowed(digest: int) -> int:
     """A digest of any width as a number that fits into the pulse."""
     return (digest ^ (digest >> BITS)) & _MASK
 

@@ -26,7 +26,8 @@ from rollback.train.snapshots import drift
 from rollback.train.snapshots.capture import as_it_is_stored, bytes_of
 from rollback.train.snapshots.copy_stream import copy_stream, on_host
 from rollback.train.state import tree
-from rollback.train.state.state import Image, TrainingState
+from rollback.train.state.image import Image
+from rollback.train.state.state import TrainingState
 
 LEAST = 1 << 20
 """Bytes of frozen weights from which on a file of their own is worth it."""

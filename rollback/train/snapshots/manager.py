@@ -78,7 +78,7 @@ class CheckpointManager:
     def advance(self, beat: Beat) -> None:
         """Act on a reduced beat."""
         self._land(self._snapshots.advance(beat))
-        if beat.tier_failed and self._snapshots.tier == "fast":
+        if beat.tier_failed and self._snapshots.memory.tier == "fast":
             self._leave_fast_tier(f"it failed on {beat.tier_failed} ranks")
         elif beat.missed:
             self.look_after()
@@ -93,7 +93,7 @@ class CheckpointManager:
 
     def leave_failed_tier(self) -> None:
         """If the fast tier has failed on any rank, write to the run directory from now on."""
-        if self._snapshots.tier == "fast" and not self._ranks.all_of(self._snapshots.fault is None):
+        if self._snapshots.memory.tier == "fast" and not self._ranks.all_of(self._snapshots.memory.fault is None):
             self._leave_fast_tier("it has failed")
 
     def tell_left(self, why: str) -> None:
@@ -104,8 +104,8 @@ class CheckpointManager:
         )
 
     def _leave_fast_tier(self, why: str) -> None:
-        detail = f" (this rank: {self._snapshots.fault})" if self._snapshots.fault else ""
-        self._snapshots.use_slots(0)
+        detail = f" (this rank: {self._snapshots.memory.fault})" if self._snapshots.memory.fault else ""
+        self._snapshots.memory.use_slots(0)
         self.tell_left(why + detail)
         self.wanting = True
         self.look_after()
@@ -129,7 +129,7 @@ class CheckpointManager:
                 self._catalogue.leave(name)
             else:
                 self._catalogue.drop(name)
-        if self._snapshots.tier == "fast" and not in_slots.isdisjoint(lost):
+        if self._snapshots.memory.tier == "fast" and not in_slots.isdisjoint(lost):
             self._leave_fast_tier("it has lost checkpoints")
 
     def misses_a_candidate(self) -> bool:
@@ -155,7 +155,7 @@ class CheckpointManager:
 
     def as_held(self) -> list[PolicyCheckpoint]:
         """The checkpoints that a plan may choose from. Rank 0 looks into the ring for those that left the fast tier."""
-        if self._snapshots.drained:
+        if self._snapshots.memory.drained:
             there = self._rank_0_sees(lambda: ring.names(self._paths))
             if there is not None:
                 self._catalogue.consult(there)
@@ -198,7 +198,7 @@ class CheckpointManager:
         self._snapshots.fence()
         found = [CheckpointPlace(self._paths.checkpoint(name), self._paths, bring=self._bring)]
         if (slot := self._catalogue.slot(name)) is not None:
-            fast = self._snapshots.slots_of_host
+            fast = self._snapshots.memory.slots_of_host
             memory = fast.memory(slot)
             view = memory.view if memory else None
             found.insert(0, CheckpointPlace(fast.paths.slot(slot), self._paths, in_slot=True, memory=view))
@@ -236,7 +236,7 @@ class CheckpointManager:
         It looks at the manifest; in a slot also at this rank's shard.
         """
         if (slot := self._catalogue.slot(name)) is not None:
-            return not self._snapshots.slots_of_host.has_checkpoint(slot)
+            return not self._snapshots.memory.slots_of_host.has_checkpoint(slot)
         return self._ranks.first and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
 
     def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
@@ -296,11 +296,11 @@ class CheckpointManager:
 
     def _evict_surplus(self) -> None:
         """Each tier has its own capacity."""
-        slots = self._snapshots.slots
+        slots = self._snapshots.memory.slots
         counted = self._catalogue.in_slots() if slots else None
         for name, reason in self._catalogue.surplus(min(self._keep, slots - 1) if slots else self._keep, counted):
             slot = self._catalogue.slot(name)
-            if self._snapshots.drained:
+            if self._snapshots.memory.drained:
                 self._catalogue.leave(name)
             else:
                 self._catalogue.drop(name)
@@ -313,7 +313,7 @@ class CheckpointManager:
     def _release_slot(self, name: str) -> None:
         """Release the slot of a checkpoint, if it is in one."""
         if (slot := self._catalogue.slot(name)) is not None:
-            self._snapshots.slots_of_host.release(slot)
+            self._snapshots.memory.slots_of_host.release(slot)
 
     def _evict(self, name: str, slot: int | None, reason: str) -> None:
         """Evict a checkpoint: from its slot at once on all ranks, from the ring by rank 0's thread."""
@@ -323,7 +323,7 @@ class CheckpointManager:
             self._record.note(left if was_there else lost)
 
         if slot is not None:
-            self._snapshots.slots_of_host.release(slot, partial(told, "fast"))
+            self._snapshots.memory.slots_of_host.release(slot, partial(told, "fast"))
         elif self._owns_ring and self._ranks.first:
             self._snapshots.thread.submit(self._evict_from_ring, name, partial(told, "durable"))
 
@@ -342,7 +342,7 @@ class CheckpointManager:
     @property
     def _owns_ring(self) -> bool:
         """Whether the ranks evict from the run directory's ring. If slots are drained into it, the drainer does."""
-        return not self._snapshots.drained or self._remote is not None
+        return not self._snapshots.memory.drained or self._remote is not None
 
     def _report_drift(self, landing: Landing) -> None:
         manifest = landing.manifest

@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from functools import partial
 
@@ -15,19 +15,17 @@ from torch import Tensor
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.direct import write_direct
 from rollback.checkpoints.format.hashing import hash_of
-from rollback.checkpoints.format.layout import header_space_for, lay_out
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.checkpoints.format.packs import Place, place_in_run
+from rollback.checkpoints.format.packs import Place
 from rollback.checkpoints.format.shard import Written
 from rollback.errors import RollbackError
-from rollback.facts.training import Tier
-from rollback.rundir.paths import CheckpointName, RunPaths, has_packs
-from rollback.system.region import OFFSET, Region
+from rollback.rundir.paths import CheckpointName, RunPaths
+from rollback.system.region import Region
 from rollback.train.comm.beat import Beat, Signs
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say_if_it_fails
 from rollback.train.snapshots import drift
-from rollback.train.snapshots.buffers import FastTier, SnapshotBuffer, Staging
+from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.capture import Capture, share_of
 from rollback.train.snapshots.frozen import FrozenWeights, NoLongerFrozen
 from rollback.train.snapshots.in_flight import (
@@ -38,13 +36,9 @@ from rollback.train.snapshots.in_flight import (
     SnapshotInFlight,
     SnapshotStage,
 )
+from rollback.train.snapshots.memory import SnapshotMemory
 from rollback.train.snapshots.tier_choice import CaptureMode
-from rollback.train.state.state import Image
-
-_PAGE = 4096
-_SPARE = 1 << 16
-_MEMORY_OF_LOSSES = 1 << 15  # the sentinel's state, which is empty in a fresh run, takes a third of it
-_HELD_UP = {False: 5.0, True: 20.0}  # seconds for who reads the slot that is wanted; hosts apart have only that
+from rollback.train.state.image import Image
 
 
 class Snapshots:
@@ -52,119 +46,52 @@ class Snapshots:
 
     fast: the slots, if there are any; else ranks write to the run directory's ring. mode: see `tier_choice`.
     thread: the only one that writes and removes files. stalled: seconds for which the last snapshot blocked the loop.
-    outgrown: the state of some rank did not fit into the last snapshot's buffer, so all ranks have to call
-    `fit_buffers`; the same on all ranks. next_seq: the number of the next checkpoint.
+    memory: what the next snapshot is copied into. next_seq: the number of the next checkpoint.
     """
 
     def __init__(
-        self,
-        paths: RunPaths, ranks: Ranks, next_seq: int, attempt: int,
-        fast: FastTier | None = None, mode: CaptureMode = "at_once",
-    ) -> None:  # fmt: skip
-        self.mode: CaptureMode = mode
+        self, paths: RunPaths, ranks: Ranks, next_seq: int, attempt: int, fast: FastTier | None = None
+    ) -> None:
+        self.mode: CaptureMode = "at_once"
         self.stalled = 0.0
-        self.outgrown = False
         self._paths = paths
         self._ranks = ranks
         self.next_seq = next_seq
         self._attempt = attempt
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
-        self._fast = fast
+        self.memory = SnapshotMemory(ranks, self.thread, fast)
         self._frozen = FrozenWeights(paths)
-        self._staging = Staging(self.thread)
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
-        self._head = self._size = 0  # bytes of a shard, and of its header
-        self._place = place_in_run(ranks.rank, None)
-        self._device: torch.device | None = None
-        self._all_ready = self._said_ready = False
-        self._asked_of: int | None = None  # the slot that they have said it of
         self._flight: SnapshotInFlight | None = None
-        self._job: Future[None] | None = None
 
     @property
     def in_flight(self) -> bool:
         return self._flight is not None
 
+    # Memory for the next one ---------------------------------------------------------------------------------------
+
     @property
     def ready(self) -> bool:
         """Whether all ranks have said that the next snapshot can begin; the same on all ranks."""
-        same = self._buffer.next_slot == self._asked_of  # else one was released since they were asked
-        return self._all_ready and same and not self.in_flight and not self.outgrown
+        return self.memory.ready and not self.in_flight
 
-    # Buffers -------------------------------------------------------------------------------------------------------
-
-    def fit_buffers(self, image: Image) -> int:
+    def fit_memory(self, image: Image) -> int:
         """Collective: make room for snapshots of this image, in the background. Returns the rank's shard size."""
-        self.outgrown = False
         drift.require_alike(image.shared_tensors, self._ranks)
         self._frozen.agree(image, self._ranks)
-        share = share_of(image, self._ranks, self._frozen.digests)
-        kinds = share.kinds()
-        # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
-        self._head = 2 * header_space_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES + OFFSET
-        self._size = lay_out(kinds, self._head).size + _SPARE
-        sizes = self._ranks.from_each(self._size) if has_packs(self._ranks.world_size) else None
-        self._place = place_in_run(self._ranks.rank, sizes)
-        self._device = next((item.device for item in share.tensors.values() if item.is_cuda), None)
-        self._prepare_buffer()
-        return self._size
+        return self.memory.fit(share_of(image, self._ranks, self._frozen.digests))
 
-    def use_slots(self, count: int) -> None:
-        """Write into this many slots from now on; 0: to the ring. All ranks call it alike."""
-        if self._fast is not None:
-            self._fast.resize(count)
-        self._prepare_buffer()
-
-    @property
-    def slots(self) -> int:
-        return self._fast.count if self._fast is not None else 0
-
-    @property
-    def tier(self) -> Tier:
-        """The tier of the next snapshot."""
-        return "fast" if self.slots else "durable"
+    def await_ready(self, image: Image) -> str:
+        """Collective: wait until the next snapshot can begin. If the fast tier is not ready in time, stop using it, and
+        return why; else an empty string."""
+        if not self.memory.fitted:
+            self.fit_memory(image)
+        return self.memory.await_ready()
 
     @property
     def left_out(self) -> str:
         """The weights that snapshots leave out because they are stored once, in words."""
         return self._frozen.in_words()
-
-    @property
-    def drained(self) -> bool:
-        """Whether the run has a fast tier, from which a drainer copies."""
-        return self._fast is not None
-
-    def await_ready(self, image: Image) -> str:
-        """Collective: wait until the next snapshot can begin. If the fast tier is not ready in time, stop using it, and
-        return why; else an empty string."""
-        if not self._size:
-            self.fit_buffers(image)
-        self._buffer.wait(_HELD_UP[self._ranks.apart])
-        left = ""
-        if not self._ranks.all_of(self._can_begin()) and self.tier == "fast":
-            left = next(filter(None, self._ranks.from_each(self.fault)), "somebody reads the slot that is wanted now")
-            self.use_slots(0)
-            self._buffer.wait(_HELD_UP[False])
-        self._all_ready, self._asked_of = self._ranks.all_of(self._can_begin()), self._buffer.next_slot
-        return left
-
-    @property
-    def fault(self) -> str | None:
-        """Why this rank cannot write the next snapshot, for its log."""
-        return self._buffer.fault
-
-    def _prepare_buffer(self) -> None:
-        self._all_ready = self._said_ready = False
-        if self._size:
-            self._buffer.fit(self._size, self._device)
-
-    def _can_begin(self) -> bool:
-        """Whether this rank is ready to begin another snapshot. What is in flight does not matter here."""
-        return (self._job is None or self._job.done()) and self._buffer.ready()
-
-    @property
-    def _buffer(self) -> SnapshotBuffer:
-        return self._fast if self._fast is not None and self._fast.count else self._staging
 
     # The flight ----------------------------------------------------------------------------------------------------
 
@@ -184,13 +111,12 @@ class Snapshots:
             timeline=timeline, attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             world_size=self._ranks.world_size, shards=(), frozen=self._frozen.record,
         )  # fmt: skip
-        slot, region = self._buffer.reserve()
+        slot, region = self.memory.reserve()
         flight = self._flight = SnapshotInFlight(manifest, slot, time.monotonic())
-        self._all_ready = self._said_ready = False
         try:
             self._frozen.require_frozen(image)
             share = share_of(image, self._ranks, self._frozen.digests)
-            capture = Capture(share, lay_out(share.kinds(), self._head, self._size), region, self.mode)
+            capture = Capture(share, self.memory.layout_of(share), region, self.mode)
             capture.start()
         except NoLongerFrozen as error:
             flight.outgrow(error.message)
@@ -201,8 +127,8 @@ class Snapshots:
                 capture.finish()
             else:
                 flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
-            given = flight, capture, share.frozen, region, self._place
-            self._job = flight.job = self.thread.submit(self._write, *given)
+            given = flight, capture, share.frozen, region, self.memory.place
+            self.memory.used_by = flight.job = self.thread.submit(self._write, *given)
         self.stalled = time.perf_counter() - began
         return flight
 
@@ -232,14 +158,13 @@ class Snapshots:
         self._follow_thread()
         flight = self._flight
         stage = flight.stage if flight else None
-        self._said_ready, self._asked_of = True, self._buffer.next_slot
         return Signs(
             shard_written=stage is SnapshotStage.WRITTEN,
             shard_failed=stage is SnapshotStage.FAILED,
             torn=flight is not None and flight.torn,
             committed=stage is SnapshotStage.COMMITTED,
-            ready=self._can_begin(),
-            tier_failed=self._buffer.fault is not None,
+            ready=self.memory.say(),
+            tier_failed=self.memory.fault is not None,
             outgrown=flight is not None and flight.outgrown,
             stall=self.stalled,
             letter=flight.letter.words() if flight and flight.letter and stage is SnapshotStage.TELLING else None,
@@ -247,12 +172,11 @@ class Snapshots:
 
     def advance(self, beat: Beat) -> Landing | None:
         """Collective: act on a reduced beat. Returns the landing if the flight has ended."""
-        if self._said_ready:  # else the beat is from before the room was changed
-            self._all_ready = beat.ready == self._ranks.world_size
+        self.memory.hear(beat.ready)
         flight = self._flight
         if flight is None:
             return None
-        self.outgrown = beat.outgrown > 0
+        self.memory.outgrown = beat.outgrown > 0
         if beat.torn:
             self.mode = "held"
             return self._drop(f"tensors changed while they were read, on {beat.torn} ranks")
@@ -274,7 +198,7 @@ class Snapshots:
         self.fence()
         self._await_job(flight)
         if not self._ranks.all_of(flight.stage is not SnapshotStage.FAILED):
-            self.outgrown = not self._ranks.all_of(not flight.outgrown)
+            self.memory.outgrown = not self._ranks.all_of(not flight.outgrown)
             return self._drop("a rank could not write")
         if flight.stage is SnapshotStage.WRITTEN:
             flight.move(SnapshotEvent.ALL_WRITTEN)
@@ -298,7 +222,7 @@ class Snapshots:
             return self._drop("there are new values in it that are not finite", ailing=ailing)
         commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first
         flight.move(SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT)
-        self._job = flight.job = self.thread.submit(self._complete, flight, letters, commits)
+        self.memory.used_by = flight.job = self.thread.submit(self._complete, flight, letters, commits)
         return None
 
     def _drop(self, why: str, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
@@ -318,7 +242,7 @@ class Snapshots:
         if event is SnapshotEvent.REFUSED:
             fault = f"{why} (this rank: {flight.fault})" if flight.fault else why
             if flight.slot is not None:
-                self.slots_of_host.release(flight.slot, after=flight.job)
+                self.memory.slots_of_host.release(flight.slot, after=flight.job)
             elif self._ranks.first:
                 # In the thread, behind whatever it still does with the directory.
                 abandon = partial(ring.abandon, self._paths, name, self._attempt)
@@ -335,7 +259,7 @@ class Snapshots:
             flight.copied.result()
         if flight.slot is not None:
             written = Written(region.size, hash_of(region.view))
-            self.slots_of_host.require_file(flight.slot)
+            self.memory.slots_of_host.require_file(flight.slot)
         else:
             if self._ranks.apart:  # a shard in this host's directory is no part of anything
                 raise OSError("there is no fast tier, and every host has a run directory of its own")
@@ -351,7 +275,7 @@ class Snapshots:
         if not commits:
             return
         if flight.slot is not None:
-            self.slots_of_host.commit(flight.slot, flight.manifest)
+            self.memory.slots_of_host.commit(flight.slot, flight.manifest)
         else:
             ring.commit(self._paths, flight.manifest)
 
@@ -372,28 +296,19 @@ class Snapshots:
         elif isinstance(error, OSError | RollbackError):
             flight.fail(str(error))
             if flight.slot is not None:  # what has failed once may fail each time: the run directory is next
-                self.slots_of_host.fault = str(error)
+                self.memory.slots_of_host.fault = str(error)
         else:
             raise error
-
-    @property
-    def slots_of_host(self) -> FastTier:
-        """The fast tier, for callers that hold a slot of it."""
-        assert self._fast is not None  # who knows the number of a slot has it from there
-        return self._fast
 
     # The threads ---------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Wait for all work of the threads: for tests and measurements."""
         self.thread.submit(int).result()
-        if self._fast is not None:
-            self._fast.settle()
+        self.memory.settle()
 
     def close(self) -> None:
         """Wait for the threads."""
         for pool in (self._copier, self.thread):
             pool.shutdown(wait=True)
-        self._staging.close()
-        if self._fast is not None:
-            self._fast.close()
+        self.memory.close()

@@ -78,8 +78,8 @@ class SnapshotSchedule:
         if self._step_began is not None:
             self._seconds.append(max(0.0, now - self._step_began))
         self._step_began = now
-        self.wanted |= self._snapshots.outgrown  # the one that was dropped is made up for
-        if (self._incomplete and self._state.optimizer.state) or self._snapshots.outgrown:
+        self.wanted |= self._snapshots.memory.outgrown  # the one that was dropped is made up for
+        if (self._incomplete and self._state.optimizer.state) or self._snapshots.memory.outgrown:
             self._prepare()
 
     def due(self, beat: Beat | None) -> bool:
@@ -106,7 +106,7 @@ class SnapshotSchedule:
         """Begin a snapshot of the present state."""
         began = time.perf_counter()
         image, cursor, step = self._state.image(), self._state.cursor, self._state.counters.step
-        if self._snapshots.outgrown:
+        if self._snapshots.memory.outgrown:
             self._prepare()
         if not self._snapshots.ready:
             self._checkpoints.leave_failed_tier()
@@ -131,9 +131,9 @@ class SnapshotSchedule:
         self._checkpoints.look_after()
         kept, tier = self._kept(), ""
         for _ in range(_TRIES if self._settings.snapshot_every else 0):
-            if kept is not None or (tier == self._snapshots.tier and not self._snapshots.outgrown):
+            if kept is not None or (tier == self._snapshots.memory.tier and not self._snapshots.memory.outgrown):
                 break
-            tier = self._snapshots.tier
+            tier = self._snapshots.memory.tier
             self.take_snapshot(timeline)
             self._checkpoints.settle()
             kept = self._kept()
@@ -144,7 +144,7 @@ class SnapshotSchedule:
     @property
     def fault(self) -> str:
         """Why there is no checkpoint of the present state, in words, after `take_now` returned None."""
-        return self._checkpoints.fault or self._snapshots.fault or "there was no room in memory for a copy"
+        return self._checkpoints.fault or self._snapshots.memory.fault or "there was no room in memory for a copy"
 
     def take_end(self, timeline: int) -> str | None:
         """As `take_now`, for a state that may be the end of training."""
@@ -178,10 +178,10 @@ class SnapshotSchedule:
         failed meanwhile is left alone.
         """
         before = self._allotted
-        if before is not None and before.slots and not self._snapshots.slots:
+        if before is not None and before.slots and not self._snapshots.memory.slots:
             self._tier = None, "the fast tier has failed"
         image = self._state.image()
-        needed = self._snapshots.fit_buffers(image)
+        needed = self._snapshots.fit_memory(image)
         self._incomplete = not self._state.optimizer.state
         if self._incomplete:  # most optimizers keep two numbers for each parameter
             parameters = sum(item.nbytes for item in self._state.model.parameters() if item.requires_grad)
@@ -192,7 +192,7 @@ class SnapshotSchedule:
                 f"every host has a run directory of its own, so checkpoints go by the fast tier, and {allotted.reason}",
                 hint="give the hosts more memory or another place for it (--fast-tier DIR); or share the run directory",
             )
-        self._snapshots.use_slots(allotted.slots)
+        self._snapshots.memory.use_slots(allotted.slots)
         if before is None:
             self._checkpoints.make_room()
         on_device = any(item.is_cuda for item in (*image.shared_tensors.values(), *image.local_tensors.values()))

@@ -57,7 +57,7 @@ class SharedText:
         raise NotImplementedError
 
 
-class Memory:
+class KeptByScript:
     """The kept values of one rank's script, and those of the last restored checkpoint."""
 
     def __init__(self) -> None:

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rollback.train.comm.ranks import ranks_in_words
+
 NonFiniteKind = Literal["Inf", "NaN", "NaN and Inf"]
 
 _PIECE = 32_767  # elements; from one more on torch uses several cores, which others need
@@ -50,11 +52,11 @@ class FiniteCheck:
 
     def account(self, found: Mapping[str, NonFiniteKind], ranks: Sequence[int], step: int, since: int) -> str:
         """In words, what was found in the snapshot of `step` and not in that of `since`."""
-        name, where = min(found), f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        name = min(found)
         others = f" (and {len(found) - 1} other tensors)" if len(found) > 1 else ""
         return (
-            f"{self.in_words(name)}{others} held {found[name]} in the snapshot of step {step}, on {where}, and did not "
-            f"in the one of step {since}"
+            f"{self.in_words(name)}{others} held {found[name]} in the snapshot of step {step}, on "
+            f"{ranks_in_words(ranks)}, and did not in the one of step {since}"
         )
 
     def _kinds(self, tensors: Mapping[str, Tensor]) -> dict[str, NonFiniteKind]:

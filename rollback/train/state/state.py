@@ -1,37 +1,30 @@
-"""The content of a checkpoint: the live objects as trees and tensors, and back.
-
-`shared` is the same on all ranks and is stored once: parameters, optimizer, the other objects, the sentinel, the
-counters. `local` differs between ranks, and each rank stores its own: random states, cursor, kept values, and the
-buffers of all modules, which its own forwards write to. Of a sharded tensor, in `shared`, each rank stores its part.
-"""
+"""The state of training: the live objects, as the image that a checkpoint keeps, and back."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from rollback.checkpoints.format.parts import Part
 from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
 from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
-from rollback.train.sharded import detached, is_sharded, local_of, part_of, refuse_unsupported
+from rollback.train.sharded import is_sharded, local_of
 from rollback.train.state import tree
 from rollback.train.state.broadcasts import Broadcasts
-from rollback.train.state.kept_values import Memory
+from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, take_parts, tensor_in_words
+from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.object_buffers import apart, together
 from rollback.train.state.stateful import Stateful, load_into
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.wanted_gradients import WantedGradients
-
-_MODEL = "shared/model/"
-_IN_PLACE = (_MODEL, "shared/optimizer/state/", "local/buffers/", "local/nonpersistent_buffers/")
+from rollback.train.updates.wrappers import unwrap
 
 
 @dataclass
@@ -51,23 +44,6 @@ class Counters:
     def note_update(self, batches: int, *, last_of_epoch: bool) -> None:
         """Note the number of batches of an update. The last update of an epoch may have fewer than a whole one."""
         self.batches_per_step = max(batches, self.batches_per_step) if last_of_epoch else batches
-
-
-@dataclass(frozen=True)
-class Image:
-    """A state as two JSON trees and the tensors that they refer to: the live tensors, no copies."""
-
-    shared: tree.Json
-    local: tree.Json
-    shared_tensors: dict[str, Tensor]
-    local_tensors: dict[str, Tensor]
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    """Where this rank's part of each sharded tensor lies in the whole. The parts are among `local_tensors`."""
-    sharded: Mapping[str, Tensor] = field(default_factory=dict)
-    """The sharded tensors."""
-    finite: FiniteCheck | None = None
-    frozen: frozenset[str] = frozenset()
-    """Names of `shared_tensors` that nothing trains, as far as torch can tell: see `TrainingState._frozen_memory`."""
 
 
 class TrainingState:
@@ -94,12 +70,12 @@ class TrainingState:
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
-        self.memory = Memory()
+        self.kept = KeptByScript()
         self.not_in_checkpoint: list[str] = []
         """Buffers without a value in the last `load`; they did not change."""
         places = ("shared/objects", "local/object_buffers")
         others = tuple(f"{place}/{tree.escape(name)}/" for name in modules for place in places)
-        self.finite = FiniteCheck((*_IN_PLACE, *others), self._tensor_in_words)
+        self.finite = FiniteCheck((*IN_PLACE, *others), lambda name: tensor_in_words(name, self.trained_names()))
         self._of_trained: list[str | None] = []
         self._loaded_at = 0
         self._random: dict[str, Any] = {}
@@ -142,7 +118,7 @@ class TrainingState:
         local = {
             "random": rng.capture(),
             **({"cursor": self.cursor.state_dict()} if data else {}),
-            "kept": self.memory.state_dict(),
+            "kept": self.kept.state_dict(),
             "nonfinite": self.finite.left_alone or {},
             "broadcasts": self.broadcasts.told(),
         }
@@ -157,9 +133,11 @@ class TrainingState:
             **tree.encode(local, "local", local_tensors),
         }
         shared_tree = tree.encode(shared, "shared", shared_tensors)
-        parts, sharded = self._take_parts(shared_tensors, local_tensors)
+        parts, sharded = take_parts(shared_tensors, local_tensors)
         still = self._frozen_memory()
-        frozen = (name for name, item in shared_tensors.items() if name.startswith(_MODEL) and memory_of(item) in still)
+        frozen = (
+            name for name, item in shared_tensors.items() if name.startswith(PARAMETERS) and memory_of(item) in still
+        )
         return Image(shared_tree, trees, shared_tensors, local_tensors, parts, sharded, self.finite, frozenset(frozen))
 
     def _frozen_memory(self) -> set[tuple[Any, ...]]:
@@ -177,21 +155,6 @@ class TrainingState:
         everything = [item for module in self.modules.values() for item in (*module.parameters(), *module.buffers())]
         others = {local_of(item).untyped_storage().data_ptr() for item in everything if not is_still(item)}
         return {memory_of(item) for item in still if item.untyped_storage().data_ptr() not in others}
-
-    @staticmethod
-    def _take_parts(shared: dict[str, Tensor], local: dict[str, Tensor]) -> tuple[dict[str, Part], dict[str, Tensor]]:
-        """Of the sharded tensors among `shared`, put this rank's parts into `local` instead, and say where they lie.
-        And the sharded tensors."""
-        for name in filter(lambda name: is_sharded(local[name]), local):
-            raise UsageError(
-                f"the tensor {name!r} is a DTensor, and each rank keeps its own: parts of it would be lost",
-                hint="make it a parameter, or a plain tensor",
-            )
-        sharded = {name: item for name, item in shared.items() if is_sharded(item)}
-        for name, item in sharded.items():
-            local[name] = detached(item)
-            del shared[name]
-        return {name: part_of(item, name) for name, item in sharded.items()}, sharded
 
     def places(self) -> Callable[[str], Tensor | None]:
         """Finds the tensor of the live objects that a checkpoint has by some name, if there is one. For an optimizer's
@@ -232,21 +195,6 @@ class TrainingState:
                 None if is_lazy(item) else names.get(id(item), names.get(memory_of(item))) for item in self.trained
             ]
         return self._of_trained
-
-    def _tensor_in_words(self, name: str) -> str:
-        """A tensor of an image in words, by its name there."""
-        names = {id(item): name for name, item in self.model.named_parameters()}
-        trained = [names.get(id(item), "?") for item in self.trained]
-        match name.split("/"):
-            case ["shared", "model", *path]:
-                return f"the parameter {'/'.join(path)!r}"
-            case ["shared", "optimizer", "state", index, *path] if index.isdecimal() and int(index) < len(trained):
-                return f"the optimizer's {'/'.join(path)!r} of {trained[int(index)]!r}"
-            case ["local", "buffers", *path] | ["local", "nonpersistent_buffers", "model", *path]:
-                return f"the buffer {'/'.join(path)!r}"
-            case [_, _, *path]:
-                return f"the tensor {'.'.join(path)!r}"
-        return repr(name)
 
     def not_kept(self) -> list[str]:
         """Names of the modules' tensors that no checkpoint keeps."""
@@ -291,7 +239,7 @@ class TrainingState:
         image = self.image(data=False)
         tensors = {**image.shared_tensors, **image.local_tensors}
         tensors = {name: item for name, item in tensors.items() if not (whole and name in image.parts)}
-        return {name: item for name, item in tensors.items() if name.startswith(_IN_PLACE) and memory_of(item) in own}
+        return {name: item for name, item in tensors.items() if name.startswith(IN_PLACE) and memory_of(item) in own}
 
     def load(self, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
         """Load a decoded state into the live objects, into their present tensors where possible.
@@ -325,7 +273,7 @@ class TrainingState:
         if "cursor" in local:
             self.cursor.load_state_dict(local["cursor"])
             self._loaded_at = self.cursor.batch
-        self.memory.load_state_dict(local.get("kept", {}))  # nor this
+        self.kept.load_state_dict(local.get("kept", {}))  # nor this
         self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # nor this
         self.broadcasts.put_back(local.get("broadcasts", {}))  # nor this
         self._random = local["random"]
@@ -386,15 +334,3 @@ def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
         isinstance(item, Tensor) and isinstance(present[name], Tensor) and memory_of(item) == memory_of(present[name])
         for name, item in loaded.items()
     )
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DDP and torch.compile. A checkpoint uses its names. Raises UsageError for a sharded model."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            refuse_unsupported(model)
-            return model

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from rollback.system.frames import frame_of
 from rollback.train.sharded import is_sharded, local_of, version_of
 from rollback.train.updates.backward import BackwardWatch
 from rollback.train.updates.gradients import mark_of
 from rollback.train.updates.hooks import weak_hook
+from rollback.train.updates.wrappers import ddp_inside
 
 _SAMPLED = 16  # updates of a process; a look at a loss's graph costs microseconds, one at late writes may wait for CUDA
 
@@ -218,13 +218,3 @@ def _weighs(root: Any) -> bool:
             return True
         waiting += [following for following, _ in node.next_functions]
     return False
-
-
-def ddp_inside(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP module, also inside torch.compile."""
-    while not isinstance(model, DistributedDataParallel):
-        inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return None
-        model = inner
-    return model

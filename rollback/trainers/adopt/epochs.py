@@ -5,7 +5,7 @@ from typing import Any
 
 
 class EpochMoved(BaseException):
-    """Ends the body of a loop over epochs that `rollback.source.loops.steer_epochs` has changed; another one begins."""
+    """Ends the body of a loop over epochs that `rollback.source.loops.steered` has changed; another one begins."""
 
 
 class EpochLoop:

@@ -34,7 +34,8 @@ from rollback.train.data.cursor import cursor_for
 from rollback.train.sharded import copies_of, holders_of, is_sharded, like_of, local_of, part_of
 from rollback.train.snapshots.capture import Capture, share_of
 from rollback.train.state.held import HeldState
-from rollback.train.state.state import Image, TrainingState
+from rollback.train.state.image import Image
+from rollback.train.state.state import TrainingState
 
 MOST = 8
 

@@ -105,8 +105,8 @@ class TwoHosts:
         ranks, image = self.ranks[rank], self.saved[rank].image()
         tier = FastTier(self.tiers[rank], rank, leads=True, here=[rank])
         snapshots = Snapshots(self.paths, ranks, 0, 1, tier)
-        snapshots.fit_buffers(image)
-        snapshots.use_slots(1)
+        snapshots.fit_memory(image)
+        snapshots.memory.use_slots(1)
         snapshots.await_ready(image)
         name = snapshots.start_snapshot(image, step=7, batch=7, epoch=0, timeline=0).manifest.name
         landing = snapshots.settle()

@@ -23,8 +23,8 @@ from rollback.train.incidents.judge import Judge
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.state.image import Image
 from rollback.train.state.nonfinite import FiniteCheck
-from rollback.train.state.state import Image
 
 NAN = float("nan")
 

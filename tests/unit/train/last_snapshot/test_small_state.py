@@ -76,7 +76,7 @@ def test_a_text_that_is_the_same_on_all_ranks_is_in_no_mark_and_in_each_shard_as
         model, torch.optim.SGD(model.parameters(), lr=0.1), {}, cursor_for([1, 2, 3]), Sentinel("normal")
     )
     log = Log()
-    state.memory.add({"log": log, "best": 0.5})
+    state.kept.add({"log": log, "best": 0.5})
     reader = SmallStateReader(state)
     local, shared = reader.local(), reader.shared()
     log.text += "a later one\n"
@@ -84,9 +84,9 @@ def test_a_text_that_is_the_same_on_all_ranks_is_in_no_mark_and_in_each_shard_as
     assert len(body) < len(Log.text) / 20
     kept, _ = SmallState.of(body).local(reader.alike(), shared.texts)
     assert kept["kept"] == {"best": 0.5, "log": Log.text}
-    state.memory.load_state_dict(kept["kept"])
+    state.kept.load_state_dict(kept["kept"])
     assert log.text == Log.text
-    assert state.memory.state_dict() == kept["kept"]
+    assert state.kept.state_dict() == kept["kept"]
 
 
 def test_behind_a_rollback_a_number_that_numpy_had_drawn_and_not_given_out_is_in_the_mark() -> None:

@@ -277,7 +277,7 @@ def test_a_mark_has_the_kept_values_as_a_checkpoint_has_them(tmp_path: Path, mem
 
     def hook(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
-        held = guard._state.memory
+        held = guard._state.kept
         if not position:
             guard.keep(best=float("inf"), seen=(1, [float("nan"), None]), by_number={1: "one", 2: -0.0}, text="\ud800")
         for end, body in end_marks.read_ends(guard._last._paths, 0).items():

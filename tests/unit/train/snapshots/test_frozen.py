@@ -51,8 +51,8 @@ class OneRank:
         self.snapshots = Snapshots(self.paths, self.ranks, 0, 1)
 
     def take(self, state: TrainingState, step: int) -> Landing:
-        if self.snapshots.outgrown:
-            self.snapshots.fit_buffers(state.image())
+        if self.snapshots.memory.outgrown:
+            self.snapshots.fit_memory(state.image())
         self.snapshots.await_ready(state.image())
         self.snapshots.start_snapshot(state.image(), step=step, batch=step, epoch=0, timeline=0)
         landing = self.snapshots.settle()
@@ -183,7 +183,7 @@ def test_what_changes_all_the_same_is_stored_with_every_snapshot_from_then_on(
 def test_what_changes_before_the_file_is_there_is_not_in_it(one: OneRank) -> None:
     model = Adapted()
     state = state_of(model)
-    one.snapshots.fit_buffers(state.image())
+    one.snapshots.fit_memory(state.image())
     write_past_the_counter(model)
     assert not one.take(state, 1).committed
     manifest = one.manifest(one.take(state, 2))

@@ -18,7 +18,7 @@ from rollback.train.snapshots import pipeline as module
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Landing, Snapshots
 from rollback.train.snapshots.tier_choice import CaptureMode
-from rollback.train.state.state import Image
+from rollback.train.state.image import Image
 
 
 def start(snapshots: Snapshots, image: Image, step: int) -> str:
@@ -112,7 +112,7 @@ def test_a_fast_tier_that_fails_while_it_is_waited_for_is_left_for_its_own_reaso
     try:
         image = Image({}, {}, {"w": torch.ones(2)}, {})
         assert os.strerror(errno.ENOTDIR) in one.await_ready(image)
-        assert one.tier == "durable"
+        assert one.memory.tier == "durable"
         assert one.ready
         assert one.await_ready(image) == ""
     finally:
@@ -159,11 +159,11 @@ def test_a_state_that_outgrows_its_room_on_one_rank_is_dropped_on_all_and_fits_t
     landed = two.beat()
     assert [landing is not None and not landing.committed for landing in landed] == [True, True]
     assert "what is kept has grown" in str(landed[1].fault)  # type: ignore[union-attr]
-    assert [one.outgrown for one in two.ranks] == [True, True], "all ranks make room, or none would agree on it"
+    assert [one.memory.outgrown for one in two.ranks] == [True, True], "all ranks make room, or none would agree on it"
     two.beat()
     assert not any(one.ready for one in two.ranks), "there is none yet"
     for one, image in zip(two.ranks, images, strict=True):
-        one.fit_buffers(image)
+        one.fit_memory(image)
     two.beat()
     assert all(one.ready for one in two.ranks)
     for one, image in zip(two.ranks, images, strict=True):
@@ -181,7 +181,7 @@ def test_ranks_that_were_ready_for_another_slot_are_not_ready_for_one_that_is_re
     fast = [FastTier(tier, rank, leads=rank == 0, here=[0, 1], taken=[0]) for rank in (0, 1)]
     two = TwoRanks(tmp_path / "run", fast)
     for one in two.ranks:
-        one.use_slots(4)
+        one.memory.use_slots(4)
     two.begin(10)  # into slot 1
     for _ in range(3):
         two.beat()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollback.errors import UsageError
 from rollback.train.state import tree
-from rollback.train.state.kept_values import Memory
+from rollback.train.state.kept_values import KeptByScript
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -28,56 +28,56 @@ def through_disk(state: dict[str, Any]) -> Any:
 
 @given(st.dictionaries(st.text(st.characters(categories=["L"]), min_size=1), plain))
 def test_what_is_kept_comes_back_as_it_was(values: dict[str, Any]) -> None:
-    memory = Memory()
-    kept = memory.add(values)
-    state = through_disk(memory.state_dict())
+    script = KeptByScript()
+    kept = script.add(values)
+    state = through_disk(script.state_dict())
     for name in values:
         setattr(kept, name, "something else")
-    memory.load_state_dict(state)
+    script.load_state_dict(state)
     assert {name: getattr(kept, name) for name in values} == values
 
 
 def test_a_change_inside_a_list_is_kept_and_undone() -> None:
-    memory = Memory()
-    kept = memory.add({"losses": [1.0]})
+    script = KeptByScript()
+    kept = script.add({"losses": [1.0]})
     kept.losses.append(2.0)
-    state = through_disk(memory.state_dict())
+    state = through_disk(script.state_dict())
     kept.losses.append(3.0)
-    memory.load_state_dict(state)
+    script.load_state_dict(state)
     assert kept.losses == [1.0, 2.0]
 
 
 def test_a_checkpoint_from_before_it_was_asked_for_gives_the_first_value() -> None:
-    memory = Memory()
-    kept = memory.add({"best": math.inf, "losses": []})
+    script = KeptByScript()
+    kept = script.add({"best": math.inf, "losses": []})
     kept.best = 1.0
     kept.losses.append(1.0)
-    memory.load_state_dict({})
+    script.load_state_dict({})
     assert kept.best == math.inf
     assert kept.losses == []
 
 
 def test_what_a_resumed_script_has_not_asked_for_yet_waits_for_it() -> None:
-    memory = Memory()
-    memory.load_state_dict({"best": 0.5, "tokens": 7})
-    assert memory.add({"tokens": 0}).tokens == 7
-    state = memory.state_dict()
+    script = KeptByScript()
+    script.load_state_dict({"best": 0.5, "tokens": 7})
+    assert script.add({"tokens": 0}).tokens == 7
+    state = script.state_dict()
     assert state == {"best": 0.5, "tokens": 7}, "a checkpoint taken meanwhile has it too"
-    later = Memory()
+    later = KeptByScript()
     later.load_state_dict(state)
     assert later.add({"best": math.inf}).best == 0.5
 
 
 @pytest.mark.parametrize("number", [torch.tensor(2.5, requires_grad=True), torch.tensor([2.5]), np.float32(2.5)])
 def test_a_tensor_or_an_array_of_one_number_is_that_number(number: Any) -> None:
-    memory = Memory()
-    kept = memory.add({"best": number, "history": [number]})
+    script = KeptByScript()
+    kept = script.add({"best": number, "history": [number]})
     assert kept.best == 2.5
     kept.best = 0.0
     kept.best = number
     assert type(kept.best) is float
     kept.history.append(number)
-    assert through_disk(memory.state_dict()) == {"best": 2.5, "history": [2.5, 2.5]}
+    assert through_disk(script.state_dict()) == {"best": 2.5, "history": [2.5, 2.5]}
 
 
 class Phase(enum.IntEnum):
@@ -89,28 +89,28 @@ class Phase(enum.IntEnum):
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_where_it_is_said(value: Any) -> None:
-    memory = Memory()
+    script = KeptByScript()
     with pytest.raises(UsageError, match="best") as caught:
-        memory.add({"fine": 1, "best": value})
+        script.add({"fine": 1, "best": value})
     assert caught.value.hint
-    assert memory.state_dict() == {}, "nothing was taken"
-    kept = memory.add({"best": 0})
+    assert script.state_dict() == {}, "nothing was taken"
+    kept = script.add({"best": 0})
     with pytest.raises(UsageError, match="best"):
         kept.best = value
     assert kept.best == 0
 
 
 def test_a_name_is_asked_for_once() -> None:
-    memory = Memory()
-    memory.add({"best": 0})
+    script = KeptByScript()
+    script.add({"best": 0})
     with pytest.raises(UsageError, match="'best' is kept already"):
-        memory.add({"tokens": 0, "best": 1})
+        script.add({"tokens": 0, "best": 1})
     with pytest.raises(UsageError, match="underscore"):
-        memory.add({"_best": 0})
+        script.add({"_best": 0})
 
 
 def test_a_name_that_was_not_asked_for_is_a_slip() -> None:
-    kept = Memory().add({"best": 0})
+    kept = KeptByScript().add({"best": 0})
     with pytest.raises(AttributeError, match="bets"):
         kept.bets = 1
     with pytest.raises(AttributeError, match="bets"):
@@ -133,14 +133,14 @@ class Counting:
 
 
 def test_an_object_is_kept_by_what_it_says_of_itself_and_told_where_it_was() -> None:
-    memory, counting = Memory(), Counting()
-    memory.add({"counting": counting, "best": 1.0})
+    script, counting = KeptByScript(), Counting()
+    script.add({"counting": counting, "best": 1.0})
     counting.count = 3
-    state = through_disk(memory.state_dict())
+    state = through_disk(script.state_dict())
     counting.count = 8
-    memory.load_state_dict(state)
+    script.load_state_dict(state)
     assert (counting.count, counting.moved) == (3, 1)
-    resumed, again = Memory(), Counting()
+    resumed, again = KeptByScript(), Counting()
     resumed.load_state_dict(state)
     resumed.add({"counting": again})
     assert (again.count, again.moved) == (3, 1)
@@ -149,7 +149,7 @@ def test_an_object_is_kept_by_what_it_says_of_itself_and_told_where_it_was() -> 
 
 
 def test_an_object_of_which_no_checkpoint_knows_stays_as_it_is() -> None:
-    memory, counting = Memory(), Counting()
-    memory.add({"counting": counting})
-    memory.load_state_dict({})
+    script, counting = KeptByScript(), Counting()
+    script.add({"counting": counting})
+    script.load_state_dict({})
     assert counting.moved == 0

@@ -11,8 +11,9 @@ from rollback.errors import RunDoesNotFit
 from rollback.sentinel import Sentinel
 from rollback.train.data.cursor import cursor_for
 from rollback.train.state import tree
+from rollback.train.state.image import Image
 from rollback.train.state.module_buffers import match
-from rollback.train.state.state import Image, TrainingState
+from rollback.train.state.state import TrainingState
 
 
 class Model(nn.Module):

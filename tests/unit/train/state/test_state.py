@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
+from rollback.errors import CheckpointDamaged, RunDoesNotFit
 from rollback.sentinel import Hint, Sentinel
 from rollback.train.data.cursor import cursor_for
 from rollback.train.snapshots.capture import owners
 from rollback.train.state import tree
-from rollback.train.state.state import Image, TrainingState, unwrap
+from rollback.train.state.image import Image
+from rollback.train.state.state import TrainingState
 
 
 def state_of(seed: int, **objects: Any) -> TrainingState:
@@ -91,33 +92,6 @@ def test_a_job_is_known_by_its_tensors_optimizer_objects_and_data() -> None:
     assert job.optimizer["groups"] == [6]
     assert job.objects == ["ema"]
     assert job.data["kind"] == "re-iterated"
-
-
-def test_names_are_those_of_the_module_inside() -> None:
-    inner = nn.Linear(2, 2)
-    assert unwrap(inner) is inner
-    compiled = torch.compile(inner)
-    assert unwrap(compiled) is inner
-
-
-class FullyShardedDataParallel(nn.Module):
-    pass
-
-
-class DeepSpeedEngine(nn.Module):
-    """In place of the real one, which is known by its name."""
-
-
-@pytest.mark.parametrize(
-    ("part", "told"),
-    [(FullyShardedDataParallel(), r"sharded by FSDP1 \({}\)"), (DeepSpeedEngine(), r"engine of DeepSpeed \({}\)")],
-    ids=["FSDP1", "DeepSpeed"],
-)
-def test_a_model_that_is_sharded_in_ways_that_are_not_kept_is_refused(part: nn.Module, told: str) -> None:
-    with pytest.raises(UsageError, match=told.format("all of it")):
-        unwrap(part)
-    with pytest.raises(UsageError, match=told.format(r"its module '1\.0'")):
-        unwrap(nn.Sequential(nn.Linear(1, 1), nn.Sequential(part)))
 
 
 def test_an_optimizer_without_a_learning_rate_gives_no_hint() -> None:

@@ -1,0 +1,70 @@
+"""The image of a training state: two trees and the tensors that they refer to, by name.
+
+`shared` is the same on all ranks and is stored once: parameters, optimizer, the other objects, the sentinel, the
+counters. `local` differs between ranks, and each rank stores its own: random states, cursor, kept values, and the
+buffers of all modules, which its own forwards write to. Of a sharded tensor, in `shared`, each rank stores its part.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rollback.checkpoints.format.parts import Part
+from rollback.errors import UsageError
+from rollback.train.sharded import detached, is_sharded, part_of
+from rollback.train.state.nonfinite import FiniteCheck
+from rollback.train.state.tree import Json
+
+PARAMETERS = "shared/model/"
+STILL = (PARAMETERS, "shared/optimizer/state/")
+"""What changes in an optimizer's step and nowhere else."""
+BUFFERS = ("local/buffers/", "local/nonpersistent_buffers/")
+IN_PLACE = (*STILL, *BUFFERS)
+"""What a restore writes into the tensors that are there."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """A state as two JSON trees and the tensors that they refer to: the live tensors, no copies."""
+
+    shared: Json
+    local: Json
+    shared_tensors: dict[str, Tensor]
+    local_tensors: dict[str, Tensor]
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """Where this rank's part of each sharded tensor lies in the whole. The parts are among `local_tensors`."""
+    sharded: Mapping[str, Tensor] = field(default_factory=dict)
+    """The sharded tensors."""
+    finite: FiniteCheck | None = None
+    frozen: frozenset[str] = frozenset()
+    """Names of `shared_tensors` that nothing trains, as far as torch can tell: see `TrainingState._frozen_memory`."""
+
+
+def take_parts(shared: dict[str, Tensor], local: dict[str, Tensor]) -> tuple[dict[str, Part], dict[str, Tensor]]:
+    """Of the sharded tensors among `shared`, put this rank's parts into `local` instead, and say where they lie. And
+    the sharded tensors."""
+    for name in filter(lambda name: is_sharded(local[name]), local):
+        raise UsageError(
+            f"the tensor {name!r} is a DTensor, and each rank keeps its own: parts of it would be lost",
+            hint="make it a parameter, or a plain tensor",
+        )
+    sharded = {name: item for name, item in shared.items() if is_sharded(item)}
+    for name, item in sharded.items():
+        local[name] = detached(item)
+        del shared[name]
+    return {name: part_of(item, name) for name, item in sharded.items()}, sharded
+
+
+def tensor_in_words(name: str, trained: Sequence[str | None]) -> str:
+    """A tensor of an image in words, by its name there. trained: `TrainingState.trained_names`."""
+    match name.split("/"):
+        case ["shared", "model", *path]:
+            return f"the parameter {'/'.join(path)!r}"
+        case ["shared", "optimizer", "state", index, *path] if index.isdecimal() and int(index) < len(trained):
+            return f"the optimizer's {'/'.join(path)!r} of {trained[int(index)] or '?'!r}"
+        case ["local", "buffers", *path] | ["local", "nonpersistent_buffers", "model", *path]:
+            return f"the buffer {'/'.join(path)!r}"
+        case [_, _, *path]:
+            return f"the tensor {'.'.join(path)!r}"
+    return repr(name)

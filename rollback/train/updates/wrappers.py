@@ -1,0 +1,28 @@
+"""What lies around a model: DistributedDataParallel, torch.compile, either of them around the other."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rollback.train.sharded import refuse_unsupported
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside. A checkpoint uses its names. Raises UsageError for a kind of sharding that is not kept."""
+    *_, inner = _from_outside(model)
+    refuse_unsupported(inner)
+    return inner
+
+
+def ddp_inside(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP module, also inside torch.compile."""
+    return next((each for each in _from_outside(model) if isinstance(each, DistributedDataParallel)), None)
+
+
+def _from_outside(model: nn.Module) -> Iterator[nn.Module]:
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        yield inner
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else getattr(inner, "_orig_mod", None)
