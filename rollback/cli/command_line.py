@@ -5,7 +5,7 @@ typer knows none of this, so the words before the script are rewritten in full b
 
 import argparse
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from typer.core import TyperCommand
@@ -19,12 +19,16 @@ STANDS_FOR = {"--adopt": "notice"}
 
 
 def spell_out(
-    words: Sequence[str], takes_value: Mapping[str, bool], unknown: Callable[[str], bool | None]
+    words: Sequence[str],
+    takes_value: Mapping[str, bool],
+    unknown: Callable[[str], bool | None],
+    elsewhere: Container[str] = (),
 ) -> list[str]:
     """The words of a command line with every flag before the script in full and with dashes.
 
     takes_value: of every flag that is known, with its dashes. An abbreviation stands for a flag of torchrun; a name
     that is a flag in full is never one. unknown: the same for a name that is neither; None where it is no flag at all.
+    elsewhere: flags of another command: no abbreviations here either (`--run`, of `--run-path`).
     """
     found: list[str] = []
     rest = list(words)
@@ -37,7 +41,7 @@ def spell_out(
             continue
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
-        if name not in takes_value:
+        if name not in takes_value and name not in elsewhere:
             name = f"--{in_full(name[2:])}"
         if name in STANDS_FOR and not equals:
             equals, value = "=", STANDS_FOR[name]
@@ -73,7 +77,9 @@ class LaunchCommand(TyperCommand):
             if hasattr(option, "is_flag")
             for name in [*option.opts, *option.secondary_opts]
         }
-        return super().parse_args(ctx, spell_out(args, takes_value, ask_torchrun))
+        launch = ctx.parent.command.commands["launch"] if ctx.parent is not None else self
+        elsewhere = {name for option in map(_as_any, launch.params) for name in option.opts}
+        return super().parse_args(ctx, spell_out(args, takes_value, ask_torchrun, elsewhere))
 
 
 def _as_any(option: object) -> Any:

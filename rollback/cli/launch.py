@@ -24,11 +24,14 @@ from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET
 from rollback.cli.windows import cumulative, parse_samples, parse_window
 from rollback.config import Settings, explain, fault_of
 from rollback.errors import ExitCode, RollbackError, UsageError, reporting
-from rollback.facts.fact import SamplesFrom
-from rollback.facts.history import History, merge_windows
+from rollback.facts.fact import SamplesFrom, Window
+from rollback.facts.history import History, merge_windows, passed_over_by
+from rollback.facts.training import PassedOver
 from rollback.live.screen import Screen
 from rollback.rundir.journal.folded_journal import fold_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_skipped
 from rollback.rundir.seal import ENV_SEAL, use
 from rollback.supervisor.attempts import LaunchOrder, Result
 from rollback.supervisor.diagnosis.hang import HangLimits
@@ -238,7 +241,7 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
     values = {name: value for name, value in given.items() if value is not None}
     if "skip" in values or skips_of is not None:
         windows = [parse_window(text, "--skip") for text in values.get("skip", [])]
-        values["skip"] = merge_windows(windows + (_history_of(skips_of).skip_list if skips_of is not None else []))
+        values["skip"] = merge_windows(windows + (_passed_over_by(skips_of) if skips_of is not None else []))
     if "skip_samples" in values or skips_of is not None:
         listed = cumulative([parse_samples(text, "--skip-samples") for text in values.get("skip_samples", [])])
         own = {sample for one in listed for sample in one.samples}
@@ -252,6 +255,18 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
         if place:
             raise UsageError(f"{option(str(place[0]))}: {fault_of(error)}") from error
         raise UsageError(explain(error)) from error
+
+
+def _passed_over_by(run: Path) -> list[Window]:
+    history, paths = _history_of(run), RunPaths(run)
+    if not history.skip_list:
+        return []
+    with reporting(UsageError, f"--skips-of: reading {run}"):
+        facts = [entry.fact for entry in read_journal(paths.train_journal).records]
+        passed = [Window(first=fact.first, last=fact.last) for fact in facts if isinstance(fact, PassedOver)]
+        # A crash may have kept the journal's line from being written.
+        passed += [Window(first=one.batch, last=one.batch) for one in read_skipped(paths.skip_record(0))]
+    return passed_over_by(history, passed)
 
 
 def _history_of(run: Path) -> History:

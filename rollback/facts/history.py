@@ -343,3 +343,18 @@ def merge_windows(windows: Iterable[Window]) -> list[Window]:
         else:
             merged.append(window)
     return merged
+
+
+def passed_over_by(history: History, passed: Iterable[Window]) -> list[Window]:
+    """What a run passes over, as another run is to be given it. passed: what it has passed over.
+
+    Of a window that was given late, as at a resume, the batches before that were trained on. Those from where the run
+    stands on are still to be passed over.
+    """
+    stands = history.stood[1] if history.stood else 0
+    if history.pending is not None and history.pending.batch is not None:
+        stands = min(stands, history.pending.batch)
+    done, own = merge_windows(passed), merge_windows(history.skip_list)
+    parts = [(max(one.first, other.first), min(one.last, other.last)) for one in own for other in done]
+    parts += [(max(one.first, stands), one.last) for one in own]
+    return merge_windows(Window(first=first, last=last) for first, last in parts if first <= last)

@@ -10,7 +10,7 @@ from rollback.checkpoints.fast_tier.slots import uncommit
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural, UsageError
-from rollback.facts.history import History
+from rollback.facts.history import History, merge_windows
 from rollback.facts.training import (
     THE_SUPERVISOR,
     Blamed,
@@ -22,6 +22,7 @@ from rollback.facts.training import (
     SampleQuarantine,
     SkipAdded,
     Tier,
+    Window,
 )
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import names, sound_requests
@@ -107,10 +108,25 @@ def leave_out_what_is_new(
     for crash in blamed:
         if not leaves_out(settings, crash):
             added.append(SkipAdded(window=crash.window, who=THE_SUPERVISOR, why=crash.in_words()))
+    passed_over = merge_windows(history.skip_list)
     for fact in added:
         if fact.window not in [known.window for known in history.added]:
             history.added.append(fact)
-            record.note(fact)
+            record.note(fact, given_too_late(fact.window, passed_over, batch))
+
+
+def given_too_late(window: Window, passed_over: Sequence[Window], batch: int) -> str | None:
+    """What is to be said where a new window begins before the position; None: nothing. passed_over: merged windows that
+    were in force before."""
+    if window.first >= batch:
+        return None
+    late = Window(first=window.first, last=min(window.last, batch - 1))
+    if any(known.first <= late.first and late.last <= known.last for known in passed_over):
+        return None
+    return (
+        f"skip {window}: batches {late} are part of the run already, which goes on at batch {batch}; they are passed "
+        "over if it goes back to before them: rollback rewind RUN --to STEP"
+    )
 
 
 def left_out_by_order(

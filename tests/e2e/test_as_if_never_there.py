@@ -16,7 +16,8 @@ from toy import (
     weights,
 )
 
-from rollback.facts.training import Incident, Planned, Restored
+from rollback.cli.launch import read_settings
+from rollback.facts.training import Incident, Planned, Restored, Window
 
 JOBS = {
     "shuffled": Toy(280, augment=True),
@@ -114,3 +115,20 @@ def test_a_run_that_is_only_observed_and_stays_not_finite_is_one_incident(tmp_pa
     train(Toy(240, nan=(40,)).with_settings(observe_only=True), tmp_path / "run")
     (incident,) = facts(tmp_path / "run", Incident)
     assert incident.onset_step == 40
+
+
+def test_the_skips_of_a_run_are_those_that_it_passed_over_where_it_was_given_some_too_late(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy, run = JOBS["callable"].but(max_steps=40), tmp_path / "run"
+    train(toy, run)
+    late = toy.but(max_steps=70).with_settings(skip=[{"first": n, "last": n + 4} for n in (10, 38, 50)])
+    ended = train(late, run)
+    said = capsys.readouterr().err
+    assert "skip 10:14: batches 10:14 are part of the run already, which goes on at batch 40" in said
+    assert "skip 38:42: batches 38:39 are part of the run already" in said
+    assert "skip 50:54" not in said
+    skips = read_settings({}, run).skip
+    assert skips == (Window(first=40, last=42), Window(first=50, last=54))
+    told = toy.but(max_steps=70).with_settings(skip=[window.model_dump() for window in skips])
+    require_same(weights(ended), weights(train(told, tmp_path / "told")), "--skips-of")

@@ -297,6 +297,16 @@ def test_no_way_to_leave_in_mid_run_is_told_as_finished(tmp_path: Path, how: str
         assert not facts(job.run, Finished)
 
 
+def test_a_rank_that_leaves_its_loop_alone_is_named_where_its_peers_have_lost_it(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    by_itself = '    if batch == 3 and os.environ["RANK"] == "1":\n        break\n'
+    script.write_text(TINY.read_text().replace("    loss = (model", f"{by_itself}    loss = (model"))
+    with launching(tmp_path, with_torchrun=True, script=script) as job:
+        code, output = job.finish("", "--restart-budget", "0", ranks=2)
+        assert code == ExitCode.FAILED, output
+        assert "rank 1 had left the script at step 3, without an error" in output
+
+
 def test_ranks_that_are_through_and_do_not_end_are_ended_and_the_run_is_done(rank: Launch) -> None:
     rank.program[1] = "from rollback.supervisor.diagnosis import hang\nhang.AT_EXIT = 1.0\n" + rank.program[1]
     supervisor = rank.start("be_stuck_at_exit")

@@ -32,7 +32,7 @@ from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung
 from rollback.rundir.failure_class import NOTICED, PRECEDENCE, class_of_exception
 from rollback.rundir.failures import FailureRecord
-from rollback.rundir.records import Heartbeat
+from rollback.rundir.records import LEAVING, Heartbeat
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
 
 _OF_CODE = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError")
@@ -59,6 +59,11 @@ class RankEnd:
     @property
     def ended_by_torchrun(self) -> bool:
         return self.failure is not None and (self.failure.ended or self.failure.exitcode == -signal.SIGTERM)
+
+    @property
+    def left_well(self) -> bool:
+        """Whether the rank is known to have left the script by itself, and without an error."""
+        return self.failure is None and self.record is None and self.beat is not None and self.beat.doing == LEAVING
 
     @property
     def seconds(self) -> float:
@@ -155,8 +160,19 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
     nobody = why in NOTICED  # also where one alone did: its peer may be killed and not yet seen by its own torchrun
     followed = tuple(sorted(end.rank for end in ([first, *others] if nobody else others)))
     if nobody:
-        return FirstCause(why, text, None, first.record, followed)
+        return FirstCause(why, text + _left_before(ends), None, first.record, followed)
     return FirstCause(why, text, first.rank, first.record, followed, first.host)
+
+
+def _left_before(ends: Sequence[RankEnd]) -> str:
+    """The ranks that left without an error, in words: their peers know no more than that a connection was lost.
+
+    No class of its own: where all are through, it is no mistake that one leaves first.
+    """
+    left = {end.rank: end.beat.step for end in ends if end.left_well and end.beat is not None}
+    if not left:
+        return ""
+    return f"; {_enumerate([*left])} had left the script at step {min(left.values())}, without an error"
 
 
 def _same_exception(end: RankEnd, other: RankEnd) -> bool:

@@ -239,7 +239,9 @@ def test_the_real_run_s_ring_is_not_written_to_whoever_names_it(
     environment = {ENV_SETTINGS: Settings(ring="").model_dump_json(exclude_unset=True)}
     assert settings_from({"ring": "s3://bucket/runs"}, environment).ring is None
     for name in ("--ring", "--run", "--tensorboard", "--skips-of"):
-        assert runner.invoke(app, ["drill", name, "x", "x.py"]).exit_code != 0
+        refused = runner.invoke(app, ["drill", name, "x", "x.py"])
+        assert refused.exit_code == ExitCode.USAGE
+        assert f"No such option: {name}" in refused.output
     assert len(asked) == 1
 
 

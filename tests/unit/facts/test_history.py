@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from recorded_run import attached, incident, rollback_plan
 from rollback.errors import JournalDamaged
-from rollback.facts.history import Case, History, copy_of, fold, merge_windows
+from rollback.facts.history import Case, History, copy_of, fold, merge_windows, passed_over_by
 from rollback.facts.training import (
     Accepted,
     Advice,
@@ -348,3 +348,22 @@ def test_an_update_that_was_screened_out_without_a_screen_is_damage() -> None:
     story = [*CHECKPOINTS, incident(1, 45, 49), rollback_plan(1, C1, 20, (40, 101)), screened_out(90, 91, 111)]
     with pytest.raises(JournalDamaged, match="without a screen"):
         fold(records(story))
+
+
+def given(first: int, last: int) -> SkipAdded:
+    return SkipAdded(window=Window(first=first, last=last), who="settings", why="given at the start of an attempt")
+
+
+def passed(history: History, *done: tuple[int, int]) -> list[tuple[int, int]]:
+    found = passed_over_by(history, [Window(first=first, last=last) for first, last in done])
+    return [(window.first, window.last) for window in found]
+
+
+def test_of_a_window_that_was_given_late_the_batches_before_that_are_not_passed_over() -> None:
+    late = [*CHECKPOINTS, given(10, 20), given(70, 90), given(200, 210)]  # where batch 80 is next
+    assert passed(fold(records(late))) == [(80, 90), (200, 210)]
+    assert passed(fold(records(late)), (75, 76), (80, 90)) == [(75, 76), (80, 90), (200, 210)]
+    back = [*late, incident(1, 45, 49), rollback_plan(1, C1, 20, (60, 101))]
+    assert passed(fold(records(back))) == [(60, 101), (200, 210)]
+    further = [*late, incident(1, 45, 49), rollback_plan(1, C0, 0, (60, 101)), restored(1, C0, 0)]
+    assert passed(fold(records(further))) == [(10, 20), (60, 101), (200, 210)]

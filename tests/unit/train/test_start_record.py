@@ -4,7 +4,7 @@ import pytest
 
 from rollback.config import SamplesFrom, Settings
 from rollback.facts.training import Blamed, SampleQuarantine, Window
-from rollback.train.start_record import left_out_by_order
+from rollback.train.start_record import given_too_late, left_out_by_order
 
 
 def settings(*orders: tuple[int, tuple[int, ...]]) -> Settings:
@@ -42,3 +42,14 @@ def test_a_later_start_adds_nothing_to_the_same_orders(batch: int) -> None:
 def test_of_orders_of_which_some_are_on_record_the_others_are_added() -> None:
     recorded = left_out_by_order([], settings(*AGAIN[:2]), [], 0)
     assert in_force(left_out_by_order(recorded, settings(*AGAIN), [], 0)) == AGAIN[2:]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "late"),
+    [(60, 70, None), (10, 20, "10:20"), (50, 70, "50:59"), (30, 35, None), (30, 41, "30:41")],
+)
+def test_of_a_window_that_is_given_late_it_is_said_what_is_part_of_the_run_already(
+    first: int, last: int, late: str | None
+) -> None:
+    said = given_too_late(Window(first=first, last=last), [Window(first=30, last=40)], 60)
+    assert said == late or (late is not None and f": batches {late} are part of the run already" in (said or ""))

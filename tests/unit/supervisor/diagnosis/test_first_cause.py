@@ -10,6 +10,7 @@ from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung, Stopped, Window
 from rollback.rundir.failure_class import merely_noticed
 from rollback.rundir.failures import FailureRecord
+from rollback.rundir.records import Heartbeat
 from rollback.supervisor.diagnosis.first_cause import RankEnd, cause, first_cause, why_of
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure, Refusal
 
@@ -145,6 +146,20 @@ def test_the_first_cause_and_what_followed(
     assert found is not None
     assert (found.why, found.rank, found.followed) == (why, rank, followed)
     assert first_cause(evidence(), ends[::-1]) == found
+
+
+def test_a_rank_that_left_before_its_peers_lost_it_is_named() -> None:
+    def left(doing: str) -> RankEnd:
+        return RankEnd(1, beat=Heartbeat(pid=11, host="h", attempt=1, step=30, batch=30, doing=doing, monotonic=1.0))
+
+    found = first_cause(evidence(), [raised(0, "RuntimeError", GLOO), left("leaving")])
+    assert found is not None
+    assert (found.why, found.rank, found.followed) == ("lost_peer", None, (0,))
+    assert found.text.endswith("; rank 1 had left the script at step 30, without an error")
+    for other in (left("training"), left("ended"), replace(left("leaving"), failure=failure(1, -9, ended=True))):
+        found = first_cause(evidence(), [raised(0, "RuntimeError", GLOO), other])
+        assert found is not None
+        assert "left the script" not in found.text
 
 
 def test_a_hang_that_was_called_is_the_cause_and_what_the_kill_left_is_not() -> None:
