@@ -201,7 +201,7 @@ def where_it_goes_on(history: History, chosen: Manifest, found: Collection[str])
         return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name}){lost}"
     by = f", by {end.by}" if end.by else ""
     lost = f"; {end.left_over} batches behind its last update do not count if it goes on" if end.left_over else ""
-    return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"
+    return f"the run was complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"
 
 
 def put_aside(
