@@ -157,7 +157,7 @@ class _GuardedFit:
 
     def save_checkpoint(self, filepath: Any, *given: Any, **others: Any) -> None:
         if self._state.saved is not None and self._trainer.is_global_zero:
-            self._state.saved.note(str(filepath), *self._state.place)
+            self._state.saved.note(str(filepath), self._state.place)
         self._originals["save_checkpoint"](filepath, *given, **others)
 
     def setup_data(self) -> None:
@@ -193,20 +193,13 @@ class _GuardedFit:
         except UsageError as error:
             attach.refuse(error)
         loop.on_run_start()
-        for epoch in self.guard.epochs(sys.maxsize):
-            _count(loop.epoch_progress, epoch, epoch)
-            if loop.done and self._finish():
-                break
+        if self._was_stopped():
             loop.on_advance_start()
             self._epoch_loop.reset()
-            iter(self.guard)
-            self._state.put_again()
-            if not self._train_epoch():
-                continue
-            loop.on_advance_end()
-            loop.on_iteration_done()
-            if loop.done and self._finish():
-                break
+            self._state.go_on()
+            self._end_epoch()
+        else:
+            self._train()
         loop.on_run_end()
         self.guard.close()
 
@@ -246,6 +239,28 @@ class _GuardedFit:
             progress.current.ready = ready
 
     # Its epochs ------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        loop = self._loop
+        for epoch in self.guard.epochs(sys.maxsize):
+            _count(loop.epoch_progress, epoch, epoch)
+            self._state.ending = False
+            if loop.done and self._finish():
+                break
+            loop.on_advance_start()
+            self._epoch_loop.reset()
+            iter(self.guard)
+            self._state.put_again()
+            if not self._train_epoch():
+                continue
+            self._end_epoch()
+            if loop.done and self._finish():
+                break
+
+    def _end_epoch(self) -> None:
+        self._state.ending = True
+        self._loop.on_advance_end()
+        self._loop.on_iteration_done()
 
     def _make_guard(self) -> None:
         trainer, loader = self._trainer, self._loader()
@@ -305,6 +320,18 @@ class _GuardedFit:
         self._end_passed_over()
         return True
 
+    def _was_stopped(self) -> bool:
+        """Whether a run is there again that was stopped between two batches, or behind an epoch's last one: only that
+        epoch's end is left, which the process may not have lived to do, and which the state was kept before."""
+        epoch = self._state.epoch
+        if epoch is not None:  # the guard's may be the next one
+            _count(self._loop.epoch_progress, epoch, epoch)
+        return epoch is not None and (self._has_all_steps or self._stops)
+
+    @property
+    def _has_all_steps(self) -> bool:
+        return bool(0 <= self._trainer.max_steps <= self._trainer.global_step)
+
     @property
     def _left_early(self) -> bool:
         """Whether `on_train_batch_start` has returned -1: nothing else makes a batch the last one before its time."""
@@ -317,8 +344,7 @@ class _GuardedFit:
     def _finish(self) -> bool:
         """Training is done, as Lightning sees it. False where the guard has put it elsewhere."""
         by = "trainer.should_stop" if self._stops else f"max_epochs={self._loop.max_epochs}"
-        by_steps = 0 <= self._trainer.max_steps <= self._trainer.global_step  # the guard's own end
-        self._finished = self._finished or by_steps or self.guard.finish(by)
+        self._finished = self._finished or self._has_all_steps or self.guard.finish(by)  # the steps: its own end
         return self._finished
 
     def _end_passed_over(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rollback.errors import UsageError
 from rollback.train.state.module_buffers import KEPT_ELSEWHERE
 from rollback.trainers.logged_rows import LoggedRows
-from rollback.trainers.saved_files import SavedFiles
+from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 _PROGRESS = (
     "batch_progress", "scheduler_progress", "automatic_optimization.optim_progress", "val_loop.batch_progress",
@@ -35,19 +35,26 @@ _CHECKPOINT = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save
 
 
 class FitState:
-    """Kept by the guard on each rank. saved: the files that this run has saved; None before there is a run."""
+    """Kept by the guard on each rank. saved: the files that this run has saved; None before there is a run.
+
+    ending: whether Lightning is at an epoch's end, behind its batches. epoch: that of the state that was put back last;
+    None: there is none, or an earlier version kept it.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._rows = [LoggedRows(logger) for logger in trainer.loggers if LoggedRows.fits(logger)]
         self._loaded: dict[str, Any] | None = None
         self.saved: SavedFiles | None = None
+        self.ending = False
+        self.epoch: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Raises UsageError for what of it cannot be kept."""
         trainer, loop, connector = self._trainer, self._loop, self._trainer._logger_connector
         return {
             "progress": {name: attrgetter(name)(loop).state_dict() for name in _PROGRESS},
+            "epoch": trainer.current_epoch,
             "stepped": loop._batches_that_stepped,
             "should_stop": trainer.should_stop,
             "connector": _packed({name: getattr(connector, name) for name in _CONNECTOR}, "what was logged"),
@@ -65,19 +72,20 @@ class FitState:
         }
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
-        self._loaded = kept
+        self._loaded, self.ending, self.epoch = kept, False, kept.get("epoch")
         self.put_again()
         if self._trainer.is_global_zero:
             for rows, state in zip(self._rows, kept["rows"], strict=False):
                 rows.load_state_dict(state)
             if self.saved is not None:
                 folders = (getattr(callback, "dirpath", None) for callback in self._trainer.callbacks)
-                self.saved.set_aside(*self.place, (str(folder) for folder in folders if folder))
+                self.saved.set_aside(self.place, (str(folder) for folder in folders if folder))
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Completed updates, and batches read; the guard counts these over all epochs."""
-        return self._trainer.global_step, self._loop.batch_progress.total.ready
+    def place(self) -> SavedAt:
+        progress = self._loop.batch_progress
+        ended = self.ending or progress.current.ready == 0
+        return SavedAt(self._trainer.global_step, progress.total.ready, ended)
 
     def go_on(self) -> bool:
         """Training goes on. Whether it was put elsewhere since it last did."""

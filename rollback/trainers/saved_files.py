@@ -2,14 +2,16 @@
 
 A file says by itself neither whose it is nor, unless its pickle is loaded, of which step. So each is noted in the run
 directory before it is written. What is undone goes by the batches that were read: a trainer also saves between the
-batches of one update, as behind a validation, and a run goes on from that update's start. Somebody else may have
-written that note: it says of a file in a folder that the trainer saves to whether it is renamed, and of no other.
+batches of one update, as behind a validation, and a run goes on from that update's start. It also saves in an epoch's
+end, behind the last batch, and a run that goes on from before that end does it again. Somebody else may have written
+that note: it says of a file in a folder that the trainer saves to whether it is renamed, and of no other.
 """
 
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter
@@ -19,41 +21,56 @@ from rollback.train.comm.recorder import say
 _LIMIT = 1 << 24  # bytes that are read
 
 
+class SavedAt(NamedTuple):
+    """How far a training has come: completed updates; batches read, over all epochs; and whether the epoch of the last
+    one has come to its end."""
+
+    step: int
+    batches: int
+    ended: bool = False
+
+
 class SavedFiles:
     """Of rank 0, which saves. run: the run directory. Does not raise: training goes on without."""
 
     def __init__(self, run: Path) -> None:
         self._path = RunPaths(run).saved_files
 
-    def note(self, file: str, step: int, batches: int) -> None:
-        """`file` is about to be saved, or saved anew, as of `step` completed updates and so many batches read."""
+    def note(self, file: str, place: SavedAt) -> None:
+        """`file` is about to be saved there, or saved anew."""
         if "://" not in file:
             folder, name = os.path.split(file)
-            self._append([{"file": os.path.join(os.path.realpath(folder), name), "step": step, "batches": batches}])
+            self._append([{"file": os.path.join(os.path.realpath(folder), name), **place._asdict()}])
 
-    def set_aside(self, step: int, batches: int, folders: Iterable[str]) -> None:
+    def set_aside(self, place: SavedAt, folders: Iterable[str]) -> None:
         """Training stands there: rename what was saved in `folders` behind it."""
         known = {os.path.realpath(folder) for folder in folders}
         undone = []
-        for file, (its_step, its_batches) in self._read().items():
-            is_behind = its_step > step if its_batches is None else its_batches > batches
+        for file, (step, batches, ended) in self._read().items():
+            is_behind = step > place.step if batches is None else (batches, ended) > place[1:]
             if is_behind and os.path.dirname(file) in known:
-                what = f"step {its_step}" if its_batches is None or its_step > step else f"batch {its_batches - 1}"
-                rename_undone(Path(file), f"{what}, which is undone")
+                if batches is None or step > place.step:
+                    what = f"step {step}, which is undone"
+                elif batches > place.batches:
+                    what = f"batch {batches - 1}, which is undone"
+                else:
+                    what = f"the end of the epoch at step {step}, which is done again"
+                rename_undone(Path(file), what)
                 undone.append(file)
         self._append([{"file": file, "step": 0} for file in undone])
 
-    def _read(self) -> dict[str, tuple[int, int | None]]:
-        """Step and batches of each file when it was saved last; 0 and None: it was set aside. Older runs noted no
-        batches."""
-        found: dict[str, tuple[int, int | None]] = {}
+    def _read(self) -> dict[str, tuple[int, int | None, bool]]:
+        """The place of each file when it was saved last; 0 and None: it was set aside. Older runs noted no batches, and
+        no ends of epochs."""
+        found: dict[str, tuple[int, int | None, bool]] = {}
         try:
             with os.fdopen(files.open_file(self._path, os.O_RDONLY), encoding="utf-8", errors="replace") as lines:
                 for line in lines.read(_LIMIT).splitlines():
                     try:
                         entry = json.loads(line)
                         step, batches = int(entry["step"]), entry.get("batches")
-                        found[str(entry["file"])] = step, None if batches is None else int(batches)
+                        count = None if batches is None else int(batches)
+                        found[str(entry["file"])] = step, count, bool(entry.get("ended"))
                     except (ValueError, KeyError, TypeError):
                         continue  # a line that was being written when the process died
         except FileNotFoundError:

@@ -116,6 +116,14 @@ def test_a_first_validation_in_a_new_process_draws_no_seed_for_workers_that_pers
     require_undisturbed(tmp_path, PERSISTENT, ["in a step"])
 
 
+@pytest.mark.parametrize("ended", [{"max_steps": 18, "epochs": -1}, {"stop_at": 18}, {"epochs": 1}], ids=str)
+def test_a_last_epoch_has_its_end_once_where_a_rank_is_killed_behind_the_training(
+    tmp_path: Path, ended: dict[str, int]
+) -> None:
+    """What is logged, counted and saved there: the final state was kept before."""
+    require_undisturbed(tmp_path, LIGHTNING.but(**SHORT).but(**ended), ["behind the end"])
+
+
 @pytest.mark.soak
 def test_a_rank_that_is_killed_anywhere_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
     require_undisturbed(tmp_path, KILLED, list(PHASES))

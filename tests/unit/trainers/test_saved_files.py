@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollback.trainers.saved_files import SavedFiles
+from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 
 @pytest.fixture
@@ -15,8 +15,8 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def save(files: SavedFiles, path: Path, step: int, batches: int | None = None) -> None:
-    files.note(str(path), step, 2 * step if batches is None else batches)
+def save(files: SavedFiles, path: Path, step: int, batches: int | None = None, ended: bool = False) -> None:
+    files.note(str(path), SavedAt(step, 2 * step if batches is None else batches, ended))
     path.write_text(f"of step {step}")
 
 
@@ -29,12 +29,12 @@ def test_what_was_saved_of_later_steps_is_renamed_and_may_be_saved_anew(tmp_path
     for step in (10, 20):
         save(files, folder / f"{step}.ckpt", step)
         save(files, folder / "last.ckpt", step)
-    files.set_aside(15, 30, [str(folder)])
+    files.set_aside(SavedAt(15, 30), [str(folder)])
     assert names(folder) == ["10.ckpt", "undone-20.ckpt", "undone-last.ckpt"]
     save(files, folder / "20.ckpt", 20)
-    SavedFiles(tmp_path / "run").set_aside(20, 40, [str(folder)])
+    SavedFiles(tmp_path / "run").set_aside(SavedAt(20, 40), [str(folder)])
     assert "20.ckpt" in names(folder)
-    SavedFiles(tmp_path / "run").set_aside(12, 24, [str(folder)])
+    SavedFiles(tmp_path / "run").set_aside(SavedAt(12, 24), [str(folder)])
     assert names(folder) == ["10.ckpt", "undone-1-20.ckpt", "undone-20.ckpt", "undone-last.ckpt"]
 
 
@@ -44,9 +44,23 @@ def test_what_was_saved_between_the_batches_of_an_update_is_renamed_where_that_b
     files = SavedFiles(tmp_path / "run")
     save(files, folder / "at 10.ckpt", 10)
     save(files, folder / "behind 10.ckpt", 10, 21)
-    files.set_aside(10, 20, [str(folder)])
+    files.set_aside(SavedAt(10, 20), [str(folder)])
     assert names(folder) == ["at 10.ckpt", "undone-behind 10.ckpt"]
     assert "behind 10.ckpt is of batch 20, which is undone: renamed" in capfd.readouterr().err
+
+
+def test_what_was_saved_at_an_epochs_end_is_renamed_where_that_end_is_done_again(
+    tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = SavedFiles(tmp_path / "run")
+    save(files, folder / "at 10.ckpt", 10)
+    save(files, folder / "end.ckpt", 10, ended=True)
+    save(files, folder / "next epoch.ckpt", 10, 21)
+    files.set_aside(SavedAt(10, 20, ended=True), [str(folder)])
+    assert names(folder) == ["at 10.ckpt", "end.ckpt", "undone-next epoch.ckpt"]
+    files.set_aside(SavedAt(10, 20), [str(folder)])
+    assert names(folder) == ["at 10.ckpt", "undone-end.ckpt", "undone-next epoch.ckpt"]
+    assert "end.ckpt is of the end of the epoch at step 10, which is done again" in capfd.readouterr().err
 
 
 def test_of_what_an_older_run_has_noted_the_step_says_whether_it_is_undone(tmp_path: Path, folder: Path) -> None:
@@ -54,8 +68,8 @@ def test_of_what_an_older_run_has_noted_the_step_says_whether_it_is_undone(tmp_p
     for step in (10, 20):
         save(files, folder / f"{step}.ckpt", step)
     notes = tmp_path / "run" / "saved-files.jsonl"
-    notes.write_text(re.sub(r', "batches": \d+', "", notes.read_text()))
-    files.set_aside(10, 20, [str(folder)])
+    notes.write_text(re.sub(r', "batches": \d+, "ended": false', "", notes.read_text()))
+    files.set_aside(SavedAt(10, 20), [str(folder)])
     assert names(folder) == ["10.ckpt", "undone-20.ckpt"]
 
 
@@ -63,8 +77,8 @@ def test_a_note_of_somebody_else_renames_nothing_outside_of_the_folders(tmp_path
     precious = tmp_path / "precious"
     files = SavedFiles(tmp_path / "run")
     save(files, precious, 99)
-    files.note(str(folder / ".." / "precious"), 99, 198)
-    files.set_aside(1, 2, [str(folder)])
+    files.note(str(folder / ".." / "precious"), SavedAt(99, 198))
+    files.set_aside(SavedAt(1, 2), [str(folder)])
     assert precious.exists()
 
 
@@ -73,7 +87,7 @@ def test_what_is_no_note_is_passed_over(tmp_path: Path, folder: Path) -> None:
     save(files, folder / "20.ckpt", 20)
     with open(tmp_path / "run" / "saved-files.jsonl", "a", encoding="utf-8") as notes:
         notes.write('[]\n{"file": 3}\nnonsense\n{"file": "/nowhere", "step": 40')
-    files.set_aside(10, 20, [str(folder)])
+    files.set_aside(SavedAt(10, 20), [str(folder)])
     assert names(folder) == ["undone-20.ckpt"]
 
 
@@ -84,7 +98,7 @@ def test_a_record_that_cannot_be_written_is_said_and_raises_nothing(
     (tmp_path / "run" / "saved-files.jsonl").symlink_to(tmp_path / "elsewhere")
     files = SavedFiles(tmp_path / "run")
     save(files, folder / "20.ckpt", 20)
-    files.set_aside(10, 20, [str(folder)])
+    files.set_aside(SavedAt(10, 20), [str(folder)])
     assert names(folder) == ["20.ckpt"]
     assert "saved-files.jsonl" in capfd.readouterr().err
     assert not (tmp_path / "elsewhere").exists()
