@@ -27,66 +27,20 @@ from rollback.train import attach
 from rollback.train.guard import Guard
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.first_batches import first_batches
+from rollback.trainers.lightning_limits import require_known, require_known_module
 from rollback.trainers.lightning_state import FitState
 from rollback.trainers.saved_files import SavedFiles
 
 _NONE = object()
-_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
-_REPLICATED = 'the guard keeps models of which every rank has all: strategy="ddp", or one device'
-_OWN_PROCESSES = 'strategy="ddp", and one process for each device: rollback launch --nproc N'
-_CALLBACKS = {
-    "StochasticWeightAveraging": "average the weights of several checkpoints behind the run (rollback ring export)",
-    "WeightAveraging": "hand over an average of your own: rollback.protect(trainer, ema=ema)",
-    "ModelPruning": "prune behind the run",
-    "BaseFinetuning": "make the optimizer with all groups (lr=0 for one whose time comes later), and unfreeze layers "
-    "in a callback of your own, by `if epoch >= N`",
-    "BatchSizeFinder": "find the batch size with another Trainer, before",
-    "LearningRateFinder": "find the learning rate with another Trainer, before",
-}
-"""Callbacks that train, or change what is trained, in a way that no checkpoint of a guard has."""
 
 
 def protect(trainer: Any, **settings: Any) -> Any:
     """See `rollback.protect`."""
     if isinstance(getattr(trainer.fit, "__self__", None), _GuardedFit):
         raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
-    _require_known(trainer)
+    require_known(trainer)
     _GuardedFit(trainer, settings).install()
     return trainer
-
-
-def _require_known(trainer: Any) -> None:
-    """Raises UsageError for what the Trainer is set to do, and a guard cannot go along with."""
-    strategy = trainer.strategy
-    kind, launcher = type(strategy).__name__, type(strategy.launcher).__name__
-    found = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
-    for met, what, instead in (
-        (trainer.fit_loop.epoch_progress.current.ready > 0, "it has trained already, unprotected",
-         "call rollback.protect before trainer.fit(); what was trained so far can begin the run of another Trainer"),
-        (kind not in _STRATEGIES, f"its strategy is {kind}", _REPLICATED),
-        (launcher == "_MultiProcessingLauncher", "it forks or spawns its ranks", _OWN_PROCESSES),
-        (trainer.fast_dev_run, "fast_dev_run trains a few batches to try the script", "protect the real run"),
-        (trainer.overfit_batches > 0, f"overfit_batches={trainer.overfit_batches} replaces the sampler",
-         "train on a torch.utils.data.Subset"),
-        (trainer.reload_dataloaders_every_n_epochs, "reload_dataloaders_every_n_epochs makes another loader in mid-run",
-         "one loader for the whole run; a sampler or data set with set_epoch may choose other samples in each epoch"),
-        (getattr(trainer, "_val_check_time_interval", None) is not None,
-         "val_check_interval is a time: a run that goes back would validate elsewhere",
-         "a number of batches, or a share of the epoch"),
-        *((name in found, f"the callback {name} changes what is trained", hint) for name, hint in _CALLBACKS.items()),
-    ):  # fmt: skip
-        if met:
-            raise UsageError(f"rollback.protect cannot guard this Trainer: {what}", hint=instead)
-
-
-def _require_known_module(module: Any) -> None:
-    if not module.automatic_optimization:
-        raise UsageError(
-            f"rollback.protect got a Trainer for {type(module).__name__}, which optimizes by hand "
-            "(automatic_optimization=False)",
-            hint="return the loss from training_step and let Lightning make the update, with one optimizer (groups of "
-            "parameters may have a learning rate each); or make a rollback.Guard in a loop of your own",
-        )
 
 
 class _GuardedFit:
@@ -136,8 +90,8 @@ class _GuardedFit:
     def fit(self, model: Any, *given: Any, **others: Any) -> Any:
         try:
             self._require_first(given[3] if len(given) > 3 else others.get("ckpt_path"))
-            _require_known(self._trainer)  # callbacks may have come since
-            _require_known_module(getattr(model, "_orig_mod", model))
+            require_known(self._trainer)  # callbacks may have come since
+            require_known_module(getattr(model, "_orig_mod", model))
         except UsageError as error:
             attach.refuse(error)
         return self._originals["fit"](model, *given, **others)
