@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from rollback.errors import RollbackError
-from rollback.train import arguments, drill
-from rollback.train import attach as attaching
+from rollback.train import drill
 from rollback.train.catalogue.draining import at_exit, end_draining
 from rollback.train.data.cursor import cursor_for
 from rollback.train.data.passes import Again
@@ -19,6 +18,8 @@ from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, U
 from rollback.train.prober import NO_BATCH
 from rollback.train.process.stopping import end_with_supervisor
 from rollback.train.script_side import PassIterator, ScriptSide, refusing
+from rollback.train.start import arguments
+from rollback.train.start import attach as attaching
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.hooks import weak_hook
 

@@ -32,8 +32,8 @@ def require_first(paths: RunPaths) -> None:
 
 @dataclass
 class AttachedRun:
-    """The run that a guard has attached to. `rollback.train.attach.attach` makes it. All ranks have the same, apart
-    from `lock` and from what `ranks` says of this rank."""
+    """The run that a guard has attached to: `attach` makes it. All ranks have the same, apart from `lock` and
+    from what `ranks` says of this rank."""
 
     paths: RunPaths
     ranks: Ranks

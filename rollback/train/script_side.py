@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.assembly import GuardAssembly
-from rollback.train.attach import refuse
 from rollback.train.events import RollbackApplied
+from rollback.train.start.attach import refuse
 from rollback.train.state.kept_values import KeptValues
 
 _P = ParamSpec("_P")

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from rollback.sentinel import Hint
-from rollback.train.arguments import scalar
 from rollback.train.comm.beat import Gauges
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepMark
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.process.heartbeat import HeartbeatWriter
+from rollback.train.start.arguments import scalar
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.optimizer import Updates
 

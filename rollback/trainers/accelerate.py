@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
-from rollback.train import attach
 from rollback.train.guard import Guard
+from rollback.train.start import attach
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
 
 _KINDS: dict[str, tuple[type, ...]] = {

@@ -24,8 +24,8 @@ from typing import Any
 import transformers.trainer
 
 from rollback.errors import UsageError
-from rollback.train import attach
 from rollback.train.guard import Guard
+from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
 from rollback.trainers.huggingface_state import LoopState, RunMark

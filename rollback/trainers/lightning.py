@@ -23,8 +23,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.errors import UsageError
-from rollback.train import attach
 from rollback.train.guard import Guard
+from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.first_batches import first_batches
 from rollback.trainers.lightning_limits import require_known, require_known_module

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from rollback.errors import RollbackError, UsageError
-from rollback.train import attach
+from rollback.train.start import attach
 
 _KNOWN = {
     ("transformers.trainer", "Trainer"): ("huggingface", "transformers", "accelerate"),

@@ -22,9 +22,9 @@ from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.distributed import utils as distributed
 
 from rollback.errors import UsageError
-from rollback.train import attach
 from rollback.train.guard import Guard
 from rollback.train.sharded import local_of
+from rollback.train.start import attach
 from rollback.trainers.torchtitan_state import JoinedOptimizer, TrainState, as_it_lies, data_sets_of, let_go_back
 
 _NOT_FINITE = "Loss is not finite"

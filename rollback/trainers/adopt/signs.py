@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from rollback.errors import UsageError
-from rollback.train import attach
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
+from rollback.train.start import attach
 
 _EARLY = 100  # updates: a script that is found out by then is started again
 

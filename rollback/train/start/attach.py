@@ -46,13 +46,13 @@ from rollback.train.catalogue.host_copies import HostCopies
 from rollback.train.catalogue.inventory import take_inventory
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
-from rollback.train.host_directory import first_writes_of_host, require_one_run
-from rollback.train.initial import begin_with
 from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun, require_first
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
-from rollback.train.start_record import (
+from rollback.train.start.host_directory import first_writes_of_host, require_one_run
+from rollback.train.start.initial import begin_with
+from rollback.train.start.start_record import (
     NOT_ON_RECORD,
     evict_what_was_cut_off,
     finish_pending_plan,

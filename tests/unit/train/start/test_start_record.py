@@ -4,7 +4,7 @@ import pytest
 
 from rollback.config import SamplesFrom, Settings
 from rollback.facts.training import Blamed, SampleQuarantine, Window
-from rollback.train.start_record import given_too_late, left_out_by_order
+from rollback.train.start.start_record import given_too_late, left_out_by_order
 
 
 def settings(*orders: tuple[int, tuple[int, ...]]) -> Settings:
