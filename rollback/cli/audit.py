@@ -99,7 +99,7 @@ def _write_samples(run: Path, form: Format, output: Path | None) -> None:
 
     if form == "parquet":
         if output is None:
-            raise UsageError("Parquet is not for a terminal", hint="name a file: -o skipped.parquet")
+            raise UsageError("Parquet needs a file: it is not printed", hint="name one: -o skipped.parquet")
         require_pyarrow()
         table = read_samples(run)
         with replacing(output, run) as path:

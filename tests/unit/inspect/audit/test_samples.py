@@ -156,7 +156,7 @@ def test_a_file_appears_whole_or_not_at_all(eventful: RecordedRun, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--format", "parquet"], "not for a terminal"),
+        (["--format", "parquet"], "needs a file"),
         (["--json", "--format", "csv"], "two formats"),
         (["--verify", "--format", "csv"], "text or json"),
         (["--format", "csv", "-o", "RUN/inside.csv"], "inside the run directory"),
