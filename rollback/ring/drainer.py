@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 from rollback.checkpoints import pins, tiers
 from rollback.config import Settings
@@ -212,16 +213,11 @@ class Drainer:
             if name is None:
                 break
             self._drain(name)
-        refused: RingUnavailable | None = None
-        try:
-            self._evict_surplus()
-        except RingUnavailable as error:  # what cannot be deleted keeps neither the record nor the final state up
-            refused = error
+        # What cannot be deleted there keeps nothing else up, and is told behind it.
+        refused = _refusal(self._evict_surplus)
         due = time.monotonic() - self._record_at >= _RECORD_EVERY
         if phase is Phase.CLOSING or (self._record_changed and due):
-            if self._ring.keep_record() and refused is None:
-                self._recover()
-            self._record_kept()
+            refused = _refusal(partial(self._keep_record, evicted=refused is None)) or refused
         if phase is Phase.FINISHING:
             self._bring_home()
         if phase is Phase.CLOSING:
@@ -289,6 +285,12 @@ class Drainer:
                 self._record_changed = True
                 leaving = to_evict(self._situation(ending=False), self._keep)
 
+    def _keep_record(self, *, evicted: bool) -> None:
+        """evicted: whether what was surplus could be removed."""
+        if self._ring.keep_record() and evicted:
+            self._recover()
+        self._record_kept()
+
     def _record_kept(self) -> None:
         self._record_at, self._record_changed = time.monotonic(), False
 
@@ -308,3 +310,12 @@ class Drainer:
         if self._failures:
             self._say(f"the durable ring {self._ring.place} works again")
         self._failures, self.trouble = 0, None
+
+
+def _refusal(act: Callable[[], None]) -> RingUnavailable | None:
+    """Do something at the ring, and return why it was refused, if it was."""
+    try:
+        act()
+    except RingUnavailable as error:
+        return error
+    return None
