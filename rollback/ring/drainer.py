@@ -131,6 +131,8 @@ class Drainer:
         self._opened = False
         self._record_changed, self._record_at = True, 0.0
         self._failures = 0
+        self._said: str | None = None
+        """What people have been told of the ring since all was well there."""
         self.trouble: str | None = None
         """Why something could not be copied, in words; None: the ring has taken what was copied last."""
         self._phase = Phase.FOLLOWING
@@ -224,6 +226,7 @@ class Drainer:
             tiers.release(self._paths, self._ring.held(), self._history.final)
         if refused is not None:
             raise refused
+        self._tell_that_it_works()
 
     def _read(self) -> bool:
         """Read what is new in the ranks' journal. Returns whether there is anything."""
@@ -295,21 +298,28 @@ class Drainer:
         self._record_at, self._record_changed = time.monotonic(), False
 
     def _complain(self, checkpoint: str | None, error: Exception) -> None:
-        """Report each trouble once; the next `drained` in the journal ends the trouble."""
+        """Report each trouble, to people once; the next `drained` in the journal ends the trouble."""
         self.trouble = text = message_of(error)
         if checkpoint is None:
             self._failures += 1
-        if checkpoint is not None or self._failures == 1:
+        if checkpoint is not None or self._failures == 1:  # the first since something was written there
             what = f"checkpoint {checkpoint} is not copied to it" if checkpoint else "it is tried again"
             if isinstance(error, RunDoesNotFit):
                 what = "nothing more is copied to it"
-            self._say(f"the durable ring: {text}; {what}, and training goes on")
+            if checkpoint is not None or text != self._said:
+                self._say(f"the durable ring: {text}; {what}, and training goes on")
+            self._said = text if checkpoint is None else self._said
             self._note(DrainFailed(checkpoint=checkpoint, place=self._ring.place, error=text))
 
     def _recover(self) -> None:
-        if self._failures:
-            self._say(f"the durable ring {self._ring.place} works again")
+        """Something was written there."""
         self._failures, self.trouble = 0, None
+
+    def _tell_that_it_works(self) -> None:
+        """At the end of a turn: what can be written may be all that can be done there."""
+        if self._said is not None and not self._failures:
+            self._say(f"the durable ring {self._ring.place} works again")
+            self._said = None
 
 
 def _refusal(act: Callable[[], None]) -> RingUnavailable | None:
