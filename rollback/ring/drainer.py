@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 from rollback.checkpoints import pins, tiers
 from rollback.config import Settings
@@ -130,6 +131,8 @@ class Drainer:
         self._opened = False
         self._record_changed, self._record_at = True, 0.0
         self._failures = 0
+        self._said: str | None = None
+        """What people have been told of the ring since all was well there."""
         self.trouble: str | None = None
         """Why something could not be copied, in words; None: the ring has taken what was copied last."""
         self._phase = Phase.FOLLOWING
@@ -212,22 +215,18 @@ class Drainer:
             if name is None:
                 break
             self._drain(name)
-        refused: RingUnavailable | None = None
-        try:
-            self._evict_surplus()
-        except RingUnavailable as error:  # what cannot be deleted keeps neither the record nor the final state up
-            refused = error
+        # What cannot be deleted there keeps nothing else up, and is told behind it.
+        refused = _refusal(self._evict_surplus)
         due = time.monotonic() - self._record_at >= _RECORD_EVERY
         if phase is Phase.CLOSING or (self._record_changed and due):
-            if self._ring.keep_record() and refused is None:
-                self._recover()
-            self._record_kept()
+            refused = _refusal(partial(self._keep_record, evicted=refused is None)) or refused
         if phase is Phase.FINISHING:
             self._bring_home()
         if phase is Phase.CLOSING:
             tiers.release(self._paths, self._ring.held(), self._history.final)
         if refused is not None:
             raise refused
+        self._tell_that_it_works()
 
     def _read(self) -> bool:
         """Read what is new in the ranks' journal. Returns whether there is anything."""
@@ -289,22 +288,44 @@ class Drainer:
                 self._record_changed = True
                 leaving = to_evict(self._situation(ending=False), self._keep)
 
+    def _keep_record(self, *, evicted: bool) -> None:
+        """evicted: whether what was surplus could be removed."""
+        if self._ring.keep_record() and evicted:
+            self._recover()
+        self._record_kept()
+
     def _record_kept(self) -> None:
         self._record_at, self._record_changed = time.monotonic(), False
 
     def _complain(self, checkpoint: str | None, error: Exception) -> None:
-        """Report each trouble once; the next `drained` in the journal ends the trouble."""
+        """Report each trouble, to people once; the next `drained` in the journal ends the trouble."""
         self.trouble = text = message_of(error)
         if checkpoint is None:
             self._failures += 1
-        if checkpoint is not None or self._failures == 1:
+        if checkpoint is not None or self._failures == 1:  # the first since something was written there
             what = f"checkpoint {checkpoint} is not copied to it" if checkpoint else "it is tried again"
             if isinstance(error, RunDoesNotFit):
                 what = "nothing more is copied to it"
-            self._say(f"the durable ring: {text}; {what}, and training goes on")
+            if checkpoint is not None or text != self._said:
+                self._say(f"the durable ring: {text}; {what}, and training goes on")
+            self._said = text if checkpoint is None else self._said
             self._note(DrainFailed(checkpoint=checkpoint, place=self._ring.place, error=text))
 
     def _recover(self) -> None:
-        if self._failures:
-            self._say(f"the durable ring {self._ring.place} works again")
+        """Something was written there."""
         self._failures, self.trouble = 0, None
+
+    def _tell_that_it_works(self) -> None:
+        """At the end of a turn: what can be written may be all that can be done there."""
+        if self._said is not None and not self._failures:
+            self._say(f"the durable ring {self._ring.place} works again")
+            self._said = None
+
+
+def _refusal(act: Callable[[], None]) -> RingUnavailable | None:
+    """Do something at the ring, and return why it was refused, if it was."""
+    try:
+        act()
+    except RingUnavailable as error:
+        return error
+    return None

@@ -4,10 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faulty import BUCKETS, Bucket, Manner, new_bucket
+from faulty import BUCKETS, Bucket, FaultyFileSystem, Manner, new_bucket
 from toy import Toy, facts, require_same, train
 
 from counted import Tell
+from rollback.checkpoints import tiers
 from rollback.errors import ExitCode, RingUnavailable
 from rollback.facts.training import Attached, Committed, Drained, DrainFailed, Finished
 from rollback.inspect.ring.verify import verify
@@ -135,6 +136,26 @@ def test_a_bucket_that_goes_away_is_said_once_and_used_again_when_it_is_back(
     newest = facts(tmp_path / "run", Committed)[-1].checkpoint
     assert newest in [fact.checkpoint for fact in facts(tmp_path / "run", Drained)]
     assert len(facts(tmp_path / "run", DrainFailed)) <= 1
+
+
+def test_where_nothing_may_be_deleted_the_memory_of_a_complete_run_is_given_back(
+    bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = FaultyFileSystem.rm_file
+
+    def forbidden(bucket: FaultyFileSystem, path: str) -> None:
+        if "rollback-probe" not in path:
+            raise PermissionError("403 Forbidden")
+        delete(bucket, path)
+
+    monkeypatch.setattr(FaultyFileSystem, "rm_file", forbidden)
+    run = RunPaths(tmp_path / "run")
+    toy = TOY.with_settings(snapshot_every=1, checkpoint_every=1, keep_durable=3, fast_tier=str(tmp_path))
+    require_same(train(toy, run.root, log=tmp_path / "log"), undisturbed, "the run")
+    (finished,) = facts(run.root, Finished)
+    assert finished.checkpoint is not None
+    assert run.checkpoint(finished.checkpoint).exists()
+    assert tiers.fast_tier_of(run) is None
 
 
 def test_a_ring_that_cannot_be_reached_is_refused_before_anything_is_touched(tmp_path: Path, bucket: Bucket) -> None:

@@ -11,6 +11,7 @@ letters arrive exactly: whole numbers below 2**53. They stay one tensor: no Pyth
 """
 
 import contextlib
+import math
 import time
 from array import array
 from typing import Any
@@ -191,7 +192,7 @@ class Pulse:
         vector = self._to_device(row)
         if gauges.measured_squares is not None and KEPT in on_device:
             shown = on_device[KEPT]  # a rank's part of a sharded gradient may not show it, in step after step
-            on_device[KEPT] = shown.nan_to_num(0.0)
+            on_device[KEPT] = shown.nan_to_num(0.0, math.inf, -math.inf)  # of Inf it would make the largest number
             vector[SCALARS + KEPT].sub_(shown.isnan().double())
         if on_device:
             vector[:SCALARS].add_(self._stacked(on_device))  # `+=` would copy what it has added once more

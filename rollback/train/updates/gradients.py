@@ -142,6 +142,8 @@ class Gradients:
 
     def _measure_for_clipping(self, gradients: Sequence[Tensor]) -> Tensor | None:
         assert self.telltale is not None
+        if self.seen is not None:
+            return None  # clipped before, since backward: what is there now is not what is to be told
         if id(self.telltale.grad) not in map(id, gradients):
             return None  # of another model
         parameters, own = _with_gradients(self._parameters())
@@ -199,10 +201,10 @@ class Gradients:
         return seen._replace(total=total, kept=kept, squares=seen.squares * grown.double().square())
 
     def _backward_reached_telltale(self) -> None:
-        if self._queued or not self._awaited:
-            return
         if self._at_clipping:
             self.seen = self._factor = None
+        if self._queued or not self._awaited:
+            return
         if self._averaged or not self._at_clipping:
             self._queued = True
             at_end_of_backward(self._before_averaging if self._averaged else self._after_averaging)

@@ -1,16 +1,18 @@
 """The thread that fills the durable ring, apart from what it copies."""
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from checkpoints import write_checkpoint
 from recorded_run import incident, rollback_plan
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
 from rollback.errors import RingUnavailable
-from rollback.facts.training import BecameGood, Committed, Fact
+from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact
 from rollback.ring import drainer as draining
 from rollback.ring.drainer import Drainer, Phase
 from rollback.ring.schedule import DrainPace
@@ -172,3 +174,49 @@ def test_where_nothing_may_be_deleted_the_record_is_kept_all_the_same_and_it_is_
     assert ring.kept
     assert ["403 Forbidden" in line for line in told] == [True]
     assert drainer.trouble is not None
+
+
+class RemovesNothingForNow(RemovesNothing):
+    forbidden = True
+
+    def if_stuck(self, act: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        self._names.append(manifest.name)
+
+    def evict(self, name: str) -> None:
+        if self.forbidden:
+            super().evict(name)
+        self._names.remove(CheckpointName(name))
+
+
+def test_a_ring_that_takes_checkpoints_and_removes_none_is_not_told_to_work_again_with_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "_FIRST_WAIT", 0.01)
+    paths, told, refused, drained = RunPaths(tmp_path), list[str](), threading.Semaphore(0), threading.Semaphore(0)
+    ring = RemovesNothingForNow([])
+
+    def note(fact: Fact) -> None:
+        (refused if isinstance(fact, DrainFailed) else drained).release()
+
+    drainer = Drainer(paths, ring, DrainPace.parse("1"), 3, note, told.append)  # type: ignore[arg-type]
+    drainer.start()
+    journal = Journal(paths.train_journal, 1)
+    for seq in range(7):
+        name = CheckpointName(write_checkpoint(paths, seq, 10 * seq))
+        journal.append(Committed(checkpoint=name, step=name.step, batch=name.step, timeline=0, bytes=1, seconds=0.0))
+        journal.append(BecameGood(checkpoint=name, step=name.step))
+        assert drained.acquire(timeout=20)
+        assert len(ring.held()) <= 3 or refused.acquire(timeout=20)
+    assert ["403 Forbidden" in line for line in told] == [True]
+    assert drainer.trouble is not None
+    ring.forbidden = False
+    drainer.finish()
+    assert drainer.wait(Phase.FINISHED, 60)
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 60)
+    journal.close()
+    assert told[1:] == ["the durable ring away:// works again"]
+    assert len(ring.held()) == 3

@@ -155,6 +155,12 @@ def test_what_a_rank_with_a_part_of_the_gradients_does_not_know_of_clipping_need
 
 
 @pytest.mark.parametrize("on_device", [False, True])
+def test_a_share_of_clipping_that_is_infinite_is_left_out_of_the_mean_of_sharded_gradients_too(on_device: bool) -> None:
+    given = [Gauges(kept=scalar(kept), measured_squares=scalar(12.0)) for kept in (math.inf, math.nan, 0.5)]
+    assert reduce([(None, None, Signs())] * 3, on_device, given).kept == 0.5
+
+
+@pytest.mark.parametrize("on_device", [False, True])
 def test_the_norm_of_sharded_gradients_is_the_root_of_all_squares_and_none_where_a_part_is_not_finite(
     on_device: bool,
 ) -> None:

@@ -1,5 +1,6 @@
 """Clipping and the guard read the gradients once between them, and what is clipped is bit for bit what torch clips."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -243,6 +244,54 @@ def test_gradients_that_are_scaled_once_more_behind_clipping_are_smaller_by_both
         parameter.grad.mul_(0.25)  # type: ignore[union-attr]
     optimizer.step()
     assert float(updates.gradients.kept) == pytest.approx(0.25 / norm, rel=1e-5)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("once_more", [0.5, math.inf])  # Inf: to log what is left
+def test_an_update_that_is_clipped_twice_is_told_as_before_the_first(once_more: float, passes: list[int]) -> None:
+    model, optimizer = trained(in_order)
+    updates = Updates(optimizer, None)
+    for _ in range(6):
+        optimizer.zero_grad()
+        backward(model)
+        norm = clip(model)
+        nn.utils.clip_grad_norm_(model.parameters(), once_more)
+        optimizer.step()
+        assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
+        kept = min(once_more, 1.0) / norm
+        assert float(updates.gradients.kept) == pytest.approx(kept, rel=1e-5)  # type: ignore[union-attr, arg-type]
+        updates.forget()
+
+
+def test_the_tensor_with_a_nan_is_named_though_clipping_spreads_it_twice(passes: list[int]) -> None:
+    model, optimizer = trained(in_order)
+    updates = Updates(optimizer, None)
+    clip_some_updates(model, optimizer, updates)
+    optimizer.zero_grad()
+    backward(model)
+    model[4].bias.grad.fill_(math.nan)  # type: ignore[index, union-attr, operator]
+    clip(model)
+    clip(model)
+    optimizer.step()
+    assert updates.gradients is not None
+    ill = updates.gradients.each.isnan().tolist()
+    assert [p is model[4].bias for p in updates.gradients.parameters] == ill  # type: ignore[index, union-attr]
+
+
+def test_a_backward_behind_clipping_makes_gradients_that_are_measured_anew(passes: list[int]) -> None:
+    model, optimizer = trained(in_order)
+    updates = Updates(optimizer, None)
+    clip_some_updates(model, optimizer, updates)
+    for awaited in (True, False):
+        optimizer.zero_grad()
+        updates.expect_backward(last=True)
+        backward(model)
+        clip(model)
+        updates.expect_backward(last=awaited)
+        backward(model)
+        norm = clip(model)
+        optimizer.step()
+        assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
+        updates.forget()
 
 
 def test_another_model_is_clipped_by_itself_and_together_with_this_one(passes: list[int]) -> None:
