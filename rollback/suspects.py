@@ -8,7 +8,7 @@ explains one of the two.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollback.facts.training import Incident, SampleQuarantine
 
@@ -26,6 +26,31 @@ def suspects(incidents: Iterable[Incident]) -> dict[int, tuple[int, ...]]:
         numbers, samples = explained
         found.update(dict.fromkeys(samples, numbers))
         occasions = [occasion for occasion in occasions if occasion.incident not in numbers]
+    return found
+
+
+def left_out_at(facts: Sequence[SampleQuarantine], batch: int) -> tuple[int, ...]:
+    """The samples that are left out of a batch: of the facts that apply there, the last one in the list says it."""
+    return next((fact.samples for fact in reversed(facts) if fact.batch <= batch), ())
+
+
+def beside_later_ones(facts: Sequence[SampleQuarantine], new: SampleQuarantine) -> list[SampleQuarantine]:
+    """A new fact, and with its change once more what `facts` say of later batches, if anything.
+
+    `--skips-of` gives orders for batches to come. The new fact stands behind these in the list, so alone it would end
+    them.
+    """
+    found, before = [new], {*new.samples}
+    for later in sorted((fact for fact in facts if fact.batch > new.batch), key=lambda fact: fact.batch):
+        samples = ({*left_out_at(facts, later.batch)} | {*new.added}) - {*new.released}
+        if samples != before:
+            changed = {
+                "batch": later.batch, "samples": tuple(sorted(samples)), "added": tuple(sorted(samples - before)),
+                "released": tuple(sorted(before - samples)), "why": f"as before, by {later.who}", "request": None,
+                "incident": later.incident if new.incident is None else new.incident,
+            }  # fmt: skip
+            found.append(new.model_copy(update=changed))
+            before = samples
     return found
 
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -49,14 +50,17 @@ def _replace_code(standing: Any, mutated: Any) -> None:
 
 
 class Trial:
-    """A fork in which tests run against a mutant, or against what stands."""
+    """A fork in which tests run against a mutant, or against what stands. folder: for what they write, and theirs
+    alone: pytest empties the one that it is given, and a test that another trial robs of its files kills any mutant."""
 
-    def __init__(self, session: Any, tests: Sequence[Any], mutant: Mutant | None, seconds: Path) -> None:
+    def __init__(self, session: Any, tests: Sequence[Any], mutant: Mutant | None, seconds: Path, folder: str) -> None:
         self.mutant, self.began = mutant, time.monotonic()
+        self._folder = tempfile.mkdtemp(dir=folder)
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.setsid()
+                os.environ["PYTEST_DEBUG_TEMPROOT"] = self._folder
                 os._exit(self._run(session, tests, seconds))
             except BaseException:  # noqa: BLE001 - a mutant that cannot even be imported
                 os._exit(1)
@@ -85,6 +89,8 @@ class Trial:
             os.killpg(self.pid, signal.SIGKILL)  # with what the tests have started
         if not pid:
             os.waitpid(self.pid, 0)
+        shutil.rmtree(self._folder, ignore_errors=True)  # a process of theirs may still write
+        if not pid:
             return "too long"
         return "killed" if status else "survived"
 
@@ -92,15 +98,15 @@ class Trial:
 class Trials:
     """A plugin of pytest that runs the tests which it has collected against each of some mutants."""
 
-    def __init__(self, mutants: Sequence[Mutant], jobs: int, tell: Callable[[Mutant, str], None]) -> None:
-        self._mutants, self._jobs, self._tell = mutants, jobs, tell
+    def __init__(self, mutants: Sequence[Mutant], jobs: int, tell: Callable[[Mutant, str], None], memory: str) -> None:
+        self._mutants, self._jobs, self._tell, self._memory = mutants, jobs, tell, memory
         self.sound = False
 
     def pytest_runtestloop(self, session: Any) -> bool:
         tests = list(session.items)
         with tempfile.TemporaryDirectory(prefix="rollback-mutants-") as folder:
             seconds = Path(folder, "seconds.json")
-            clean = Trial(session, tests, None, seconds)
+            clean = Trial(session, tests, None, seconds, self._memory)
             while (ended := clean.ended(600.0)) is None:
                 time.sleep(0.01)
             self.sound = ended == "survived"
@@ -112,7 +118,7 @@ class Trials:
             waiting, running = list(self._mutants)[::-1], list[Trial]()
             while waiting or running:
                 while waiting and len(running) < self._jobs:
-                    running.append(Trial(session, tests, waiting.pop(), seconds))
+                    running.append(Trial(session, tests, waiting.pop(), seconds, self._memory))
                 for trial in list(running):
                     if (ended := trial.ended(limit)) is not None:
                         running.remove(trial)
@@ -128,10 +134,10 @@ def try_mutants(
     """Try mutants of one module, whose tests are in these files. Exits where they fail without one."""
     import pytest
 
-    trials = Trials(mutants, jobs, tell)
     options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not soak"]
     memory = tempfile.TemporaryDirectory(prefix="rollback-mutants-", dir=MEMORY)
     with memory as folder, contextlib.redirect_stdout(sys.stderr):
-        pytest.main([*options, f"--basetemp={folder}/tests", *tests], plugins=[trials])
+        trials = Trials(mutants, jobs, tell, folder)
+        pytest.main([*options, *tests], plugins=[trials])
     if not trials.sound:
         sys.exit(f"the tests of {mutants[0].module} fail without a mutant")

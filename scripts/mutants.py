@@ -47,6 +47,13 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("checkpoints/tiers.py", "train/snapshots/tier_choice.py", "checkpoints/fast_tier/sizing.py"),
         ("checkpoints/tiers", "train/snapshots/tier_choice", "checkpoints/fast_tier/sizing"),
     ),
+    "diagnosis": (
+        ("supervisor/diagnosis/first_cause.py", "supervisor/diagnosis/blamed_data.py"),
+        ("supervisor/diagnosis/first_cause", "supervisor/diagnosis/blamed_data"),
+    ),
+    "budget": (("supervisor/budget.py",), ("supervisor/supervisor_decisions",)),
+    "skips": (("train/data/skips.py",), ("train/data/skips",)),
+    "beat": (("train/comm/beat.py",), ("train/comm/pulse",)),
 }
 """What decides: modules of the package, and the files of tests/unit that say what it promises."""
 

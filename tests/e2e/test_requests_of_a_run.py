@@ -216,6 +216,22 @@ def test_a_sample_that_is_left_out_again_is_so_in_a_run_that_is_told_from_the_st
     require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "told from the start")
 
 
+def test_an_operator_s_order_leaves_what_was_ordered_for_later_batches_as_it_is(tmp_path: Path) -> None:
+    """Also where another run is told from the start what this one left out."""
+    lists = [{"batch": 60, "samples": [7]}, {"batch": 90, "samples": []}]
+    run, toy = tmp_path / "run", TOY.but(samples=160, epochs=5).with_settings(skip_samples=lists)
+    ask = asking(30, lambda: hand_in(run, "quarantine", samples=[9]))
+    portrait = train(toy, run, hook=ask)
+    *given, asked, again, at_last = facts(run, SampleQuarantine)
+    assert [(fact.batch, fact.samples) for fact in given] == [(60, (7,)), (90, ())]
+    assert asked.batch < 60
+    assert [fact.samples for fact in (asked, again, at_last)] == [(9,), (7, 9), (9,)]
+    read = consumed(portrait)
+    assert 7 not in {sample for batch in range(60, 90) for sample in read[batch]}
+    assert 9 not in {sample for batch, ids in read.items() if batch >= asked.batch for sample in ids}
+    require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "told from the start")
+
+
 def test_a_loader_without_indices_leaves_no_sample_out(tmp_path: Path) -> None:
     run, toy = tmp_path / "run", Toy(loader="iterator", max_steps=40)
     train(toy, run, hook=asking(10, lambda: hand_in(run, "quarantine", samples=[7])))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler, SubsetRandomSampler
 
 from rollback.facts.training import Incident, SampleQuarantine
-from rollback.suspects import quarantine_after, suspects
+from rollback.suspects import beside_later_ones, left_out_at, quarantine_after, suspects
 from rollback.train.data.cursor import cursor_for
 from rollback.train.data.cursor.quarantine import Neighbours, unreadable
 
@@ -206,3 +206,36 @@ def test_what_a_worker_has_read_ahead_is_read_again_without_it() -> None:
 
 def test_what_cannot_be_read_is_told_from_the_rest_of_its_batch() -> None:
     assert unreadable(Numbers(), [11, 12, 13, 14]) == [13]
+
+
+@given(st.data())
+def test_an_order_changes_what_later_ones_say_by_its_own_samples_and_ends_none_of_them(data: st.DataObject) -> None:
+    lists = st.frozensets(st.integers(0, 5))
+    later = data.draw(st.lists(st.tuples(st.integers(0, 30), lists), max_size=5))
+    facts = [quarantine(batch=batch, samples=tuple(sorted(samples))) for batch, samples in later]
+    batch, added = data.draw(st.integers(0, 30)), data.draw(lists)
+    released = data.draw(lists) - added
+    here = ({*left_out_at(facts, batch)} | added) - released
+    new = quarantine(batch=batch, samples=tuple(sorted(here)), added=tuple(added), released=tuple(released))
+    after = [*facts, *beside_later_ones(facts, new)]
+    for at in range(35):
+        before = {*left_out_at(facts, at)}
+        assert {*left_out_at(after, at)} == ((before | added) - released if at >= batch else before)
+
+
+def test_what_goes_on_from_a_later_batch_is_told_with_its_own_change_and_whose_order_it_was() -> None:
+    facts = [
+        quarantine(batch=24, samples=(7,), added=(7,), who="settings"),
+        quarantine(batch=40, samples=(), released=(7,), who="suspicion", incident=3),
+    ]
+    new = quarantine(batch=12, samples=(9,), added=(9,), who="ann@site", request="r")
+    first, second, third = beside_later_ones(facts, new)
+    assert first == new
+    assert second == quarantine(batch=24, samples=(7, 9), added=(7,), who="ann@site", why="as before, by settings")
+    assert third == quarantine(
+        batch=40, samples=(9,), released=(7,), who="ann@site", why="as before, by suspicion", incident=3
+    )
+    for batch in (24, 40):  # the list of a suspicion is whole: what it does not name is over
+        assert beside_later_ones(facts, quarantine(batch=batch, samples=(9,), added=(9,), incident=4))[1:] == []
+    told = beside_later_ones(facts, quarantine(batch=12, samples=(9,), added=(9,), incident=4))
+    assert [fact.incident for fact in told] == [4, 4, 4]

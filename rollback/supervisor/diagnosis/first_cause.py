@@ -139,7 +139,8 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
         return _of_hang(evidence.hung, classed, ends)
     if evidence.lost_nodes:
         followed = tuple(sorted(end.rank for _, end in classed))
-        return FirstCause("node_lost", f"{', '.join(evidence.lost_nodes)} was lost", followed=followed)
+        were = "was" if len(evidence.lost_nodes) == 1 else "were"
+        return FirstCause("node_lost", f"{', '.join(evidence.lost_nodes)} {were} lost", followed=followed)
     if evidence.status == 0:
         return None
     if evidence.told_to_stop:

@@ -169,13 +169,14 @@ def beat_of(sent: Sequence[bytes]) -> Beat | None:
 
 def _exact_sum(column: Sequence[float]) -> float | None:
     """The sum, if it is the same in whatever order: of two values at most, or where all partial sums are exact. They
-    are if all values are whole multiples of one power of two, and together below 2**53 of it."""
+    are if all values are whole multiples of one power of two, and together below 2**53 of it. Too large a one is
+    infinite, as it is for the group."""
     ratios = [value.as_integer_ratio() for value in column]
     finest = max(below for _, below in ratios)
     total = sum(abs(above) * (finest // below) for above, below in ratios)
-    common = math.gcd(*(above * (finest // below) for above, below in ratios)) or 1
+    common = math.gcd(*(above for above, _ in ratios)) or 1  # odd where one is no whole number
     power = common & -common
-    return math.fsum(column) if len(column) <= 2 or total // power < 1 << 53 else None
+    return sum(column) if len(column) <= 2 or total // power < 1 << 53 else None
 
 
 def read_beat(vector: Tensor | list[float], world_size: int) -> Beat:

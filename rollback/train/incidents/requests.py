@@ -14,6 +14,7 @@ from rollback.policy import PolicyCheckpoint
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import CheckpointName
 from rollback.rundir.requests import Inbox, Request, read_request, sound_requests
+from rollback.suspects import left_out_at
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import SkipList, why_kept
@@ -171,7 +172,7 @@ class Requests:
             self.answer(name, False, f"refused: {why}")
             return
         samples = {*request.samples}
-        before = {*self._skips.quarantine[-1].samples} if self._skips.quarantine else set()
+        before = {*left_out_at(self._skips.quarantine, self._cursor.batch)}
         adds = request.order == "quarantine"
         fact = SampleQuarantine(
             batch=self._cursor.batch, samples=tuple(sorted(before | samples if adds else before - samples)),

@@ -26,6 +26,7 @@ from rollback.facts.training import (
 )
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import names, sound_requests
+from rollback.suspects import beside_later_ones, left_out_at
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.data.cursor import Cursor
@@ -146,7 +147,7 @@ def left_out_by_order(
         given = listed
     for crash in blamed:
         if leaves_out(settings, crash):
-            orders.append(("the supervisor", crash.in_words(), crash.window.first, {*crash.samples}, set()))
+            orders.append((THE_SUPERVISOR, crash.in_words(), crash.window.first, {*crash.samples}, set()))
     known = list(recorded)
     on_record = Counter((fact.who, frozenset(fact.added), frozenset(fact.released)) for fact in recorded)
     for who, why, first, added, released in orders:
@@ -154,13 +155,14 @@ def left_out_by_order(
         on_record[order] -= 1
         if on_record[order] >= 0:
             continue
-        before = {*known[-1].samples} if known else set()
-        known.append(
-            SampleQuarantine(
-                batch=max(first, batch), samples=tuple(sorted((before | added) - released)), who=who, why=why,
-                added=tuple(sorted(added)), released=tuple(sorted(released)),
-            )
+        begins = max(first, batch)
+        # Settings give whole lists, one after the other, and so what is to be for later batches too.
+        before = left_out_at(known, begins) if who == THE_SUPERVISOR else known[-1].samples if known else ()
+        new = SampleQuarantine(
+            batch=begins, samples=tuple(sorted(({*before} | added) - released)), who=who, why=why,
+            added=tuple(sorted(added)), released=tuple(sorted(released)),
         )  # fmt: skip
+        known += beside_later_ones(known, new) if who == THE_SUPERVISOR else [new]
     return known[len(recorded) :]
 
 

@@ -85,6 +85,31 @@ assert len(choose_evictions(names, names, (), 3)) == 1
     assert done.returncode == 0, done.stderr
 
 
+def test_the_tests_of_each_trial_have_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one trial removes the files of another one, whose tests fail then, whatever the mutant does."""
+    tests, told = tmp_path / "test_folder.py", tmp_path / "told"
+    tests.write_text(f"""
+def test_folder(tmp_path_factory):
+    with open({str(told)!r}, "a") as file:
+        print(tmp_path_factory.getbasetemp(), file=file)
+""")
+    code = f"""
+from pathlib import Path
+from mutant_trials import try_mutants
+from mutations import mutants_of
+found = mutants_of("retention", "checkpoints/retention.py", Path({retention.__file__!r}).read_bytes())
+ended = []
+try_mutants(found[:4], [{str(tests)!r}], 2, lambda mutant, how: ended.append(how))
+assert ended == ["survived"] * 4, ended
+"""
+    monkeypatch.setenv("PYTHONPATH", str(Path(mutants.__file__).parent))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    folders = told.read_text().split()
+    assert len(folders) == len({*folders}) == 5, "of four mutants, and of what stands"
+    assert not any(Path(folder).exists() for folder in folders)
+
+
 def test_each_module_has_its_tests_and_what_is_argued_is_argued_in_words() -> None:
     for module, (paths, _) in MODULES.items():
         assert all((mutants.ROOT / "rollback" / path).is_file() for path in paths), module

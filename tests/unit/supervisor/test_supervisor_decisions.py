@@ -177,6 +177,14 @@ class TestBudget:
         assert decision == Restart(0.0, "it got further than all before it")
         assert budget.left == 1
 
+    def test_what_is_left_out_from_now_on_needs_no_wait_and_takes_a_restart_of_the_budget(self) -> None:
+        budget = Budget.full(3)
+        for _ in range(2):
+            budget, _ = budget.after_failure(progressed=False, attached=True, killed=False)
+        budget, decision = budget.after_failure(progressed=False, attached=True, killed=False, blamed=True)
+        assert decision == Restart(0.0, "what is to blame is left out from now on; no progress, restart 3")
+        assert budget.left == 0
+
     def test_two_failures_in_a_row_before_attaching_are_enough(self) -> None:
         budget, decision = Budget.full(10).after_failure(progressed=False, attached=False, killed=False)
         assert isinstance(decision, Restart)
@@ -225,8 +233,11 @@ class TestBudget:
 @pytest.mark.parametrize(("restarts", "allowed", "again"), [(0, 0, False), (0, 3, True), (2, 3, True), (3, 3, False)])
 def test_without_a_guard_max_restarts_is_what_counts(restarts: int, allowed: int, again: bool) -> None:
     decision = after_unguarded(restarts, allowed)
-    assert isinstance(decision, Restart) is again
-    assert f"{restarts + 1} of {allowed}" in decision.reason if again else f"allows {allowed}" in decision.reason
+    assert decision == (
+        Restart(0.0, f"restart {restarts + 1} of {allowed} by --max-restarts")
+        if again
+        else GiveUp(f"--max-restarts allows {allowed} restarts of a script without a guard")
+    )
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,15 @@ def test_which_samples_are_blamed(crashes: list[FirstCause], blamed: tuple[int, 
     assert (last.samples if last else None) == blamed
 
 
+def test_of_several_attempts_with_a_sample_in_common_the_last_one_tells() -> None:
+    supervisor = Supervisor()
+    assert supervisor.fails(crash(30, samples=(5, 6))) is None
+    assert supervisor.fails(crash(40, samples=(7, 8))) is None
+    found = supervisor.fails(crash(50, samples=(6, 7)))
+    assert found is not None
+    assert (found.attempts, found.samples) == ((2, 3), (7,))
+
+
 def test_a_batch_from_which_a_sample_was_left_out_may_still_be_skipped() -> None:
     supervisor = Supervisor()
     found = [supervisor.fails(crash(30, samples=(5, 6), unreadable=(6,))) for _ in range(2)]

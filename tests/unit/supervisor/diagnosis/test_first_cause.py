@@ -148,6 +148,52 @@ def test_the_first_cause_and_what_followed(
     assert first_cause(evidence(), ends[::-1]) == found
 
 
+def unrecorded(rank: int, error: str, *, at: int) -> RankEnd:
+    """It raised before rollback could keep a record of it: torchrun has the message, and a time in whole seconds."""
+    return RankEnd(rank, failure(rank, 1, f"{error}: bad", at=at))
+
+
+@pytest.mark.parametrize(
+    ("ends", "rank"),
+    [
+        ([raised(0, "ValueError", "bad", at=5.5), unrecorded(1, "KeyError", at=5)], 0),
+        ([raised(0, "ValueError", "bad", at=6.5), unrecorded(1, "KeyError", at=5)], 1),
+        ([unrecorded(0, "ValueError", at=0), unrecorded(1, "KeyError", at=9)], 1),
+    ],
+    ids=["in the same second", "in a later second", "without a time"],
+)
+def test_the_earlier_of_two_is_known_also_where_torchrun_alone_saw_one(ends: list[RankEnd], rank: int) -> None:
+    found = first_cause(evidence(), ends)
+    assert found is not None
+    assert found.rank == rank
+    assert found.mistake == ""
+    assert not found.is_behind(BEHIND)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "told"), [(("node 1",), "node 1 was lost"), (("node 1", "node 2"), "node 1, node 2 were lost")]
+)
+def test_a_node_that_was_lost_is_the_cause_whatever_its_peers_raised(nodes: tuple[str, ...], told: str) -> None:
+    ends = [raised(1, "ValueError", "bad"), raised(0, "RuntimeError", GLOO), RankEnd(2)]
+    found = first_cause(replace(evidence(), lost_nodes=nodes), ends)
+    assert found is not None
+    assert (found.why, found.rank, found.followed, found.host) == ("node_lost", None, (0, 1), None)
+    assert found.text == told
+
+
+def test_the_host_of_the_first_cause_is_told_by_its_record_or_its_last_heartbeat() -> None:
+    beat = Heartbeat(pid=10, host="g", attempt=1, step=30, batch=31, doing="training", monotonic=1.0)
+    for end, host in (
+        (raised(0, "ValueError", "bad"), "h"),
+        (replace(died(0, -9), beat=beat), "g"),
+        (replace(raised(0, "ValueError", "bad"), beat=beat), "h"),
+        (died(0, -9), None),
+    ):
+        found = first_cause(evidence(), [end])
+        assert found is not None
+        assert found.host == host
+
+
 def test_a_rank_that_left_before_its_peers_lost_it_is_named() -> None:
     def left(doing: str) -> RankEnd:
         return RankEnd(1, beat=Heartbeat(pid=11, host="h", attempt=1, step=30, batch=30, doing=doing, monotonic=1.0))
@@ -237,6 +283,30 @@ class TestInWords:
     def test_a_killed_rank_is_named_with_its_signal_and_those_that_torchrun_ended_are_not_blamed(self) -> None:
         found = self.told(died(2, -9), died(0, 1), died(1, -15))
         assert found == "rank 2 (pid 12) was killed by signal 9 (SIGKILL); then rank 0 failed too"
+
+    def test_a_rank_without_a_record_is_told_with_its_last_heartbeat(self) -> None:
+        beat = Heartbeat(pid=10, host="h", attempt=1, step=30, batch=31, doing="reading", monotonic=1.0)
+        told = "rank 0 (pid 10) was killed by signal 9 (SIGKILL), last seen reading at step 30, batch 31"
+        assert self.told(replace(died(0, -9), beat=beat)) == told
+
+    def test_a_signal_without_a_name_is_told_by_its_number(self) -> None:
+        assert self.told(died(0, -40)) == "rank 0 (pid 10) was killed by signal 40"
+
+    def test_an_exception_without_a_message_is_told_by_its_name(self) -> None:
+        assert (
+            self.told(raised(0, "AssertionError", " \n")) == "rank 0 (pid 10) raised AssertionError at step 7, batch 9"
+        )
+
+    @pytest.mark.parametrize(
+        ("others", "named"),
+        [(1, "rank 1"), (2, "ranks 1, 2"), (4, "ranks 1, 2, 3, 4"), (5, "5 other ranks"), (40, "40 other ranks")],
+    )
+    def test_a_few_other_ranks_are_named_and_many_are_counted(self, others: int, named: str) -> None:
+        first = "rank 0 (pid 10) raised ValueError: bad at step 7, batch 9"
+        alike = [raised(rank, "ValueError", "bad") for rank in range(others + 1)]
+        assert self.told(*alike) == f"{first}; {named} raised the same"
+        followed = [raised(rank, "RuntimeError", GLOO) for rank in range(1, others + 1)]
+        assert self.told(alike[0], *followed) == f"{first}; then {named} failed too"
 
     def test_an_exception_is_quoted_with_its_place(self) -> None:
         found = self.told(raised(0, "ValueError", "no such sample\nmore"))

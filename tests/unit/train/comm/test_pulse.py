@@ -1,14 +1,18 @@
 """The pulse: what one rank's beat says, and that ranks that reduce theirs read the same."""
 
+import functools
 import gc
+import itertools
 import json
 import math
+import operator
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any
 
@@ -113,6 +117,60 @@ def test_survivors_read_of_what_devices_have_sent_what_the_group_would_have_read
     assert found is not None
     assert same(found.loss, whole.loss)
     assert same(found.grad_norm, whole.grad_norm)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_number_of_the_host_arrives_as_a_scalar_of_the_device_does(on_device: bool) -> None:
+    told = [Gauges(scale=0.5, kept=0.25), Gauges(scale=torch.tensor(1.5), kept=torch.tensor(0.75))]
+    beat = reduce([(1.0, None, Signs())] * 2, on_device, told)
+    assert (beat.loss, beat.scale, beat.kept, beat.measured) == (1.0, 1.0, 0.5, None)
+
+
+def beat_from(losses: Sequence[float]) -> Beat | None:
+    """By what ranks with these losses have sent."""
+    sent = []
+    for loss in losses:
+        pulse = Pulse(Ranks(), torch.device("cpu"))
+        pulse._compose_on_host(torch.tensor(loss, dtype=torch.float64), None, Signs())
+        sent.append(bytes(pulse._sent))  # type: ignore[arg-type]
+    return beat_of(sent)
+
+
+multiples = st.builds(lambda whole, power: whole * 2.0**power, st.integers(-99, 99), st.sampled_from([-3, 0, 60]))
+
+
+@given(st.lists(multiples | st.floats(-1e20, 1e20), min_size=3, max_size=5))
+def test_what_survivors_read_is_the_sum_in_whatever_order_the_group_adds_it_up(losses: list[float]) -> None:
+    beat = beat_from(losses)
+    means = {functools.reduce(operator.add, order) / len(losses) for order in itertools.permutations(losses)}
+    assert beat is None or {beat.loss} == means
+
+
+@pytest.mark.parametrize(
+    ("losses", "known"),
+    [
+        ([0.0, 0.0, 0.0], True),
+        ([0.5, 0.25, 3.0], True),
+        ([2.0**60, 2.0**60, 2.0**62], True),
+        ([2.0**52, 1.0, 1.0], True),
+        ([0.125, 0.125, 2.0**49], True),
+        ([2.0**53, 1.0, 1.0], False),
+        ([2.0**51, 0.25, 0.5], False),
+        ([3 * 2.0**52, 3.0, 3.0], False),
+        ([1 + 2.0**-40] * 3, True),
+        ([-(2.0**53), 1.0, 2.0**53], False),
+        ([2.0**53, 0.1], True),
+    ],
+)
+def test_survivors_know_a_sum_of_three_only_where_it_is_exact(losses: list[float], known: bool) -> None:
+    assert (beat_from(losses) is not None) is known
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_losses_that_overflow_together_are_infinite_for_survivors_too(ranks: int) -> None:
+    beat = beat_from([2.0**1023] * ranks)
+    assert beat is not None
+    assert beat.loss == math.inf
 
 
 def a_value_of(kind: type) -> float:

@@ -1,5 +1,6 @@
 """Passing over the batches of the skip list."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,18 +8,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rollback.config import Settings
 from rollback.facts.history import History
-from rollback.facts.training import PassedOver, SkipAdded, Window
+from rollback.facts.training import PassedOver, SampleQuarantine, SkipAdded, Window
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import Cursor, cursor_for
-from rollback.train.data.skips import SkipList
+from rollback.train.data.skips import SkipList, why_kept
 from rollback.train.run import AttachedRun
 
 
@@ -110,9 +111,18 @@ def test_a_digest_tells_of_the_windows_before_a_batch_in_whatever_order_it_is_as
         assert window is None or batch in window
 
 
-def test_it_is_on_disk_before_training_goes_on(tmp_path: Path) -> None:
+def test_it_is_on_disk_before_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed, paths = skips(tmp_path / "run", (0, 1))
+    synced: list[Path] = []
+    really_sync = os.fsync
+
+    def note_and_sync(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        really_sync(fd)
+
+    monkeypatch.setattr(os, "fsync", note_and_sync)
     listed.pass_over(opened(), step=0, timeline=0)
+    assert paths.skip_record(0) in synced
     assert len(list(read_skipped(paths.skip_record(0)))) == 2
 
 
@@ -143,3 +153,78 @@ def test_the_digest_before_a_batch_is_of_what_was_skipped_before_it(tmp_path: Pa
     assert listed.digest_before(3) == 0
     assert listed.digest_before(5) == other.digest_before(5) != 0
     assert listed.digest_before(13) != other.digest_before(13)
+
+
+def left_out(batch: int, *samples: int) -> SampleQuarantine:
+    return SampleQuarantine(batch=batch, samples=samples, added=samples, released=(), who="test", why="")
+
+
+def test_what_is_left_out_is_journalled_and_no_longer_given(tmp_path: Path) -> None:
+    listed, paths = skips(tmp_path / "run")
+    cursor = opened()
+    listed.leave_out(left_out(3, 7))
+    assert [line.fact for line in read_journal(paths.train_journal).records] == listed.quarantine == [left_out(3, 7)]
+    listed.announce(cursor)
+    drawn = [sample for _ in range(10) for sample in cursor.next().tolist()]
+    assert 7 not in drawn
+    assert len(drawn) == 20
+
+
+def test_the_first_batch_without_a_sample_is_another_one_and_those_before_it_are_not(tmp_path: Path) -> None:
+    listed, _ = skips(tmp_path / "run")
+    listed.leave_out(left_out(3, 7))
+    one = listed.digest_before(3)
+    assert listed.digest_before(2) == 0
+    assert listed.digest_before(3) == listed.digest_before(4) == one != 0
+    listed.leave_out(left_out(3, 7, 9))
+    assert listed.digest_before(3) != one
+
+
+def test_a_window_that_grows_is_another_one(tmp_path: Path) -> None:
+    listed, _ = skips(tmp_path / "run", (3, 4))
+    one = listed.digest_before(9)
+    listed.add(Window(first=5, last=6))
+    assert listed.digest_before(9) == skips(tmp_path / "other", (3, 6))[0].digest_before(9) != one
+
+
+class WritesDownWhatIsRead(Dataset[int]):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        with self.path.open("a") as file:
+            print(index, file=file)
+        return index
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 3), (3, 4), (5, 6), (6, 8)])
+def test_what_is_announced_is_passed_over_and_no_worker_reads_it_ahead(tmp_path: Path, first: int, last: int) -> None:
+    read = tmp_path / "read"
+    cursor = cursor_for(DataLoader(WritesDownWhatIsRead(read), batch_size=2, num_workers=1))
+    cursor.open_epoch()
+    listed, _ = skips(tmp_path / "run", (0, 1))
+    listed.pass_over(cursor, step=0, timeline=0)
+    assert cursor.next().tolist() == [4, 5]  # the worker may be two batches further
+    listed.add(Window(first=first, last=last))
+    listed.announce(cursor)
+    assert drain(listed, cursor) == [batch for batch in range(3, 10) if not first <= batch <= last]
+    cursor.close()
+    assert not {str(sample) for sample in range(max(10, 2 * first), 2 * last + 2)} & {*read.read_text().split()}
+
+
+def test_a_sample_is_left_out_only_of_a_data_set_that_has_it() -> None:
+    cursor = opened()
+    assert why_kept([0, 7, 19], cursor) is None
+    assert why_kept([7, 25, 20], cursor) == "the data set has 20 samples, and no sample 20"
+
+
+def test_a_stream_has_no_samples_that_could_be_left_out() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(20))
+
+    reason = why_kept([7], cursor_for(DataLoader(Stream(), batch_size=2)))
+    assert reason == "this loader's batches have no data set indices that could be left out"

@@ -44,6 +44,18 @@ def test_of_orders_of_which_some_are_on_record_the_others_are_added() -> None:
     assert in_force(left_out_by_order(recorded, settings(*AGAIN), [], 0)) == AGAIN[2:]
 
 
+def test_what_the_supervisor_leaves_out_ends_no_order_for_later_batches() -> None:
+    recorded = left_out_by_order([], settings((10, (5,)), (20, ())), [], 0)
+    new = left_out_by_order(recorded, settings((10, (5,)), (20, ())), [blamed(7)], 2)
+    assert in_force(new) == [(8, (7,)), (10, (5, 7)), (20, (7,))]
+
+
+def test_of_whole_lists_the_one_that_is_given_last_counts_from_its_batch_on() -> None:
+    """As a run has them that went back: `--skips-of` gives them in the order in which it had them."""
+    lists = [(120, (5,)), (60, (5, 6))]
+    assert in_force(left_out_by_order([], settings(*lists), [], 0)) == lists
+
+
 @pytest.mark.parametrize(
     ("first", "last", "late"),
     [(60, 70, None), (10, 20, "10:20"), (50, 70, "50:59"), (30, 35, None), (30, 41, "30:41")],
