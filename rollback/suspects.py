@@ -35,7 +35,7 @@ def left_out_at(facts: Sequence[SampleQuarantine], batch: int) -> tuple[int, ...
 
 
 def beside_later_ones(facts: Sequence[SampleQuarantine], new: SampleQuarantine) -> list[SampleQuarantine]:
-    """A new fact, and with its change once more what `facts` say of later batches, if anything.
+    """The fact of a new order, and with its change once more what `facts` say of later batches, if anything.
 
     `--skips-of` gives orders for batches to come. The new fact stands behind these in the list, so alone it would end
     them.
@@ -47,15 +47,16 @@ def beside_later_ones(facts: Sequence[SampleQuarantine], new: SampleQuarantine) 
             changed = {
                 "batch": later.batch, "samples": tuple(sorted(samples)), "added": tuple(sorted(samples - before)),
                 "released": tuple(sorted(before - samples)), "why": f"as before, by {later.who}", "request": None,
-                "incident": later.incident if new.incident is None else new.incident,
+                "incident": later.incident,
             }  # fmt: skip
             found.append(new.model_copy(update=changed))
             before = samples
     return found
 
 
-def quarantine_after(facts: Iterable[SampleQuarantine], suspected: Mapping[int, object]) -> tuple[int, ...]:
-    """The samples to leave out: all suspects that no order released, and all samples that an order added.
+def quarantine_after(facts: Iterable[SampleQuarantine], suspected: Mapping[int, object], batch: int) -> tuple[int, ...]:
+    """The samples to leave out of a batch: all suspects that no order released, and all samples that the orders for it
+    and for earlier ones have added.
 
     facts: of the run so far, in their order. A fact with an incident came from suspicion; every other fact came from an
     order.
@@ -64,7 +65,8 @@ def quarantine_after(facts: Iterable[SampleQuarantine], suspected: Mapping[int, 
     let_go: set[int] = set()
     for fact in facts:
         if fact.incident is None:
-            ordered = (ordered | set(fact.added)) - set(fact.released)
+            if fact.batch <= batch:
+                ordered = (ordered | set(fact.added)) - set(fact.released)
             let_go = (let_go | set(fact.released)) - set(fact.added)
     return tuple(sorted((suspected.keys() - let_go) | ordered))
 

@@ -76,11 +76,13 @@ def test_bad_samples_are_found_by_their_second_incident_whatever_else_the_batche
 
 def test_orders_stand_beside_suspicion_and_what_was_let_go_by_order_stays_so() -> None:
     suspected = {1: (0, 1), 2: (0, 1)}
-    assert quarantine_after([], suspected) == (1, 2)
-    assert quarantine_after([quarantine(added=(7,))], suspected) == (1, 2, 7)
-    assert quarantine_after([quarantine(added=(7,)), quarantine(released=(7, 2))], suspected) == (1,)
-    assert quarantine_after([quarantine(released=(2,)), quarantine(added=(2,))], {}) == (2,)
-    assert quarantine_after([quarantine(added=(1, 2), incident=3)], {}) == (), "what was suspected is so no longer"
+    assert quarantine_after([], suspected, 0) == (1, 2)
+    assert quarantine_after([quarantine(added=(7,))], suspected, 0) == (1, 2, 7)
+    assert quarantine_after([quarantine(added=(7,)), quarantine(released=(7, 2))], suspected, 0) == (1,)
+    assert quarantine_after([quarantine(released=(2,)), quarantine(added=(2,))], {}, 0) == (2,)
+    assert quarantine_after([quarantine(added=(1, 2), incident=3)], {}, 0) == (), "what was suspected is so no longer"
+    for_later = [quarantine(batch=24, added=(7,)), quarantine(batch=40, released=(7,))]
+    assert [quarantine_after(for_later, {5: (0, 1)}, batch) for batch in (23, 24, 40)] == [(5,), (5, 7), (5,)]
 
 
 def test_the_next_sample_that_is_not_left_out_stands_in() -> None:
@@ -235,7 +237,3 @@ def test_what_goes_on_from_a_later_batch_is_told_with_its_own_change_and_whose_o
     assert third == quarantine(
         batch=40, samples=(9,), released=(7,), who="ann@site", why="as before, by suspicion", incident=3
     )
-    for batch in (24, 40):  # the list of a suspicion is whole: what it does not name is over
-        assert beside_later_ones(facts, quarantine(batch=batch, samples=(9,), added=(9,), incident=4))[1:] == []
-    told = beside_later_ones(facts, quarantine(batch=12, samples=(9,), added=(9,), incident=4))
-    assert [fact.incident for fact in told] == [4, 4, 4]

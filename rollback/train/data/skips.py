@@ -10,7 +10,6 @@ import xxhash
 from rollback.facts.history import merge_windows
 from rollback.facts.training import PassedOver, SampleQuarantine, Window
 from rollback.rundir.records import LineWriter, SkippedBatch
-from rollback.suspects import beside_later_ones
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
 from rollback.train.run import AttachedRun
@@ -65,11 +64,10 @@ class SkipList:
         return self.windows[count - 1] if count and batch in self.windows[count - 1] else None
 
     def leave_out(self, fact: SampleQuarantine) -> None:
-        """Leave samples out from now on, and go on with what was ordered for later batches. Journalled on return;
-        `announce` tells the cursor."""
-        for one in beside_later_ones(self.quarantine, fact):
-            self.quarantine.append(one)
-            self._record.note(one, one.in_words())
+        """Leave samples out from the fact's batch on, whatever earlier facts say of later batches. Journalled on
+        return; `announce` tells the cursor."""
+        self.quarantine.append(fact)
+        self._record.note(fact, fact.in_words())
 
     def announce(self, cursor: Cursor) -> None:
         """Tell the cursor what is left out and what will be skipped, so that no worker reads it ahead."""

@@ -10,7 +10,7 @@ from rollback.facts.training import Concluded, Incident, Outcome, Planned, Sampl
 from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.requests import Request
 from rollback.sentinel import NORM_COLLAPSE, Kind, Verdict
-from rollback.suspects import quarantine_after, suspects
+from rollback.suspects import left_out_at, quarantine_after, suspects
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.skips import SkipList
 from rollback.train.updates.scaler import SCALE_COLLAPSE
@@ -174,20 +174,27 @@ class Cases:
         """Leave the suspect samples out from `batch` on. No rank has been handed that batch in this timeline yet."""
         if self._skips is None or self._settings.quarantine == "off":
             return
-        samples = quarantine_after(self._skips.quarantine, self._suspects)
-        before = self._skips.quarantine[-1].samples if self._skips.quarantine else ()
-        added, released = (tuple(sorted(set(a) - set(b))) for a, b in ((samples, before), (before, samples)))
-        if not added and not released:
-            return
-        suspicions = {sample: self._suspects[sample] for sample in added if sample in self._suspects}
-        reasons = [f"sample {one} is in incidents {', '.join(map(str, all_))}" for one, all_ in suspicions.items()]
-        reasons += [f"sample {sample} is suspected no longer" for sample in released]
-        why = "; ".join(reasons)
-        fact = SampleQuarantine(
-            batch=batch, samples=samples, added=added, released=released, who="suspicion", why=why,
-            incident=incident.incident,
-        )  # fmt: skip
-        self._skips.leave_out(fact)
+        # What earlier facts say of later batches, orders or suspicion from before a rewind, is looked at as well.
+        later = {fact.batch for fact in self._skips.quarantine if fact.batch > batch}
+        for begins in (batch, *sorted(later)):
+            before = left_out_at(self._skips.quarantine, begins)
+            samples = quarantine_after(self._skips.quarantine, self._suspects, begins)
+            added, released = (tuple(sorted(set(a) - set(b))) for a, b in ((samples, before), (before, samples)))
+            if added or released:
+                fact = SampleQuarantine(
+                    batch=begins, samples=samples, added=added, released=released, who="suspicion",
+                    why="; ".join(self._why(sample) for sample in added + released), incident=incident.incident,
+                )  # fmt: skip
+                self._skips.leave_out(fact)
+
+    def _why(self, sample: int) -> str:
+        """Why a sample is left out now, or is no longer."""
+        if sample in self._suspects:
+            return f"sample {sample} is in incidents {', '.join(map(str, self._suspects[sample]))}"
+        assert self._skips is not None
+        orders = (fact for fact in self._skips.quarantine if fact.incident is None)
+        ordered = any(sample in (*fact.added, *fact.released) for fact in orders)
+        return f"sample {sample} as it was ordered" if ordered else f"sample {sample} is suspected no longer"
 
     def _conclude(self, case: Case, outcome: Outcome, step: int) -> None:
         self._open = None

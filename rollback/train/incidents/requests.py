@@ -14,7 +14,7 @@ from rollback.policy import PolicyCheckpoint
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import CheckpointName
 from rollback.rundir.requests import Inbox, Request, read_request, sound_requests
-from rollback.suspects import left_out_at
+from rollback.suspects import beside_later_ones, left_out_at
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import SkipList, why_kept
@@ -179,7 +179,8 @@ class Requests:
             added=tuple(sorted(samples)) if adds else (), released=() if adds else tuple(sorted(samples)),
             who=request.who, why=request.why, request=name,
         )  # fmt: skip
-        self._skips.leave_out(fact)
+        for one in beside_later_ones(self._skips.quarantine, fact):
+            self._skips.leave_out(one)
         self._skips.announce(self._cursor)
         self.answer(name, True, _left_out(fact))
 

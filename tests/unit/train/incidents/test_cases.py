@@ -22,6 +22,7 @@ from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import Request
 from rollback.sentinel import NORM_COLLAPSE, Kind, Verdict
+from rollback.suspects import left_out_at
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.skips import SkipList
 from rollback.train.incidents.cases import Cases
@@ -328,6 +329,37 @@ def test_a_better_suspect_releases_one_that_was_innocent() -> None:
     assert last.why == "sample 9 is in incidents 1, 2; sample 8 is suspected no longer"
     run.answers(incident(3, 330, 333, samples=(9, 11)))
     assert len(run.told(SampleQuarantine)) == 2, "nothing has changed since"
+
+
+def listed(batch: int, added: tuple[int, ...] = (), released: tuple[int, ...] = (), number: int | None = None) -> Any:
+    return SampleQuarantine(
+        batch=batch, samples=added, added=added, released=released, who="w", why="", incident=number
+    )
+
+
+def test_a_suspicion_ends_no_order_for_later_batches_and_begins_none_early() -> None:
+    """As `--skips-of` gives them. The incident's window ends before batch 1,000."""
+    run = Run(
+        incident(0, 130, 133, samples=(7, 8)), listed(100, (3,)), listed(1000, (4,)), listed(2000, released=(3, 4))
+    )
+    run.meets(incident(1, 330, 333, samples=(8, 9)))
+    assert run.skips is not None
+    begins = run.told(SampleQuarantine)[0].batch
+    assert 660 < begins < 1000
+    left_out = [left_out_at(run.skips.quarantine, batch) for batch in (100, begins, 999, 1000, 2000)]
+    assert left_out == [(3,), (3, 8), (3, 8), (3, 4, 8), (8,)]
+    assert [fact.why for fact in run.told(SampleQuarantine)][1:] == [
+        "sample 4 as it was ordered", "sample 3 as it was ordered; sample 4 as it was ordered"
+    ]  # fmt: skip
+
+
+def test_what_was_suspected_for_batches_behind_a_rewind_is_so_no_longer_there_either() -> None:
+    run = Run(
+        incident(0, 130, 133, samples=(7, 8)), listed(5000, (6,), number=9), listed(6000, released=(6,), number=9)
+    )
+    run.meets(incident(1, 330, 333, samples=(8, 9)))
+    assert run.skips is not None
+    assert [left_out_at(run.skips.quarantine, batch) for batch in (999, 5000, 6000)] == [(8,)] * 3
 
 
 def test_what_is_left_out_already_is_not_said_again() -> None:
