@@ -35,6 +35,11 @@ def test_a_new_process_tells_the_samplers_of_accelerate_which_epoch_follows(tmp_
     require_undisturbed(tmp_path, job, ["in a step"])
 
 
+def test_what_accelerate_saves_under_numbers_has_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """Behind a kill and behind a rollback: no number is left out, and none is met again."""
+    require_undisturbed(tmp_path, ACCELERATE.but(evaluate=1, save=4), ["in a step"])
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("job", [TRAINER, ACCELERATE], ids=["trainer", "accelerate"])
 def test_each_way_to_be_told_to_stop(tmp_path: Path, job: TrainerJob) -> None:
