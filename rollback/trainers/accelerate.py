@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 from rollback.errors import UsageError
 from rollback.train import attach
 from rollback.train.guard import Guard
+from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
 from rollback.trainers.saved_files import SavedAt, SavedFiles
 
@@ -56,7 +58,7 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     guard.without_probes("the loop counts the batches of Accelerate's loader")
     folders = _NumberedFolders(accelerator, guard)
     counts = _Counts(accelerator, loader, folders)
-    guard.keep(accelerator=counts)
+    guard.keep(accelerator=counts, accelerator_evaluated=_told_of_passes(accelerator, loader))
     accelerator.save_state = folders.save_state
     accelerator.backward = _told(guard, accelerator.backward)
     for name, why in _GUARD_S_OWN.items():
@@ -95,6 +97,32 @@ def _begin_alike(accelerator: Any) -> None:
     for loader in accelerator._dataloaders:
         if getattr(loader, "use_stateful_dataloader", False):
             loader.base_dataloader.load_state_dict({})  # to its beginning; what it had begun with is dropped
+
+
+def _told_of_passes(accelerator: Any, trained: Any) -> EvaluatedLoaders:
+    """Told before each pass over another loader that was prepared before `protect`, as that of an evaluation.
+
+    Not over a dispatcher, which reads on rank 0 alone, nor over torchdata's, whose iterators begin otherwise.
+    """
+    others = {
+        str(number): loader
+        for number, loader in enumerate(accelerator._dataloaders)
+        if loader is not trained and isinstance(loader, DataLoaderShard) and type(loader.base_dataloader) is DataLoader
+    }
+    evaluated = EvaluatedLoaders({name: loader.base_dataloader for name, loader in others.items()})
+    for name, loader in others.items():
+        loader.begin = _begun(evaluated, name, loader)
+    return evaluated
+
+
+def _begun(evaluated: EvaluatedLoaders, name: str, loader: Any) -> Callable[[], None]:
+    begin = loader.begin
+
+    def begun() -> None:
+        begin()
+        evaluated.begin(name, loader.base_dataloader)
+
+    return begun
 
 
 def _told(guard: Guard, backward: Callable[..., Any]) -> Callable[..., Any]:

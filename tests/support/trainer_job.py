@@ -396,7 +396,10 @@ class Job:
         how: Any = {"batch_size": job.batch_size, "shuffle": not job.stream, "num_workers": job.workers}
         loader: Any = DataLoader(self.data(), **how)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
-        validation: Any = accelerator.prepare(DataLoader(Text(8), batch_size=job.batch_size)) if job.evaluate else ()
+        held_out = DataLoader(
+            Text(8), batch_size=job.batch_size, num_workers=job.workers, persistent_workers=job.workers > 0
+        )
+        validation: Any = accelerator.prepare(held_out) if job.evaluate else ()
         prepared = accelerator.prepare(model, optimizer, loader, scheduler)
         if self.run is not None:
             prepared = rollback.protect(accelerator, *prepared, **self.settings())
