@@ -5,9 +5,12 @@ The loop stays as it is: it iterates over the loader, which hands out the guard'
 back with a rollback, and that a batch is the last of its epoch is known from the position, not by reading ahead.
 """
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
@@ -17,7 +20,9 @@ from torch.utils.data import DataLoader
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.start import attach
+from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
+from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "model": (nn.Module,),
@@ -26,6 +31,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "scheduler": (AcceleratedScheduler, LRScheduler),
 }
 _SHARDED = ("DEEPSPEED", "MEGATRON_LM", "FSDP", "XLA")
+_NUMBERED = "checkpoint_"
 _GUARD_S_OWN = {
     "load_state": "the guard puts back what was trained when it is made, and later whenever it must be",
     "skip_first_batches": "the guard goes on in the data where the run was, and reads nothing to get there",
@@ -50,8 +56,10 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
         scheduler=getattr(scheduler, "scheduler", scheduler), scaler=accelerator.scaler, **settings,
     )  # fmt: skip
     guard.without_probes("the loop counts the batches of Accelerate's loader")
-    counts = _Counts(accelerator, loader)
-    guard.keep(accelerator=counts)
+    folders = _NumberedFolders(accelerator, guard)
+    counts = _Counts(accelerator, loader, folders)
+    guard.keep(accelerator=counts, accelerator_evaluated=_told_of_passes(accelerator, loader))
+    accelerator.save_state = folders.save_state
     accelerator.backward = _told(guard, accelerator.backward)
     for name, why in _GUARD_S_OWN.items():
         setattr(accelerator, name, _refused(name, why))
@@ -91,6 +99,32 @@ def _begin_alike(accelerator: Any) -> None:
             loader.base_dataloader.load_state_dict({})  # to its beginning; what it had begun with is dropped
 
 
+def _told_of_passes(accelerator: Any, trained: Any) -> EvaluatedLoaders:
+    """Told before each pass over another loader that was prepared before `protect`, as that of an evaluation.
+
+    Not over a dispatcher, which reads on rank 0 alone, nor over torchdata's, whose iterators begin otherwise.
+    """
+    others = {
+        str(number): loader
+        for number, loader in enumerate(accelerator._dataloaders)
+        if loader is not trained and isinstance(loader, DataLoaderShard) and type(loader.base_dataloader) is DataLoader
+    }
+    evaluated = EvaluatedLoaders({name: loader.base_dataloader for name, loader in others.items()})
+    for name, loader in others.items():
+        loader.begin = _begun(evaluated, name, loader)
+    return evaluated
+
+
+def _begun(evaluated: EvaluatedLoaders, name: str, loader: Any) -> Callable[[], None]:
+    begin = loader.begin
+
+    def begun() -> None:
+        begin()
+        evaluated.begin(name, loader.base_dataloader)
+
+    return begun
+
+
 def _told(guard: Guard, backward: Callable[..., Any]) -> Callable[..., Any]:
     def told(loss: Any, *more: Any, **others: Any) -> Any:
         result = backward(loss, *more, **others)
@@ -107,25 +141,69 @@ def _refused(name: str, why: str) -> Callable[..., Any]:
     return refused
 
 
+class _NumberedFolders:
+    """The folders that `save_state` gives numbers to (`automatic_checkpoint_naming`), one after another.
+
+    The number of the next one says by itself which of them are undone, wherever in an epoch or between two epochs they
+    were saved. But it says so only of this run's: others may lie there as well. Undone ones leave the folder, of which
+    Accelerate counts all that is in it against its `total_limit`, and takes the one with the highest number to load.
+    """
+
+    def __init__(self, accelerator: Any, guard: Guard) -> None:
+        self._accelerator, self._guard = accelerator, guard
+        self._saved = SavedFiles(guard.run)
+        self._save: Callable[..., Any] = accelerator.save_state
+
+    def save_state(self, *given: Any, **others: Any) -> Any:
+        folder = self._folder
+        if folder is not None and self._accelerator.is_local_main_process:
+            path = os.path.join(folder, f"{_NUMBERED}{self._accelerator.save_iteration}")
+            if not os.path.lexists(path):  # else it is not this run's, and Accelerate refuses it
+                self._saved.note(path, SavedAt(self._guard.step, self._guard.batch))
+        return self._save(*given, **others)
+
+    def set_aside(self, first: int) -> None:
+        """Those from number `first` on are to be saved anew."""
+        folder = self._folder
+        if folder is None or not self._accelerator.is_local_main_process:
+            return
+        known = Path(os.path.realpath(folder))
+
+        def is_undone(path: Path) -> bool:
+            number = path.name.removeprefix(_NUMBERED)
+            return path.parent == known and number.isdecimal() and int(number) >= first
+
+        self._saved.move_aside(is_undone)
+
+    @property
+    def _folder(self) -> str | None:
+        """None: the script says where each is saved."""
+        named = self._accelerator.project_configuration.automatic_checkpoint_naming and self._accelerator.project_dir
+        return os.path.join(self._accelerator.project_dir, "checkpoints") if named else None
+
+
 class _Counts:
-    """How far Accelerate has counted: batches for `accumulate`, and passes over the loader.
+    """How far Accelerate has counted: batches for `accumulate`, passes over the loader, and the folders it has saved.
 
     The loader tells its samplers and data set at each pass how many it has had, and a process that resumes has had
     none. That number is not always the epoch's: a pass that the script broke off does not count, and `set_epoch` says
     any other. So how many fewer there were is kept, and the epoch where training was put is the guard's.
     """
 
-    def __init__(self, accelerator: Any, loader: Any) -> None:
-        self._accelerator, self._loader = accelerator, loader
+    def __init__(self, accelerator: Any, loader: Any, folders: _NumberedFolders) -> None:
+        self._accelerator, self._loader, self._folders = accelerator, loader, folders
         self._fewer = 0
         self._moved = False
 
     def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step, "fewer": self._fewer}
+        return {"step": self._accelerator.step, "fewer": self._fewer, "saved": self._accelerator.save_iteration}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._accelerator.step = state["step"]
         self._fewer = state.get("fewer", 0)  # an earlier version kept none
+        if (saved := state.get("saved")) is not None:
+            self._accelerator.project_configuration.iteration = saved
+            self._folders.set_aside(saved)
         self._moved = True
 
     def begin_pass(self, epoch: int) -> None:

@@ -4,12 +4,13 @@ A file says by itself neither whose it is nor, unless its pickle is loaded, of w
 directory before it is written. What is undone goes by the batches that were read: a trainer also saves between the
 batches of one update, as behind a validation, and a run goes on from that update's start. It also saves in an epoch's
 end, behind the last batch, and a run that goes on from before that end does it again. Somebody else may have written
-that note: it says of a file in a folder that the trainer saves to whether it is renamed, and of no other.
+that note: it says of a file in a folder that the trainer saves to whether it is renamed, and of no other. Accelerate
+gives what it saves numbers, by which it is known what is undone.
 """
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from rollback.system import files
 from rollback.train.comm.recorder import say
 
 _LIMIT = 1 << 24  # bytes that are read
+_ASIDE = 0, None, False
+"""In place of where a file was saved: it was set aside."""
 
 
 class SavedAt(NamedTuple):
@@ -59,9 +62,16 @@ class SavedFiles:
                 undone.append(file)
         self._append([{"file": file, "step": 0} for file in undone])
 
+    def move_aside(self, is_undone: Callable[[Path], bool]) -> None:
+        """Rename those that are, and move them one folder up: what lies beside them counts as one of them."""
+        undone = [file for file, saved in self._read().items() if saved != _ASIDE and is_undone(Path(file))]
+        for file in undone:
+            rename_undone(Path(file), "training that is undone", into=Path(file).parents[1])
+        self._append([{"file": file, "step": 0} for file in undone])
+
     def _read(self) -> dict[str, tuple[int, int | None, bool]]:
-        """The place of each file when it was saved last; 0 and None: it was set aside. Older runs noted no batches, and
-        no ends of epochs."""
+        """The place of each file when it was saved last, or `_ASIDE`. Older runs noted no batches, and no ends of
+        epochs."""
         found: dict[str, tuple[int, int | None, bool]] = {}
         try:
             with os.fdopen(files.open_file(self._path, os.O_RDONLY), encoding="utf-8", errors="replace") as lines:
@@ -91,10 +101,12 @@ class SavedFiles:
             say(f"{self._path}: {error}; files of steps that are undone may keep their names")
 
 
-def rename_undone(path: Path, of: str) -> None:
-    """Rename what was saved of steps that are undone, and say so, whatever becomes of it. of: which steps, in words."""
-    taken = len(list(path.parent.glob(f"undone-*{path.name}")))
-    undone = path.with_name(f"undone-{f'{taken}-' if taken else ''}{path.name}")
+def rename_undone(path: Path, of: str, into: Path | None = None) -> None:
+    """Rename what was saved of steps that are undone, and say so, whatever becomes of it. of: which steps, in words.
+    into: another folder that it is moved to."""
+    folder = into or path.parent
+    taken = len(list(folder.glob(f"undone-*{path.name}")))
+    undone = folder / f"undone-{f'{taken}-' if taken else ''}{path.name}"
     try:
         path.rename(undone)
     except FileNotFoundError:
@@ -102,4 +114,4 @@ def rename_undone(path: Path, of: str) -> None:
     except OSError as error:
         say(f"{path} is of {of}, and cannot be renamed: {error}")
         return
-    say(f"{path} is of {of}: renamed to {undone.name}")
+    say(f"{path} is of {of}: " + (f"moved to {undone}" if into else f"renamed to {undone.name}"))

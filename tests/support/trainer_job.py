@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from scenarios import perform_all
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -60,6 +61,7 @@ class TrainerJob:
     evaluate: int = 0
     """Every so many steps; `accelerate`: behind each epoch."""
     save: int = 0
+    """Every so many steps; `accelerate`: and behind each epoch."""
     stop_at: int = 0
     """The step at which a callback stops the training."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -379,20 +381,25 @@ class Job:
 
     def train_by_accelerate(self) -> dict[str, str]:
         from accelerate import Accelerator, DataLoaderConfiguration
+        from accelerate.utils import ProjectConfiguration
         from torch.utils.data import DataLoader
 
         job = self.job
         torch.manual_seed(7)
         accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=job.accumulate, dataloader_config=DataLoaderConfiguration(**job.more)
-        )
+            cpu=True, gradient_accumulation_steps=job.accumulate, dataloader_config=DataLoaderConfiguration(**job.more),
+            project_config=ProjectConfiguration(str(self.output), automatic_checkpoint_naming=True, total_limit=3),
+        )  # fmt: skip
         self.scale(accelerator)
         model = self.model()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         how: Any = {"batch_size": job.batch_size, "shuffle": not job.stream, "num_workers": job.workers}
         loader: Any = DataLoader(self.data(), **how)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
-        validation: Any = accelerator.prepare(DataLoader(Text(8), batch_size=job.batch_size)) if job.evaluate else ()
+        held_out = DataLoader(
+            Text(8), batch_size=job.batch_size, num_workers=job.workers, persistent_workers=job.workers > 0
+        )
+        validation: Any = accelerator.prepare(held_out) if job.evaluate else ()
         prepared = accelerator.prepare(model, optimizer, loader, scheduler)
         if self.run is not None:
             prepared = rollback.protect(accelerator, *prepared, **self.settings())
@@ -414,14 +421,23 @@ class Job:
                     scheduler.step()
                     optimizer.zero_grad()
                 steps += accelerator.sync_gradients
+                if job.save and accelerator.sync_gradients and steps % job.save == 0:
+                    accelerator.save_state()
                 self.micro = 0 if accelerator.sync_gradients else self.micro + 1
             for batch in validation:
                 with torch.no_grad():
                     model(**batch)
+            if job.save:
+                accelerator.save_state()
         if self.guard is not None:
             steps = self.guard.step
             self.guard.close()
-        return self.portrait(accelerator.unwrap_model(model), optimizer, scheduler, steps)
+        accelerator.wait_for_everyone()  # rank 0 saves
+        saved = self.output.glob("checkpoints/*/model.safetensors")
+        return self.portrait(
+            accelerator.unwrap_model(model), optimizer, scheduler, steps,
+            saved={path.parent.name: load_file(path) for path in sorted(saved)},
+        )  # fmt: skip
 
     # lightning -------------------------------------------------------------------------------------------------------
 

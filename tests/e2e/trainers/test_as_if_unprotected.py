@@ -69,7 +69,10 @@ BAD = {
     "accelerate, in the last update": ACCELERATE.but(bad_at=(59,)),
     "accelerate, at an epoch's tail": ACCELERATE.but(bad_at=(29,)),
     "accelerate, over an epoch's start": ACCELERATE.but(**SHORT, bad_at=(20,), more=SEEDABLE),
-    "accelerate, seedable, evaluated": ACCELERATE.but(**SHORT, epochs=3, bad_at=(20,), evaluate=1, more=SEEDABLE),
+    "accelerate, seedable, evaluated": ACCELERATE.but(
+        **SHORT, epochs=3, bad_at=(20,), evaluate=1, save=5, more=SEEDABLE
+    ),
+    "accelerate, first evaluation undone": ACCELERATE.but(**SHORT, bad_at=(20,), evaluate=1, workers=1),
     "accelerate, surgical": ACCELERATE.but(bad_at=(22,), settings={"policy": "surgical", **AS_SET}),
     "accelerate, balanced": ACCELERATE.but(bad_at=(41,), settings=AS_SET),
     "accelerate, accumulation": ACCELERATE.but(bad_at=(58,), **UNEVEN),

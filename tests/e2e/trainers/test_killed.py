@@ -30,9 +30,19 @@ def test_a_first_evaluation_in_a_new_process_draws_no_seed_for_workers_that_pers
     require_undisturbed(tmp_path, job, ["in a step"])
 
 
+def test_the_same_of_accelerates_loader_of_an_evaluation(tmp_path: Path) -> None:
+    job = ACCELERATE.but(bad_at=(), samples=16, epochs=5, evaluate=1, workers=1)
+    require_undisturbed(tmp_path, job, ["in a step"])
+
+
 def test_a_new_process_tells_the_samplers_of_accelerate_which_epoch_follows(tmp_path: Path) -> None:
     job = ACCELERATE.but(bad_at=(), samples=16, epochs=5, evaluate=1, more={"use_seedable_sampler": True})
     require_undisturbed(tmp_path, job, ["in a step"])
+
+
+def test_what_accelerate_saves_under_numbers_has_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """Behind a kill and behind a rollback: no number is left out, and none is met again."""
+    require_undisturbed(tmp_path, ACCELERATE.but(evaluate=1, save=4), ["in a step"])
 
 
 @pytest.mark.soak

@@ -102,3 +102,18 @@ def test_a_record_that_cannot_be_written_is_said_and_raises_nothing(
     assert names(folder) == ["20.ckpt"]
     assert "saved-files.jsonl" in capfd.readouterr().err
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_is_moved_aside_leaves_its_folder_once_and_only_where_it_was_noted(
+    tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = SavedFiles(tmp_path / "run")
+    save(files, folder / "3", 10)
+    (folder / "4").write_text("of another run")
+    files.move_aside(lambda path: True)
+    assert names(folder) == ["4"]
+    assert (tmp_path / "undone-3").read_text() == "of step 10"
+    assert f"3 is of training that is undone: moved to {tmp_path}/undone-3" in capfd.readouterr().err
+    (folder / "3").write_text("of another run")
+    SavedFiles(tmp_path / "run").move_aside(lambda path: True)
+    assert names(folder) == ["3", "4"]
