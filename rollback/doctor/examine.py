@@ -1,6 +1,7 @@
 """Everything that is looked at, for one run."""
 
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from rollback.doctor.findings import DoctorReport, Finding, fail
 from rollback.doctor.machine import (
     cores,
     judge_cores,
+    judge_python,
     look_at_clock,
     look_at_limits,
     look_at_temporary_files,
@@ -57,6 +59,7 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
         held = 0
         findings.append(fail("run", str(error), "name another one with --run DIR"))
     keep = question.keep or Settings().keep
+    findings.append(judge_python(sys.version_info[:3]))
     tell("torch")
     findings.append(look_at_torch())
     findings.append(look_at_fast_tier(question.base, here or state_bytes, keep, held=held))

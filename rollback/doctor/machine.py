@@ -1,4 +1,4 @@
-"""torch, cores, limits, temporary files and the clock of this machine."""
+"""Python, torch, cores, limits, temporary files and the clock of this machine."""
 
 import ctypes
 import json
@@ -14,6 +14,9 @@ from rollback.doctor.findings import Finding, fail, ok, size, warn
 from rollback.system.cgroups import granted_cores
 
 _OLDEST_TORCH = (2, 10)
+_SOUND_FORK = {10: 15, 11: 10}
+"""Of these Pythons 3, the first release whose forked processes do not wait for a lock that nobody holds any more. Later
+ones never did."""
 _FILES = 4096
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 _PROBE_LIMIT = 180.0
@@ -32,6 +35,17 @@ print(json.dumps({
     "distributed": dist.is_available(), "gloo": dist.is_available() and dist.is_gloo_available(),
 }))
 """
+
+
+def judge_python(version: tuple[int, ...]) -> Finding:
+    """version: of Python, its first three numbers."""
+    _, minor, micro = version
+    name = ".".join(map(str, version))
+    sound = _SOUND_FORK.get(minor, 0)
+    if micro >= sound:
+        return ok("python", f"Python {name}")
+    found = f"Python {name}: once in a great while a loader's worker hangs as it starts (python/cpython issue 112275)"
+    return warn("python", found, f"take 3.{minor}.{sound} or later; rollback launch finds such a hang and goes on")
 
 
 def look_at_torch() -> Finding:

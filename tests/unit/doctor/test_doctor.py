@@ -17,7 +17,7 @@ from rollback.cli.windows import parse_size
 from rollback.doctor import machine, storage
 from rollback.doctor.examine import Question, examine
 from rollback.doctor.findings import DoctorReport, size
-from rollback.doctor.machine import judge_clock, judge_cores, judge_limits, judge_torch
+from rollback.doctor.machine import judge_clock, judge_cores, judge_limits, judge_python, judge_torch
 from rollback.doctor.memory import judge_fast_tier, look_at_fast_tier
 from rollback.doctor.storage import (
     Disk,
@@ -89,6 +89,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         (judge_cores(8, 4), "ok", "8 processors for 4 ranks"),
         (judge_cores(1.5, 4), "warn", "1.5 processors"),
         (judge_cores(8, None), "ok", "--nproc"),
+        (judge_python((3, 11, 9)), "warn", "a loader's worker hangs"),
+        (judge_python((3, 10, 15)), "ok", "Python 3.10.15"),
+        (judge_python((3, 12, 0)), "ok", "Python 3.12.0"),
         (judge_limits(1024, 1 << 20, -1), "warn", "1024 open files"),
         (judge_limits(65536, 65536, -1), "ok", "65536"),
         (judge_limits(-1, -1, 1 << 30), "fail", "1.0 GiB at most"),
