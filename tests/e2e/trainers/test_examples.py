@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,10 +54,13 @@ def test_the_plain_example_is_adopted_and_trains_as_by_itself(tmp_path: Path) ->
     command = [sys.executable, "-m", "rollback", "launch", "--adopt=strict", str(script), "--epochs", "2"]
     done = run_warm(command, capture_output=True, timeout=LIMIT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    alone = run_warm(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script), "--epochs", "2"],
-        capture_output=True, timeout=LIMIT, check=True, cwd=tmp_path,
-    )  # fmt: skip
+    plain = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script), "--epochs", "2"]
+    try:
+        alone = run_warm(plain, capture_output=True, timeout=LIMIT / 4, check=True, cwd=tmp_path)
+    except (
+        subprocess.TimeoutExpired
+    ):  # a rank of torch's own may stand still as its group goes, in the interpreter's lock
+        alone = run_warm(plain, capture_output=True, timeout=LIMIT, check=True, cwd=tmp_path)
     assert done.stdout == alone.stdout
     assert facts(tmp_path / "runs" / "plain_ddp", Finished)
 
