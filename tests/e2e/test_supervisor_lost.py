@@ -9,7 +9,7 @@ from launching import LIMIT, is_gone
 from test_preemption import HELD, LONG, is_training, launch, wait_for
 from toy import facts, require_same
 
-from rollback.facts.training import Attached
+from rollback.facts.training import Attached, Committed
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
@@ -24,6 +24,7 @@ def test_ranks_and_their_loader_workers_end_with_a_killed_supervisor_and_the_sam
     run = scenarios.run("lost")
     job = launch(scenarios.path, run)
     wait_for(lambda: is_training(run))
+    wait_for(lambda: any(fact.step > 0 for fact in facts(run, Committed)))  # a slow disk comes to it behind the hold
     ranks = [psutil.Process(beat.pid) for beat in read_heartbeats(RunPaths(run).ranks).values()]
     left = [process for rank in ranks for process in (rank, *rank.children(recursive=True))]
     assert len(left) >= 4, "these are not two ranks with a worker each"
