@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol, TypeVar
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.history import History
 from rollback.rundir.paths import CheckpointName
+from rollback.rundir.records import Metric
+from rollback.sentinel.verdict import Kind
 
 
 class Taken(Protocol):
@@ -110,6 +112,18 @@ def is_on_record(history: History, taken: Taken) -> bool:
 def is_provisional(history: History, manifest: Manifest) -> bool:
     """Whether a checkpoint was taken at the end of an epoch that was not, as far as is known, that of the training."""
     return manifest.over and manifest.name != history.final and manifest.name not in history.good
+
+
+def healthy_before(judged: Iterable[Metric], step: int, timeline: int) -> int:
+    """How many steps in front of `step` are on record as healthy, without a gap, in this timeline.
+
+    judged: the last lines of the metrics. Of a step that was trained again the later line counts.
+    """
+    lines = {line.step: (line.verdict, line.timeline) for line in judged}
+    first = step
+    while lines.get(first - 1) == (Kind.HEALTHY.value, timeline):
+        first -= 1
+    return step - first
 
 
 def next_seq(history: History, on_disk: Iterable[str]) -> int:

@@ -14,10 +14,11 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from rollback.facts.fact import Count
 from rollback.system import files
-from rollback.system.durable import end_of_lines, open_regular, write_file
+from rollback.system.durable import end_of_lines, open_regular, read_tail, write_file
 from rollback.system.small_json import parse_model, sound_models
 
 _LINE_LIMIT = 8 << 20  # a skipped batch of a million samples on one rank; a hostile line is not read into memory
+_TAIL = 1 << 16  # bytes
 _DAMAGED_LIMIT = 1000  # lines: more than that is no record with some damage
 
 
@@ -172,6 +173,22 @@ def read_metrics(path: Path, damaged: list[str] | None = None) -> Iterator[Metri
     `damaged` is a list: then the line is described there and left out.
     """
     yield from _lines(path, Metric, damaged)
+
+
+def read_last_metrics(path: Path, count: int | None = None) -> list[Metric]:
+    """The last `count` sound lines of the metrics, oldest first; fewer where the last 64 KiB, with some hundred, have
+    fewer. Empty where they cannot be read."""
+    try:
+        lines = read_tail(path, _TAIL).split(b"\n")[:-1]
+    except (OSError, ValueError):
+        return []
+    found: list[Metric] = []
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            found.append(Metric.model_validate_json(line))
+        if len(found) == count:
+            break
+    return found[::-1]
 
 
 class MetricTail:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rollback.checkpoints import tiers
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
 from rollback.train.catalogue.catalogue import Catalogue
@@ -77,7 +78,7 @@ def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str]
         _tell_what_is_out_of_reach(out_of_reach, tier[1], ranks)
     snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
     in_slots = run.slots if fast is not None else {}
-    catalogue = Catalogue(settings.probation, held, run.history.good, in_slots)
+    catalogue = Catalogue(settings.probation, held, run.history.good, in_slots, _probation_behind(run, held))
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
     copies = HostCopies(paths, ranks, settings.ring, show) if ranks.apart else None
     manager = CheckpointManager(paths, ranks, snapshots, catalogue, record, settings.keep, remote, copies)
@@ -85,6 +86,14 @@ def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str]
     began_at = run.restored.step if run.restored is not None else None
     schedule = SnapshotSchedule(settings, ranks, state, snapshots, manager, record, tier, began_at)
     return CheckpointSide(snapshots, manager, schedule, drainer)
+
+
+def _probation_behind(run: AttachedRun, held: list[Manifest]) -> dict[str, int]:
+    """The healthy verdicts that checkpoints have had when this attempt starts: the steps behind them that it does not
+    train again."""
+    if (restored := run.restored) is None:
+        return {}
+    return {manifest.name: min(run.healthy_before, max(0, restored.step - manifest.step)) for manifest in held}
 
 
 def _tell_what_is_out_of_reach(names: list[str], why: str, ranks: Ranks) -> None:

@@ -55,6 +55,8 @@ class AttachedRun:
     """The number of the next checkpoint."""
     restored: Manifest | None = None
     """The checkpoint that this attempt goes on from; None: the run begins."""
+    healthy_before: int = 0
+    """How many steps in front of that checkpoint were all healthy, as far as rank 0's metrics show."""
     ranks_before: int | None = None
     """The number of ranks of that checkpoint, if it differs from the present number."""
     _process: int = field(default_factory=os.getpid)

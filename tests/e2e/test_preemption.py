@@ -16,10 +16,10 @@ from attempts import Forker
 from job_results import JOB, LAUNCH, Scenarios
 from launching import LIMIT, WITHOUT_TORCHRUN, Launch, launching
 from selection import soak
-from toy import Toy, facts, require_same
+from toy import SETTINGS, Toy, facts, require_same
 from warm_server import WarmPopen
 
-from rollback.facts.training import Attached, Committed, RunEnded, Signalled, Stopped
+from rollback.facts.training import Attached, Committed, Restored, RunEnded, Signalled, Stopped
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
@@ -77,6 +77,19 @@ def test_a_signal_in_an_evaluation_and_in_a_save_costs_nothing(
     in_save, in_evaluation = facts(run, Stopped)
     assert 0 < in_save.step < 40 <= in_evaluation.step, "it was told at another moment"
     assert [fact.step for fact in facts(run, Attached)] == [0, in_save.step, in_evaluation.step]
+
+
+def test_a_stop_does_not_send_the_answer_to_a_later_trouble_further_back(tmp_path: Path, forker: Forker) -> None:
+    """A checkpoint's probation of 20 steps goes on over the stop in step 16, and has passed when the NaN comes."""
+    toy = Toy(samples=240, nan=(33,), settings={**SETTINGS, "probation": 20})
+    ended = {}
+    for name, told in (("undisturbed", {}), ("stopped", {"signal": [15, signal.SIGTERM, 0.0]})):
+        run, log = tmp_path / name, tmp_path / f"{name}-log"
+        if told:
+            assert forker.status(toy, run, log=str(log), **told) == 75, Path(f"{run}.txt").read_text()
+        ended[name] = forker.finish(toy, run, log=log)
+        assert [fact.step for fact in facts(run, Restored)] == [10], name
+    require_same(ended["stopped"], ended["undisturbed"], "stopped before the trouble")
 
 
 LONG = Toy(samples=320, sampler="distributed", workers=1, augment=True, patient=False)

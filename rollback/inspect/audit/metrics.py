@@ -1,37 +1,19 @@
-"""The last steps on record, and their loss. They are read from the end of the metrics, which may be large.
+"""The last steps on record, and their loss.
 
 A recorded loss is the loss that the script observed, or the mean of several in an update. The record does not tell
 whether the script had divided them by the number of accumulated batches, so the text names both values.
 """
 
-import contextlib
 import itertools
 import math
 from collections.abc import Sequence
 
 from rollback.facts.training import Attached, JournalEntry, Restored
 from rollback.inspect.audit.report import LastJudged
-from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric
-from rollback.system.durable import read_tail
 
-_TAIL = 1 << 16
-_LINES = 16
-
-
-def read_last_metrics(paths: RunPaths) -> list[Metric]:
-    """The last few sound lines of the metrics, oldest first. Empty where they cannot be read."""
-    try:
-        lines = read_tail(paths.metrics, _TAIL).split(b"\n")[:-1]
-    except (OSError, ValueError):
-        return []
-    found: list[Metric] = []
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            found.append(Metric.model_validate_json(line))
-        if len(found) == _LINES:
-            break
-    return found[::-1]
+LINES = 16
+"""Of the metrics, that are enough for `last_judged`."""
 
 
 def last_judged(metrics: Sequence[Metric], begun: JournalEntry | None, timeline: int) -> LastJudged | None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.facts.training import AttemptStarted, Incident, JournalEntry
-from rollback.inspect.audit.metrics import read_last_metrics
+from rollback.inspect.audit.metrics import LINES
 from rollback.rundir import seal
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.elsewhere import read_elsewhere
@@ -23,7 +23,7 @@ from rollback.rundir.journal.journal import of_kind, of_kinds, read_journal
 from rollback.rundir.lock import read_holder
 from rollback.rundir.metrics.metric_columns import last_steps, metric_pieces
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Metric, SkippedBatch, read_skipped
+from rollback.rundir.records import Metric, SkippedBatch, read_last_metrics, read_skipped
 from rollback.system.collector import no_collection
 from rollback.system.files import size_of
 from rollback.system.processes import runs
@@ -123,7 +123,7 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
         progress.by_attempt,
         notices,
         evidence,
-        read_last_metrics(paths),
+        read_last_metrics(paths.metrics, LINES),
         paths.holder.exists(),
         _is_abandoned(paths),
         left_out,

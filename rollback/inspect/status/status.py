@@ -23,7 +23,7 @@ from rollback.facts.history import History
 from rollback.facts.training import TOLD, Attached, Drained, JournalEntry, RestartScheduled, Restored, Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.ending import confirmed
-from rollback.inspect.audit.metrics import last_judged, read_last_metrics
+from rollback.inspect.audit.metrics import LINES, last_judged
 from rollback.inspect.audit.reading import require_run_directory, torn_notice
 from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem, said
 from rollback.inspect.audit.requests import open_requests
@@ -35,7 +35,7 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail, read_entries
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
-from rollback.rundir.records import Heartbeat
+from rollback.rundir.records import Heartbeat, read_last_metrics
 from rollback.system.collector import no_collection
 from rollback.system.processes import runs, start_of
 
@@ -223,7 +223,7 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, ring: list[HeldCheckpo
     history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())
-    judged = last_judged(read_last_metrics(paths), past.begun, history.timeline)
+    judged = last_judged(read_last_metrics(paths.metrics, LINES), past.begun, history.timeline)
     found = read_all_heartbeats(paths)
     heartbeats = {rank: beat for rank, beat in found.items() if beat.attempt >= history.last_attempt}
     holder = _holder(paths, now)

@@ -65,7 +65,8 @@ class Catalogue:
     """Checkpoints of the present timeline. Those that were committed and lie here are *held*: candidates and good ones.
 
     probation: the number of healthy verdicts after a checkpoint that make it good. manifests: of the checkpoints that
-    are held at the start. The names of the good ones and the slots of those in slots come with them.
+    are held at the start. The names of the good ones, the slots of those in slots, and the healthy verdicts that others
+    have had in earlier attempts come with them.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Catalogue:
         manifests: Iterable[Manifest],
         good: Collection[str],
         slots: Mapping[str, int] | None = None,
+        healthy: Mapping[str, int] | None = None,
     ) -> None:
         self._probation = probation
         self._entries: dict[str, CatalogueEntry] = {}
@@ -82,6 +84,7 @@ class Catalogue:
         for manifest in manifests:
             status = CheckpointStatus.GOOD if manifest.name in good else CheckpointStatus.CANDIDATE
             self._add(manifest, status, (slots or {}).get(manifest.name))
+            self._entries[manifest.name].healthy = (healthy or {}).get(manifest.name, 0)
 
     # What comes and goes -------------------------------------------------------------------------------------------
 

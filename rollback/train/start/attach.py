@@ -56,6 +56,7 @@ from rollback.train.start.start_record import (
     NOT_ON_RECORD,
     evict_what_was_cut_off,
     finish_pending_plan,
+    healthy_until,
     leave_out_what_is_new,
     put_aside,
     require_a_change,
@@ -333,9 +334,11 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
         [*damaged, *found.strays, *(m.name for m in found.at_url), *(manifest.name for manifest in found.manifests)],
     )
     slots = {manifest.name: found.slots[manifest.name] for manifest in held if manifest.name in found.slots}
+    healthy = healthy_until(paths, history, chosen, record) if ranks.first and chosen is not None else 0
     return AttachedRun(
         paths, ranks, settings, record, history, found.attempt, run_id, manifests=held, slots=slots,
-        in_ring=frozenset(found.in_ring), next_seq=seq, restored=chosen, ranks_before=ranks_before,
+        in_ring=frozenset(found.in_ring), next_seq=seq, restored=chosen,
+        healthy_before=ranks.from_first(healthy), ranks_before=ranks_before,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account
 from rollback.checkpoints.fast_tier.slots import uncommit
 from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.resume import healthy_before
 from rollback.config import ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural, UsageError
 from rollback.facts.history import History, merge_windows
@@ -25,6 +26,7 @@ from rollback.facts.training import (
     Window,
 )
 from rollback.rundir.paths import CheckpointName, RunPaths
+from rollback.rundir.records import read_last_metrics
 from rollback.rundir.requests import names, sound_requests
 from rollback.suspects import beside_later_ones, left_out_at
 from rollback.train.comm.ranks import Ranks
@@ -96,6 +98,13 @@ def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest 
                 )
             )  # fmt: skip
         record.complete_metrics(account.metrics)
+
+
+def healthy_until(paths: RunPaths, history: History, chosen: Manifest, record: Recorder) -> int:
+    """How many steps in front of the checkpoint that this attempt goes on from were all healthy. On rank 0, behind
+    `take_over_last_snapshot`. Fewer where the metrics lack lines: what is not on record counts as not healthy."""
+    record.flush()
+    return healthy_before(read_last_metrics(paths.metrics), chosen.step, history.timeline)
 
 
 def leave_out_what_is_new(

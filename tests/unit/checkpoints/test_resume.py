@@ -5,9 +5,10 @@ import pytest
 from checkpoints import manifest_of
 from recorded_run import attached, incident, rollback_plan
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.checkpoints.resume import candidates, newest_on_record, next_seq, of_present_timeline
+from rollback.checkpoints.resume import candidates, healthy_before, newest_on_record, next_seq, of_present_timeline
 from rollback.facts.history import History, fold
 from rollback.facts.training import BecameGood, Committed, Evicted, Fact, Finished, JournalEntry, Restored
+from rollback.rundir.records import Metric
 
 RING = [manifest_of(seq, 20 * seq) for seq in range(4)]
 NAMES = [manifest.name for manifest in RING]
@@ -156,3 +157,32 @@ def test_a_run_is_complete_until_it_goes_on_or_back() -> None:
     assert history_of(finished).final == NAMES[3]
     assert history_of(finished, later).final is None
     assert history_of(finished, incident(1, 45, 49), plan_to(2)).final is None
+
+
+def judged(*steps: int, verdict: str = "healthy", attempt: int = 1, timeline: int = 0) -> list[Metric]:
+    return [
+        Metric(step=step, batch=step, loss=1.0, grad_norm=None, verdict=verdict, attempt=attempt, timeline=timeline)
+        for step in steps
+    ]
+
+
+def test_healthy_steps_in_front_of_a_step_are_counted_as_far_as_they_are_on_record() -> None:
+    lines = judged(*range(3, 9))
+    assert healthy_before(lines, 9, 0) == 6
+    assert healthy_before(lines, 7, 0) == 4, "what comes behind it says nothing of it"
+    assert healthy_before(lines, 10, 0) == 0, "the step right before it is not on record"
+    assert healthy_before([line for line in lines if line.step != 5], 9, 0) == 3
+    assert healthy_before([], 9, 0) == 0
+
+
+def test_what_stood_out_or_was_judged_before_a_rollback_ends_the_healthy_steps() -> None:
+    lines = [*judged(3, 4), *judged(5, verdict="watch"), *judged(6, 7)]
+    assert healthy_before(lines, 8, 0) == 2
+    lines = [*judged(3, 4, 5), *judged(6, 7, timeline=1)]
+    assert healthy_before(lines, 8, 1) == 2
+    assert healthy_before(lines, 8, 0) == 0
+
+
+def test_of_a_step_that_was_trained_again_the_later_verdict_counts() -> None:
+    assert healthy_before([*judged(3, 4, 5, verdict="spike"), *judged(3, 4, 5, attempt=2)], 6, 0) == 3
+    assert healthy_before([*judged(3, 4, 5), *judged(5, verdict="watch", attempt=2)], 6, 0) == 0

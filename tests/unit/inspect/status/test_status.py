@@ -18,7 +18,6 @@ from recorded_run import RecordedRun, eventful_run, hold, incident, rollback_pla
 from rollback.cli import app
 from rollback.facts.training import Drained, Evicted, Finished
 from rollback.inspect.audit.ending import NO_END
-from rollback.inspect.audit.metrics import read_last_metrics
 from rollback.inspect.audit.reading import read_material
 from rollback.inspect.status import status as status_module
 from rollback.inspect.status.status import Status, StatusReader, read_status
@@ -27,7 +26,7 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat, write_heartbeat
+from rollback.rundir.records import Heartbeat, read_last_metrics, write_heartbeat
 from rollback.system.processes import start_of
 
 C0, C1 = "c000000-s00000000", "c000001-s00000020"
@@ -283,7 +282,7 @@ def test_the_place_of_the_durable_ring_works_from_anywhere(
 def test_the_last_sound_metric_counts(run: RecordedRun, tail: str) -> None:
     with open(run.paths.metrics, "a") as file:
         file.write(tail)
-    found = read_last_metrics(run.paths)
+    found = read_last_metrics(run.paths.metrics, 16)
     assert found == [] if len(tail) > 1 << 16 else found[-1].step == 34
 
 

@@ -68,6 +68,15 @@ def test_a_resumed_run_keeps_what_was_good_and_tries_the_others_anew() -> None:
     assert good(catalogue) == [0, 10, 20]
 
 
+def test_verdicts_of_earlier_attempts_count_for_the_probation() -> None:
+    manifests = [manifest_of(seq, 10 * seq) for seq in range(3)]
+    catalogue = Catalogue(PROBATION, manifests, [manifests[0].name], healthy={manifests[1].name: PROBATION - 1})
+    assert [manifest.step for manifest in catalogue.judge(True, None)] == [10]
+    for _ in range(PROBATION - 2):
+        assert catalogue.judge(True, None) == []
+    assert [manifest.step for manifest in catalogue.judge(True, None)] == [20]
+
+
 def test_what_leaves_the_fast_tier_as_good_may_be_gone_back_to_where_the_ring_has_it() -> None:
     manifests = [manifest_of(seq, 10 * seq) for seq in range(3)]
     names = [manifest.name for manifest in manifests]
