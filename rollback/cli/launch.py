@@ -205,9 +205,22 @@ def require_files(flags: Mapping[str, str | bool]) -> None:
         )
 
 
+_LAUNCHERS = {
+    "program": ("torchrun", "accelerate", "accelerate-launch", "deepspeed"),
+    "module": ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
+}
+"""What starts ranks of its own: of these the supervisor knows none, so it could not tell which died, nor end them."""
+
+
 def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
     """Raise UsageError unless there is something to run. Imports nothing."""
     as_file = bool(flags.get("run-path"))
+    is_module = bool(flags.get("module")) and not as_file
+    if script in _LAUNCHERS["module" if is_module else "program"] and (is_module or not Path(script).exists()):
+        raise UsageError(
+            f"{script} starts processes of its own, in whose place rollback launch stands",
+            hint=f"leave {script} and its flags out: rollback launch --nproc N train.py [ARGUMENTS OF train.py]",
+        )
     if flags.get("module") and not as_file:
         if flags.get("no-python"):
             raise UsageError("--module and --no-python exclude each other: a module is run by python")

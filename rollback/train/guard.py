@@ -20,6 +20,7 @@ from rollback.train.process.stopping import end_with_supervisor
 from rollback.train.script_side import PassIterator, ScriptSide, refusing
 from rollback.train.start import arguments
 from rollback.train.start import attach as attaching
+from rollback.train.state.rank_allocation import rank_allocation
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.hooks import weak_hook
 
@@ -65,6 +66,7 @@ class Guard(ScriptSide):
             settings, objects = arguments.settings_and_objects(others)
             sentinel = arguments.sentinel_for(settings)
             arguments.check_trained(model, optimizer, objects)
+            objects = {**rank_allocation(model), **objects}
             arguments.check_run(run)
             end = None if max_steps is None else arguments.whole_number(max_steps, "Guard got max_steps")
             arguments.check_alike(settings, end, ranks)

@@ -4,6 +4,7 @@ A job that is started again writes to a new file (Lightning counts versions), or
 up to where it goes on are the first ones of the new file.
 """
 
+import contextlib
 import csv
 import io
 import itertools
@@ -33,12 +34,15 @@ class LoggedRows:
 
     def state_dict(self) -> dict[str, Any]:
         file = self._file()
-        return {"path": str(file.metrics_file_path), "rows": self._count or 0, "columns": list(file.metrics_keys)}
+        columns = sorted({*file.metrics_keys, *itertools.chain(*file.metrics)})  # as it will have when it is saved
+        return {"path": str(file.metrics_file_path), "rows": self._count or 0, "columns": columns}
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         file, path = self._file(), Path(kept["path"])
-        text = _read(path) or self._before.get(str(path), "")
-        rows = list(itertools.islice(csv.DictReader(io.StringIO(text)), kept["rows"]))
+        with contextlib.suppress(OSError):
+            file.save()  # the rows that it still holds
+        texts = _read(path), self._before.get(str(path), "")  # a new process may have logged again what comes first
+        rows = max((_rows(text)[: kept["rows"]] for text in texts), key=len)
         if len(rows) < kept["rows"]:
             say(f"{path} has {len(rows)} of the {kept['rows']} rows that were logged: the others are lost")
         file.metrics, file.metrics_keys, self._count = [], list(kept["columns"]), len(rows)
@@ -48,10 +52,11 @@ class LoggedRows:
             say(f"{file.metrics_file_path}: {error}; it may have rows of steps that are undone")
 
     def _file(self) -> Any:
-        """The logger's writer, whose rows are counted from now on."""
+        """The logger's writer, whose rows are counted from now on. It may have some, as of a `trainer.validate`."""
         file = self._logger.experiment
         if self._count is None:
-            self._count, original = 0, file.log_metrics
+            original = file.log_metrics
+            self._count = len(_rows(_read(Path(file.metrics_file_path)))) + len(file.metrics)
 
             def log_metrics(*given: Any, **others: Any) -> None:
                 self._count = (self._count or 0) + 1
@@ -67,6 +72,10 @@ def _read(path: Path) -> str:
             return file.read()
     except (OSError, ValueError):
         return ""
+
+
+def _rows(text: str) -> list[dict[str, Any]]:
+    return list(csv.DictReader(io.StringIO(text)))
 
 
 def _write(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:

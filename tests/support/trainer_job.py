@@ -271,8 +271,12 @@ class Job:
         return model
 
     def adapter(self) -> Any:
-        from peft import LoraConfig
+        from peft import AdaLoraConfig, LoraConfig
 
+        if self.job.more.get("adapter") == "adalora":
+            return AdaLoraConfig(
+                init_r=6, target_r=2, tinit=4, tfinal=10, deltaT=2, total_step=60, target_modules=["q_proj", "v_proj"]
+            )
         return LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
 
     def train_by_lora(self) -> dict[str, str]:
@@ -281,7 +285,7 @@ class Job:
         from torch.utils.data import DataLoader, DistributedSampler
 
         data = Text(self.job.samples * self.ranks)
-        inner: nn.Module = get_peft_model(self.llama(), self.adapter())
+        inner: Any = get_peft_model(self.llama(), self.adapter())
         model = DistributedDataParallel(inner) if self.ranks > 1 else inner
         optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], 1e-3)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
@@ -303,6 +307,8 @@ class Job:
                 loss.backward()
                 optimizer.step()
                 scheduler.step()
+                if self.job.more.get("adapter") == "adalora":
+                    inner.base_model.update_and_allocate(steps)
                 optimizer.zero_grad()
                 steps += 1
                 if self.guard is not None:

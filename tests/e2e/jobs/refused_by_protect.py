@@ -136,6 +136,7 @@ CASES: dict[str, Callable[[], object]] = {
     "resume_from_checkpoint": lambda: protected().train(resume_from_checkpoint="out/checkpoint-5"),
     "auto_find_batch_size": lambda: protected(auto_find_batch_size=True),
     "ignore_data_skip": lambda: protected(ignore_data_skip=True),
+    "enable_jit_checkpoint": lambda: protected(enable_jit_checkpoint=True),
     "the Trainer with DeepSpeed": lambda: with_enabled("is_deepspeed_enabled"),
     "the Trainer with FSDP": lambda: with_enabled("is_fsdp_enabled"),
     "the Trainer with DataParallel": with_gpus,

@@ -13,6 +13,7 @@ from rollback.rundir.paths import RunPaths
 
 SFT = TrainerJob(loop="sft", bad_at=(33,), more={"bf16": False})
 LORA = TrainerJob(loop="lora", bad_at=(33,))
+ADALORA = LORA.but(more={"adapter": "adalora"})
 MODULES = "trl peft datasets accelerate transformers.models.llama.modeling_llama"
 
 
@@ -25,13 +26,14 @@ def require_base_stored_once(run: Path) -> None:
 
 @pytest.mark.soak
 def test_a_rollback_is_as_if_the_bad_batch_had_never_been_there(tmp_path: Path) -> None:
-    require_all_same(tmp_path, 1, {"lora": LORA.but(bad_at=())}, {"sft": SFT, "lora": LORA}, MODULES)
-    for name in ("clean lora", "bad sft", "bad lora"):
+    bad = {"sft": SFT, "lora": LORA, "adalora": ADALORA}
+    require_all_same(tmp_path, 1, {"lora": LORA.but(bad_at=())}, bad, MODULES)
+    for name in ("clean lora", "bad sft", "bad lora", "bad adalora"):
         require_base_stored_once(tmp_path / name)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("job", [SFT, LORA], ids=["sft", "lora"])
+@pytest.mark.parametrize("job", [SFT, LORA, ADALORA], ids=["sft", "lora", "adalora"])
 def test_killed_and_from_the_url_alone(tmp_path: Path, job: TrainerJob) -> None:
     for name in ("killed", "url"):
         (tmp_path / name).mkdir()

@@ -16,6 +16,7 @@ REFUSED = {
     "resume_from_checkpoint": ("resume_from_checkpoint='out/checkpoint-5'", "leave it out"),
     "auto_find_batch_size": ("auto_find_batch_size=True", "gradient_accumulation_steps"),
     "ignore_data_skip": ("ignore_data_skip=True", "take it out"),
+    "enable_jit_checkpoint": ("enable_jit_checkpoint=True", "take it out"),
     "the Trainer with DeepSpeed": ("DeepSpeed", "DistributedDataParallel"),
     "the Trainer with FSDP": ("FSDP", "DistributedDataParallel"),
     "the Trainer with DataParallel": ("DataParallel on 2 GPUs", "one process for each GPU"),

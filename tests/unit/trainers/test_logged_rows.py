@@ -52,6 +52,45 @@ def test_a_job_that_is_started_again_has_all_rows_in_its_new_file(
     assert text(again) == as_it_was
 
 
+def test_rows_that_were_logged_before_the_training_stay(loggers: Any, tmp_path: Path) -> None:
+    logger = loggers.CSVLogger(tmp_path)
+    rows = LoggedRows(logger)
+    log(logger, 0)  # as `trainer.validate` does
+    rows.state_dict()
+    log(logger, 1)
+    kept, as_it_was = rows.state_dict(), text(logger)
+    log(logger, 2)
+    rows.load_state_dict(kept)
+    assert text(logger) == as_it_was
+
+
+def test_a_job_that_logs_the_first_rows_again_when_it_is_started_again_has_them_once(
+    loggers: Any, tmp_path: Path
+) -> None:
+    first = loggers.CSVLogger(tmp_path, version=0)
+    log(first, 0)
+    rows = LoggedRows(first)
+    rows.state_dict()
+    log(first, 1, 2)
+    kept, as_it_was = rows.state_dict(), text(first)
+    again = loggers.CSVLogger(tmp_path, version=0)
+    rows = LoggedRows(again)
+    log(again, 0)
+    rows.load_state_dict(kept)
+    assert text(again) == as_it_was
+
+
+def test_rows_that_the_logger_has_not_saved_yet_stay(loggers: Any, tmp_path: Path) -> None:
+    logger = loggers.CSVLogger(tmp_path)
+    rows = LoggedRows(logger)
+    log(logger, 1)
+    logger.log_metrics({"of my own": 0.25}, 1)
+    kept = rows.state_dict()
+    log(logger, 2)
+    rows.load_state_dict(kept)
+    assert text(logger).splitlines() == ["loss,of my own,step", "0.125,,1", ",0.25,1"]
+
+
 def test_with_no_row_there_is_no_file(loggers: Any, tmp_path: Path) -> None:
     logger = loggers.CSVLogger(tmp_path)
     rows = LoggedRows(logger)
