@@ -137,7 +137,8 @@ def left_out_by_order(
 
     An order may come again: a sample is left out, taken in, and left out once more. So equal orders are counted: only
     those beyond the ones on record are new. Batches cannot tell them apart: an order that comes with a later start is
-    on record with the batch of that start.
+    on record with the batch of that start. Their reasons do tell an order from what another one had to say once more of
+    later batches (`beside_later_ones`), which may add and release the same samples.
     """
     orders: list[tuple[str, str, int, set[int], set[int]]] = []
     given: set[int] = set()
@@ -149,9 +150,9 @@ def left_out_by_order(
         if leaves_out(settings, crash):
             orders.append((THE_SUPERVISOR, crash.in_words(), crash.window.first, {*crash.samples}, set()))
     known = list(recorded)
-    on_record = Counter((fact.who, frozenset(fact.added), frozenset(fact.released)) for fact in recorded)
+    on_record = Counter((fact.who, fact.why, frozenset(fact.added), frozenset(fact.released)) for fact in recorded)
     for who, why, first, added, released in orders:
-        order = (who, frozenset(added), frozenset(released))
+        order = (who, why, frozenset(added), frozenset(released))
         on_record[order] -= 1
         if on_record[order] >= 0:
             continue

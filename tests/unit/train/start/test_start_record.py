@@ -50,6 +50,15 @@ def test_what_the_supervisor_leaves_out_ends_no_order_for_later_batches() -> Non
     assert in_force(new) == [(8, (7,)), (10, (5, 7)), (20, (7,))]
 
 
+def test_what_the_supervisor_blames_is_left_out_though_its_last_order_had_to_say_the_same_of_a_later_batch() -> None:
+    """Else the sample raises in each attempt to come, and the record calls it left out."""
+    orders = settings((10, (5,)), (20, ()))
+    recorded = left_out_by_order([], orders, [], 0)
+    recorded += left_out_by_order(recorded, orders, [blamed(7)], 2)
+    again = blamed(5).model_copy(update={"window": Window(first=25, last=25), "batch": 25, "attempts": (3, 4)})
+    assert in_force(left_out_by_order(recorded, orders, [blamed(7), again], 22)) == [(25, (5, 7))]
+
+
 def test_of_whole_lists_the_one_that_is_given_last_counts_from_its_batch_on() -> None:
     """As a run has them that went back: `--skips-of` gives them in the order in which it had them."""
     lists = [(120, (5,)), (60, (5, 6))]
