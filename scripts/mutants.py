@@ -52,6 +52,7 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("supervisor/diagnosis/first_cause", "supervisor/diagnosis/blamed_data"),
     ),
     "budget": (("supervisor/budget.py",), ("supervisor/supervisor_decisions",)),
+    "start": (("train/start/start_record.py",), ("train/start/start_record",)),
     "skips": (("train/data/skips.py",), ("train/data/skips",)),
     "beat": (("train/comm/beat.py",), ("train/comm/pulse",)),
 }
