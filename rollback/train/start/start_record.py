@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account
@@ -28,7 +29,7 @@ from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import names, sound_requests
 from rollback.suspects import beside_later_ones, left_out_at
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Recorder, say
+from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import why_kept
 
@@ -216,13 +217,11 @@ def put_aside(
     """
     tier = tiers.fast_tier_of(paths) if ranks.first_of_host else None
     for name, reason in damaged.items():
-        try:
-            if ranks.first_in_directory and os.path.lexists(paths.checkpoint(name)):
-                ring.quarantine(paths, name)
-            if tier is not None and name in slots:
-                uncommit(tier, slots[name])
-        except OSError as error:
-            say(f"putting checkpoint {name} aside failed ({error}); it stays where it is and is not used")
+        # Each by itself: a disk that refuses keeps nothing in memory.
+        if ranks.first_in_directory and os.path.lexists(paths.checkpoint(name)):
+            say_if_it_fails(f"moving checkpoint {name} to quarantine", partial(ring.quarantine, paths, name))
+        if tier is not None and name in slots:
+            say_if_it_fails(f"giving up the slot of checkpoint {name}", partial(uncommit, tier, slots[name]))
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
 
 

@@ -344,6 +344,18 @@ def test_what_cannot_be_used_is_put_aside_in_ring_and_slot_and_nothing_else_is(
     ]  # fmt: skip
 
 
+def test_a_ring_that_does_not_let_go_of_a_checkpoint_keeps_no_slot_from_it(
+    paths: RunPaths, record: Recorder, tier: SlotPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a later start, whose record has other rollbacks, finds it there."""
+    write_checkpoint(paths, 2, 40)
+    commit(tier, 0, 2)
+    paths.quarantine.write_text("no directory")
+    put_aside(paths, {C2: "torn"}, {C2: 0}, Ranks(), record)
+    assert not slots.is_committed(tier, 0)
+    assert f"moving checkpoint {C2} to quarantine failed" in capsys.readouterr().err
+
+
 def test_only_one_rank_puts_aside(paths: RunPaths, record: Recorder, tier: SlotPaths) -> None:
     write_checkpoint(paths, 2, 40)
     commit(tier, 0, 2)
