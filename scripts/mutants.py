@@ -40,7 +40,10 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("train/catalogue/catalogue", "checkpoints/resume", "checkpoints/retention"),
     ),
     "retention": (("checkpoints/retention.py",), ("checkpoints/retention",)),
-    "journal": (("rundir/journal/journal.py", "facts/history.py"), ("rundir/journal/journal", "facts/history")),
+    "journal": (
+        ("rundir/journal/journal.py", "facts/history.py"),
+        ("rundir/journal/journal", "rundir/journal/journal_index", "rundir/journal/folded_journal", "facts/history"),
+    ),
     "agreement": (("train/last_snapshot/agreement.py",), ("train/last_snapshot/agreement",)),
     "claim": (("supervisor/claim.py", "rundir/lock.py"), ("supervisor/claim", "rundir/lock")),
     "tiers": (
