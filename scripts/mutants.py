@@ -46,6 +46,7 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "agreement": (("train/last_snapshot/agreement.py",), ("train/last_snapshot/agreement",)),
     "claim": (("supervisor/claim.py", "rundir/lock.py"), ("supervisor/claim", "rundir/lock")),
+    "slots": (("checkpoints/fast_tier/slots.py",), ("checkpoints/fast_tier/slots",)),
     "tiers": (
         ("checkpoints/tiers.py", "train/snapshots/tier_choice.py", "checkpoints/fast_tier/sizing.py"),
         ("checkpoints/tiers", "train/snapshots/tier_choice", "checkpoints/fast_tier/sizing"),
