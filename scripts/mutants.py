@@ -40,9 +40,13 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("train/catalogue/catalogue", "checkpoints/resume", "checkpoints/retention"),
     ),
     "retention": (("checkpoints/retention.py",), ("checkpoints/retention",)),
-    "journal": (("rundir/journal/journal.py", "facts/history.py"), ("rundir/journal/journal", "facts/history")),
+    "journal": (
+        ("rundir/journal/journal.py", "facts/history.py"),
+        ("rundir/journal/journal", "rundir/journal/journal_index", "rundir/journal/folded_journal", "facts/history"),
+    ),
     "agreement": (("train/last_snapshot/agreement.py",), ("train/last_snapshot/agreement",)),
     "claim": (("supervisor/claim.py", "rundir/lock.py"), ("supervisor/claim", "rundir/lock")),
+    "slots": (("checkpoints/fast_tier/slots.py",), ("checkpoints/fast_tier/slots",)),
     "tiers": (
         ("checkpoints/tiers.py", "train/snapshots/tier_choice.py", "checkpoints/fast_tier/sizing.py"),
         ("checkpoints/tiers", "train/snapshots/tier_choice", "checkpoints/fast_tier/sizing"),
@@ -52,6 +56,7 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("supervisor/diagnosis/first_cause", "supervisor/diagnosis/blamed_data"),
     ),
     "budget": (("supervisor/budget.py",), ("supervisor/supervisor_decisions",)),
+    "start": (("train/start/start_record.py",), ("train/start/start_record",)),
     "skips": (("train/data/skips.py",), ("train/data/skips",)),
     "beat": (("train/comm/beat.py",), ("train/comm/pulse",)),
 }

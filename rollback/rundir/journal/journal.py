@@ -200,7 +200,6 @@ def _read(
             size = os.fstat(file.fileno()).st_size
             if not start <= size <= _LIMIT:
                 raise ValueError(f"{path} has {size} bytes; at least {start} and at most {_LIMIT} are believed")
-            file.seek(start)
             return _scan(
                 file, start, size if end is None else min(size, end), lines, chain, path.stem, index, known, only
             )

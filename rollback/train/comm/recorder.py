@@ -41,7 +41,7 @@ def say(text: str) -> None:
         _Unheard.lines += 1
 
 
-def say_if_it_fails(doing: str, act: Callable[[], None]) -> None:
+def say_if_it_fails(doing: str, act: Callable[[], object]) -> None:
     """Do something that the run does not depend on. Report a failure."""
     try:
         act()

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account
@@ -30,7 +31,7 @@ from rollback.rundir.records import read_last_metrics
 from rollback.rundir.requests import names, sound_requests
 from rollback.suspects import beside_later_ones, left_out_at
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Recorder, say
+from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import why_kept
 
@@ -146,7 +147,8 @@ def left_out_by_order(
 
     An order may come again: a sample is left out, taken in, and left out once more. So equal orders are counted: only
     those beyond the ones on record are new. Batches cannot tell them apart: an order that comes with a later start is
-    on record with the batch of that start.
+    on record with the batch of that start. Their reasons do tell an order from what another one had to say once more of
+    later batches (`beside_later_ones`), which may add and release the same samples.
     """
     orders: list[tuple[str, str, int, set[int], set[int]]] = []
     given: set[int] = set()
@@ -158,9 +160,9 @@ def left_out_by_order(
         if leaves_out(settings, crash):
             orders.append((THE_SUPERVISOR, crash.in_words(), crash.window.first, {*crash.samples}, set()))
     known = list(recorded)
-    on_record = Counter((fact.who, frozenset(fact.added), frozenset(fact.released)) for fact in recorded)
+    on_record = Counter((fact.who, fact.why, frozenset(fact.added), frozenset(fact.released)) for fact in recorded)
     for who, why, first, added, released in orders:
-        order = (who, frozenset(added), frozenset(released))
+        order = (who, why, frozenset(added), frozenset(released))
         on_record[order] -= 1
         if on_record[order] >= 0:
             continue
@@ -224,13 +226,11 @@ def put_aside(
     """
     tier = tiers.fast_tier_of(paths) if ranks.first_of_host else None
     for name, reason in damaged.items():
-        try:
-            if ranks.first_in_directory and os.path.lexists(paths.checkpoint(name)):
-                ring.quarantine(paths, name)
-            if tier is not None and name in slots:
-                uncommit(tier, slots[name])
-        except OSError as error:
-            say(f"putting checkpoint {name} aside failed ({error}); it stays where it is and is not used")
+        # Each by itself: a disk that refuses keeps nothing in memory.
+        if ranks.first_in_directory and os.path.lexists(paths.checkpoint(name)):
+            say_if_it_fails(f"moving checkpoint {name} to quarantine", partial(ring.quarantine, paths, name))
+        if tier is not None and name in slots:
+            say_if_it_fails(f"giving up the slot of checkpoint {name}", partial(uncommit, tier, slots[name]))
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
 
 

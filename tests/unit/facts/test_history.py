@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from recorded_run import attached, incident, rollback_plan
 from rollback.errors import JournalDamaged
-from rollback.facts.history import Case, History, copy_of, fold, merge_windows, passed_over_by
+from rollback.facts.fact import InitialState
+from rollback.facts.history import Case, History, copy_of, fold, furthest_of, merge_windows, passed_over_by
 from rollback.facts.training import (
     Accepted,
     Advice,
@@ -285,6 +286,40 @@ def test_settings_are_those_of_the_last_attempt_and_how_often_the_script_had_wri
     assert told(attach(None), attach(9)).first_writes == 9
 
 
+def test_how_far_a_run_has_come_is_the_furthest_that_any_fact_reaches_whatever_was_undone() -> None:
+    told_at = [attached(None, 0), *STORY, attached(C1, 20)]
+    for count, furthest in ((0, None), (1, 0), (3, 20), (4, 40), (len(told_at), 40)):
+        entries = records(told_at[:count])
+        assert fold(entries).furthest == furthest_of(entries) == furthest
+
+
+def test_a_run_keeps_what_it_began_with_and_that_it_has_begun() -> None:
+    began = InitialState(
+        path="w", layout="safetensors", files=1, bytes=1, hash="h", tensors=1, optimizer=0, left_aside=0
+    )
+    with_it, without = (attached(None, 0).model_copy(update={"init": init}) for init in (began, None))
+    assert told(with_it, without).init == began
+    assert told(without).init is None
+    assert told(without).attached
+    assert not told(*STORY).attached
+
+
+def test_the_learning_rate_is_lowered_by_the_last_plan_that_lowers_it_and_is_carried_out() -> None:
+    def lowers(number: int, factor: float, **changed: object) -> Planned:
+        return rollback_plan(number, C1, 20, None, lower_rate=(factor, 200), **changed)
+
+    story = [incident(1, 45, 49), lowers(1, 0.5), incident(2, 60, 61), PLAN.model_copy(update={"incident": 2})]
+    assert told(incident(1, 45, 49), PLAN).lowered is None
+    assert told(*story).lowered == lowers(1, 0.5)
+    story += [incident(3, 70, 71), lowers(3, 0.25), incident(4, 80, 81), lowers(4, 0.125, action="observe")]
+    assert told(*story).lowered == lowers(3, 0.25)
+
+
+def test_what_was_good_and_is_found_damaged_may_be_sound_elsewhere() -> None:
+    found = [Quarantined(checkpoint=name, reason="flipped bit") for name in (C1, C2)]
+    assert told(*CHECKPOINTS, *found).spoiled == {C1}
+
+
 def test_a_checkpoint_that_was_fetched_is_here_again_and_good() -> None:
     fetched = Fetched(checkpoint=C2, step=40, place="s3://b", bytes=1, seconds=0.1)
     history = told(commit(C2, 40), Evicted(checkpoint=C2, reason="full"), fetched)
@@ -367,3 +402,6 @@ def test_of_a_window_that_was_given_late_the_batches_before_that_are_not_passed_
     assert passed(fold(records(back))) == [(60, 101), (200, 210)]
     further = [*late, incident(1, 45, 49), rollback_plan(1, C0, 0, (60, 101)), restored(1, C0, 0)]
     assert passed(fold(records(further))) == [(10, 20), (60, 101), (200, 210)]
+    resumed = [*late, attached(C1, 20)]
+    assert passed(fold(records(resumed))) == [(70, 90), (200, 210)]
+    assert passed(fold(records([given(0, 0), given(9, 9)]))) == [(0, 0), (9, 9)], "of a run that has not begun"

@@ -108,6 +108,8 @@ def test_a_reader_that_dies_holds_nothing(tier: SlotPaths) -> None:
 
 def test_a_slot_that_never_was_is_free(tier: SlotPaths) -> None:
     assert slots.uncommit(tier, 3)
+    tier.slot(3).mkdir()
+    assert slots.uncommit(tier, 3)
 
 
 @pytest.mark.parametrize("fault", ["open", "link", "file"])
@@ -161,9 +163,16 @@ def test_a_file_that_is_not_ours_alone_is_refused_untouched(tier: SlotPaths, tmp
             os.link(victim, place)
         case "pipe":
             os.mkfifo(place)
-    with pytest.raises((OSError, RunDirectoryError)):
+    with pytest.raises(OSError if kind == "link" else RunDirectoryError):
         slots.map_shard(tier, 0, 0, 4096)
     assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("bit", [1 << place for place in range(6)])
+def test_whatever_others_could_do_in_a_directory_it_is_refused(tier: SlotPaths, bit: int) -> None:
+    tier.root.chmod(0o700 | bit)
+    with pytest.raises(RunDirectoryError, match="open to others"):
+        slots.require_own(tier.root)
 
 
 def test_a_copy_of_a_run_directory_does_not_get_the_original_s_slots(tmp_path: Path) -> None:
@@ -191,6 +200,132 @@ def test_removing_a_tier_leaves_nothing_and_spares_its_neighbours(tier: SlotPath
     assert list(neighbour.root.parent.iterdir()) == [neighbour.root]
     slots.remove(neighbour)
     assert not neighbour.root.parent.exists()
+
+
+def test_a_map_is_a_slot_s_shard_only_as_long_as_the_file_of_that_name_is_the_one_that_is_mapped(
+    tier: SlotPaths,
+) -> None:
+    """Else a snapshot is written to memory that nobody finds."""
+    region = slots.map_shard(tier, 0, 1, 8192)
+    slots.require_file(tier, 0, 1, region)
+    path = tier.slot(0) / shard_name(1)
+    os.truncate(path, 4096)
+    with pytest.raises(OSError, match="its size was changed"):
+        slots.require_file(tier, 0, 1, region)
+    os.truncate(path, 8192)
+    slots.require_file(tier, 0, 1, region)
+    path.rename(tier.slot(0) / "elsewhere")
+    with pytest.raises(FileNotFoundError):
+        slots.require_file(tier, 0, 1, region)
+    path.write_bytes(bytes(8192))
+    with pytest.raises(OSError, match="another file has taken its place"):
+        slots.require_file(tier, 0, 1, region)
+    region.close()
+
+
+def test_a_slot_is_committed_only_with_the_shards_of_its_host(tier: SlotPaths) -> None:
+    manifest = fill(tier, 0, 1, 5)
+    slots.require_committed(tier, 0, (0, 1))
+    assert slots.uncommit(tier, 0)
+    for ranks in ((), (0, 1)):
+        with pytest.raises(FileNotFoundError):
+            slots.require_committed(tier, 0, ranks)
+    (tier.slot(0) / shard_name(1)).unlink()
+    with pytest.raises(FileNotFoundError):
+        slots.commit(tier, 0, manifest, here=(0, 1))
+    slots.commit(tier, 0, manifest, here=(0,))
+
+
+def test_each_commit_of_a_slot_is_told_from_the_one_before(tier: SlotPaths) -> None:
+    assert slots.commit_of(tier, 0) is None
+    manifest = fill(tier, 0, 1, 5)
+    first = slots.commit_of(tier, 0)
+    assert first == slots.commit_of(tier, 0) is not None
+    assert slots.uncommit(tier, 0)
+    assert slots.commit_of(tier, 0) is None
+    slots.commit(tier, 0, manifest)
+    assert slots.commit_of(tier, 0) not in (None, first)
+
+
+def test_shards_of_ranks_that_were_here_once_leave_a_slot_and_those_of_this_host_stay(tier: SlotPaths) -> None:
+    fill(tier, 0, 1, 5)
+    assert slots.uncommit(tier, 0)
+    slots.remove_strangers(tier, 0, (1, 2))
+    assert [path.name for path in tier.slot(0).iterdir()] == [shard_name(1)]
+
+
+def test_a_slot_that_is_given_back_is_no_slot_any_more_and_a_link_is_none(tier: SlotPaths, tmp_path: Path) -> None:
+    fill(tier, 0, 1, 5)
+    fill(tier, 1, 2, 5)
+    (tier.root / "slot-07").symlink_to(tmp_path)
+    assert slots.uncommit(tier, 0)
+    slots.discard(tier, 0)
+    assert tier.numbers() == [1]
+
+
+def test_a_slot_that_has_a_link_s_name_is_neither_written_nor_read(tier: SlotPaths, tmp_path: Path) -> None:
+    fill(tier, 0, 1, 5)
+    tier.slot(1).symlink_to(tier.slot(0))
+    with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
+        slots.uncommit(tier, 1)
+    with pytest.raises(CheckpointDamaged):
+        slots.HeldSlot(tier.slot(1))
+    assert slots.is_committed(tier, 0)
+
+
+def test_a_slot_that_was_let_go_twice_closes_nobody_else_s_file(tier: SlotPaths) -> None:
+    fill(tier, 0, 1, 5)
+    held = slots.HeldSlot(tier.slot(0))
+    held.let_go()
+    other = os.open(tier.root, os.O_RDONLY)  # most likely by the same number
+    held.let_go()
+    os.fstat(other)
+    os.close(other)
+
+
+def test_a_map_has_all_its_pages_and_leaves_no_file_open_behind_it(tier: SlotPaths) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    region = slots.map_shard(tier, 0, 0, 1 << 20)
+    status = (tier.slot(0) / shard_name(0)).stat()
+    assert status.st_blocks * 512 >= 1 << 20
+    assert status.st_mode & 0o777 == 0o600
+    region.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    smaller = slots.map_shard(tier, 0, 0, 4096)
+    assert (tier.slot(0) / shard_name(0)).stat().st_size == 4096
+    smaller.close()
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["ours alone", "with a file of somebody else"])
+def test_a_tier_leaves_with_marks_and_copies_of_other_hosts_but_not_with_what_is_not_ours(
+    tier: SlotPaths, others: bool
+) -> None:
+    fill(tier, 0, 1, 5)
+    (last := tier.root / "last").mkdir()
+    (last / "mark-00000").write_text("")
+    copied = SlotPaths(tier.root / "marks-node2")
+    copied.root.mkdir(mode=0o700)
+    fill(copied, 0, 1, 5)
+    (copied.root / "last").mkdir()
+    (copied.root / "last" / "mark-00001").write_text("")
+    for name in ("buddy-node2-00", "arriving-node2-00"):
+        (tier.root / name).mkdir()
+        (tier.root / name / "manifest.json").write_text("{}")
+    if others:
+        (tier.slot(0) / "notes.txt").write_text("precious")
+    slots.remove(tier)
+    assert tier.root.exists() == others
+    if others:
+        left = {str(path.relative_to(tier.root)) for path in tier.root.rglob("*")}
+        assert left == {"tier.json", "slot-00", "slot-00/notes.txt"}
+
+
+def test_a_directory_that_says_of_no_run_that_it_is_its_tier_is_left_alone(tier: SlotPaths) -> None:
+    fill(tier, 0, 1, 5)
+    tier.owner.unlink()
+    with pytest.raises(RunDirectoryError, match="left alone"):
+        slots.remove(tier)
+    assert slots.is_committed(tier, 0)
 
 
 # --- where a run's checkpoints are ------------------------------------------------------------------------------------

@@ -16,10 +16,12 @@ from rollback.facts.training import Fact, Finished, PassedOver, Trouble
 from rollback.rundir import seal
 from rollback.rundir.journal import journal as journal_module
 from rollback.rundir.journal.journal import (
+    GENESIS,
     Damage,
     Journal,
     JournalTail,
     examine_journal,
+    journal_line,
     last_fact,
     of_kind,
     read_journal,
@@ -347,6 +349,36 @@ def test_a_fact_whose_values_cannot_be_is_damage_that_names_the_first_of_them(
     assert damage is not None
     assert "step" in damage.reason
     assert wrong in damage.reason
+
+
+def test_a_last_line_that_is_whole_and_not_understood_is_damage_and_stays(path: Path, written: bytes) -> None:
+    """A newer version's, say. Taken for a torn one, it would be cut off, and with it what it says."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pydantic's, of the value
+        write(path, [FACTS[0].model_copy(update={"kind": "of_another_version"})])
+    before = path.read_bytes()
+    damage = examine_journal(path).damage
+    assert damage is not None
+    assert "knows no fact 'of_another_version'" in damage.reason
+    with pytest.raises(JournalDamaged):
+        Journal(path, 2)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "changed", [{"at": 7}, {"attempt": -1}, {"attempt": 1 << 53}, {"attempt": "1"}, {"at": 7, "attempt": -1}]
+)
+def test_a_line_whose_moment_or_attempt_cannot_be_is_damage(path: Path, changed: dict[str, Any]) -> None:
+    path.parent.mkdir()
+    told: dict[str, Any] = {"at": "2030-01-01", "attempt": 1, **changed}
+    path.write_bytes(journal_line(FACTS[0], 0, told["at"], told["attempt"], GENESIS, "train")[0])
+    damage = examine_journal(path).damage
+    assert damage == Damage(1, 0, "seq, at or attempt is missing, or not what it should be")
+
+
+def test_what_a_supervisor_without_an_attempt_says_is_read(path: Path) -> None:
+    write(path, FACTS, attempt=0)
+    assert [record.attempt for record in read_journal(path).records] == [0] * len(FACTS)
 
 
 def test_an_opened_journal_is_on_disk_with_the_directories_that_were_made_for_it(

@@ -136,6 +136,23 @@ def test_facts_of_some_kinds_are_read_without_the_others(path: Path, monkeypatch
     assert len(parsed) == 2 + len(list(facts())) % BLOCK, "of the lines that no index vouches for, all are"
 
 
+def test_what_is_damaged_behind_the_index_is_told_to_every_reader(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"garbage\n" * 2)
+    for read in (read_journal, fold_journal, lambda path: read_entries(path, {Incident})):
+        with pytest.raises(JournalDamaged):
+            read(path)
+    assert len(read_entries(path, {Incident}, blocks=3)) == 1, "of what is before it, it can be read"
+
+
+def test_a_writer_keeps_the_index_as_it_goes_so_that_a_death_costs_no_reader_a_second_look(path: Path) -> None:
+    before = len(journal_index.read_index(path))
+    writer = Journal(path, 4)
+    for fact in facts():
+        writer.append(fact)
+    assert len(journal_index.read_index(path)) == len(read_journal(path).records) // BLOCK > before
+    writer.close()
+
+
 def test_lines_that_another_hand_has_spelt_are_read_all_the_same(path: Path) -> None:
     before = read_journal(path).records
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
@@ -244,3 +261,7 @@ def test_with_a_key_only_what_bears_its_seal_is_believed(
     computed.clear()
     assert read_journal(sealed).seals == len(list(facts()))
     assert len(computed) == len(list(facts())), "every line is verified"
+    index_path(sealed).unlink()
+    Journal(sealed, 3).close()
+    assert journal_index.read_index(sealed)
+    assert read_journal(sealed).seals == len(list(facts())), "an index that is made anew counts them, too"
