@@ -35,6 +35,7 @@ from rollback.train.updates.clipping import factor_of, lend_norms
 
 _HOST = torch.device("cpu")
 _PLAIN = frozenset((Tensor, nn.Parameter))
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _grad, _version, _layout, _dtype, _device = map(operator.attrgetter, ("grad", "_version", "layout", "dtype", "device"))
 _params = operator.itemgetter("params")
 _bits = operator.attrgetter("value")
@@ -184,7 +185,7 @@ class Gradients:
             return seen._replace(kept=self._factor)
         assert telltale.grad is not None
         place = [*map(id, parameters)].index(id(telltale))
-        after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=seen.each.dtype)
+        after = torch.linalg.vector_norm(_as_real(_dense(telltale.grad)), dtype=seen.each.dtype)
         if scale is not None:
             after = after / scale.to(after.device)
         if seen.each.device == _HOST and seen.squares is None:
@@ -335,6 +336,12 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 
 
+def _as_real(gradient: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, which have the same norm: torch gives a norm of complex ones in no real
+    type that is asked for."""
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
 def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of each tensor, and of all together, divided by `scale`."""
     if torch.is_grad_enabled():  # not in a backward, unless that was told to make a graph
@@ -364,7 +371,10 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
 
 
 def _each(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
-    device = gradients[0].device
-    if {*map(_device, gradients)} != {device} or torch.float64 in map(_dtype, gradients):
+    device, kinds = gradients[0].device, {*map(_dtype, gradients)}
+    if not kinds.isdisjoint(_COMPLEX):
+        gradients = [*map(_as_real, gradients)]
+        kinds = {*map(_dtype, gradients)}
+    if {*map(_device, gradients)} != {device} or torch.float64 in kinds:
         return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients])
     return torch.stack(list(torch._foreach_norm(gradients, 2, dtype)))

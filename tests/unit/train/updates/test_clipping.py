@@ -32,7 +32,7 @@ def weights_last(model: nn.Module) -> Any:
 
 def backward(model: nn.Module, factor: float = 50.0) -> None:
     torch.manual_seed(1)
-    dtype = next(model.parameters()).dtype
+    dtype = next(model.parameters()).real.dtype
     (model(torch.randn(8, 64, dtype=dtype)).square().sum() * factor).backward()
 
 
@@ -374,6 +374,39 @@ def test_a_nan_is_seen_before_clipping_has_spread_it(passes: list[int]) -> None:
     optimizer.step()
     assert updates.gradients is not None
     assert [bool(finite) for finite in torch.isfinite(updates.gradients.each)] == [True] * 3 + [False] + [True] * 2
+
+
+class Spectral(nn.Module):
+    """A filter in the frequencies, as Fourier neural operators have it."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(33, dtype=kind))
+        self.out = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.out(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=64).float())
+        return made
+
+
+@pytest.mark.parametrize("kind", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("factor", [50.0, math.nan])
+def test_complex_gradients_have_the_norm_that_clipping_takes(
+    kind: torch.dtype, factor: float, passes: list[int]
+) -> None:
+    torch.manual_seed(0)
+    model = Spectral(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    updates = Updates(optimizer, None, model)
+    assert updates.telltale is model.filter
+    backward(model, factor)
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    optimizer.step()
+    found = updates.gradients
+    assert found is not None
+    assert found.kept is not None
+    assert float(found.total) == pytest.approx(norm, nan_ok=True)
+    assert float(found.kept) == pytest.approx(1 / norm, rel=1e-4, nan_ok=True)
 
 
 @pytest.mark.parametrize(
