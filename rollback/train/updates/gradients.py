@@ -22,7 +22,8 @@ that is also used where single precision has overflowed, which can be seen there
 import ctypes
 import math
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -236,11 +237,16 @@ class Gradients:
         """How often each gradient was written to since it was measured; None: they are others, or not equally often."""
         if not self.written:
             return 0
-        if any(map(_is_view, gradients)):
-            return None  # views of one bucket count their writes together
         (addresses, versions), (addresses_then, versions_then) = self._found, self._marks
-        counts = {*map(operator.sub, versions, versions_then)}
-        return counts.pop() if addresses == addresses_then and len(counts) == 1 else None
+        if addresses != addresses_then:
+            return None
+        grown: Iterable[int | float] = map(operator.sub, versions, versions_then)
+        if any(map(_is_view, gradients)):  # those of one bucket count their writes together
+            wholes = [gradient if gradient._base is None else gradient._base for gradient in gradients]
+            counted = Counter(map(id, wholes))
+            grown = map(operator.truediv, grown, [counted[id(whole)] for whole in wholes])
+        (writes, *others) = {*grown}
+        return int(writes) if not others and writes == int(writes) else None
 
     def _marks_of(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> _Marks:
         if not self._any_sharded:

@@ -1,12 +1,13 @@
 """Clipping and the guard read the gradients once between them, and what is clipped is bit for bit what torch clips."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # makes its table of functions now: a test below replaces one of them
+from sharding import one_rank
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 
@@ -374,6 +375,44 @@ def test_a_nan_is_seen_before_clipping_has_spread_it(passes: list[int]) -> None:
     optimizer.step()
     assert updates.gradients is not None
     assert [bool(finite) for finite in torch.isfinite(updates.gradients.each)] == [True] * 3 + [False] + [True] * 2
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.mark.parametrize("by", ["torch", "hand"])
+def test_gradients_that_are_views_of_buckets_are_told_as_before_clipping(
+    by: str, group: None, passes: list[int]
+) -> None:
+    inner, optimizer = trained(in_order)
+    model = nn.parallel.DistributedDataParallel(inner, gradient_as_bucket_view=True, bucket_cap_mb=0.01)  # type: ignore[no-untyped-call]
+    updates = Updates(optimizer, None, model)
+    for _ in range(6):
+        optimizer.zero_grad()
+        updates.expect_backward(last=True)
+        backward(model)
+        norm = clip(model) if by == "torch" else clip_by_hand(model)
+        optimizer.step()
+        assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
+        assert float(updates.gradients.kept) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
+        updates.forget()
+
+
+def test_views_of_a_bucket_that_were_not_written_to_alike_are_measured_as_they_are_applied(
+    group: None, passes: list[int]
+) -> None:
+    inner, optimizer = trained(in_order)
+    model = nn.parallel.DistributedDataParallel(inner, gradient_as_bucket_view=True)  # type: ignore[no-untyped-call]
+    updates = Updates(optimizer, None, model)
+    backward(model)
+    clip_a_part(model)
+    optimizer.step()
+    assert updates.gradients is not None
+    assert updates.gradients.kept is None
+    assert float(updates.gradients.total) == pytest.approx(norm_of_gradients(model))
 
 
 class Spectral(nn.Module):
