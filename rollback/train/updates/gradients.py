@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from rollback.train.sharded import copies_of, is_sharded, local_of, version_of
-from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale
+from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale, nearer_the_input
 from rollback.train.updates.clipping import factor_of, lend_norms
 
 _HOST = torch.device("cpu")
@@ -93,7 +93,8 @@ class Gradients:
         self._factor: Tensor | float | None = None
         """By which clipping has multiplied them."""
         self._found: _Marks = [], []
-        self._watch = BackwardWatch(model, self.telltale, self._backward_reached_telltale)
+        watched = (*nearer_the_input(self._parameters(), self.telltale), self.telltale)
+        self._watches = [BackwardWatch(model, parameter, self._backward_reached) for parameter in watched]
         lend_norms(self)
 
     @property
@@ -202,7 +203,7 @@ class Gradients:
         kept = torch.where(before > 0, factor, math.nan).float()
         return seen._replace(total=total, kept=kept, squares=seen.squares * grown.double().square())
 
-    def _backward_reached_telltale(self) -> None:
+    def _backward_reached(self) -> None:
         if self._at_clipping:
             self.seen = self._factor = None
         if self._queued or not self._awaited:

@@ -10,6 +10,7 @@ import torch._dynamo  # makes its table of functions now: a test below replaces 
 from sharding import one_rank
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
+from torch.utils.checkpoint import checkpoint
 
 from rollback.train.updates import clipping, gradients
 from rollback.train.updates.gradients import norm_of_each
@@ -413,6 +414,44 @@ def test_views_of_a_bucket_that_were_not_written_to_alike_are_measured_as_they_a
     assert updates.gradients is not None
     assert updates.gradients.kept is None
     assert float(updates.gradients.total) == pytest.approx(norm_of_gradients(model))
+
+
+class Recomputed(nn.Module):
+    """An embedding too large for a telltale, and behind it what a checkpoint computes once more in backward."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2048, 64)
+        self.block = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh())
+        self.out = nn.Linear(64, 1)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = checkpoint(self.block, self.embedding(tokens), use_reentrant=self.use_reentrant)
+        made: Tensor = self.out(hidden)
+        return made
+
+
+@pytest.mark.parametrize("by", ["torch", "hand"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_end_of_a_backward_within_a_backward_is_not_taken_for_that_of_the_whole(
+    use_reentrant: bool, set_to_none: bool, by: str, passes: list[int]
+) -> None:
+    torch.manual_seed(0)
+    model = Recomputed(use_reentrant=use_reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    updates = Updates(optimizer, None, model)
+    assert updates.telltale is model.block[0].weight
+    for _ in range(6):
+        optimizer.zero_grad(set_to_none)
+        updates.expect_backward(last=True)
+        (model(torch.randint(2048, (8, 4))).square().sum() * 50).backward()
+        norm = clip(model) if by == "torch" else clip_by_hand(model)
+        optimizer.step()
+        assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
+        assert float(updates.gradients.kept) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
+        updates.forget()
 
 
 class Spectral(nn.Module):
