@@ -74,14 +74,17 @@ class Gradients:
         self._given: list[nn.Parameter] = []
         self._ordered: list[nn.Parameter] = []
         self._any_sharded = False
-        self.telltale = choose_telltale(self._parameters())
+        self._model = model
+        self._watches: list[BackwardWatch] = []
+        self.seen: GradientNorms | None = None
+        """The norms at the end of the update's last backward; None: there was none, or it was not expected."""
+        self.telltale: nn.Parameter | None = None
+        self._watch_backward()
         self._queued = False
         self._awaited = True
         self._own: Tensor | None = None
-        self.seen: GradientNorms | None = None
-        """The norms at the end of the update's last backward; None: there was none, or it was not expected."""
         self.written: bool | None = None
-        """Whether `look` found the gradients changed since then; None: not known."""
+        """Whether `look` found the gradients changed since they were measured; None: not known."""
         self._marks: _Marks = [], []
         self._firsts: _Firsts | None = None
         """The first element of each gradient then, where their norm may be lent."""
@@ -93,8 +96,6 @@ class Gradients:
         self._factor: Tensor | float | None = None
         """By which clipping has multiplied them."""
         self._found: _Marks = [], []
-        watched = (*nearer_the_input(self._parameters(), self.telltale), self.telltale)
-        self._watches = [BackwardWatch(model, parameter, self._backward_reached) for parameter in watched]
         lend_norms(self)
 
     @property
@@ -112,6 +113,8 @@ class Gradients:
     def expect(self, awaited: bool) -> None:
         """Set whether the next backward is the update's last one. Only that one is measured."""
         self._awaited, self._queued = awaited, False
+        if self.telltale is not None and not self.telltale.requires_grad:
+            self._watch_backward()  # the script has frozen it, and no backward reaches it any more
 
     def look(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Check whether the gradients are as backward left them. Call it before they are used; `before_step` does."""
@@ -144,10 +147,9 @@ class Gradients:
         return None if -1 in wanted else torch.linalg.vector_norm(seen.each[wanted])
 
     def _measure_for_clipping(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        assert self.telltale is not None
         if self.seen is not None:
             return None  # clipped before, since backward: what is there now is not what is to be told
-        if id(self.telltale.grad) not in map(id, gradients):
+        if self.telltale is None or id(self.telltale.grad) not in map(id, gradients):
             return None  # of another model
         parameters, own = _with_gradients(self._parameters())
         if not _are_same(gradients, own) or not _are_alike(own) or self.scale is not None:
@@ -202,6 +204,14 @@ class Gradients:
             return seen._replace(total=total, kept=factor.float())
         kept = torch.where(before > 0, factor, math.nan).float()
         return seen._replace(total=total, kept=kept, squares=seen.squares * grown.double().square())
+
+    def _watch_backward(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        self.seen = None  # by what another one told
+        self.telltale = choose_telltale(self._parameters())
+        watched = (*nearer_the_input(self._parameters(), self.telltale), self.telltale)
+        self._watches = [BackwardWatch(self._model, each, self._backward_reached) for each in watched]
 
     def _backward_reached(self) -> None:
         if self._at_clipping:

@@ -454,6 +454,38 @@ def test_the_end_of_a_backward_within_a_backward_is_not_taken_for_that_of_the_wh
         updates.forget()
 
 
+@pytest.mark.parametrize("by", ["torch", "hand"])
+def test_a_script_that_freezes_its_first_layers_later_is_still_measured_before_clipping(
+    by: str, passes: list[int]
+) -> None:
+    model, optimizer = trained(in_order)
+    updates = Updates(optimizer, None, model)
+    for update in range(12):
+        model[0].requires_grad_(update < 5)  # type: ignore[index]
+        optimizer.zero_grad()
+        updates.expect_backward(last=True)
+        backward(model)
+        model_now = model if update < 5 else model[1:]  # type: ignore[index]
+        norm = clip(model_now) if by == "torch" else clip_by_hand(model_now)
+        optimizer.step()
+        assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
+        assert float(updates.gradients.kept) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
+        updates.forget()
+
+
+def test_where_all_is_frozen_another_model_is_clipped_as_without_a_guard(passes: list[int]) -> None:
+    (model, optimizer), (other, _) = trained(in_order), trained(in_order)
+    updates = Updates(optimizer, None, model)
+    clip_some_updates(model, optimizer, updates)
+    optimizer.zero_grad()
+    model.requires_grad_(False)
+    updates.expect_backward(last=True)
+    assert updates.telltale is None
+    backward(other)
+    expected = norm_of_gradients(other)
+    assert clip(other) == expected
+
+
 class Spectral(nn.Module):
     """A filter in the frequencies, as Fourier neural operators have it."""
 
