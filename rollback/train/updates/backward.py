@@ -6,6 +6,7 @@ as having reached the parameters at its end, when FSDP2 has set them.
 """
 
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -24,6 +25,18 @@ def choose_telltale(parameters: list[nn.Parameter]) -> nn.Parameter | None:
     trained = [p for p in parameters if p.requires_grad and (local_of(p).numel() or not is_sharded(p))]
     small = (p for p in trained if local_of(p).numel() <= _TELLTALE_SIZE)
     return next(small, min(trained, key=lambda p: local_of(p).numel(), default=None))
+
+
+def nearer_the_input(parameters: list[nn.Parameter], telltale: nn.Parameter | None) -> list[nn.Parameter]:
+    """Those before the telltale, of parameters in the order of the model: most are embeddings.
+
+    A backward reaches them last. A checkpoint with `use_reentrant` makes a backward of its own, and where the telltale
+    lies in one, that ends before these are reached.
+    """
+    if telltale is None or is_sharded(telltale):
+        return []  # of these no hook tells, and a watch is of the whole model
+    before = takewhile(lambda p: p is not telltale, parameters)
+    return [p for p in before if p.requires_grad and not is_sharded(p)]
 
 
 def at_end_of_backward(act: Callable[[], None]) -> None:

@@ -22,7 +22,8 @@ that is also used where single precision has overflowed, which can be seen there
 import ctypes
 import math
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -30,11 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from rollback.train.sharded import copies_of, is_sharded, local_of, version_of
-from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale
+from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale, nearer_the_input
 from rollback.train.updates.clipping import factor_of, lend_norms
 
 _HOST = torch.device("cpu")
 _PLAIN = frozenset((Tensor, nn.Parameter))
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _grad, _version, _layout, _dtype, _device = map(operator.attrgetter, ("grad", "_version", "layout", "dtype", "device"))
 _params = operator.itemgetter("params")
 _bits = operator.attrgetter("value")
@@ -72,14 +74,17 @@ class Gradients:
         self._given: list[nn.Parameter] = []
         self._ordered: list[nn.Parameter] = []
         self._any_sharded = False
-        self.telltale = choose_telltale(self._parameters())
+        self._model = model
+        self._watches: list[BackwardWatch] = []
+        self.seen: GradientNorms | None = None
+        """The norms at the end of the update's last backward; None: there was none, or it was not expected."""
+        self.telltale: nn.Parameter | None = None
+        self._watch_backward()
         self._queued = False
         self._awaited = True
         self._own: Tensor | None = None
-        self.seen: GradientNorms | None = None
-        """The norms at the end of the update's last backward; None: there was none, or it was not expected."""
         self.written: bool | None = None
-        """Whether `look` found the gradients changed since then; None: not known."""
+        """Whether `look` found the gradients changed since they were measured; None: not known."""
         self._marks: _Marks = [], []
         self._firsts: _Firsts | None = None
         """The first element of each gradient then, where their norm may be lent."""
@@ -91,7 +96,6 @@ class Gradients:
         self._factor: Tensor | float | None = None
         """By which clipping has multiplied them."""
         self._found: _Marks = [], []
-        self._watch = BackwardWatch(model, self.telltale, self._backward_reached_telltale)
         lend_norms(self)
 
     @property
@@ -109,6 +113,8 @@ class Gradients:
     def expect(self, awaited: bool) -> None:
         """Set whether the next backward is the update's last one. Only that one is measured."""
         self._awaited, self._queued = awaited, False
+        if self.telltale is not None and not self.telltale.requires_grad:
+            self._watch_backward()  # the script has frozen it, and no backward reaches it any more
 
     def look(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Check whether the gradients are as backward left them. Call it before they are used; `before_step` does."""
@@ -141,10 +147,9 @@ class Gradients:
         return None if -1 in wanted else torch.linalg.vector_norm(seen.each[wanted])
 
     def _measure_for_clipping(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        assert self.telltale is not None
         if self.seen is not None:
             return None  # clipped before, since backward: what is there now is not what is to be told
-        if id(self.telltale.grad) not in map(id, gradients):
+        if self.telltale is None or id(self.telltale.grad) not in map(id, gradients):
             return None  # of another model
         parameters, own = _with_gradients(self._parameters())
         if not _are_same(gradients, own) or not _are_alike(own) or self.scale is not None:
@@ -184,7 +189,7 @@ class Gradients:
             return seen._replace(kept=self._factor)
         assert telltale.grad is not None
         place = [*map(id, parameters)].index(id(telltale))
-        after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=seen.each.dtype)
+        after = torch.linalg.vector_norm(_as_real(_dense(telltale.grad)), dtype=seen.each.dtype)
         if scale is not None:
             after = after / scale.to(after.device)
         if seen.each.device == _HOST and seen.squares is None:
@@ -200,7 +205,15 @@ class Gradients:
         kept = torch.where(before > 0, factor, math.nan).float()
         return seen._replace(total=total, kept=kept, squares=seen.squares * grown.double().square())
 
-    def _backward_reached_telltale(self) -> None:
+    def _watch_backward(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        self.seen = None  # by what another one told
+        self.telltale = choose_telltale(self._parameters())
+        watched = (*nearer_the_input(self._parameters(), self.telltale), self.telltale)
+        self._watches = [BackwardWatch(self._model, each, self._backward_reached) for each in watched]
+
+    def _backward_reached(self) -> None:
         if self._at_clipping:
             self.seen = self._factor = None
         if self._queued or not self._awaited:
@@ -235,11 +248,16 @@ class Gradients:
         """How often each gradient was written to since it was measured; None: they are others, or not equally often."""
         if not self.written:
             return 0
-        if any(map(_is_view, gradients)):
-            return None  # views of one bucket count their writes together
         (addresses, versions), (addresses_then, versions_then) = self._found, self._marks
-        counts = {*map(operator.sub, versions, versions_then)}
-        return counts.pop() if addresses == addresses_then and len(counts) == 1 else None
+        if addresses != addresses_then:
+            return None
+        grown: Iterable[int | float] = map(operator.sub, versions, versions_then)
+        if any(map(_is_view, gradients)):  # those of one bucket count their writes together
+            wholes = [gradient if gradient._base is None else gradient._base for gradient in gradients]
+            counted = Counter(map(id, wholes))
+            grown = map(operator.truediv, grown, [counted[id(whole)] for whole in wholes])
+        (writes, *others) = {*grown}
+        return int(writes) if not others and writes == int(writes) else None
 
     def _marks_of(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> _Marks:
         if not self._any_sharded:
@@ -335,6 +353,12 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 
 
+def _as_real(gradient: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, which have the same norm: torch gives a norm of complex ones in no real
+    type that is asked for."""
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
 def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of each tensor, and of all together, divided by `scale`."""
     if torch.is_grad_enabled():  # not in a backward, unless that was told to make a graph
@@ -364,7 +388,10 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
 
 
 def _each(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
-    device = gradients[0].device
-    if {*map(_device, gradients)} != {device} or torch.float64 in map(_dtype, gradients):
+    device, kinds = gradients[0].device, {*map(_dtype, gradients)}
+    if not kinds.isdisjoint(_COMPLEX):
+        gradients = [*map(_as_real, gradients)]
+        kinds = {*map(_dtype, gradients)}
+    if {*map(_device, gradients)} != {device} or torch.float64 in kinds:
         return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients])
     return torch.stack(list(torch._foreach_norm(gradients, 2, dtype)))

@@ -1,14 +1,16 @@
 """Clipping and the guard read the gradients once between them, and what is clipped is bit for bit what torch clips."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # makes its table of functions now: a test below replaces one of them
+from sharding import one_rank
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
+from torch.utils.checkpoint import checkpoint
 
 from rollback.train.updates import clipping, gradients
 from rollback.train.updates.gradients import norm_of_each
@@ -32,7 +34,7 @@ def weights_last(model: nn.Module) -> Any:
 
 def backward(model: nn.Module, factor: float = 50.0) -> None:
     torch.manual_seed(1)
-    dtype = next(model.parameters()).dtype
+    dtype = next(model.parameters()).real.dtype
     (model(torch.randn(8, 64, dtype=dtype)).square().sum() * factor).backward()
 
 
@@ -374,6 +376,147 @@ def test_a_nan_is_seen_before_clipping_has_spread_it(passes: list[int]) -> None:
     optimizer.step()
     assert updates.gradients is not None
     assert [bool(finite) for finite in torch.isfinite(updates.gradients.each)] == [True] * 3 + [False] + [True] * 2
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.mark.parametrize("by", ["torch", "hand"])
+def test_gradients_that_are_views_of_buckets_are_told_as_before_clipping(
+    by: str, group: None, passes: list[int]
+) -> None:
+    inner, optimizer = trained(in_order)
+    model = nn.parallel.DistributedDataParallel(inner, gradient_as_bucket_view=True, bucket_cap_mb=0.01)  # type: ignore[no-untyped-call]
+    updates = Updates(optimizer, None, model)
+    for _ in range(6):
+        optimizer.zero_grad()
+        updates.expect_backward(last=True)
+        backward(model)
+        norm = clip(model) if by == "torch" else clip_by_hand(model)
+        optimizer.step()
+        assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
+        assert float(updates.gradients.kept) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
+        updates.forget()
+
+
+def test_views_of_a_bucket_that_were_not_written_to_alike_are_measured_as_they_are_applied(
+    group: None, passes: list[int]
+) -> None:
+    inner, optimizer = trained(in_order)
+    model = nn.parallel.DistributedDataParallel(inner, gradient_as_bucket_view=True)  # type: ignore[no-untyped-call]
+    updates = Updates(optimizer, None, model)
+    backward(model)
+    clip_a_part(model)
+    optimizer.step()
+    assert updates.gradients is not None
+    assert updates.gradients.kept is None
+    assert float(updates.gradients.total) == pytest.approx(norm_of_gradients(model))
+
+
+class Recomputed(nn.Module):
+    """An embedding too large for a telltale, and behind it what a checkpoint computes once more in backward."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2048, 64)
+        self.block = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh())
+        self.out = nn.Linear(64, 1)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = checkpoint(self.block, self.embedding(tokens), use_reentrant=self.use_reentrant)
+        made: Tensor = self.out(hidden)
+        return made
+
+
+@pytest.mark.parametrize("by", ["torch", "hand"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_end_of_a_backward_within_a_backward_is_not_taken_for_that_of_the_whole(
+    use_reentrant: bool, set_to_none: bool, by: str, passes: list[int]
+) -> None:
+    torch.manual_seed(0)
+    model = Recomputed(use_reentrant=use_reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    updates = Updates(optimizer, None, model)
+    assert updates.telltale is model.block[0].weight
+    for _ in range(6):
+        optimizer.zero_grad(set_to_none)
+        updates.expect_backward(last=True)
+        (model(torch.randint(2048, (8, 4))).square().sum() * 50).backward()
+        norm = clip(model) if by == "torch" else clip_by_hand(model)
+        optimizer.step()
+        assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
+        assert float(updates.gradients.kept) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
+        updates.forget()
+
+
+@pytest.mark.parametrize("by", ["torch", "hand"])
+def test_a_script_that_freezes_its_first_layers_later_is_still_measured_before_clipping(
+    by: str, passes: list[int]
+) -> None:
+    model, optimizer = trained(in_order)
+    updates = Updates(optimizer, None, model)
+    for update in range(12):
+        model[0].requires_grad_(update < 5)  # type: ignore[index]
+        optimizer.zero_grad()
+        updates.expect_backward(last=True)
+        backward(model)
+        model_now = model if update < 5 else model[1:]  # type: ignore[index]
+        norm = clip(model_now) if by == "torch" else clip_by_hand(model_now)
+        optimizer.step()
+        assert float(updates.grad_norm) == pytest.approx(norm, rel=1e-5)  # type: ignore[arg-type]
+        assert float(updates.gradients.kept) == pytest.approx(1 / norm, rel=1e-4)  # type: ignore[union-attr, arg-type]
+        updates.forget()
+
+
+def test_where_all_is_frozen_another_model_is_clipped_as_without_a_guard(passes: list[int]) -> None:
+    (model, optimizer), (other, _) = trained(in_order), trained(in_order)
+    updates = Updates(optimizer, None, model)
+    clip_some_updates(model, optimizer, updates)
+    optimizer.zero_grad()
+    model.requires_grad_(False)
+    updates.expect_backward(last=True)
+    assert updates.telltale is None
+    backward(other)
+    expected = norm_of_gradients(other)
+    assert clip(other) == expected
+
+
+class Spectral(nn.Module):
+    """A filter in the frequencies, as Fourier neural operators have it."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(33, dtype=kind))
+        self.out = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.out(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=64).float())
+        return made
+
+
+@pytest.mark.parametrize("kind", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("factor", [50.0, math.nan])
+def test_complex_gradients_have_the_norm_that_clipping_takes(
+    kind: torch.dtype, factor: float, passes: list[int]
+) -> None:
+    torch.manual_seed(0)
+    model = Spectral(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    updates = Updates(optimizer, None, model)
+    assert updates.telltale is model.filter
+    backward(model, factor)
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    optimizer.step()
+    found = updates.gradients
+    assert found is not None
+    assert found.kept is not None
+    assert float(found.total) == pytest.approx(norm, nan_ok=True)
+    assert float(found.kept) == pytest.approx(1 / norm, rel=1e-4, nan_ok=True)
 
 
 @pytest.mark.parametrize(
