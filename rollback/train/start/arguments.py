@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,17 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
             else "it takes a torch.optim.Optimizer; a wrapper usually has the real one in an attribute",
         ) from error
     _check_averaging(model, objects)
+    check_devices(parameter.device for parameter in model.parameters())
+
+
+def check_devices(devices: Iterable[torch.device]) -> None:
+    """Raise UsageError where one process trains on several GPUs: copies are made on a stream of one device."""
+    on_gpus = sorted({str(device) for device in devices if device.type == "cuda"})
+    if len(on_gpus) > 1:
+        raise UsageError(
+            f"the model lies on {len(on_gpus)} GPUs of this process: {', '.join(on_gpus)}",
+            hint="a rank trains on one GPU: shard the model over ranks with torch.distributed.fsdp.fully_shard (FSDP2)",
+        )
 
 
 def _check_whole(item: object, name: str) -> None:

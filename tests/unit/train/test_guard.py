@@ -13,6 +13,7 @@ from toy import facts
 import rollback
 from rollback.errors import UsageError
 from rollback.facts.training import Committed, Dropped
+from rollback.train.start.arguments import check_devices
 
 
 def guard(run: Path, **others: Any) -> rollback.Guard:
@@ -24,6 +25,12 @@ def guard(run: Path, **others: Any) -> rollback.Guard:
 def test_a_setting_that_cannot_be_is_refused_before_the_loader_is_looked_at(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="probation=3 is no longer than"):
         guard(tmp_path / "run", probation=3, loader=object())
+
+
+def test_a_model_on_several_gpus_of_one_process_is_refused() -> None:
+    with pytest.raises(UsageError, match="the model lies on 2 GPUs of this process: cuda:0, cuda:1"):
+        check_devices(map(torch.device, ("cpu", "cuda:1", "cuda:0", "cuda:1")))
+    check_devices(map(torch.device, ("cpu", "cuda:1", "cuda:1")))
 
 
 def test_a_guard_that_is_made_in_an_except_block_keeps_nothing_of_it(tmp_path: Path) -> None:
