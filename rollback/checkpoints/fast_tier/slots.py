@@ -2,6 +2,7 @@
 
     BASE/rollback-UID/RUN_ID/tier.json          whose it is: the run directory
     BASE/rollback-UID/RUN_ID/slot-00/           a file for each rank here, and manifest.json while it is committed
+    BASE/rollback-UID/RUN_ID/slot-00/record.json    how far the journal was then: see `record_marks`
 
 What is readable is never written: a slot without its manifest means nothing to a reader, and the manifest is removed,
 under an exclusive lock that readers hold up by a shared one, before any rank writes into the slot. docs/format.md,
@@ -21,9 +22,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollback.checkpoints.fast_tier.record_marks import write_mark
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.errors import CheckpointDamaged, RunDirectoryError, reporting
-from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, Below, NamedBelow, shard_name
+from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, Below, NamedBelow, RunPaths, shard_name
 from rollback.system import files
 from rollback.system.durable import write_file
 from rollback.system.region import Region
@@ -169,8 +171,11 @@ def remove_strangers(slots: SlotPaths, number: int, ranks: Collection[int]) -> N
 def commit(slots: SlotPaths, number: int, manifest: Manifest, here: Collection[int] = ()) -> None:
     """Make a slot readable: its shards are whole. One rank of each host, after all have written. here: its ranks.
 
-    Raises OSError where that cannot be done, or where it is not seen to be there afterwards.
+    Where rank 0 is, beside its journal, the slot gets a mark of how far that is. Raises OSError where that cannot be
+    done, or where it is not seen to be there afterwards.
     """
+    run = owner_of(slots) if 0 in here else None
+    write_mark(slots.slot(number), manifest.name, RunPaths(run).train_journal if run is not None else None)
     write_file(slots.slot(number) / MANIFEST, manifest.to_json(), durable=False)
     require_committed(slots, number, here)
 
