@@ -108,8 +108,11 @@ def owner_of(slots: SlotPaths) -> Path | None:
 
 
 def may_be_of(owner: Path | None, run: Path) -> bool:
-    """Whether a tier with the run's id is this run directory's: it says so, or says nothing, or that one has moved."""
-    return owner is None or owner == run.resolve() or not owner.exists()
+    """Whether a tier with the run's id is this run directory's: it says so, or says nothing, or that one has moved.
+
+    It is the run that moves. A job that still ran has made folders for its logs anew where the run was.
+    """
+    return owner is None or owner == run.resolve() or not RunPaths(owner).identity.exists()
 
 
 def map_shard(slots: SlotPaths, number: int, rank: int, size: int) -> Region:

@@ -1,6 +1,7 @@
 """Where the checkpoints of a run are looked for, whose fast tier is believed, and when its memory is given back."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -184,10 +185,10 @@ def test_without_the_identity_of_the_run_no_tier_is_believed_to_be_its_own(paths
 def test_the_tier_of_another_run_directory_with_the_same_id_is_not_believed(
     paths: RunPaths, tier: SlotPaths, tmp_path: Path
 ) -> None:
-    (tmp_path / "copy").mkdir()
+    shutil.copytree(paths.root, tmp_path / "copy")
     tier.owner.write_text(json.dumps({"format": 2, "run": str(tmp_path / "copy")}))
     assert tiers.fast_tier_of(paths) is None
-    (tmp_path / "copy").rmdir()  # it has moved here
+    shutil.rmtree(tmp_path / "copy")  # it has moved here
     assert tiers.fast_tier_of(paths) == tier
 
 

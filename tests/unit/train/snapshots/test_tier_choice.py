@@ -87,6 +87,7 @@ def test_a_base_that_cannot_be_used_is_no_tier_and_why(paths: RunPaths, run_id: 
     tier, why_not = open_tier(paths, Ranks(), "../elsewhere", tmp_path)
     assert tier is None
     assert "cannot be a directory's name" in why_not
+    (tmp_path / "run.json").touch()
     slots.claim(slots.tier_of(tmp_path, run_id), tmp_path)
     tier, why_not = open_tier(paths, Ranks(), run_id, tmp_path)
     assert tier is None
