@@ -215,6 +215,13 @@ def uncommit(slots: SlotPaths, number: int) -> bool:
     return True
 
 
+def forget_all(slots: SlotPaths) -> None:
+    """Make all slots mean nothing. One rank of each host. Raises OSError, also where somebody is reading one."""
+    for number in slots.numbers():
+        if not uncommit(slots, number):
+            raise OSError(errno.EBUSY, "somebody is reading what an earlier run directory has left there")
+
+
 class HeldSlot:
     """A slot that is not written for as long as this holds it. Any process.
 
