@@ -1,7 +1,7 @@
 """Where a run goes on: a pure function of its record and of the checkpoints on disk."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from rollback.checkpoints.format.manifest import Manifest
@@ -49,20 +49,20 @@ def of_present_timeline(history: History, manifests: Sequence[_Taken]) -> list[_
     return [item for item in manifests if item.name not in history.discarded and not is_cut_off(item)]
 
 
-def candidates(history: History, manifests: Sequence[Manifest]) -> list[Manifest]:
+def candidates(history: History, manifests: Sequence[Manifest], ahead: Collection[str] = ()) -> list[Manifest]:
     """The checkpoints to try at the start of an attempt, best first.
 
     With a plan pending: the planned one, then older good ones. Else the newest: after a crash nothing speaks against
     it, and if it carries an unnoticed trouble the sentinel will meet that again. One that was taken because training
     might have ended, and had not, comes behind these: after it the pass that goes on has no batch. Last come those
-    that are not on record.
+    that are not on record. ahead: as for `is_on_record`.
     """
     present = of_present_timeline(history, manifests)
     pending = history.pending
     if pending is None or pending.checkpoint is None:
 
         def reluctance(manifest: Manifest) -> tuple[bool, bool]:
-            return not is_on_record(history, manifest), is_provisional(history, manifest)
+            return not is_on_record(history, manifest, ahead), is_provisional(history, manifest)
 
         newest_first = present[::-1]
         return sorted(newest_first, key=reluctance)
@@ -98,15 +98,17 @@ def newest_good_on_record(history: History) -> str | None:
     return None
 
 
-def is_on_record(history: History, taken: Taken) -> bool:
-    """Whether the record has the rollback with which a checkpoint's timeline began. Without any record of the ranks
-    that cannot be told.
+def is_on_record(history: History, taken: Taken, ahead: Collection[str] = ()) -> bool:
+    """Whether the record has what led to a checkpoint: the rollback with which its timeline began, and all that was on
+    record when it was committed. Without any record of the ranks that cannot be told.
+
+    ahead: the names of those in memory that were committed when the record had more than now (`tiers.PUT_BACK`).
 
     A plan that the disk refuses waits in memory, and is lost with rank 0. A checkpoint from behind that rollback, which
     memory still holds, lacks batches that no record says were skipped. The trouble comes again where the run goes on
     from before it, and is answered again, on record.
     """
-    return not history.attached or taken.timeline <= history.timeline
+    return not history.attached or (taken.timeline <= history.timeline and taken.name not in ahead)
 
 
 def is_provisional(history: History, manifest: Manifest) -> bool:

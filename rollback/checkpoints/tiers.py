@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.record_marks import is_ahead_of
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.config import ENV_FAST_TIER
@@ -24,6 +25,11 @@ from rollback.system.durable import write_file
 from rollback.system.small_json import read_json
 
 _POINTER_LIMIT = 1 << 16
+PUT_BACK = (
+    "the journal lacks lines that were there when it was made: an older copy of it was put back, and what was skipped "
+    "before that checkpoint is not known"
+)
+"""Why what is `ahead_of_record` is not gone on from."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,33 @@ def locate(paths: RunPaths) -> list[Located]:
 
 
 def in_slots(paths: RunPaths) -> list[Located]:
-    """What this host's fast tier holds of a run. A slot whose manifest cannot be believed holds nothing."""
+    """What this host's fast tier holds of a run, by its record. A slot whose manifest cannot be believed holds
+    nothing."""
     return look_into_slots(paths)[0]
 
 
 def look_into_slots(paths: RunPaths) -> tuple[list[Located], dict[str, str]]:
-    """As `in_slots`, and the reason for each slot that is committed by a manifest that cannot be believed.
+    """As `in_slots`, and the reason for each slot that is committed and is not used.
 
     No slot is held meanwhile: ranks that want one do not notice.
     """
+    found, damaged = _committed_slots(paths)
+    ahead = [place for place in found if _is_ahead(paths, place)]
+    told = {place.directory.name: f"{place.name} is not used: {PUT_BACK}" for place in ahead}
+    return [place for place in found if place not in ahead], {**damaged, **told}
+
+
+def ahead_of_record(paths: RunPaths) -> list[Located]:
+    """The checkpoints in this host's slots that are none of `in_slots`, since the journal lacks lines that were there
+    when they were committed."""
+    return [place for place in _committed_slots(paths)[0] if _is_ahead(paths, place)]
+
+
+def _is_ahead(paths: RunPaths, place: Located) -> bool:
+    return is_ahead_of(place.directory, place.name, paths.train_journal)
+
+
+def _committed_slots(paths: RunPaths) -> tuple[list[Located], dict[str, str]]:
     found: list[Located] = []
     damaged: dict[str, str] = {}
     if (tier := fast_tier_of(paths)) is None:

@@ -25,7 +25,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _SYS_OPENAT2, _AT_FDCWD, _RESOLVE_NO_SYMLINKS = 437, -100, 0x04  # alike on all architectures
 _WRITING = os.O_WRONLY | os.O_RDWR
 OF_A_CHECKPOINT = re.compile(
-    r"\.?(rank-\d{5,9}\.safetensors|pack-\d{5,9}-\d{5,9}\.shards|manifest\.json)(\.[\w-]{1,64})?"
+    r"\.?(rank-\d{5,9}\.safetensors|pack-\d{5,9}-\d{5,9}\.shards|(manifest|record)\.json)(\.[\w-]{1,64})?"
 )
 """Names in a checkpoint's directory, including files that were still being written."""
 WRITES = "rollback.write"

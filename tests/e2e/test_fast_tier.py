@@ -1,6 +1,7 @@
 """With the fast tier on: the same oracles, what is left behind, and ranks that drift apart."""
 
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from rollback.facts.training import (
     Evicted,
     LeftDurableRing,
     Planned,
+    Quarantined,
     Restored,
     Saving,
     Trouble,
@@ -162,6 +164,40 @@ def test_a_slot_that_cannot_be_believed_is_passed_over(tmp_path: Path, base: Pat
     assert facts(run, Restored)[0].step in (30, 40)
     assert facts(run, Planned)
     require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "damaged slot")
+
+
+@pytest.mark.parametrize("left", ["ring", "nothing"])
+def test_what_memory_has_ahead_of_a_run_directory_that_was_put_back_is_not_gone_on_from(
+    tmp_path: Path, base: Path, left: str
+) -> None:
+    """Its journal does not know of the batches that were skipped meanwhile. What it knows of is used, from memory too.
+    Where nothing that it knows of is left, what memory has is better than nothing, and that is said."""
+    toy, run, copy = fast(Toy(240, augment=True), base), tmp_path / "run", tmp_path / "copy"
+    skipping = toy.with_settings(skip=[{"first": 33, "last": 36}])
+    with Forker() as forker:
+        assert forker.status(toy, run, signal=[25, signal.SIGKILL, 0]) == -signal.SIGKILL
+        shutil.copytree(run, copy)
+        assert forker.status(skipping, run, signal=[55, signal.SIGKILL, 0]) == -signal.SIGKILL
+        newest = facts(run, Committed)[-1].checkpoint
+        assert newest in {place.name for place in tiers.in_slots(RunPaths(run))}
+        shutil.rmtree(run)
+        shutil.copytree(copy, run)
+        if left == "nothing":
+            shutil.rmtree(run / "ring")
+            for place in tiers.in_slots(RunPaths(run)):
+                shutil.rmtree(place.directory)
+        ended = forker.finish(toy, run)
+        undisturbed = forker.finish(toy, tmp_path / "undisturbed")
+    output = Path(f"{run}.txt").read_text()
+    if left == "nothing":
+        assert facts(run, Attached)[-1].checkpoint == newest
+        assert [fact.code for fact in facts(run, Advice)] == ["skips-unknown"]
+        return
+    went_on = facts(run, Attached)[-1]
+    assert went_on.step == 20, output
+    assert f"checkpoint {newest} cannot be used: the journal lacks lines that were there" in output
+    assert newest in {fact.checkpoint for fact in facts(run, Quarantined)}
+    require_same(weights(ended), weights(undisturbed), "put back")
 
 
 def test_without_memory_checkpoints_go_to_the_ring(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
     BASE/rollback-UID/RUN_ID/tier.json          whose it is: the run directory
     BASE/rollback-UID/RUN_ID/slot-00/           a file for each rank here, and manifest.json while it is committed
+    BASE/rollback-UID/RUN_ID/slot-00/record.json    how far the journal was then: see `record_marks`
 
 What is readable is never written: a slot without its manifest means nothing to a reader, and the manifest is removed,
 under an exclusive lock that readers hold up by a shared one, before any rank writes into the slot. docs/format.md,
@@ -21,9 +22,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollback.checkpoints.fast_tier.record_marks import write_mark
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.errors import CheckpointDamaged, RunDirectoryError, reporting
-from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, Below, NamedBelow, shard_name
+from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, Below, NamedBelow, RunPaths, shard_name
 from rollback.system import files
 from rollback.system.durable import write_file
 from rollback.system.region import Region
@@ -106,8 +108,11 @@ def owner_of(slots: SlotPaths) -> Path | None:
 
 
 def may_be_of(owner: Path | None, run: Path) -> bool:
-    """Whether a tier with the run's id is this run directory's: it says so, or says nothing, or that one has moved."""
-    return owner is None or owner == run.resolve() or not owner.exists()
+    """Whether a tier with the run's id is this run directory's: it says so, or says nothing, or that one has moved.
+
+    It is the run that moves. A job that still ran has made folders for its logs anew where the run was.
+    """
+    return owner is None or owner == run.resolve() or not RunPaths(owner).identity.exists()
 
 
 def map_shard(slots: SlotPaths, number: int, rank: int, size: int) -> Region:
@@ -169,8 +174,11 @@ def remove_strangers(slots: SlotPaths, number: int, ranks: Collection[int]) -> N
 def commit(slots: SlotPaths, number: int, manifest: Manifest, here: Collection[int] = ()) -> None:
     """Make a slot readable: its shards are whole. One rank of each host, after all have written. here: its ranks.
 
-    Raises OSError where that cannot be done, or where it is not seen to be there afterwards.
+    Where rank 0 is, beside its journal, the slot gets a mark of how far that is. Raises OSError where that cannot be
+    done, or where it is not seen to be there afterwards.
     """
+    run = owner_of(slots) if 0 in here else None
+    write_mark(slots.slot(number), manifest.name, RunPaths(run).train_journal if run is not None else None)
     write_file(slots.slot(number) / MANIFEST, manifest.to_json(), durable=False)
     require_committed(slots, number, here)
 
@@ -205,6 +213,13 @@ def uncommit(slots: SlotPaths, number: int) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def forget_all(slots: SlotPaths) -> None:
+    """Make all slots mean nothing. One rank of each host. Raises OSError, also where somebody is reading one."""
+    for number in slots.numbers():
+        if not uncommit(slots, number):
+            raise OSError(errno.EBUSY, "somebody is reading what an earlier run directory has left there")
 
 
 class HeldSlot:

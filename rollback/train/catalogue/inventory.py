@@ -1,7 +1,7 @@
 """The checkpoints in the slots when an attempt starts. Only those that every host has can be used."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rollback.checkpoints import tiers
@@ -23,23 +23,31 @@ class InSlot:
 @dataclass(frozen=True)
 class Inventory:
     """manifests, slots: of checkpoints that every host has in the slot of the same number. strays: names of checkpoints
-    that only some hosts have."""
+    that only some hosts have. ahead: of the first, those that are ahead of the record (`tiers.ahead_of_record`)."""
 
     manifests: list[Manifest]
     slots: dict[str, int]
     strays: list[str]
+    ahead: frozenset[str] = frozenset()
 
 
-def take_inventory(paths: RunPaths, ranks: Ranks) -> Inventory:
-    """Collective: take the inventory, the same on all ranks. The first rank of each host looks into the slots."""
-    places = [place for place in tiers.in_slots(paths) if is_enough(place, ranks)] if ranks.first_of_host else []
+def take_inventory(paths: RunPaths, ranks: Ranks, in_ring: Collection[str] = ()) -> Inventory:
+    """Collective: take the inventory, the same on all ranks. The first rank of each host looks into the slots.
+
+    in_ring: names of the checkpoints in the run directory, which are these and not what memory has ahead of it.
+    """
+    ahead = tiers.ahead_of_record(paths) if ranks.first_of_host else []
+    sound = tiers.in_slots(paths) if ranks.first_of_host else []
+    places = [place for place in [*sound, *ahead] if is_enough(place, ranks)]
     told = [[place.slot, place.name, place.manifest.content] for place in places]
     answers = ranks.from_each(told if ranks.first_of_host else None)
+    names = set[str]().union(*ranks.from_each([place.name for place in ahead]))
     held, strays = common([[InSlot(*item) for item in answer] for answer in answers if answer is not None])
+    held = [item for item in held if item.name not in names.intersection(in_ring)]
     slots = {item.name: item.slot for item in held}
     own = [place.manifest.model_dump(mode="json") for place in places if slots.get(place.name) == place.slot]
     manifests = [Manifest.model_validate(body) for body in ranks.from_first(own)]
-    return Inventory(manifests, slots, strays)
+    return Inventory(manifests, slots, strays, frozenset(names & slots.keys()))
 
 
 def is_enough(place: Located, ranks: Ranks) -> bool:

@@ -53,11 +53,11 @@ from rollback.train.snapshots.capture import share_of
 from rollback.train.start.host_directory import first_writes_of_host, require_one_run
 from rollback.train.start.initial import begin_with
 from rollback.train.start.start_record import (
-    NOT_ON_RECORD,
     evict_what_was_cut_off,
     finish_pending_plan,
     healthy_until,
     leave_out_what_is_new,
+    not_on_record,
     put_aside,
     require_a_change,
     require_samples,
@@ -127,6 +127,8 @@ class FoundRun:
     """Checkpoints in the run directory whose manifest is damaged, and why."""
     strays: list[str]
     """Checkpoints that only some hosts have in their slots."""
+    ahead: frozenset[str]
+    """Checkpoints in the slots, and nowhere else, that are ahead of the record."""
     at_url: list[Manifest]
     """Of newer checkpoints than these, which are only in the ring at the URL."""
     blamed: list[Blamed]
@@ -175,8 +177,8 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
         raise getattr(errors, body["error"])(body["message"], hint=body["hint"])
     if ranks.apart:
         require_one_run(paths, body["identity"], ranks)
-    in_memory = take_inventory(paths, ranks)
     in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
+    in_memory = take_inventory(paths, ranks, {manifest.name for manifest in in_ring})
     manifests = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
     newer = only_at_url(paths, settings, manifests.values()) if ranks.first else []
     newer = [Manifest.model_validate(body) for body in ranks.from_first([m.model_dump(mode="json") for m in newer])]
@@ -189,6 +191,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
         in_ring=[manifest.name for manifest in in_ring],
         damaged=body["damaged"],
         strays=in_memory.strays,
+        ahead=in_memory.ahead,
         at_url=newer,
         blamed=[Blamed.model_validate(fact) for fact in body["blamed"]],
         identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
@@ -250,7 +253,7 @@ def _restore_newest(
     """
     history, damaged = found.history, found.damaged
     places = _places(paths, found, HostCopies(paths, ranks, url).bring if ranks.apart or found.at_url else None)
-    for manifest in candidates(history, [*found.manifests, *found.at_url]):
+    for manifest in candidates(history, [*found.manifests, *found.at_url], found.ahead):
         try:
             result = restore(manifest.name, places[manifest.name], ranks, state)
         except StateRefused as error:
@@ -264,8 +267,8 @@ def _restore_newest(
             if manifest in found.at_url:
                 found.manifests.append(manifest)
                 found.in_ring.append(manifest.name)
-            if is_on_record(history, manifest):
-                damaged |= {m.name: NOT_ON_RECORD for m in found.manifests if not is_on_record(history, m)}
+            if is_on_record(history, manifest, found.ahead):
+                damaged |= not_on_record(history, found.manifests, found.ahead)
             return manifest, result.place
         damaged[manifest.name] = result.fault
     lost = history.committed.keys() - history.gone - history.discarded
@@ -298,7 +301,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     leave_out_what_is_new(history, found.blamed, settings, state.cursor.batch, record)
     if chosen is not None and ranks.first and not record.history.attached:
         record.advise_of(JOURNAL_GONE, [chosen.name])
-    if chosen is not None and not is_on_record(history, chosen):
+    if chosen is not None and not is_on_record(history, chosen, found.ahead):
         record.advise_of(SKIPS_UNKNOWN, [chosen.name])
     ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None
     record.note(

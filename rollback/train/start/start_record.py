@@ -9,7 +9,7 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account
 from rollback.checkpoints.fast_tier.slots import uncommit
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.checkpoints.resume import healthy_before
+from rollback.checkpoints.resume import healthy_before, is_on_record
 from rollback.config import ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural, UsageError
 from rollback.facts.history import History, merge_windows
@@ -36,6 +36,15 @@ from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import why_kept
 
 NOT_ON_RECORD = "it is from behind a rollback that the journal could not take: what was skipped before it is not known"
+
+
+def not_on_record(history: History, manifests: Iterable[Manifest], ahead: Collection[str]) -> dict[str, str]:
+    """The checkpoints that are not gone on from while there is one that is on record, and why. ahead: as for
+    `is_on_record`."""
+    return {
+        manifest.name: tiers.PUT_BACK if manifest.name in ahead else NOT_ON_RECORD
+        for manifest in manifests if not is_on_record(history, manifest, ahead)
+    }  # fmt: skip
 
 
 def require_a_change(paths: RunPaths, settings: Settings, history: History) -> None:

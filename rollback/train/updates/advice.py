@@ -111,8 +111,9 @@ JOURNAL_GONE = (
 )
 SKIPS_UNKNOWN = (
     "skips-unknown",
-    "{names} is from behind a rollback that the journal could not take, and no checkpoint from before it is left: what "
-    "was skipped before it is not known. Training goes on from it as if that were nothing",
+    "what led to {names} is not in the journal, which could not take it or of which an older copy was put back, and no "
+    "checkpoint that is on record is left: what was skipped before it is not known. Training goes on from it as if "
+    "that were nothing",
 )
 INIT_NOT_READ = (
     "init-not-read",

@@ -1,6 +1,7 @@
 """Where the checkpoints of a run are looked for, whose fast tier is believed, and when its memory is given back."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.tiers import Located
 from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged
+from rollback.facts.training import PassedOver
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
+from rollback.system import durable
 
 
 @pytest.fixture
@@ -35,14 +39,14 @@ def tier(paths: RunPaths, tmp_path: Path) -> SlotPaths:
     return tier
 
 
-def commit(tier: SlotPaths, number: int, seq: int) -> Manifest:
+def commit(tier: SlotPaths, number: int, seq: int, here: tuple[int, ...] = ()) -> Manifest:
     """A checkpoint of two ranks in a slot."""
     shards = tuple(ShardRecord(file=shard_name(rank), size=8, hash="0" * 32) for rank in range(2))
     manifest = manifest_of(seq, 10 * seq).model_copy(update={"shards": shards})
     tier.slot(number).mkdir(exist_ok=True)
     for shard in shards:
         (tier.slot(number) / shard.file).write_bytes(bytes(8))
-    slots.commit(tier, number, manifest)
+    slots.commit(tier, number, manifest, here)
     return manifest
 
 
@@ -69,6 +73,49 @@ def test_a_run_without_a_fast_tier_has_nothing_in_slots(paths: RunPaths) -> None
     name = write_checkpoint(paths, 1, 10)
     assert tiers.look_into_slots(paths) == ([], {})
     assert [(place.name, place.tier) for place in tiers.locate(paths)] == [(name, "durable")]
+
+
+def test_what_is_in_a_slot_is_ahead_of_a_journal_only_where_lines_are_missing(
+    paths: RunPaths, tier: SlotPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def newest_is_ahead() -> bool:
+        (found,) = tiers.ahead_of_record(paths) or [None]
+        assert [place.name for place in tiers.in_slots(paths)] == ([old.name] if found else [old.name, new.name])
+        assert found is None or tiers.look_into_slots(paths)[1].keys() == {"slot-01"}
+        return found is not None
+
+    (journal,) = journals = [Journal(paths.train_journal, 1)]
+    journal.append(PassedOver(first=4, last=9, step=2, timeline=1))
+    old, backup = commit(tier, 0, 1, (0, 1)), paths.train_journal.read_bytes()
+    journal.append(PassedOver(first=30, last=31, step=10, timeline=1))
+    with monkeypatch.context() as full:  # what the disk does not take is in no mark: it may be lost with rank 0
+        full.setattr(durable, "write_all", refuse)
+        with pytest.raises(OSError, match="full"):
+            journal.append(PassedOver(first=40, last=41, step=12, timeline=1))
+    new, whole = commit(tier, 1, 2, (0, 1)), paths.train_journal.read_bytes()
+    assert not newest_is_ahead(), "the line that waited is lost"
+    paths.train_journal.write_bytes(whole + b'{"seq":2,"at"')
+    assert not newest_is_ahead(), "a line is torn"
+    journals.append(Journal(paths.train_journal, 2))
+    journals[-1].append(PassedOver(first=50, last=51, step=14, timeline=1))
+    assert not newest_is_ahead(), "it has grown"
+    paths.train_journal.write_bytes(backup)
+    assert newest_is_ahead(), "an older copy was put back"
+    journals.append(Journal(paths.train_journal, 2))
+    journals[-1].append(PassedOver(first=32, last=33, step=10, timeline=1))
+    assert paths.train_journal.stat().st_size == len(whole)
+    assert newest_is_ahead(), "and has gone on otherwise"
+    commit(tier, 1, 2)
+    assert not newest_is_ahead(), "another host's slot says nothing of a journal"
+    commit(tier, 1, 2, (0, 1))
+    paths.train_journal.unlink()
+    assert not newest_is_ahead(), "without a journal it cannot be told"
+    for journal in journals:
+        journal.close()
+
+
+def refuse(*_: object) -> None:
+    raise OSError(28, "the disk is full")
 
 
 def test_of_two_places_of_a_checkpoint_the_fast_tier_s_comes_first(paths: RunPaths, tier: SlotPaths) -> None:
@@ -138,10 +185,10 @@ def test_without_the_identity_of_the_run_no_tier_is_believed_to_be_its_own(paths
 def test_the_tier_of_another_run_directory_with_the_same_id_is_not_believed(
     paths: RunPaths, tier: SlotPaths, tmp_path: Path
 ) -> None:
-    (tmp_path / "copy").mkdir()
+    shutil.copytree(paths.root, tmp_path / "copy")
     tier.owner.write_text(json.dumps({"format": 2, "run": str(tmp_path / "copy")}))
     assert tiers.fast_tier_of(paths) is None
-    (tmp_path / "copy").rmdir()  # it has moved here
+    shutil.rmtree(tmp_path / "copy")  # it has moved here
     assert tiers.fast_tier_of(paths) == tier
 
 

@@ -177,11 +177,13 @@ def test_whatever_others_could_do_in_a_directory_it_is_refused(tier: SlotPaths, 
 
 def test_a_copy_of_a_run_directory_does_not_get_the_original_s_slots(tmp_path: Path) -> None:
     (tmp_path / "original").mkdir()
+    (tmp_path / "original/run.json").touch()
     tier = slots.tier_of(tmp_path, "0123456789abcdef")
     slots.claim(tier, tmp_path / "original")
     with pytest.raises(RunDirectoryError, match="belongs to the run directory"):
         slots.claim(tier, tmp_path / "copy")
     (tmp_path / "original").rename(tmp_path / "moved")
+    (tmp_path / "original/logs").mkdir(parents=True)  # by a job that ran on
     slots.claim(tier, tmp_path / "moved")
     assert slots.owner_of(tier) == tmp_path / "moved"
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from checkpoints import manifest_of
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.checkpoints.format.manifest import ShardRecord
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import RunPaths, shard_name
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import tier_choice as choices
 from rollback.train.snapshots.tier_choice import Allotment, allot, capture_mode, cores_here, open_tier
@@ -69,6 +71,28 @@ def test_a_tier_is_made_said_where_it_is_and_found_again(paths: RunPaths, run_id
     assert open_tier(paths, Ranks(), run_id, tmp_path) == (tier, "")
 
 
+def test_what_lies_in_a_tier_that_the_start_has_not_seen_is_not_found_by_the_next_one(
+    paths: RunPaths, run_id: str, tmp_path: Path
+) -> None:
+    """The run directory was removed, and came back from the ring at a URL: the start has gone on from there."""
+    tier, _ = open_tier(paths, Ranks(), run_id, tmp_path)
+    assert tier is not None
+    tier.slot(0).mkdir()
+    shard = ShardRecord(file=shard_name(0), size=8, hash="0" * 32)
+    manifest = manifest_of(1, 10, ranks=1).model_copy(update={"shards": (shard,)})
+    (tier.slot(0) / shard.file).write_bytes(bytes(8))
+    slots.commit(tier, 0, manifest, [0])
+    assert open_tier(paths, Ranks(), run_id, tmp_path) == (tier, "")
+    assert [place.name for place in tiers.in_slots(paths)] == [manifest.name], "the start has seen it"
+    paths.fast_pointer.unlink()
+    with slots.reading(tier.slot(0)):
+        found, why_not = open_tier(paths, Ranks(), run_id, tmp_path)
+    assert found is None
+    assert "somebody is reading" in why_not
+    assert open_tier(paths, Ranks(), run_id, tmp_path) == (tier, "")
+    assert tiers.in_slots(paths) == []
+
+
 def test_where_it_is_switched_off_that_of_an_earlier_attempt_is_found_and_none_is_made(
     paths: RunPaths, run_id: str, tmp_path: Path
 ) -> None:
@@ -87,6 +111,7 @@ def test_a_base_that_cannot_be_used_is_no_tier_and_why(paths: RunPaths, run_id: 
     tier, why_not = open_tier(paths, Ranks(), "../elsewhere", tmp_path)
     assert tier is None
     assert "cannot be a directory's name" in why_not
+    (tmp_path / "run.json").touch()
     slots.claim(slots.tier_of(tmp_path, run_id), tmp_path)
     tier, why_not = open_tier(paths, Ranks(), run_id, tmp_path)
     assert tier is None
