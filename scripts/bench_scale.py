@@ -149,7 +149,7 @@ def _start(root: Path) -> None:
     from rollback.supervisor.claim import read_past
     from rollback.train.comm.ranks import Ranks
     from rollback.train.comm.recorder import Recorder
-    from rollback.train.start.attach import read_run
+    from rollback.train.start.found_run import read_run
 
     paths = RunPaths(root)
     read_past(paths, read_past(paths))  # before it takes the lock, and with it
@@ -180,7 +180,7 @@ def _index(root: Path) -> None:
 
 
 def _measured(act: Callable[[Path], None], root: Path, into: Any) -> None:
-    import rollback.train.start.attach  # noqa: F401  (its import is no part of what is measured)
+    import rollback.train.start.found_run  # noqa: F401  (its import is no part of what is measured)
 
     began, wall = time.process_time(), time.monotonic()
     act(root)

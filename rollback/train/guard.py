@@ -17,6 +17,7 @@ from rollback.train.events import RollbackCause
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, Undo
 from rollback.train.prober import NO_BATCH
 from rollback.train.process.stopping import end_with_supervisor
+from rollback.train.run import supervised
 from rollback.train.script_side import PassIterator, ScriptSide, refusing
 from rollback.train.start import arguments
 from rollback.train.start import attach as attaching
@@ -326,7 +327,7 @@ class Guard(ScriptSide):
         self._requests.note_stop(self.step)
         self._run.ranks.barrier()
         self.close()
-        raise SystemExit(0 if attaching.supervised() else int(code))
+        raise SystemExit(0 if supervised() else int(code))
 
     def _rewind(self, decision: Rewind) -> None:
         """Carry out a plan, which is in the journal."""

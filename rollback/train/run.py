@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.config import Settings
+from rollback.config import ENV_SUPERVISOR, Settings
 from rollback.errors import UsageError
 from rollback.facts.history import History
 from rollback.rundir.lock import RunLock
@@ -14,6 +14,11 @@ from rollback.train.comm.recorder import Recorder
 
 _processes: set[int] = set()
 """Those in which a guard has attached to a run: this one, and any that it was forked from."""
+
+
+def supervised() -> bool:
+    """Whether `rollback launch` started this process."""
+    return bool(os.environ.get(ENV_SUPERVISOR))
 
 
 def require_first(paths: RunPaths) -> None:

@@ -1,0 +1,141 @@
+"""What a run directory and the memory of the hosts have of a run when an attempt starts.
+
+Rank 0 reads the directory and sends the content to all ranks. Nothing is changed, except for a fetch from a URL.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from rollback import errors
+from rollback.checkpoints import ring
+from rollback.checkpoints.format.manifest import Manifest
+from rollback.config import ENV_ATTEMPT, Settings
+from rollback.errors import RollbackError, RunDirectoryError
+from rollback.facts.history import History, copy_of, history_as_json
+from rollback.facts.training import Accepted, Blamed
+from rollback.rundir.identity import Identity, JobIdentity, read_identity, require_key, require_same_job
+from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
+from rollback.rundir.journal.journal import of_kind, read_journal
+from rollback.rundir.lock import RunLock
+from rollback.rundir.paths import RunPaths
+from rollback.train.catalogue.draining import fetch_run, only_at_url, reach_ring
+from rollback.train.catalogue.inventory import take_inventory
+from rollback.train.comm.ranks import Ranks
+from rollback.train.run import supervised
+from rollback.train.start.host_directory import require_one_run
+from rollback.train.start.start_record import require_a_change
+
+
+@dataclass
+class FoundRun:
+    """What rank 0 found in the run directory, and the first rank of each host in its slots. All ranks have the same."""
+
+    attempt: int
+    history: History
+    manifests: list[Manifest]
+    """Of all checkpoints, oldest first."""
+    slots: dict[str, int]
+    """Checkpoints in the slots of all hosts, with the numbers of their slots."""
+    in_ring: list[str]
+    """Checkpoints in the run directory."""
+    damaged: dict[str, str]
+    """Checkpoints in the run directory whose manifest is damaged, and why."""
+    strays: list[str]
+    """Checkpoints that only some hosts have in their slots."""
+    ahead: frozenset[str]
+    """Checkpoints in the slots, and nowhere else, that are ahead of the record."""
+    at_url: list[Manifest]
+    """Of newer checkpoints than these, which are only in the ring at the URL."""
+    blamed: list[Blamed]
+    """The data that the supervisor blames crashes on."""
+    identity: Identity | None
+    accepted: list[Accepted]
+    journal: FoldedJournal | None = None
+    """Rank 0: the ranks' journal, read once for the whole start."""
+
+
+def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings) -> tuple[FoundRun, RunLock | None]:
+    """Collective: read the run directory, and check that the run is this job's. Changes nothing, except for a fetch.
+
+    Rank 0 takes the lock where no supervisor holds it, and fetches the run from a ring at a URL where nobody has done
+    so. Raises RollbackError, the same on all ranks.
+    """
+    lock: RunLock | None = None
+    body: dict[str, Any] = {}
+    journal: FoldedJournal | None = None
+    accepted: list[Accepted] = []
+    if ranks.first:
+        try:
+            require_key(paths)
+            identity = read_identity(paths)
+            if identity is not None:
+                require_same_job(paths, identity.job, job, accept_data_change=settings.accept_data_change)
+            store = reach_ring(settings)
+            lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
+            fetch_run(store, paths, settings)
+            if (identity := read_identity(paths)) is not None:  # again: it may have been fetched
+                accept = settings.accept_data_change
+                accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
+            journal = fold_journal(paths.train_journal, to_keep=True)
+            require_a_change(paths, settings, journal.history)
+            body = _read(paths, identity, journal.history)
+            if ranks.distributed:  # the others have it from here
+                body["history"] = history_as_json.dump_json(journal.history).decode()
+            body["accepted"] = [fact.model_dump(mode="json") for fact in accepted]
+        except (RollbackError, OSError) as failure:
+            error = failure if isinstance(failure, RollbackError) else _refused_by_disk(paths, failure)
+            body = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+            if lock is not None:
+                lock.release()
+    body = ranks.from_first(body)
+    if "error" in body:
+        raise getattr(errors, body["error"])(body["message"], hint=body["hint"])
+    if ranks.apart:
+        require_one_run(paths, body["identity"], ranks)
+    in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
+    in_memory = take_inventory(paths, ranks, {manifest.name for manifest in in_ring})
+    manifests = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
+    newer = only_at_url(paths, settings, manifests.values()) if ranks.first else []
+    newer = [Manifest.model_validate(body) for body in ranks.from_first([m.model_dump(mode="json") for m in newer])]
+    found = FoundRun(
+        attempt=body["attempt"],
+        # Rank 0's recorder adds to what it has read; what the ranks decide by must stay alike on all.
+        history=copy_of(journal.history) if journal else history_as_json.validate_json(body["history"]),
+        manifests=sorted(manifests.values(), key=lambda manifest: manifest.seq),
+        slots=in_memory.slots,
+        in_ring=[manifest.name for manifest in in_ring],
+        damaged=body["damaged"],
+        strays=in_memory.strays,
+        ahead=in_memory.ahead,
+        at_url=newer,
+        blamed=[Blamed.model_validate(fact) for fact in body["blamed"]],
+        identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
+        accepted=[Accepted.model_validate(fact) for fact in body["accepted"]],
+        journal=journal,
+    )
+    return found, lock
+
+
+def _refused_by_disk(paths: RunPaths, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"reading the run directory {paths.root}: {error}",
+        hint="see whether its disk can be read, then run the same command again; nothing was changed",
+    )
+
+
+def _read(paths: RunPaths, identity: Identity | None, history: History) -> dict[str, Any]:
+    manifests, damaged = ring.manifests(paths)
+    if identity is None and (manifests or damaged):
+        raise RunDirectoryError(
+            f"{paths.root} has checkpoints but no run.json, so it cannot be told whose they are",
+            hint="restore run.json from a copy, or use another run directory",
+        )
+    return {
+        "attempt": int(os.environ.get(ENV_ATTEMPT) or history.last_attempt + 1),
+        "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
+        "damaged": damaged,
+        "blamed": [fact.model_dump() for _, fact in of_kind(read_journal(paths.supervisor_journal).records, Blamed)],
+        "identity": identity.model_dump(mode="json") if identity else None,
+    }
