@@ -128,8 +128,8 @@ class Drifted(Fact):
 
 
 class Quarantined(Fact):
-    """A checkpoint failed verification and was moved to quarantine; or it is from behind a rollback that the journal
-    lacks, and lost its slot."""
+    """A checkpoint failed verification and was moved to quarantine; or it is from behind a rollback or
+    other lines that the journal lacks, and lost its slot."""
 
     kind: Literal["quarantined"] = "quarantined"
     checkpoint: str
