@@ -1,6 +1,7 @@
 """What a start refuses, what it puts aside, and what it adds to the record."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,14 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import cursor_for
 from rollback.train.start.start_record import (
+    NOT_ON_RECORD,
     evict_what_was_cut_off,
     finish_pending_plan,
     given_too_late,
+    healthy_until,
     leave_out_what_is_new,
     left_out_by_order,
+    not_on_record,
     put_aside,
     require_a_change,
     require_samples,
@@ -236,12 +240,13 @@ def test_what_the_ranks_have_kept_is_taken_over_with_the_metrics_that_nobody_cou
     marks = end_marks.marks_of(tier)
     end_marks.prepare(marks)
     kept = {"attempt": 1, "reason": "rank 1 has died", "step": 40, "seconds": 0.5}
-    rows = [metric_line(step=s, batch=s, loss=2.0, grad_norm=None, verdict="", attempt=1, timeline=0) for s in (38, 39)]
+    line = partial(metric_line, loss=2.0, grad_norm=None, verdict="healthy", attempt=1, timeline=0)
+    rows = [line(step=step, batch=step) for step in (38, 39)]
     last_account.write_account(marks, LastAccount(rank=0, checkpoint=C2, metrics=tuple(rows), tier="fast", **kept))
     last_account.write_account(marks, LastAccount(rank=1, checkpoint=C1, tier="durable", **kept))
     last_account.write_account(marks, LastAccount(rank=2, checkpoint=None, why_not="no time", **kept))
     take_over_last_snapshot(paths, record.history, manifest_of(2, 40), record)
-    record.flush()
+    assert healthy_until(paths, record.history, manifest_of(2, 40), record) == 2, "they count for what is on probation"
     made = LastSnapshotMade(reason="rank 1 has died", checkpoint=C2, step=40, rank=0, seconds=0.5)
     taken = Committed(checkpoint=C2, step=40, batch=80, timeline=0, bytes=0, seconds=0.5, tier="fast")
     assert noted(paths) == [taken] + ([] if supervised else [made])
@@ -252,6 +257,13 @@ def test_what_the_ranks_have_kept_is_taken_over_with_the_metrics_that_nobody_cou
     take_over_last_snapshot(paths, record.history, manifest_of(1, 20), record)
     tiers_of = [fact.tier for fact in noted(paths) if isinstance(fact, Committed)]
     assert tiers_of == ["fast", "durable"]
+
+
+def test_of_what_is_not_on_record_it_is_said_why_it_is_not_gone_on_from(paths: RunPaths) -> None:
+    behind = manifest_of(3, 60).model_copy(update={"timeline": 1})
+    history = history_of(paths, attached(None, 0))
+    found = not_on_record(history, [manifest_of(1, 20), manifest_of(2, 40), behind], {C2})
+    assert found == {C2: tiers.PUT_BACK, behind.name: NOT_ON_RECORD}
 
 
 def test_without_a_tier_nothing_was_kept(paths: RunPaths, record: Recorder) -> None:
