@@ -46,9 +46,15 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "agreement": (("train/last_snapshot/agreement.py",), ("train/last_snapshot/agreement",)),
     "claim": (("supervisor/claim.py", "rundir/lock.py"), ("supervisor/claim", "rundir/lock")),
-    "slots": (("checkpoints/fast_tier/slots.py",), ("checkpoints/fast_tier/slots",)),
+    "slots": (("checkpoints/fast_tier/slots.py",), ("checkpoints/fast_tier/slots", "checkpoints/tiers")),
     "tiers": (
-        ("checkpoints/tiers.py", "train/snapshots/tier_choice.py", "checkpoints/fast_tier/sizing.py"),
+        (
+            "checkpoints/tiers.py",
+            "checkpoints/fast_tier/record_marks.py",
+            "rundir/journal/journal_mark.py",
+            "train/snapshots/tier_choice.py",
+            "checkpoints/fast_tier/sizing.py",
+        ),
         ("checkpoints/tiers", "train/snapshots/tier_choice", "checkpoints/fast_tier/sizing"),
     ),
     "diagnosis": (
