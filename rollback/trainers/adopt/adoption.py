@@ -56,6 +56,8 @@ class Adoption:
         """Whether it is the guard that iterates, not the script."""
         self._in_pass = False
         """Whether a pass over the guard has begun and not come to its end."""
+        self._uncounted = False
+        """Whether the script has just been given a batch of the guard, and has not asked for its number yet."""
         self._loader: Any = None
         self._prepared: Any = None
         """What hands out the guard's batches where Accelerate has prepared the loader."""
@@ -87,9 +89,15 @@ class Adoption:
         self._loop = loop
 
     def count(self, number: int, start: int) -> int:
-        """What the script counts its batches as, in place of `number`."""
-        guard = self._guarded
-        return number if guard is None or self._stranger is not None else guard.batch_in_epoch + start
+        """What the script counts its batches as, in place of `number`.
+
+        One loop may go over other batches too: those of an evaluation, or of `itertools.cycle` behind its first round.
+        """
+        guard, uncounted = self._guarded, self._uncounted
+        self._uncounted = False
+        if guard is None or not uncounted or self._stranger is not None:
+            return number
+        return guard.batch_in_epoch + start
 
     def end(self) -> None:
         """The script is through, or leaves its process group. Collective inside a pass; nothing where it raised."""
@@ -226,12 +234,12 @@ class Adoption:
             try:
                 batch = self._with_guard(next, batches)
             except StopIteration:
-                self._in_pass = False
+                self._in_pass = self._uncounted = False
                 self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
                 if guard.interrupted:
                     raise EpochMoved from None
                 return
-            self._stranger = None
+            self._stranger, self._uncounted = None, True
             yield batch
 
     def _with_guard(self, call: Callable[..., Any], *given: Any) -> Any:

@@ -179,6 +179,13 @@ def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epo
     job.require_same("killed", "plain")
 
 
+def test_a_loop_that_evaluates_too_counts_each_of_its_loaders(tmp_path: Path) -> None:
+    job = Job(tmp_path, Case(script="shared_loop.py"), 1)
+    job.plain("plain")
+    job.launched("adopted", "--adopt=strict")
+    job.require_same("adopted", "plain")
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
