@@ -103,6 +103,22 @@ class ScriptLoops:
             return False  # next(iter(loader)): a look at a batch
         return None
 
+    def cycles_at(self, line: int) -> bool:
+        """Whether `itertools.cycle` goes over something at `line`. In a `zip` it may be what goes beside a loader."""
+        names = {
+            f"{module.asname or module.name}.cycle" if isinstance(node, ast.Import) else module.asname or module.name
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module == "itertools")
+            for module in node.names
+            if module.name == ("itertools" if isinstance(node, ast.Import) else "cycle")
+        }
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        zipped = {id(node) for call in calls if _is_call_of(call, "zip") for node in ast.walk(call)}
+        return any(
+            call.lineno <= line <= (call.end_lineno or 0) and ast.unparse(call.func) in names and id(call) not in zipped
+            for call in calls
+        )
+
     def counters(self) -> list[OwnCounter]:
         """Of the training loops: what is added up in their bodies, and what limits them from outside."""
         found: dict[str, OwnCounter] = {}

@@ -56,6 +56,8 @@ class Adoption:
         """Whether it is the guard that iterates, not the script."""
         self._in_pass = False
         """Whether a pass over the guard has begun and not come to its end."""
+        self._astray = False
+        """Whether gradients were computed since the last pass over the guard came to its end."""
         self._uncounted = False
         """Whether the script has just been given a batch of the guard, and has not asked for its number yet."""
         self._loader: Any = None
@@ -166,6 +168,11 @@ class Adoption:
         """Make the guard, of all that there is. Collective; ends the ranks where it cannot be."""
         seen: dict[str, Any]
         try:
+            if self._sources.cycles():
+                raise UsageError(
+                    "the script goes over its loader by itertools.cycle, which gives the batches of one round again",
+                    hint="begin the loader anew for each round: `while True:` around `for batch in loader:`",
+                )
             plan = plan_for(loader, self.made.alive())
             seen = {
                 "the number of epochs": epochs,
@@ -228,7 +235,7 @@ class Adoption:
         if self._prepared is not None and self._steered is not None:
             self._loader.iteration = self._steered.place
         batches = iter(self._prepared if self._prepared is not None else self._with_guard(iter, guard))
-        self._in_pass = True
+        self._in_pass, self._astray = True, False
         while True:
             self.losses.tell(guard)
             try:
@@ -264,6 +271,7 @@ class Adoption:
         if self._guarded is None:
             self._trains = True
             return original(tensors, *given, **others)
+        self._astray |= not self._in_pass
         if self._stranger is not None:
             ours, other = _described(self._loader), _described(self._stranger)
             self._sign(f"trains on two loaders: one of {ours}, one of {other}")
@@ -283,9 +291,12 @@ class Adoption:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to make an update."""
-        if self._given_up or self._other is not None or optimizer is self._optimizer:
+        if self._given_up or self._other is not None or (optimizer is self._optimizer and not self._strays()):
             return
         if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            return
+        if optimizer is self._optimizer:
+            self._sign("trains on batches that its loader does not give it one by one: of a list, or a second time")
             return
         if self._guard is not None:
             self._sign(f"trains with a second optimizer, {type(optimizer).__name__}, which was not there at the start")
@@ -299,6 +310,11 @@ class Adoption:
             )
         )
 
+    def _strays(self) -> bool:
+        """Whether the guard's optimizer updates by what came behind a pass, and not only between two passes."""
+        guard, loop = self._guard, self._steered
+        return self._astray and guard is not None and (guard.step == 0 or (loop is not None and loop.over))
+
     def _sign(self, what: str) -> None:
         """The script does what the guard cannot keep exact. This rank alone may see it.
 
@@ -306,7 +322,8 @@ class Adoption:
         at the next iteration of the guard's loader, if there is one, that it has left (`_other_training`).
         """
         assert self._guard is not None
-        if self._in_pass or (self._steered is not None and not self._steered.over):
+        steered = self._steered is not None and not self._steered.over
+        if self._in_pass or steered or self._guard.step == 0:
             self._signs.note(what, self._guard.step)
         else:
             self._signs.end_of_guard(what)

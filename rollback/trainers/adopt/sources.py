@@ -43,12 +43,21 @@ class ScriptSources:
     def trains(self) -> bool | None:
         """Whether the loader that is iterated by a caller is trained on; None where no source tells."""
         for name, line in self.callers():
-            if name not in self._files:
-                self._files[name] = _loops_of(name)
-            loops = self._files[name]
+            loops = self._loops(name)
             if loops is not None and (trains := loops.trains_at(line)) is not None:
                 return trains
         return None
+
+    def cycles(self) -> bool:
+        """Whether it is `itertools.cycle` that iterates the loader."""
+        name, line = next(self.callers(), ("", 0))
+        loops = self._loops(name)
+        return loops is not None and loops.cycles_at(line)
+
+    def _loops(self, name: str) -> ScriptLoops | None:
+        if name not in self._files:
+            self._files[name] = _loops_of(name)
+        return self._files[name]
 
     def counters(self) -> list[OwnCounter]:
         """Those of the training loops in the files that were read."""

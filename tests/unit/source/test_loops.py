@@ -199,3 +199,17 @@ class Bar:
 def test_lines_of_tracebacks_stay() -> None:
     tree = steered(PLAIN)
     assert tree.body[0].lineno == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "cycles"),
+    [
+        ("import itertools as it\nfor x in enumerate(it.cycle(loader)): pass", True),
+        ("from itertools import cycle\nbatches = cycle(loader)", True),
+        ("def cycle(loader): ...\nbatches = cycle(loader)", False),
+        ("from itertools import cycle\nfor x in zip(loader, cycle(prompts)): pass", False),
+        ("import itertools\nfor x in loader: pass", False),
+    ],
+)
+def test_itertools_cycle_is_known_by_its_import(source: str, cycles: bool) -> None:
+    assert ScriptLoops(source).cycles_at(2) is cycles

@@ -57,6 +57,21 @@ elif case == "a loader of its own":
 elif case == "no loader":
     for start in range(0, 24, 4):
         update(DATA.tensors[0][start : start + 4])
+elif case == "a list of its batches":
+    batches = list(loader)
+    for _epoch in range(2):
+        for (x,) in batches:
+            update(x)
+elif case == "a list behind the last epoch":
+    for _epoch in range(2):
+        for (x,) in loader:
+            update(x)
+    update(DATA.tensors[0])
+elif case == "itertools.cycle":
+    for i, (x,) in enumerate(itertools.cycle(loader)):
+        if i == 15:
+            break
+        update(x)
 elif case == "an optimizer that comes later":
     for i, (x,) in enumerate(loader):
         if i == late + 3:
