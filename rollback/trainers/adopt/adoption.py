@@ -188,9 +188,9 @@ class Adoption:
             self._signs.refuse(error)
         self._guard.without_probes("the script knows nothing of the guard, and may count its batches")
         self._model, self._optimizer, self._loader = plan.model, plan.optimizer, loader
-        for counter in self._sources.counters():
+        for where, counter in self._sources.counters():
             self._signs.say(
-                f"the script counts with `{counter.name}` by itself (line {counter.line})"
+                f"the script counts with `{counter.name}` by itself ({where})"
                 + (", and ends its loop by it" if counter.ends else "")
                 + ": a rollback and a resume leave that count behind. guard.keep is for such values"
             )

@@ -20,12 +20,13 @@ class ScriptSources:
 
     def __init__(self) -> None:
         self._files: dict[str, ScriptLoops | None] = {}
+        self._script = ""
 
     def compiled(self, source: bytes, filename: str) -> CodeType:
         """The script, steered. Raises SyntaxError as Python does."""
         compile(source, filename, "exec", dont_inherit=True)
         text = importlib.util.decode_source(source)
-        self._files[filename] = ScriptLoops(text)
+        self._files[filename], self._script = ScriptLoops(text), filename
         return compile(steered(text), filename, "exec", dont_inherit=True)
 
     def callers(self) -> Iterator[tuple[str, int]]:
@@ -59,9 +60,12 @@ class ScriptSources:
             self._files[name] = _loops_of(name)
         return self._files[name]
 
-    def counters(self) -> list[OwnCounter]:
-        """Those of the training loops in the files that were read."""
-        return [counter for loops in self._files.values() if loops is not None for counter in loops.counters()]
+    def counters(self) -> Iterator[tuple[str, OwnCounter]]:
+        """Those of the training loops in the files that were read, and where that is."""
+        for name, loops in self._files.items():
+            ours = name == self._script
+            for counter in loops.counters(is_steered=ours) if loops is not None else ():
+                yield f"{'' if ours else os.path.basename(name) + ', '}line {counter.line}", counter
 
 
 def _loops_of(filename: str) -> ScriptLoops | None:

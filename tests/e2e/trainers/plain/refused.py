@@ -92,6 +92,18 @@ elif case == "a count of its own":
             steps += 1
             if steps == 4:
                 break
+elif case == "a loop in another file":
+    import engine
+
+    engine.train(model, optimizer, loader)
+elif case == "a count beside next":
+    taken, batches = 0, iter(loader)
+    while True:
+        (x,) = next(batches)
+        update(x)
+        taken += 1
+        if taken == 4:
+            break
 elif case == "a limit of its own":
     for (x,) in itertools.islice(loader, 4):
         update(x)
