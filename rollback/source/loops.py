@@ -105,8 +105,11 @@ class ScriptLoops:
                 return True
             yields = any(isinstance(node, _PASSES_ON) for node in ast.walk(loop))
             return None if yields or not self.batches else False
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and _is_call_of(node, "next")]
-        if any(call.lineno <= line <= (call.end_lineno or 0) for call in calls):
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        here = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
+        taken = [call for call in here if _is_call_of(call, "next")]
+        looked = {id(node) for call in taken for node in ast.walk(call)}
+        if taken and all(id(call) in looked for call in here if _is_call_of(call, "iter")):
             return False  # next(iter(loader)): a look at a batch
         return None
 

@@ -295,8 +295,12 @@ class Adoption:
             return
         if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             return
-        if optimizer is self._optimizer:
-            self._sign("trains on batches that its loader does not give it one by one: of a list, or a second time")
+        if self._guard is not None and optimizer is self._optimizer:
+            what = "trains on batches that its loader does not give it one by one: of a list, or a second time"
+            if self._steered is None:
+                self._signs.note(what, self._guard.step)  # another pass may follow: this is no end
+            else:
+                self._sign(what)
             return
         if self._guard is not None:
             self._sign(f"trains with a second optimizer, {type(optimizer).__name__}, which was not there at the start")
@@ -311,9 +315,9 @@ class Adoption:
         )
 
     def _strays(self) -> bool:
-        """Whether the guard's optimizer updates by what came behind a pass, and not only between two passes."""
+        """Whether the guard's optimizer updates by what came from no pass, where no loop over epochs repeats that."""
         guard, loop = self._guard, self._steered
-        return self._astray and guard is not None and (guard.step == 0 or (loop is not None and loop.over))
+        return self._astray and guard is not None and (guard.step == 0 or loop is None or loop.over)
 
     def _sign(self, what: str) -> None:
         """The script does what the guard cannot keep exact. This rank alone may see it.
@@ -322,8 +326,7 @@ class Adoption:
         at the next iteration of the guard's loader, if there is one, that it has left (`_other_training`).
         """
         assert self._guard is not None
-        steered = self._steered is not None and not self._steered.over
-        if self._in_pass or steered or self._guard.step == 0:
+        if self._in_pass or (self._steered is not None and not self._steered.over):
             self._signs.note(what, self._guard.step)
         else:
             self._signs.end_of_guard(what)

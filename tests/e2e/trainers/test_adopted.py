@@ -37,6 +37,7 @@ REFUSED = {
     ),
     "a list of its batches": ("batches that its loader does not give it one by one: of a list", "rollback adopt"),
     "a list behind the last epoch": ("batches that its loader does not give it one by one", "rollback adopt"),
+    "a list after a pass": ("batches that its loader does not give it one by one", "rollback adopt"),
     "itertools.cycle": ("goes over its loader by itertools.cycle", "begin the loader anew"),
     "an optimizer that comes later": ("a second optimizer, Adam, which was not there at the start", "rollback adopt"),
     "a second training": ("trains on its loader again", "rollback adopt"),
@@ -281,7 +282,7 @@ def test_a_late_sign_that_one_rank_alone_sees_is_said_by_that_rank(tmp_path: Pat
 def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a count of its own")
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `steps` by itself (line 92), and ends its loop by it" in done.stdout
+    assert "counts with `steps` by itself (line 97), and ends its loop by it" in done.stdout
     assert "has left its loop by itself, at step 4" in done.stdout
     assert facts(tmp_path / "runs" / "refused", Finished)
 
@@ -289,7 +290,7 @@ def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
 def test_a_count_of_a_loop_that_takes_its_batches_by_next_is_noticed(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a count beside next")
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `taken` by itself (line 104), and ends its loop by it" in done.stdout
+    assert "counts with `taken` by itself (line 109), and ends its loop by it" in done.stdout
 
 
 def test_enumerate_in_another_file_is_noticed_as_a_count(tmp_path: Path) -> None:
@@ -301,7 +302,7 @@ def test_enumerate_in_another_file_is_noticed_as_a_count(tmp_path: Path) -> None
 def test_a_limit_of_the_scripts_own_is_noticed_when_training_begins(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a limit of its own")
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `itertools.islice(loader, 4)` by itself (line 108), and ends its loop by it" in done.stdout
+    assert "counts with `itertools.islice(loader, 4)` by itself (line 113), and ends its loop by it" in done.stdout
 
 
 def test_a_script_with_a_guard_keeps_it(tmp_path: Path) -> None:

@@ -229,6 +229,21 @@ def test_lines_of_tracebacks_stay() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "trains"),
+    [
+        ("x = next(iter(loader))", False),
+        ("x = next(batches)", False),
+        ("batches = iter(loader); x = next(batches)", None),
+        ("batches = iter(loader)", None),
+    ],
+)
+def test_an_iterator_that_is_made_and_taken_from_in_one_line_is_no_look_at_a_batch(
+    line: str, trains: bool | None
+) -> None:
+    assert ScriptLoops(line).trains_at(1) is trains
+
+
+@pytest.mark.parametrize(
     ("source", "cycles"),
     [
         ("import itertools as it\nfor x in enumerate(it.cycle(loader)): pass", True),

@@ -67,6 +67,11 @@ elif case == "a list behind the last epoch":
         for (x,) in loader:
             update(x)
     update(DATA.tensors[0])
+elif case == "a list after a pass":
+    for (x,) in loader:
+        update(x)
+    for start in range(0, 24, 4):
+        update(DATA.tensors[0][start : start + 4])
 elif case == "itertools.cycle":
     for i, (x,) in enumerate(itertools.cycle(loader)):
         if i == 15:
