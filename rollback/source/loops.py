@@ -56,6 +56,13 @@ class ScriptLoops:
             if not any(batches in inner[id(loop)] for batches in self.batches)
             and any(_is_call_of(node, "next") for node in self._reached(loop))
         ]  # fmt: skip
+        self._turning = [  # `while True: batch = next(batches)`
+            node for node in ast.walk(self.tree)
+            if isinstance(node, ast.While)
+            and any(_is_call_of(item, "next") for item in self._reached(node))
+            and any(map(_is_backward, self._reached(node)))
+            and not any(item in self.batches for item in self._reached(node))
+        ]  # fmt: skip
         self.epochs: dict[int, ast.For] = {}
         for batches in self.batches:
             outer = [loop for loop in around if batches in inner[id(loop)]]
@@ -98,31 +105,66 @@ class ScriptLoops:
                 return True
             yields = any(isinstance(node, _PASSES_ON) for node in ast.walk(loop))
             return None if yields or not self.batches else False
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and _is_call_of(node, "next")]
-        if any(call.lineno <= line <= (call.end_lineno or 0) for call in calls):
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        here = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
+        taken = [call for call in here if _is_call_of(call, "next")]
+        looked = {id(node) for call in taken for node in ast.walk(call)}
+        if taken and all(id(call) in looked for call in here if _is_call_of(call, "iter")):
             return False  # next(iter(loader)): a look at a batch
         return None
 
-    def counters(self) -> list[OwnCounter]:
-        """Of the training loops: what is added up in their bodies, and what limits them from outside."""
+    def cycles_at(self, line: int) -> bool:
+        """Whether `itertools.cycle` goes over something at `line`. In a `zip` it may be what goes beside a loader."""
+        names = {
+            f"{module.asname or module.name}.cycle" if isinstance(node, ast.Import) else module.asname or module.name
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module == "itertools")
+            for module in node.names
+            if module.name == ("itertools" if isinstance(node, ast.Import) else "cycle")
+        }
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        zipped = {id(node) for call in calls if _is_call_of(call, "zip") for node in ast.walk(call)}
+        return any(
+            call.lineno <= line <= (call.end_lineno or 0) and ast.unparse(call.func) in names and id(call) not in zipped
+            for call in calls
+        )
+
+    def counters(self, *, is_steered: bool = True) -> list[OwnCounter]:
+        """Of the training loops: what is added up in their bodies, and what limits them from outside.
+
+        is_steered: what they count by `enumerate` is none of it, since `steered` has changed this file.
+        """
         found: dict[str, OwnCounter] = {}
-        for counter in (*self._limits(), *(item for batches in self.batches for item in self._added(batches))):
+        loops: list[ast.For | ast.While] = [*self.batches, *self._drawing, *self._turning]
+        enumerated = () if is_steered else self._numbered()
+        for counter in (*self._limits(), *enumerated, *(item for loop in loops for item in self._added(loop))):
             found.setdefault(counter.name, counter)
         return list(found.values())
 
-    def _added(self, batches: ast.For) -> Iterator[OwnCounter]:
-        deciding = {
-            name.id
-            for node in ast.walk(batches)
-            if isinstance(node, ast.If) and any(isinstance(item, ast.Break | ast.Return) for item in ast.walk(node))
-            for name in ast.walk(node.test)
-            if isinstance(name, ast.Name)
-        }
-        for node in ast.walk(batches):
+    def _added(self, loop: ast.For | ast.While) -> Iterator[OwnCounter]:
+        deciding = self._deciding(loop)
+        for node in ast.walk(loop):
             match node:
                 case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1)):
                     name = ast.unparse(node.target)
                     yield OwnCounter(name, node.lineno, name in deciding)
+
+    def _numbered(self) -> Iterator[OwnCounter]:
+        for loop in self.batches:
+            if (counted := self.enumerated(loop)) is not None:
+                yield OwnCounter(counted[0], loop.lineno, counted[0] in self._deciding(loop))
+
+    def _deciding(self, loop: ast.For | ast.While) -> set[str]:
+        """What the loop, or a `while` around it, is ended by."""
+        ends = [
+            node.test for node in ast.walk(loop)
+            if isinstance(node, ast.If) and any(isinstance(item, ast.Break | ast.Return) for item in ast.walk(node))
+        ]  # fmt: skip
+        turning = (node for node in ast.walk(self.tree) if isinstance(node, ast.While))
+        ends += [node.test for node in turning if node is loop or any(item is loop for item in self._reached(node))]
+        return {
+            ast.unparse(item) for test in ends for item in ast.walk(test) if isinstance(item, ast.Name | ast.Attribute)
+        }
 
     def _limits(self) -> Iterator[OwnCounter]:
         """`islice(loader, 10)`, `zip(range(10), loader)`; `range(10)` of a loop that takes its batches by `next`."""

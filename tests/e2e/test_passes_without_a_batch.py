@@ -217,3 +217,36 @@ def test_a_name_that_is_missing_behind_an_empty_loop_is_explained(tmp_path: Path
     assert "UnboundLocalError" in done.stderr
     assert "the loop over the guard had no batch in epoch 1" in done.stderr
     assert "rehearse=" in done.stderr
+
+
+_BY_HAND = """
+import torch
+import rollback
+torch.manual_seed(1)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.randn(16, 2), batch_size=4)
+guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, skip=[{"first": 4, "last": 7}])
+batches = iter(guard)
+for step in range(12):
+    try:
+        x = next(batches)
+    except StopIteration:
+        batches = iter(guard)
+        x = next(batches)
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_an_iterator_that_a_script_begins_by_hand_in_an_empty_epoch_is_explained_and_not_tried_ten_times(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text(_BY_HAND)
+    command = [sys.executable, "-m", "rollback", "launch", "--nproc", "1", "script.py"]
+    done = run_warm(command, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 1, done.stderr
+    said = done.stdout + done.stderr
+    assert "raised StopIteration: (the loop over the guard had no batch in epoch" in said, said
+    assert "`batches = (batch for _ in guard.epochs(n) for batch in guard)`" in said
+    assert "2 attempts in a row failed with StopIteration" in said

@@ -101,6 +101,8 @@ class FirstCause:
             return ""
         if self.record.error == "rollback.errors.UsageError":
             return "at a wrong call of rollback"
+        if self.record.error == "StopIteration" and not self.record.in_hand:
+            return "with StopIteration where the script takes its batches"
         if self.record.error in _OF_CODE:
             return f"with {self.record.error}"
         # Behind a first update such code works, and it may be the data. Those that cannot be read are told apart.

@@ -34,8 +34,15 @@ _LIBRARIES = [_OURS, *(Path(module.__file__).parent for module in (torch, thread
 
 _EMPTY_PASS = (
     "the loop over the guard had no batch in epoch {epoch}: all that was left of it is skipped, or was trained on by "
-    "an earlier attempt. So code behind that loop must not need what only the loop's body sets: set it before the "
-    "loop, or have guard.epochs(n, rehearse=...) give the body a batch that does not count (docs/guard.md, Epochs)"
+    "an earlier attempt. So {so} (docs/guard.md, Epochs)"
+)
+_BEHIND_THE_LOOP = (
+    "code behind that loop must not need what only the loop's body sets: set it before the loop, or have "
+    "guard.epochs(n, rehearse=...) give the body a batch that does not count"
+)
+_TAKEN_BY_NEXT = (
+    "what takes its batches by `next` must go on to the epoch that the run stands in: "
+    "`batches = (batch for _ in guard.epochs(n) for batch in guard)`"
 )
 
 
@@ -94,7 +101,9 @@ class FailureRecorder:
     def _remark(self, error: BaseException) -> str | None:
         """What a user should know of an error that comes of how the guard loops; None: nothing."""
         epoch = self._empty_pass()
-        return _EMPTY_PASS.format(epoch=epoch) if isinstance(error, NameError) and epoch is not None else None
+        if epoch is None or not isinstance(error, NameError | StopIteration):
+            return None
+        return _EMPTY_PASS.format(epoch=epoch, so=_BEHIND_THE_LOOP if isinstance(error, NameError) else _TAKEN_BY_NEXT)
 
     def _account(self, error: Exception) -> FailureRecord:
         standing, name, message = self._standing(), qualified_name(type(error)), text_of(error)

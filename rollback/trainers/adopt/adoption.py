@@ -56,6 +56,10 @@ class Adoption:
         """Whether it is the guard that iterates, not the script."""
         self._in_pass = False
         """Whether a pass over the guard has begun and not come to its end."""
+        self._astray = False
+        """Whether gradients were computed since the last pass over the guard came to its end."""
+        self._uncounted = False
+        """Whether the script has just been given a batch of the guard, and has not asked for its number yet."""
         self._loader: Any = None
         self._prepared: Any = None
         """What hands out the guard's batches where Accelerate has prepared the loader."""
@@ -87,9 +91,15 @@ class Adoption:
         self._loop = loop
 
     def count(self, number: int, start: int) -> int:
-        """What the script counts its batches as, in place of `number`."""
-        guard = self._guarded
-        return number if guard is None or self._stranger is not None else guard.batch_in_epoch + start
+        """What the script counts its batches as, in place of `number`.
+
+        One loop may go over other batches too: those of an evaluation, or of `itertools.cycle` behind its first round.
+        """
+        guard, uncounted = self._guarded, self._uncounted
+        self._uncounted = False
+        if guard is None or not uncounted or self._stranger is not None:
+            return number
+        return guard.batch_in_epoch + start
 
     def end(self) -> None:
         """The script is through, or leaves its process group. Collective inside a pass; nothing where it raised."""
@@ -158,6 +168,11 @@ class Adoption:
         """Make the guard, of all that there is. Collective; ends the ranks where it cannot be."""
         seen: dict[str, Any]
         try:
+            if self._sources.cycles():
+                raise UsageError(
+                    "the script goes over its loader by itertools.cycle, which gives the batches of one round again",
+                    hint="begin the loader anew for each round: `while True:` around `for batch in loader:`",
+                )
             plan = plan_for(loader, self.made.alive())
             seen = {
                 "the number of epochs": epochs,
@@ -173,9 +188,9 @@ class Adoption:
             self._signs.refuse(error)
         self._guard.without_probes("the script knows nothing of the guard, and may count its batches")
         self._model, self._optimizer, self._loader = plan.model, plan.optimizer, loader
-        for counter in self._sources.counters():
+        for where, counter in self._sources.counters():
             self._signs.say(
-                f"the script counts with `{counter.name}` by itself (line {counter.line})"
+                f"the script counts with `{counter.name}` by itself ({where})"
                 + (", and ends its loop by it" if counter.ends else "")
                 + ": a rollback and a resume leave that count behind. guard.keep is for such values"
             )
@@ -220,18 +235,18 @@ class Adoption:
         if self._prepared is not None and self._steered is not None:
             self._loader.iteration = self._steered.place
         batches = iter(self._prepared if self._prepared is not None else self._with_guard(iter, guard))
-        self._in_pass = True
+        self._in_pass, self._astray = True, False
         while True:
             self.losses.tell(guard)
             try:
                 batch = self._with_guard(next, batches)
             except StopIteration:
-                self._in_pass = False
+                self._in_pass = self._uncounted = False
                 self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
                 if guard.interrupted:
                     raise EpochMoved from None
                 return
-            self._stranger = None
+            self._stranger, self._uncounted = None, True
             yield batch
 
     def _with_guard(self, call: Callable[..., Any], *given: Any) -> Any:
@@ -256,6 +271,7 @@ class Adoption:
         if self._guarded is None:
             self._trains = True
             return original(tensors, *given, **others)
+        self._astray |= not self._in_pass
         if self._stranger is not None:
             ours, other = _described(self._loader), _described(self._stranger)
             self._sign(f"trains on two loaders: one of {ours}, one of {other}")
@@ -275,9 +291,16 @@ class Adoption:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to make an update."""
-        if self._given_up or self._other is not None or optimizer is self._optimizer:
+        if self._given_up or self._other is not None or (optimizer is self._optimizer and not self._strays()):
             return
         if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self._guard is not None and optimizer is self._optimizer:
+            what = "trains on batches that its loader does not give it one by one: of a list, or a second time"
+            if self._steered is None:
+                self._signs.note(what, self._guard.step)  # another pass may follow: this is no end
+            else:
+                self._sign(what)
             return
         if self._guard is not None:
             self._sign(f"trains with a second optimizer, {type(optimizer).__name__}, which was not there at the start")
@@ -290,6 +313,11 @@ class Adoption:
                 "your own make a rollback.Guard",
             )
         )
+
+    def _strays(self) -> bool:
+        """Whether the guard's optimizer updates by what came from no pass, where no loop over epochs repeats that."""
+        guard, loop = self._guard, self._steered
+        return self._astray and guard is not None and (guard.step == 0 or loop is None or loop.over)
 
     def _sign(self, what: str) -> None:
         """The script does what the guard cannot keep exact. This rank alone may see it.

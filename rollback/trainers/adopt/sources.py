@@ -20,12 +20,13 @@ class ScriptSources:
 
     def __init__(self) -> None:
         self._files: dict[str, ScriptLoops | None] = {}
+        self._script = ""
 
     def compiled(self, source: bytes, filename: str) -> CodeType:
         """The script, steered. Raises SyntaxError as Python does."""
         compile(source, filename, "exec", dont_inherit=True)
         text = importlib.util.decode_source(source)
-        self._files[filename] = ScriptLoops(text)
+        self._files[filename], self._script = ScriptLoops(text), filename
         return compile(steered(text), filename, "exec", dont_inherit=True)
 
     def callers(self) -> Iterator[tuple[str, int]]:
@@ -43,16 +44,28 @@ class ScriptSources:
     def trains(self) -> bool | None:
         """Whether the loader that is iterated by a caller is trained on; None where no source tells."""
         for name, line in self.callers():
-            if name not in self._files:
-                self._files[name] = _loops_of(name)
-            loops = self._files[name]
+            loops = self._loops(name)
             if loops is not None and (trains := loops.trains_at(line)) is not None:
                 return trains
         return None
 
-    def counters(self) -> list[OwnCounter]:
-        """Those of the training loops in the files that were read."""
-        return [counter for loops in self._files.values() if loops is not None for counter in loops.counters()]
+    def cycles(self) -> bool:
+        """Whether it is `itertools.cycle` that iterates the loader."""
+        name, line = next(self.callers(), ("", 0))
+        loops = self._loops(name)
+        return loops is not None and loops.cycles_at(line)
+
+    def _loops(self, name: str) -> ScriptLoops | None:
+        if name not in self._files:
+            self._files[name] = _loops_of(name)
+        return self._files[name]
+
+    def counters(self) -> Iterator[tuple[str, OwnCounter]]:
+        """Those of the training loops in the files that were read, and where that is."""
+        for name, loops in self._files.items():
+            ours = name == self._script
+            for counter in loops.counters(is_steered=ours) if loops is not None else ():
+                yield f"{'' if ours else os.path.basename(name) + ', '}line {counter.line}", counter
 
 
 def _loops_of(filename: str) -> ScriptLoops | None:

@@ -35,6 +35,10 @@ REFUSED = {
         "(refused.py, line 30) with a batch that came from no `for` loop over a DataLoader",
         "of next(), of a callable",
     ),
+    "a list of its batches": ("batches that its loader does not give it one by one: of a list", "rollback adopt"),
+    "a list behind the last epoch": ("batches that its loader does not give it one by one", "rollback adopt"),
+    "a list after a pass": ("batches that its loader does not give it one by one", "rollback adopt"),
+    "itertools.cycle": ("goes over its loader by itertools.cycle", "begin the loader anew"),
     "an optimizer that comes later": ("a second optimizer, Adam, which was not there at the start", "rollback adopt"),
     "a second training": ("trains on its loader again", "rollback adopt"),
 }
@@ -179,6 +183,13 @@ def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epo
     job.require_same("killed", "plain")
 
 
+def test_a_loop_that_evaluates_too_counts_each_of_its_loaders(tmp_path: Path) -> None:
+    job = Job(tmp_path, Case(script="shared_loop.py"), 1)
+    job.plain("plain")
+    job.launched("adopted", "--adopt=strict")
+    job.require_same("adopted", "plain")
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +202,16 @@ def refused(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize(
-    "case", by_default(REFUSED, "two loaders", "prefetch", "no loader", "an optimizer that comes later")
+    "case",
+    by_default(
+        REFUSED,
+        "two loaders",
+        "prefetch",
+        "no loader",
+        "a list of its batches",
+        "itertools.cycle",
+        "an optimizer that comes later",
+    ),
 )
 def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, case: str) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), case)
@@ -203,7 +223,9 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, case: str) -> N
     assert "the end" not in done.stdout
 
 
-@pytest.mark.parametrize("case", ["two optimizers", *soak("prefetch", "no loader", "a second training")])
+@pytest.mark.parametrize(
+    "case", ["two optimizers", "a list of its batches", *soak("prefetch", "no loader", "a second training")]
+)
 def test_or_runs_unprotected_with_a_notice(tmp_path: Path, case: str) -> None:
     script = str(PLAIN / "refused.py")
     plain = run_warm([sys.executable, script, case], capture_output=True, check=True, timeout=LIMIT)
@@ -260,15 +282,27 @@ def test_a_late_sign_that_one_rank_alone_sees_is_said_by_that_rank(tmp_path: Pat
 def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a count of its own")
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `steps` by itself (line 77), and ends its loop by it" in done.stdout
+    assert "counts with `steps` by itself (line 97), and ends its loop by it" in done.stdout
     assert "has left its loop by itself, at step 4" in done.stdout
     assert facts(tmp_path / "runs" / "refused", Finished)
+
+
+def test_a_count_of_a_loop_that_takes_its_batches_by_next_is_noticed(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a count beside next")
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "counts with `taken` by itself (line 109), and ends its loop by it" in done.stdout
+
+
+def test_enumerate_in_another_file_is_noticed_as_a_count(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a loop in another file")
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "counts with `i` by itself (engine.py, line 5)" in done.stdout
 
 
 def test_a_limit_of_the_scripts_own_is_noticed_when_training_begins(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a limit of its own")
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `itertools.islice(loader, 4)` by itself (line 81), and ends its loop by it" in done.stdout
+    assert "counts with `itertools.islice(loader, 4)` by itself (line 113), and ends its loop by it" in done.stdout
 
 
 def test_a_script_with_a_guard_keeps_it(tmp_path: Path) -> None:

@@ -111,6 +111,33 @@ def test_counts_of_the_script_s_own_are_named_with_what_they_decide() -> None:
 
 
 @pytest.mark.parametrize(
+    ("head", "end", "name", "ends"),
+    [
+        ("while True:", "if step >= 9: break", "step", True),
+        ("while step < 9:", "pass", "step", True),
+        ("while going:", "pass", "step", False),
+        ("while True:", "if self.step >= self.steps: return", "self.step", True),
+        ("for i in range(99):", "if step >= 9: break", "step", True),
+    ],
+)
+def test_so_they_are_in_loops_that_take_their_batches_by_next(head: str, end: str, name: str, ends: bool) -> None:
+    source = f"def run(self):\n  {head}\n    train(next(batches))\n    {name} += 1\n    {end}\n"
+    found = ScriptLoops(source + "def train(x):\n  f(x).backward()\n").counters()
+    assert OwnCounter(name, 4, ends) in found
+
+
+def test_a_while_around_a_training_loop_may_be_ended_by_a_count_in_it() -> None:
+    loops = ScriptLoops("while steps < 9:\n  for x in loader:\n    f(x).backward()\n    steps += 1")
+    assert loops.counters() == [OwnCounter("steps", 4, ends=True)]
+
+
+@pytest.mark.parametrize("is_steered", [True, False])
+def test_what_enumerate_counts_is_named_where_it_is_not_steered(is_steered: bool) -> None:
+    loops = ScriptLoops("for i, x in enumerate(loader):\n  f(x).backward()\n  if i == 9: break")
+    assert loops.counters(is_steered=is_steered) == ([] if is_steered else [OwnCounter("i", 1, ends=True)])
+
+
+@pytest.mark.parametrize(
     ("source", "named"),
     [
         ("for x in itertools.islice(loader, 10):\n    f(x).backward()", [("itertools.islice(loader, 10)", 1, True)]),
@@ -199,3 +226,32 @@ class Bar:
 def test_lines_of_tracebacks_stay() -> None:
     tree = steered(PLAIN)
     assert tree.body[0].lineno == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "trains"),
+    [
+        ("x = next(iter(loader))", False),
+        ("x = next(batches)", False),
+        ("batches = iter(loader); x = next(batches)", None),
+        ("batches = iter(loader)", None),
+    ],
+)
+def test_an_iterator_that_is_made_and_taken_from_in_one_line_is_no_look_at_a_batch(
+    line: str, trains: bool | None
+) -> None:
+    assert ScriptLoops(line).trains_at(1) is trains
+
+
+@pytest.mark.parametrize(
+    ("source", "cycles"),
+    [
+        ("import itertools as it\nfor x in enumerate(it.cycle(loader)): pass", True),
+        ("from itertools import cycle\nbatches = cycle(loader)", True),
+        ("def cycle(loader): ...\nbatches = cycle(loader)", False),
+        ("from itertools import cycle\nfor x in zip(loader, cycle(prompts)): pass", False),
+        ("import itertools\nfor x in loader: pass", False),
+    ],
+)
+def test_itertools_cycle_is_known_by_its_import(source: str, cycles: bool) -> None:
+    assert ScriptLoops(source).cycles_at(2) is cycles

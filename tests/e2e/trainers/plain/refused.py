@@ -57,6 +57,26 @@ elif case == "a loader of its own":
 elif case == "no loader":
     for start in range(0, 24, 4):
         update(DATA.tensors[0][start : start + 4])
+elif case == "a list of its batches":
+    batches = list(loader)
+    for _epoch in range(2):
+        for (x,) in batches:
+            update(x)
+elif case == "a list behind the last epoch":
+    for _epoch in range(2):
+        for (x,) in loader:
+            update(x)
+    update(DATA.tensors[0])
+elif case == "a list after a pass":
+    for (x,) in loader:
+        update(x)
+    for start in range(0, 24, 4):
+        update(DATA.tensors[0][start : start + 4])
+elif case == "itertools.cycle":
+    for i, (x,) in enumerate(itertools.cycle(loader)):
+        if i == 15:
+            break
+        update(x)
 elif case == "an optimizer that comes later":
     for i, (x,) in enumerate(loader):
         if i == late + 3:
@@ -77,6 +97,18 @@ elif case == "a count of its own":
             steps += 1
             if steps == 4:
                 break
+elif case == "a loop in another file":
+    import engine
+
+    engine.train(model, optimizer, loader)
+elif case == "a count beside next":
+    taken, batches = 0, iter(loader)
+    while True:
+        (x,) = next(batches)
+        update(x)
+        taken += 1
+        if taken == 4:
+            break
 elif case == "a limit of its own":
     for (x,) in itertools.islice(loader, 4):
         update(x)

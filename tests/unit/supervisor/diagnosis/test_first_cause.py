@@ -265,6 +265,15 @@ def test_what_no_restart_mends_is_told_from_what_data_may_have_done(error: str, 
     assert found.mistake == mistake
 
 
+@pytest.mark.parametrize("in_hand", [True, False])
+def test_an_iterator_that_is_at_its_end_is_the_script_s_own_where_no_batch_is_in_hand(in_hand: bool) -> None:
+    end = raised(0, "StopIteration", "")
+    assert end.record is not None
+    found = first_cause(evidence(), [replace(end, record=end.record.model_copy(update={"in_hand": in_hand}))])
+    assert found is not None
+    assert bool(found.mistake) is not in_hand
+
+
 def test_only_an_exception_with_a_record_may_blame_its_batch() -> None:
     for end in (died(0, -9), died(0, 3), raised(0, "RuntimeError", GLOO), RankEnd(0, stopped=True)):
         found = first_cause(evidence(), [end])
