@@ -136,7 +136,8 @@ def require_same_job(
     ranks_only = not _compare(recorded, as_many, accept_data_change)[1]
     raise (RanksDoNotFit if ranks_only else RunDoesNotFit)(
         f"the run directory {paths.root} belongs to another job:{shown}{more}",
-        hint="start this job with its own run directory (--run DIR), or start the recorded job; nothing was changed"
+        hint="start this job with its own run directory (--run DIR) and, with a ring, its own URL (--ring URL), "
+        "or start the recorded job; nothing was changed"
         + ("; --accept-data-change goes on with the changed data" if accepting_helps else ""),
     )
 
