@@ -68,7 +68,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     )
     max_skipped: str = Field(
         "5%", pattern=r"^(100|\d{1,2}(\.\d{1,6})?)%$", examples=["5%"], json_schema_extra={"metavar": "X%"},
-        description="share of the batches that incidents may cost; what would skip more stops the run",
+        description="share of the batches that incidents may cost; instead of a dearer window, updates are screened, "
+        "and where that does not help the run stops",
     )  # fmt: skip
     lr_after: str | None = Field(
         None, pattern=r"^0\.\d{1,6}:[1-9]\d{0,8}$", examples=["0.5:200"],

@@ -112,12 +112,13 @@ def judge(seen: list[Observation], sentinel: Sentinel) -> Judged:
 def plans(calls: list[Verdict], seen: list[Observation], settings: Settings) -> list[Planned]:
     """The policy's answer to each call, with checkpoints where the settings would have put them.
 
-    One batch a step is assumed. A checkpoint is good when it was `probation` steps old without a call.
+    One batch a step is assumed. A checkpoint is good when it was `probation` steps old without a call; the state before
+    the first step is good as it is, as in a run.
     """
     answers: list[Planned] = []
     carried_out: Planned | None = None
     first_step, logged = seen[0].step, {observation.step for observation in seen}
-    last_detection, ring = first_step - 1, _Ring(first_step, settings)
+    last_detection, ring = first_step - 1, _Ring(0 if _begins_with_its_run(seen) else first_step, settings)
     for number, verdict in enumerate(calls):
         # Where the log has no line for the step before, that one's loss may have been the first that was not finite.
         in_hand = verdict.witness == "loss" and verdict.onset == verdict.step and verdict.step - 1 in logged
@@ -128,6 +129,12 @@ def plans(calls: list[Verdict], seen: list[Observation], settings: Settings) -> 
             carried_out = answer
         last_detection = verdict.step
     return answers
+
+
+def _begins_with_its_run(seen: list[Observation]) -> bool:
+    """Whether no line is missing in front: many loggers count from 1, or write the first line after some steps."""
+    apart = seen[1].step - seen[0].step if len(seen) > 1 else 0
+    return seen[0].step <= max(1, apart)
 
 
 class _Ring:
@@ -154,6 +161,8 @@ class _Ring:
         ]
 
     def _is_good(self, name: CheckpointName, now: int, last_detection: int) -> bool:
+        if name.step == 0:
+            return True
         proved = name.step + self._probation
         return proved <= now and not name.step <= last_detection < proved
 

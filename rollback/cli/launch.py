@@ -35,6 +35,7 @@ from rollback.rundir.records import read_skipped
 from rollback.rundir.seal import ENV_SEAL, use
 from rollback.supervisor.attempts import LaunchOrder, Result
 from rollback.supervisor.diagnosis.hang import HangLimits
+from rollback.supervisor.diagnosis.outcome import UNGUARDED
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.supervise import supervise
 from rollback.supervisor.torchrun.command import LaunchedJob
@@ -328,6 +329,8 @@ def closing_line(result: Result, run: Path, command: Sequence[str]) -> str:
     audit = f"`rollback audit {shlex.quote(directory)}`" + (f" on {host}" if host else "")
     again = shlex.join(command)
     match result.exit_code:
+        case ExitCode.DONE if result.reason == UNGUARDED:  # a flag or an earlier run has announced one
+            return f"done, without protection: no rank made a rollback.Guard, so nothing was saved; see also {audit}"
         case ExitCode.DONE:
             return f"done; {audit} tells what happened on the way"
         case ExitCode.RESUMABLE:

@@ -30,12 +30,11 @@ def list_checkpoints(run: _RunOrUrl, json: _Json = False) -> None:
     running run is not disturbed.
     """
     from rollback.inspect.ring.at_url import readable
-    from rollback.inspect.ring.checkpoints import read_listing
+    from rollback.inspect.ring.checkpoints import listing_of
     from rollback.inspect.ring.text import print_listing
 
     with readable(run) as place:
-        at_url = {} if place.store is None else {"ring": place.name}
-        listing = read_listing(place.root).model_copy(update={"directory": place.name, **at_url})
+        listing = listing_of(place)
     show(listing, print_listing, json=json)
     say_notices(listing.notices)
 

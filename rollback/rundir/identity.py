@@ -2,7 +2,9 @@
 
 import json
 import uuid
+from contextlib import suppress
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -58,11 +60,7 @@ def read_identity(paths: RunPaths) -> Identity | None:
     path = paths.identity
     try:
         body = read_json(path)
-        if isinstance(body, dict) and body.get("format") not in FORMATS:
-            raise RunDoesNotFit(
-                f"{path} has format {body.get('format')!r}; this version of rollback reads {READS}",
-                hint="use the version of rollback that wrote it, or another run directory",
-            )
+        _require_format(path, body)
         identity = Identity.model_validate(body)
         require_seal(identity, str(path))
         return identity
@@ -75,6 +73,20 @@ def read_identity(paths: RunPaths) -> Identity | None:
             f"reading {path}: it is damaged ({str(error).splitlines()[0]})",
             hint="restore the file from a copy, or use another run directory",
         ) from error
+
+
+def require_format(paths: RunPaths) -> None:
+    """Raise RunDoesNotFit where another version of rollback wrote run.json. Damage is told by who needs all of it."""
+    with suppress(OSError, ValueError):
+        _require_format(paths.identity, read_json(paths.identity))
+
+
+def _require_format(path: Path, body: Any) -> None:
+    if isinstance(body, dict) and body.get("format") not in FORMATS:
+        raise RunDoesNotFit(
+            f"{path} has format {body.get('format')!r}; this version of rollback reads {READS}",
+            hint="use the version of rollback that wrote it, or another run directory",
+        )
 
 
 def require_seal(identity: Identity, where: str) -> None:
@@ -124,7 +136,8 @@ def require_same_job(
     ranks_only = not _compare(recorded, as_many, accept_data_change)[1]
     raise (RanksDoNotFit if ranks_only else RunDoesNotFit)(
         f"the run directory {paths.root} belongs to another job:{shown}{more}",
-        hint="start this job with its own run directory (--run DIR), or start the recorded job; nothing was changed"
+        hint="start this job with its own run directory (--run DIR) and, with a ring, its own URL (--ring URL), "
+        "or start the recorded job; nothing was changed"
         + ("; --accept-data-change goes on with the changed data" if accepting_helps else ""),
     )
 

@@ -22,6 +22,7 @@ from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import EarlierAttempts
 from rollback.supervisor.torchrun.command import LaunchedJob, torchrun_command
 from rollback.supervisor.torchrun.redaction import redacted
+from rollback.supervisor.torchrun.start_conditions import digest
 
 _ASKED = ("module", "no-python", "nproc-per-node", "nnodes")  # of torchrun's flags; others say how to get there
 _READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time
@@ -67,7 +68,11 @@ def nothing_left(
     if different is not None:
         say(f"{told}. Asked for now: {different}; the ranks go on from there if that is more")
         return None
-    say(f"{told}; this command has nothing left to do. To go on, ask for more steps or epochs")
+    say(
+        f"{told}; this command has nothing left to do. To go on, ask for more steps or epochs, by an argument or in "
+        "the script. Where a variable or an imported file asks for them, which is not looked at here, change a setting "
+        "too (--keep 7): then the ranks start, and they know"
+    )
     return told
 
 
@@ -94,7 +99,8 @@ def _is_there(checkpoint: Path) -> bool:
 def _difference(past: EarlierAttempts, job: LaunchedJob, settings: Settings) -> str | None:
     """How the order differs from the one that completed the run; None: it does not."""
     started = past.last_start
-    if started and started.job == fingerprint(job, settings, started.salt):
+    same = started is not None and started.job == fingerprint(job, settings, started.salt)
+    if started and same and started.script == digest(job):  # a module's file is no word of the command
         return None
     return change_in_words(started.command if started else (), redacted(torchrun_command(job), job.secret_args))
 

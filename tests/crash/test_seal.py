@@ -21,7 +21,7 @@ from rollback.errors import (
 )
 from rollback.facts.training import Advice
 from rollback.inspect.audit import read_material
-from rollback.inspect.audit.verify import check_integrity
+from rollback.inspect.audit.verify import check_integrity, in_words
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.status.status import read_status
 from rollback.ring.url.fetch import fetch
@@ -86,6 +86,7 @@ def test_what_is_sealed_is_read_with_its_key(run: RecordedRun) -> None:
     assert read_manifest(run.paths.checkpoint("c000001-s00000010")).step == 10
     for journal in check_integrity(run.paths.root).journals[:1]:
         assert (journal.seal, journal.broken) == ("verified", None)
+    assert "5 lines sound, seal verified; chain" in in_words(check_integrity(run.paths.root))
 
 
 def test_a_journal_that_was_rewritten_with_a_right_chain_is_broken(run: RecordedRun) -> None:
@@ -135,7 +136,9 @@ def test_without_the_key_it_is_read_and_nothing_is_started(run: RecordedRun, mon
     root = run.paths.root
     for notices in (read_status(root).notices, read_material(root).notices, read_listing(root).notices):
         assert any("is sealed; without its key" in notice for notice in notices)
-    assert check_integrity(root).journals[0].seal == "sealed"
+    found = check_integrity(root)
+    assert found.journals[0].seal == "sealed"
+    assert "5 lines sound, with a seal that is not verified without its key" in in_words(found)
 
 
 def test_with_the_key_it_is_said_that_it_is_verified(run: RecordedRun) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from attempts import Forker
+from job_results import LAUNCH
 from launching import Launch, launching
 from safetensors.torch import load_file
 from selection import by_default, soak
 from toy import Toy, facts, require_same, train, weights
+from warm_server import run_warm
 
 import rollback
 from rollback.checkpoints import ring, tiers
@@ -276,6 +278,18 @@ def test_the_same_command_on_a_complete_run_says_so_and_starts_nothing(tiny: Lau
     assert "nothing was left to train behind step 6" in output
     assert len(tiny.facts(AttemptStarted)) == 2
     assert len(facts(tiny.run, Committed)) == len({fact.step for fact in facts(tiny.run, Committed)})
+
+
+def test_a_module_whose_file_asks_for_more_since_then_goes_on(tmp_path: Path) -> None:
+    """A module's name is no path, so its content is no part of the command."""
+    command = [*LAUNCH, "--nproc", "1", "-m", "job"]
+    for epochs, says in ((1, "done;"), (1, "nothing left to do"), (2, "with a file that is not what it was")):
+        loop = f"enumerate(batch for _ in guard.epochs({epochs}) for batch in guard)"
+        (tmp_path / "job.py").write_text(TINY.read_text().replace("enumerate(guard)", loop))
+        launched = run_warm(command, cwd=tmp_path, capture_output=True)
+        assert launched.returncode == ExitCode.DONE, launched.stderr
+        assert says in launched.stderr
+    assert [fact.step for fact in facts(tmp_path / "runs" / "job", Finished)] == [6, 12]
 
 
 def test_a_script_that_leaves_in_mid_run_as_if_all_were_well_is_not_done(rank: Launch) -> None:

@@ -51,6 +51,8 @@ def test_a_preempted_run_goes_on_from_the_url_alone(tmp_path: Path) -> None:
         assert listed["directory"] == url
         assert stopped.checkpoint in [entry["checkpoint"] for entry in listed["checkpoints"]]
         assert runner.invoke(app, ["ring", "verify", url]).exit_code == ExitCode.DONE
+        unknown = runner.invoke(app, ["ring", "verify", url, "nosuch"])
+        assert f"there is no checkpoint nosuch in {url}" in str(unknown.exception)
         output_file = tmp_path / "model.safetensors"
         exported = runner.invoke(app, ["ring", "export", url, "newest", "-o", str(output_file)])
         assert exported.exit_code == ExitCode.DONE, exported.output

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -27,12 +28,34 @@ def printed_by(path: Path, **environment: str) -> list[str]:
     return [line for line in result.stdout.splitlines() if line.startswith(("iter ", "epoch "))]
 
 
-def test_the_tutorial_s_scripts_print_the_same_numbers(tmp_path: Path) -> None:
+def write_the_tutorial_s_scripts(folder: Path) -> None:
     before = script("before.py")
     definitions = before[: before.index("torch.manual_seed(1337 + rank)")]
-    (tmp_path / "before.py").write_text(before)
-    (tmp_path / "after.py").write_text(definitions + script("after.py"))
-    (tmp_path / "nested.py").write_text(definitions + script("nested.py"))
+    (folder / "before.py").write_text(before)
+    (folder / "after.py").write_text(definitions + script("after.py"))
+    (folder / "nested.py").write_text(definitions + script("nested.py"))
+
+
+def commands_of_the_tutorial() -> list[list[str]]:
+    """The indented lines outside of its scripts and lists, in their order."""
+    prose = re.sub(r"```python\n.*?```", "", (DOCS / "tutorial.md").read_text(), flags=re.DOTALL)
+    commands = [shlex.split(line, comments=True) for line in re.findall(r"^    ((?:python|rollback) .*)$", prose, re.M)]
+    programs = {"python": [sys.executable], "rollback": [sys.executable, "-m", "rollback"]}
+    return [[*programs[program], *arguments] for program, *arguments in commands]
+
+
+def test_the_tutorial_s_commands_run_in_their_order_in_one_directory(tmp_path: Path) -> None:
+    write_the_tutorial_s_scripts(tmp_path)
+    commands = commands_of_the_tutorial()
+    assert [*LAUNCH, "--nproc"] in [command[: len(LAUNCH) + 1] for command in commands]
+    for command in commands:
+        environment = {**os.environ, "MAX_ITERS": "51", "OMP_NUM_THREADS": "1"}
+        done = run_warm(command, cwd=tmp_path, env=environment, capture_output=True)
+        assert done.returncode == 0, (command, done.stderr)
+
+
+def test_the_tutorial_s_scripts_print_the_same_numbers(tmp_path: Path) -> None:
+    write_the_tutorial_s_scripts(tmp_path)
     lines = printed_by(tmp_path / "before.py")
     assert [line.partition(":")[0] for line in lines] == ["iter 0", "iter 50"]
     assert printed_by(tmp_path / "after.py") == lines

@@ -50,6 +50,15 @@ def test_commands_and_flags_that_a_document_names_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_directory_that_a_command_of_a_document_writes_into_is_made_first(document: Path) -> None:
+    text = document.read_text()
+    for command in re.findall(r"^    (rollback (?!launch).*)$", text, re.MULTILINE):
+        for folder in re.findall(r" (?:-o|--output|--dcp|--plot) (\S+)/[^/\s]+", command):
+            made, used = (text.find(line) for line in (f"    mkdir -p {folder}\n", command))
+            assert 0 <= made < used, f"`{command}` is refused where there is no {folder}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text()
     for name in re.findall(r"(?:scripts|tests|docs|rollback)/[\w./-]*\w", text):

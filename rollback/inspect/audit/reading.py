@@ -18,7 +18,7 @@ from rollback.rundir import seal
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.elsewhere import read_elsewhere
 from rollback.rundir.evidence import RankEvidence, read_evidence
-from rollback.rundir.identity import Identity, read_identity
+from rollback.rundir.identity import Identity, read_identity, require_format
 from rollback.rundir.journal.journal import of_kind, of_kinds, read_journal
 from rollback.rundir.lock import read_holder
 from rollback.rundir.metrics.metric_columns import last_steps, metric_pieces
@@ -57,7 +57,8 @@ class Material:
 
 
 def require_run_directory(root: Path) -> RunPaths:
-    """Paths of a run directory. Raises UsageError where it is missing, RunDirectoryError where it holds no run."""
+    """Paths of a run directory. Raises UsageError where it is missing, RunDirectoryError where it holds no run, and
+    RunDoesNotFit where another version of rollback wrote it: what that one records would be passed over in silence."""
     paths = RunPaths(root)
     with reporting(RunDirectoryError, f"opening the run directory {root}"):
         if not root.exists():
@@ -79,6 +80,7 @@ def require_run_directory(root: Path) -> RunPaths:
                 f"{root} is what one host keeps of a run; its record is on {host}, in {directory}",
                 hint=f"give the same command on {host}: rollback ... {directory}",
             )
+    require_format(paths)
     return paths
 
 

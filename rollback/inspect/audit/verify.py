@@ -184,12 +184,15 @@ def _shorten(found: Iterator[str], of: str) -> list[str]:
     return lines[:_SHOWN] + more
 
 
+_SEALS = {"none": "", "sealed": ", with a seal that is not verified without its key", "verified": ", seal verified"}
+
+
 def in_words(found: Integrity) -> str:
     """The result for people. Control characters are escaped."""
     lines = []
     for state in found.journals:
         torn = f", then {state.torn_bytes} bytes of a line that a crash tore" if state.torn_bytes else ""
-        lines.append(f"{state.file}: {state.lines} lines sound{torn}; chain {state.chain}")
+        lines.append(f"{state.file}: {state.lines} lines sound{_SEALS[state.seal]}{torn}; chain {state.chain}")
         if state.broken:
             where = f"line {state.broken.line} (byte {state.broken.byte})"
             lines.append(f"  BROKEN at {where}: {state.broken.reason}; nothing from there on can be believed")

@@ -74,6 +74,7 @@ _SPELT = re.compile(
     rb',"chain":"\w{32}"(?:,"seal":"\w{64}")?\}\n'
 )
 """A line as `journal_line` spells it: `seq`, `at`, `attempt`, and the fact's fields."""
+_NOT_SEALED = "its seal is missing, or not of this key"
 _facts = TypeAdapter(list[AnyFact]).validate_json
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, check_circular=False).encode
 
@@ -172,9 +173,10 @@ def last_fact(records: Iterable[JournalEntry], kind: type[_F]) -> _F | None:
 
 
 def _damaged(path: Path, damage: Damage) -> JournalDamaged:
+    wrong_key = "name the key that the run was begun with; if it is this one, " if damage.reason == _NOT_SEALED else ""
     return JournalDamaged(
         f"reading the journal {path}: line {damage.line} is not what was written: {damage.reason}",
-        hint=RESTORE_THE_JOURNAL,
+        hint=f"{wrong_key}{RESTORE_THE_JOURNAL}",
     )
 
 
@@ -245,7 +247,7 @@ def _scan(
             body, stated = _parse(line, lines)
             chain = _verified(body, chain)
             if key is not None and not key.is_on(what, chain, stated):
-                raise ValueError("its seal is missing, or not of this key")
+                raise ValueError(_NOT_SEALED)
             vouched = True  # by the chain: it is whole, whatever it says
             plain = line.isascii() and b"\\ud" not in line.lower()  # nearly every line
             record = _record(body if plain else spelt_out(body))

@@ -146,9 +146,10 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
     if evidence.status == 0:
         return None
     if evidence.told_to_stop:
-        where = (
-            "behind the training, which is complete" if evidence.finished else "before the ranks had stopped together"
-        )
+        if evidence.finished is not None:
+            where = "behind the training, which is complete"
+        else:  # a rank that has stopped and is about to exit dies of the signal like any other process
+            where = f"{'before' if evidence.stopped is None else 'after'} the ranks had stopped together"
         return FirstCause("told_to_stop", f"ended on request, {where}")
     if not classed:
         return FirstCause("launcher", _of_torchrun(evidence))

@@ -26,7 +26,7 @@ _LARGEST = 64 << 20  # bytes of a script
 def conditions_of(job: LaunchedJob, environment: Mapping[str, str], salt: str | None = None) -> dict[str, Any]:
     """Fields of `AttemptStarted`. environment: the supervisor's. salt: the run's."""
     return {
-        "script": _digest(job),
+        "script": digest(job),
         "arguments": redacted(job.arguments, job.secret_args, salt),
         "salt": salt,
         "environment": {
@@ -37,7 +37,7 @@ def conditions_of(job: LaunchedJob, environment: Mapping[str, str], salt: str | 
     }
 
 
-def _digest(job: LaunchedJob) -> str | None:
+def digest(job: LaunchedJob) -> str | None:
     """A hash of the script's content; None where it has no readable file."""
     try:
         path = _path_of(job)

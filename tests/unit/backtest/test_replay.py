@@ -24,6 +24,7 @@ from rollback.backtest.text import describe
 from rollback.cli import main
 from rollback.config import Settings
 from rollback.errors import OutputNotWritten, UsageError
+from rollback.facts.fact import Window
 from rollback.sentinel import Hint
 
 DATA = Path(__file__).parents[1] / "data"
@@ -436,6 +437,22 @@ def test_the_plan_uses_only_checkpoints_that_were_good_by_then(tmp_path: Path) -
     (answer,) = replay(late, Overrides(), Settings()).plan
     assert answer.action == "stop"
     assert "no good checkpoint" in answer.reason
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_plan_goes_back_to_the_state_before_the_first_step_which_is_good_as_it_is(
+    tmp_path: Path, first: int
+) -> None:
+    losses = [*LOSSES[:10], float("nan"), *LOSSES[11:40], float("nan"), *LOSSES[41:60]]
+    log = write_csv(tmp_path / "log.csv", {"step": range(first, first + 60), "loss": losses})
+    plan = replay(log, Overrides(), Settings()).plan
+    at = [10 + first, 40 + first]
+    assert [(each.action, each.step, each.skip) for each in plan] == [
+        ("rollback", 0, Window(first=step, last=step)) for step in at
+    ]
+    seldom = [*LOSSES[:4], float("nan"), *LOSSES[5:60]]
+    log = write_csv(tmp_path / "seldom.csv", {"step": range(10, 610, 10), "loss": seldom})
+    assert [each.step for each in replay(log, Overrides(), Settings()).plan] == [0]
 
 
 def test_the_plan_skips_a_batch_that_did_it_alone_as_a_run_would(tmp_path: Path) -> None:

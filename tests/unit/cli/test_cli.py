@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from job_results import LAUNCH
+from warm_server import run_warm
 
 import rollback
 from recorded_run import RecordedRun
@@ -370,6 +372,15 @@ class TestClosingLine:
         assert "`rollback audit 'runs/my run'`" in line
         assert ("because" in line) is (code != ExitCode.DONE)
         assert ("`rollback launch train.py 'a b'`" in line) is (code in (ExitCode.RESUMABLE, ExitCode.FAILED))
+
+    def test_a_job_whose_flags_announce_a_guard_that_no_rank_makes_was_done_without_protection(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "train.py").write_text("print('trained')")
+        command = [*LAUNCH, "--nproc", "1", "--policy", "palm", "train.py"]
+        done = run_warm(command, cwd=tmp_path, capture_output=True)
+        assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+        assert "done, without protection: no rank made a rollback.Guard" in done.stderr
 
     @pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.RESUMABLE, ExitCode.STRUCTURAL, ExitCode.FAILED])
     def test_where_another_host_keeps_the_record_it_names_that_host(self, code: ExitCode) -> None:

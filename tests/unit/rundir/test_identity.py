@@ -66,6 +66,7 @@ def test_the_same_job_is_let_in_whatever_the_order_of_its_parameters() -> None:
 def test_another_job_is_refused_with_the_difference(change: dict[str, Any], words: str) -> None:
     with pytest.raises(RunDoesNotFit, match=words) as caught:
         require_same_job(PATHS, JOB, JOB.model_copy(update=change))
+    assert "--ring URL" in (caught.value.hint or ""), "a run from there comes back into any new directory"
     assert caught.value.exit_code == ExitCode.UNFIT
     assert "runs/demo" in caught.value.message
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,12 @@ from rollback.facts.training import (
 from rollback.inspect.audit import AuditReport, Material, compile_ledger, read_material
 from rollback.inspect.audit.cost import Charged
 from rollback.inspect.audit.ending import NO_END
+from rollback.inspect.audit.quarantine import read_sample_account
 from rollback.inspect.audit.report import Run
+from rollback.inspect.audit.samples import read_samples
 from rollback.inspect.audit.text import indices_in_words, print_ledger
+from rollback.inspect.audit.verify import check_integrity
+from rollback.inspect.ring.checkpoints import read_listing
 from rollback.terminal.escape import console_for, printable, quoted
 
 C0, C1, C2 = "c000000-s00000000", "c000001-s00000020", "c000002-s00000040"
@@ -665,11 +670,12 @@ def test_what_is_missing_or_no_run_directory_is_a_clear_error(tmp_path: Path) ->
         assert caught.value.hint
 
 
-def test_a_run_of_another_format_is_refused(run: RecordedRun) -> None:
+@pytest.mark.parametrize("read", [read_material, read_sample_account, read_samples, read_listing, check_integrity])
+def test_a_run_of_another_format_is_refused(run: RecordedRun, read: Callable[[Path], object]) -> None:
     body = json.loads(run.paths.identity.read_text())
     run.paths.identity.write_text(json.dumps({**body, "format": 99}))
     with pytest.raises(RunDoesNotFit, match="format 99") as caught:
-        read_material(run.paths.root)
+        read(run.paths.root)
     assert caught.value.exit_code == 78
 
 

@@ -423,8 +423,10 @@ def test_each_line_that_is_written_with_a_key_bears_a_seal_of_its_journal(path: 
     assert (reading.seals, len(reading.records)) == (4, 4)
     other = path.with_name("supervisor.jsonl")
     other.write_bytes(path.read_bytes())  # sound, but what is said in one journal is not said in the other
-    with pytest.raises(JournalDamaged, match="line 1 is not what was written: its seal is missing, or not of this key"):
+    reason = "line 1 is not what was written: its seal is missing, or not of this key"
+    with pytest.raises(JournalDamaged, match=reason) as caught:
         read_journal(other)
+    assert (caught.value.hint or "").startswith("name the key that the run was begun with; if it is this one, restore")
 
 
 def test_a_line_without_a_seal_is_not_believed_where_there_is_a_key(path: Path, written: bytes, key: Path) -> None:

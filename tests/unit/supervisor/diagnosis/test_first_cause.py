@@ -340,6 +340,9 @@ class TestInWords:
         assert self.told(status=0) == "all ranks ended"
         behind = replace(evidence(-9, told=True), finished=Finished(step=39, batch=39))
         assert cause(behind, first_cause(behind, [])) == ("ended on request, behind the training, which is complete")
+        exiting = replace(evidence(1, told=True), stopped=PREEMPTED)
+        late = RankEnd(0, failure(0, -15))
+        assert cause(exiting, first_cause(exiting, [late])) == "ended on request, after the ranks had stopped together"
 
     def test_what_the_ranks_refused_is_told_and_not_that_they_ended(self) -> None:
         refused = replace(evidence(0), refusal=Refusal(exit_code=74, message="the journal cannot be opened"))
