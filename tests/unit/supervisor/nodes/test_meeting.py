@@ -232,6 +232,26 @@ def test_files_that_are_handed_over_fit_into_the_record_whatever_is_in_them(tmp_
     assert said == [f"1 files of the record stay on this host, as {paths.rank_stacks(1, 3)}"]
 
 
+def test_what_has_not_arrived_is_handed_over_again_also_by_another_supervisor(tmp_path: Path) -> None:
+    """The leader, or the supervisor here, may be gone when an attempt ends."""
+    paths, said = RunPaths(tmp_path), list[str]()
+    paths.skip_record(3).parent.mkdir()
+    paths.skip_record(3).write_text("one\n")
+    files = RecordFiles(paths, said.append)
+    assert [*files.new()] == ["skips/rank-00003.jsonl"]
+    write_elsewhere(paths, "head", "/data/run", said.append, handed_over=files.handed_over)
+    files = RecordFiles(paths, said.append)
+    assert [*files.new()] == ["skips/rank-00003.jsonl"], "nobody has said that it has arrived"
+    files.arrived()
+    write_elsewhere(paths, "head", "/data/run", said.append, handed_over=files.handed_over)
+    files = RecordFiles(paths, said.append)
+    assert files.new() == {}
+    paths.stacks(2).mkdir(parents=True)
+    paths.rank_stacks(2, 3).write_text("here\n")
+    assert [*files.new()] == ["stacks/attempt-0002/rank-00003.txt"]
+    assert said == []
+
+
 def test_a_directory_without_the_record_says_where_the_record_is(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.identity.write_text("{}")
