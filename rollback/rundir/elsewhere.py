@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
@@ -30,7 +31,12 @@ def forget_elsewhere(paths: RunPaths) -> None:
 
 
 def read_elsewhere(paths: RunPaths) -> tuple[str, str] | None:
-    """Host and directory of the record; None: it is here, or nobody knows."""
+    """Host and directory of the record; None: it is here, or nobody knows.
+
+    A host that followed after it had led has an old record, too. What is written to last counts.
+    """
+    if _written(paths.train_journal) > _written(paths.record_elsewhere):
+        return None
     try:
         body = read_json(paths.record_elsewhere, _LIMIT)
         host, directory = str(body["host"])[:255], str(body["directory"])[:4096]
@@ -44,4 +50,11 @@ def read_handed_over(paths: RunPaths) -> int:
     try:
         return int(read_json(paths.record_elsewhere, _LIMIT).get("handed_over", 0))
     except (OSError, ValueError, TypeError, AttributeError):
+        return 0
+
+
+def _written(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
         return 0

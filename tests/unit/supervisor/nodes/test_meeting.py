@@ -1,6 +1,7 @@
 """Both ways in which hosts meet do the same: by a directory that they share, and by a store of torch's."""
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -258,3 +259,16 @@ def test_a_directory_without_the_record_says_where_the_record_is(tmp_path: Path)
     write_elsewhere(paths, "head", "/data/run", print)
     with pytest.raises(RunDirectoryError, match="its record is on head, in /data/run"):
         require_run_directory(tmp_path)
+
+
+def test_an_old_record_of_a_host_that_follows_by_now_is_not_taken_for_the_record(tmp_path: Path) -> None:
+    """It led before: what is read there, and asked for there, would be of a run that has gone on elsewhere."""
+    paths = RunPaths(tmp_path)
+    paths.train_journal.parent.mkdir()
+    paths.train_journal.write_text("")
+    os.utime(paths.train_journal, (1, 1))
+    write_elsewhere(paths, "head", "/data/run", print)
+    with pytest.raises(RunDirectoryError, match="its record is on head, in /data/run"):
+        require_run_directory(tmp_path)
+    os.utime(paths.record_elsewhere, (0, 0))  # it was trained there later, as by torchrun
+    assert require_run_directory(tmp_path).root == tmp_path
