@@ -132,14 +132,22 @@ def require_same_job(
     shown = "".join(f"\n  - {line}" for line in differences[:_SHOWN])
     more = f"\n  - and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     accepting_helps = not accept_data_change and not _compare(recorded, present, True)[1]
-    as_many = present.model_copy(update={"world_size": recorded.world_size})
-    ranks_only = not _compare(recorded, as_many, accept_data_change)[1]
-    raise (RanksDoNotFit if ranks_only else RunDoesNotFit)(
+    raise (RanksDoNotFit if _would_fit_as_many(recorded, present, accept_data_change) else RunDoesNotFit)(
         f"the run directory {paths.root} belongs to another job:{shown}{more}",
         hint="start this job with its own run directory (--run DIR) and, with a ring, its own URL (--ring URL), "
         "or start the recorded job; nothing was changed"
         + ("; --accept-data-change goes on with the changed data" if accepting_helps else ""),
     )
+
+
+def _would_fit_as_many(recorded: JobIdentity, present: JobIdentity, accept_data_change: bool) -> bool:
+    """Whether the job would fit if it had the recorded number of ranks. How many batches each rank has follows from how
+    many ranks share the data."""
+    if recorded.world_size == present.world_size:
+        return False
+    data = {**present.data, "batches": recorded.data.get("batches")}
+    as_many = present.model_copy(update={"world_size": recorded.world_size, "data": data})
+    return not _compare(recorded, as_many, accept_data_change)[1]
 
 
 def _compare(recorded: JobIdentity, present: JobIdentity, accept_data_change: bool) -> tuple[list[Accepted], list[str]]:

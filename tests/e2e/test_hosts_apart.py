@@ -16,6 +16,7 @@ from rollback.errors import RunDirectoryError
 from rollback.facts.training import Attached, AttemptEnded, Committed, Hung, Restored, Stopped
 from rollback.inspect.audit.reading import require_run_directory
 from rollback.rundir.lock import launch_of
+from rollback.rundir.records import read_skipped
 from rollback.rundir.requests import Request, now, submit
 
 pytestmark = pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
@@ -68,8 +69,9 @@ def test_a_killed_rank_costs_no_run_though_the_disk_of_another_host_is_full(tmp_
 
 
 def test_the_run_goes_on_where_the_process_that_has_the_store_is_killed(tmp_path: Path) -> None:
-    """Nothing reaches the leader from then on, so it makes the store anew, and the other host comes again."""
-    with fleet_of(2, tmp_path, TOY.but(samples=3000, nan=())) as fleet:
+    """Nothing reaches the leader from then on, so it makes the store anew, and the other host comes again. What that
+    host's rank had skipped by then, and seen, comes to the record all the same."""
+    with fleet_of(2, tmp_path, TOY.but(samples=3000)) as fleet:
         fleet.launch()
         fleet.until(lambda: fleet.reached(60))
         fleet.hosts[0].tell_all("meeting", signal.SIGKILL)
@@ -78,6 +80,9 @@ def test_the_run_goes_on_where_the_process_that_has_the_store_is_killed(tmp_path
         lost, done = supervisors_facts(fleet.run(0).root, AttemptEnded)
         assert lost.status != 0, fleet.told()
         assert done.status == 0, fleet.told()
+        leader = fleet.run(0)
+        assert leader.evidence(0, 1).exists(), fleet.told()
+        assert [line.batch for line in read_skipped(leader.skip_record(1))] == [25]
         fleet.require_as_undisturbed()
 
 

@@ -74,7 +74,7 @@ def require_run_directory(root: Path) -> RunPaths:
                 f"{root} is not a run directory: it has neither run.json nor a journal",
                 hint="a run directory appears when a guarded job starts; look for runs/<script> where it was launched",
             )
-        if (elsewhere := read_elsewhere(paths)) is not None and not paths.train_journal.exists():
+        if (elsewhere := read_elsewhere(paths)) is not None:
             host, directory = elsewhere
             raise RunDirectoryError(
                 f"{root} is what one host keeps of a run; its record is on {host}, in {directory}",

@@ -128,6 +128,8 @@ class Follower:
                 case "quit":
                     return orders.verdict
                 case "get ready":
+                    if self._files is not None:
+                        self._files.arrived()
                     if self._buddy is not None:
                         self._buddy.get_ready(orders.buddies)
                     beacon.show(
@@ -204,8 +206,9 @@ class Follower:
                 kept = True
                 self._host.output.keep()
                 self._host.keep_standby(running.attempt)
-                if self._meeting.apart:
-                    write_elsewhere(self._paths, orders.host, orders.directory, self._say)
+                if self._files is not None:
+                    has = self._files.handed_over
+                    write_elsewhere(self._paths, orders.host, orders.directory, self._say, handed_over=has)
             self._look_at_ranks(running, beacon, orders)
             move = followers_move("running", running.attempt, orders, self._place.launch) if orders else "end"
             if self._signals.insistent:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rollback.errors import RollbackError
+from rollback.rundir.elsewhere import read_handed_over
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import read_small_file, write_file
@@ -26,17 +27,25 @@ _PATTERNS = ("failures/*/*", "stacks/*/*", "incidents/*/*", "skips/*")
 
 
 class RecordFiles:
-    """A follower's part: hands over what has changed since it was handed over last. say: takes a line for people."""
+    """A follower's part: hands over what has changed since it was handed over last. say: takes a line for people.
+
+    What an attempt has left whose leader, or whose supervisor here, was gone before it was handed over comes with the
+    next attempt. So it is written down what has arrived (handed_over, as `read_handed_over`).
+    """
 
     def __init__(self, paths: RunPaths, say: Callable[[str], None]) -> None:
         self._paths, self._say = paths, say
-        self._known = {name: self._stamp(name) for name in self._names()}
+        self.handed_over = read_handed_over(paths)
+        stamps = {name: self._stamp(name) for name in self._names()}
+        self._known = {name: stamp for name, stamp in stamps.items() if stamp and stamp[1] <= self.handed_over}
 
     def new(self) -> dict[str, str]:
         """The files by their path in the run directory, the smallest first, as many as one record takes."""
-        changed = [name for name in self._names() if self._stamp(name) not in (None, self._known.get(name))]
+        stamps = {
+            name: stamp for name in self._names() if (stamp := self._stamp(name)) not in (None, self._known.get(name))
+        }
         found, room, left_out = {}, _LIMIT, []
-        for name in sorted(changed, key=lambda name: (self._stamp(name) or (0, 0))[0]):
+        for name in sorted(stamps, key=lambda name: stamps[name][0]):
             try:
                 text = read_small_file(self._paths.root / name, room).decode("utf-8", "replace")
             except (OSError, ValueError):
@@ -46,10 +55,14 @@ class RecordFiles:
                 left_out.append(name)
                 continue
             found[name], room = text, room - size
-            self._known[name] = self._stamp(name)
+            self._known[name] = stamps[name]
         if left_out:
             self._say(f"{len(left_out)} files of the record stay on this host, as {self._paths.root / left_out[0]}")
         return found
+
+    def arrived(self) -> None:
+        """The leader has what was handed over: it asks for the next attempt."""
+        self.handed_over = max([self.handed_over, *(changed for _, changed in self._known.values())])
 
     def _names(self) -> list[str]:
         found = (path for pattern in _PATTERNS for path in self._paths.root.glob(pattern))

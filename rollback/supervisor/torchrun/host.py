@@ -86,12 +86,14 @@ class Running:
         return self._torchrun.poll()
 
     def tell_ranks_to_stop(self, signals: Iterable[signal.Signals], *, guarded: bool) -> bool:
-        """Tell each rank on this host to stop, once. False: no rank exists yet.
+        """Tell each rank on this host to stop, once. False: no rank exists yet. Ranks that have left already count as
+        told: they knew before the supervisor did, from other ranks or from a request, and torchrun ends by itself.
 
         Ranks with a guard get SIGTERM. Ranks of a script without a guard get all signals that came, as from torchrun.
         torchrun itself does not obey SIGTERM; it learns that ranks which end now were told to stop.
         """
-        told = {(rank, signal.SIGTERM) for rank in living_ranks(self.beats(), self._paths).values()}
+        beats = self.beats()
+        told = {(rank, signal.SIGTERM) for rank in living_ranks(beats, self._paths).values()}
         if not guarded:
             told |= {(process, number) for process in ranks_of(self.pid) for number in signals}
         new = told - self._told
@@ -100,7 +102,7 @@ class Running:
         for process, number in new:
             send([process], number)
         self._told |= told
-        return bool(self._told)
+        return bool(self._told or beats)
 
     def beats(self) -> dict[int, Heartbeat]:
         """The heartbeats of this host's ranks in this attempt: from memory, and from the run directory those of ranks

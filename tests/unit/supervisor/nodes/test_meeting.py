@@ -1,6 +1,7 @@
 """Both ways in which hosts meet do the same: by a directory that they share, and by a store of torch's."""
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -232,9 +233,42 @@ def test_files_that_are_handed_over_fit_into_the_record_whatever_is_in_them(tmp_
     assert said == [f"1 files of the record stay on this host, as {paths.rank_stacks(1, 3)}"]
 
 
+def test_what_has_not_arrived_is_handed_over_again_also_by_another_supervisor(tmp_path: Path) -> None:
+    """The leader, or the supervisor here, may be gone when an attempt ends."""
+    paths, said = RunPaths(tmp_path), list[str]()
+    paths.skip_record(3).parent.mkdir()
+    paths.skip_record(3).write_text("one\n")
+    files = RecordFiles(paths, said.append)
+    assert [*files.new()] == ["skips/rank-00003.jsonl"]
+    write_elsewhere(paths, "head", "/data/run", said.append, handed_over=files.handed_over)
+    files = RecordFiles(paths, said.append)
+    assert [*files.new()] == ["skips/rank-00003.jsonl"], "nobody has said that it has arrived"
+    files.arrived()
+    write_elsewhere(paths, "head", "/data/run", said.append, handed_over=files.handed_over)
+    files = RecordFiles(paths, said.append)
+    assert files.new() == {}
+    paths.stacks(2).mkdir(parents=True)
+    paths.rank_stacks(2, 3).write_text("here\n")
+    assert [*files.new()] == ["stacks/attempt-0002/rank-00003.txt"]
+    assert said == []
+
+
 def test_a_directory_without_the_record_says_where_the_record_is(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.identity.write_text("{}")
     write_elsewhere(paths, "head", "/data/run", print)
     with pytest.raises(RunDirectoryError, match="its record is on head, in /data/run"):
         require_run_directory(tmp_path)
+
+
+def test_an_old_record_of_a_host_that_follows_by_now_is_not_taken_for_the_record(tmp_path: Path) -> None:
+    """It led before: what is read there, and asked for there, would be of a run that has gone on elsewhere."""
+    paths = RunPaths(tmp_path)
+    paths.train_journal.parent.mkdir()
+    paths.train_journal.write_text("")
+    os.utime(paths.train_journal, (1, 1))
+    write_elsewhere(paths, "head", "/data/run", print)
+    with pytest.raises(RunDirectoryError, match="its record is on head, in /data/run"):
+        require_run_directory(tmp_path)
+    os.utime(paths.record_elsewhere, (0, 0))  # it was trained there later, as by torchrun
+    assert require_run_directory(tmp_path).root == tmp_path

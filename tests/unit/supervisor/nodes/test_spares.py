@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
 
 from rollback.errors import NodesMissing, RanksDoNotFit, RunDoesNotFit, UsageError
 from rollback.facts.training import Fact, NodeReplaced, SpareNodes
@@ -21,6 +22,7 @@ from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, own_address, place_among_nodes
 from rollback.supervisor.nodes.protocol import NodeReport
 from rollback.supervisor.nodes.seats import failures_of_nodes, replacements, seats
+from rollback.train.data.cursor.description import description_of
 
 NODES = st.lists(st.sampled_from([f"node-{number}" for number in range(12)]), unique=True)
 
@@ -287,7 +289,10 @@ def test_the_address_of_a_host_is_that_by_which_it_reaches_the_endpoint() -> Non
 
 
 def job(ranks: int, batch: int, objects: tuple[str, ...] = ()) -> JobIdentity:
-    data = {"kind": "map-style", "sampler": "DistributedSampler", "batch_size": batch}
+    """With the description of a real loader: the more ranks there are, the fewer batches each of them has."""
+    sampler = DistributedSampler(range(1120), num_replicas=ranks, rank=0)  # type: ignore[arg-type, var-annotated]
+    loader = DataLoader(range(1120), batch_size=batch, sampler=sampler)  # type: ignore[arg-type, var-annotated]
+    data = {"kind": "map-style", **description_of(loader)}
     return JobIdentity(world_size=ranks, model=[], optimizer={}, objects=[*objects], data=data)
 
 
@@ -297,6 +302,7 @@ def test_a_job_that_fits_but_for_its_number_of_ranks_says_so_to_the_supervisor(t
         require_same_job(paths, job(8, 4), job(7, 4))
     assert Refusal.model_validate(caught.value.fields).ranks_only
     assert Refusal.model_validate(caught.value.fields).as_error().exit_code == 78
-    with pytest.raises(RunDoesNotFit) as other:
-        require_same_job(paths, job(8, 4), job(7, 4, ("scheduler",)))
-    assert not isinstance(other.value, RanksDoNotFit)
+    for another in (job(7, 4, ("scheduler",)), job(7, 5), job(8, 5)):
+        with pytest.raises(RunDoesNotFit) as other:
+            require_same_job(paths, job(8, 4), another)
+        assert not isinstance(other.value, RanksDoNotFit)

@@ -1,12 +1,18 @@
 """The processes below a supervisor."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
+from rollback.supervisor.torchrun.host import Running
 from rollback.supervisor.torchrun.processes import reap
 
 
@@ -26,3 +32,21 @@ def test_a_child_whose_end_somebody_waits_for_keeps_its_status() -> None:
     with pytest.raises(ChildProcessError):
         os.waitpid(orphan.pid, 0)
     orphan.wait()
+
+
+def test_ranks_that_left_before_they_could_be_told_to_stop_are_not_taken_for_ranks_still_to_come(
+    tmp_path: Path,
+) -> None:
+    """They knew it from a request, or from ranks of another host. Their torchrun is not killed then: it ends by
+    itself, and by its status the ranks have stopped together."""
+    paths, torchrun = RunPaths(tmp_path), ended(0)
+    paths.ranks.mkdir()
+    running = Running(paths, 2, (), torchrun, None, None)
+    assert not running.tell_ranks_to_stop([signal.SIGTERM], guarded=True)
+    for attempt in (1, 2):
+        beat = Heartbeat(
+            pid=torchrun.pid, host=socket.gethostname(), attempt=attempt, step=9, batch=9, doing=LEAVING, monotonic=0.0
+        )
+        write_heartbeat(paths.heartbeat(0), beat)
+        assert running.tell_ranks_to_stop([signal.SIGTERM], guarded=True) == (attempt == 2)
+    torchrun.wait()
