@@ -18,6 +18,7 @@ import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ DEFAULT_BASE = Path("/dev/shm")
 _SLOT_NAME = re.compile(r"slot-(\d{2,4})")
 _RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
 _OWNER_LIMIT = 1 << 16
+_READING, _LOOK_EVERY = 5.0, 0.05  # seconds
 OF_MARKS = re.compile(r"(mark|added|bell|account)-\d{5}|lock|busy|fed|hosts\.json|\.(account-\d{5}|hosts\.json)\.tmp")
 """What is in the directory of the end marks (`end_marks`), or of copies of them."""
 BUDDY_COPIES, ARRIVING = "buddy-*", "arriving-*"
@@ -215,11 +217,13 @@ def uncommit(slots: SlotPaths, number: int) -> bool:
     return True
 
 
-def forget_all(slots: SlotPaths) -> None:
-    """Make all slots mean nothing. One rank of each host. Raises OSError, also where somebody is reading one."""
-    for number in slots.numbers():
-        if not uncommit(slots, number):
-            raise OSError(errno.EBUSY, "somebody is reading what an earlier run directory has left there")
+def forget(slots: SlotPaths, number: int) -> None:
+    """As `uncommit`, after waiting for who reads it. Raises OSError, also where that takes longer than some seconds."""
+    until = time.monotonic() + _READING
+    while not uncommit(slots, number):
+        if time.monotonic() > until:
+            raise OSError(errno.EBUSY, "somebody is reading it", str(slots.slot(number)))
+        time.sleep(_LOOK_EVERY)
 
 
 class HeldSlot:

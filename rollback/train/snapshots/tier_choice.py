@@ -55,7 +55,8 @@ def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> 
             seen = tiers.fast_tier_of(paths) == tier
             slots.claim(tier, paths.root)
             if not seen:  # this start has gone on from something else, and so must the next one
-                slots.forget_all(tier)
+                for number in tier.numbers():
+                    slots.forget(tier, number)
     except (OSError, RollbackError) as error:
         fault = f"{base} cannot be used ({message_of(error)})"
     if tier is not None and not fault and ranks.first_in_directory:

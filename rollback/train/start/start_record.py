@@ -7,7 +7,7 @@ from functools import partial
 
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account
-from rollback.checkpoints.fast_tier.slots import uncommit
+from rollback.checkpoints.fast_tier.slots import forget
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import healthy_before, is_on_record
 from rollback.config import ENV_SUPERVISOR, Settings
@@ -239,7 +239,7 @@ def put_aside(
         if ranks.first_in_directory and os.path.lexists(paths.checkpoint(name)):
             say_if_it_fails(f"moving checkpoint {name} to quarantine", partial(ring.quarantine, paths, name))
         if tier is not None and name in slots:
-            say_if_it_fails(f"giving up the slot of checkpoint {name}", partial(uncommit, tier, slots[name]))
+            say_if_it_fails(f"giving up the slot of checkpoint {name}", partial(forget, tier, slots[name]))
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
 
 

@@ -256,16 +256,22 @@ def test_shards_of_ranks_that_were_here_once_leave_a_slot_and_those_of_this_host
     assert [path.name for path in tier.slot(0).iterdir()] == [shard_name(1)]
 
 
-def test_all_slots_mean_nothing_any_more_unless_somebody_reads_one(tier: SlotPaths) -> None:
+def test_a_slot_that_is_given_up_waits_for_who_reads_it_but_not_for_ever(
+    tier: SlotPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(tier, 0, 1, 5)
-    fill(tier, 1, 2, 5)
-    held = slots.HeldSlot(tier.slot(1))
-    with pytest.raises(OSError, match="somebody is reading"):
-        slots.forget_all(tier)
+    held = slots.HeldSlot(tier.slot(0))
+    monkeypatch.setattr("time.sleep", lambda seconds: held.let_go())
+    slots.forget(tier, 0)
+    assert not slots.is_committed(tier, 0)
+    assert tier.numbers() == [0], "its memory is used again"
+    fill(tier, 0, 2, 5)
+    monkeypatch.setattr(slots, "_READING", 0.0)
+    held = slots.HeldSlot(tier.slot(0))
+    with pytest.raises(OSError, match="somebody is reading it"):
+        slots.forget(tier, 0)
     held.let_go()
-    slots.forget_all(tier)
-    assert tier.numbers() == [0, 1], "their memory is used again"
-    assert not any(slots.is_committed(tier, number) for number in (0, 1))
+    assert slots.is_committed(tier, 0)
 
 
 def test_a_slot_that_is_given_back_is_no_slot_any_more_and_a_link_is_none(tier: SlotPaths, tmp_path: Path) -> None:
