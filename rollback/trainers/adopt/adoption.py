@@ -308,9 +308,9 @@ class Adoption:
         self._signs.refuse(
             UsageError(
                 f"the script updates a model ({self._sources.caller()}) with a batch that came from no `for` loop "
-                "over a DataLoader",
-                hint="--adopt knows `for batch in loader:`; for batches of next(), of a callable or of an iterator of "
-                "your own make a rollback.Guard",
+                "over a DataLoader, or that a loop inside of it takes apart",
+                hint="--adopt knows `for batch in loader:`, and inside of it loops over a range or over x.chunk(2); "
+                "for other loops, batches of next(), of a callable or of an iterator of your own make a rollback.Guard",
             )
         )
 
