@@ -186,6 +186,7 @@ class Adoption:
             self._guard, self._prepared = self._with_guard(plan.make)
         except UsageError as error:
             self._signs.refuse(error)
+        self._signs.guard = self._guard
         self._guard.without_probes("the script knows nothing of the guard, and may count its batches")
         self._model, self._optimizer, self._loader = plan.model, plan.optimizer, loader
         for where, counter in self._sources.counters():
