@@ -5,7 +5,7 @@
     guard.epochs(10)                                in place of range(10); with a rehearsal where code behind the loop
                                                     over batches needs what that has set
     guard                                           in place of the loader where it is iterated, or passed
-    guard.observe(loss)                             behind backward()
+    guard.observe(loss)                             behind backward(); of a closure, behind the step that runs it
 
 What Accelerate has prepared is handed to `rollback.protect` instead, which leaves the loop as it is.
 """
@@ -14,10 +14,11 @@ import ast
 import difflib
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops, range_of
+from rollback.source.losses import told_losses
 from rollback.source.names import own_names
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
@@ -97,8 +98,10 @@ class _Script:
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
             self._put.append((outer.lineno - 1, f"{self._indent(outer)}{guard} = rollback.Guard({given})\n"))
-            for statement, loss in self._losses(batches):
-                self._put.append((statement.end_lineno or 0, f"{self._indent(statement)}{inside}.observe({loss})\n"))
+            for told in told_losses(self._loops.tree, batches, self._by_hand):
+                self._instead += told.instead
+                observe = f"{self._indent(told.behind)}{inside}.observe({told.loss})\n"
+                self._put.append((told.behind.end_lineno or 0, observe))
         if (counted := self._loops.enumerated(batches)) is not None:
             name, start = counted
             more = "" if start == "0" else f" + {start}"
@@ -232,31 +235,6 @@ class _Script:
             and ast.unparse(call.func.value) in backward and self._scopes[id(node)] is scope
         ]  # fmt: skip
 
-    def _losses(self, batches: ast.For) -> Iterator[tuple[ast.stmt, str]]:
-        """Statements that call backward(), and what they call it on.
-
-        What calls something is given a name: to call it again would draw other random numbers, and count a batch twice.
-        """
-        found = False
-        used = {node.id for node in ast.walk(self._loops.tree) if isinstance(node, ast.Name)}
-        for statement in (node for part in batches.body for node in ast.walk(part) if isinstance(node, ast.stmt)):
-            match statement:
-                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="backward", value=receiver), args=[])):
-                    found, loss = True, _unscaled(receiver)
-                    if not any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(loss)):
-                        yield statement, ast.unparse(loss)
-                        continue
-                    if isinstance(receiver, ast.IfExp):
-                        raise self._by_hand(statement, f"calls backward() on {ast.unparse(receiver)}", _NAMED)
-                    name = next(name for name in ("loss", "observed", "observed_loss") if name not in used)
-                    self._instead.append((loss, f"({name} := {ast.unparse(loss)})"))
-                    yield statement, name
-                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="backward", value=receiver))):
-                    what = f"calls backward() of {ast.unparse(receiver)} with an argument"
-                    raise self._by_hand(statement, what, "guard.observe(loss) behind it, with the loss of the batch")
-        if not found:
-            raise self._by_hand(batches, "calls a function that calls backward()", "guard.observe(loss) behind it")
-
     def _by_hand(self, found: ast.stmt, what: str, do: str) -> UsageError:
         word = "loop" if isinstance(found, ast.For) else "line"
         return UsageError(
@@ -344,7 +322,6 @@ class _Script:
 _BLOCK = re.compile(r"\s*(if|elif|else|for|while|with|try|except|finally|async|def|class|case)\b")
 _LOADER = re.compile(r"load|batches|_dl\b|\bdl_|_dl_", re.IGNORECASE)
 _AVERAGE = re.compile(r"deepcopy|Averag|EMA|Ema(?![a-z])|^ema(?![a-z])")
-_NAMED = "give the loss a name, loss = ..., then loss.backward() and guard.observe(loss)"
 _BYTE_ORDER_MARK = "\ufeff"
 _PROTECTED = ("rollback.Guard", "rollback.protect")
 
@@ -384,13 +361,3 @@ def _whole(part: ast.expr) -> str:
     while isinstance(found, ast.Attribute | ast.Subscript):
         found = found.value
     return found.id if isinstance(found, ast.Name) and found.id != "self" else ast.unparse(part)
-
-
-def _unscaled(receiver: ast.expr) -> ast.expr:
-    """`loss` of `scaler.scale(loss)`."""
-    match receiver:
-        case ast.Call(func=ast.Attribute(attr="scale"), args=[loss]):
-            return loss
-        case ast.IfExp(orelse=loss):
-            return _unscaled(loss)
-    return receiver

@@ -1,6 +1,7 @@
 """The training loop of a script, read from its source: the `for` over batches whose body calls backward().
 
-The body may call it in functions and methods of the same file. What other files do is not known here.
+The body may call it in functions and methods of the same file, and in a loop over parts of the batch: over a range of
+them, or over `x.chunk(2)`. What other files do is not known here.
 """
 
 import ast
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 EPOCHS, MOVED, COUNT = "__rollback_epochs__", "__rollback_moved__", "__rollback_count__"
 """Names under which a script that `steered` has changed finds what steers it."""
 _WRAPPERS = "enumerate", "tqdm"
+_DIVIDE = "chunk", "split", "tensor_split", "unbind"
+"""What makes micro-batches of a batch."""
 _PASSES_ON = (ast.Yield, ast.YieldFrom)
 _OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
 """Methods that models and optimizers have: `model.train()` does not mean the script's own of that name."""
@@ -44,6 +47,9 @@ class ScriptLoops:
                 self._methods |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
         self._loops = [node for node in ast.walk(self.tree) if isinstance(node, ast.For)]
         training = [loop for loop in self._loops if any(map(_is_backward, self._reached(loop)))]
+        whole = [loop for loop in training if range_of(loop) is None and not self._divides(loop)]
+        parts = {id(item) for loop in whole for item in self._inside(loop, training) if self._divides(item)}
+        training = [loop for loop in training if id(loop) not in parts]
         inner = {id(loop): self._inside(loop, training) for loop in training}
         self.batches = [
             loop
@@ -210,6 +216,13 @@ class ScriptLoops:
         functions = [function for named in self._functions.values() for function in named]
         around = [function for function in functions if any(node is where for node in ast.walk(function))]
         return max(around, key=lambda function: function.lineno, default=self.tree)
+
+    def _divides(self, loop: ast.For) -> bool:
+        """Whether a loop goes over parts of a tensor: those of a batch, where it is inside of a loop over batches."""
+        names = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Name)]
+        values = [loop.iter, *(value for name in names for value in self._given(name.id, loop))]
+        calls = (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call))
+        return any(ast.unparse(call.func).rpartition(".")[2] in _DIVIDE for call in calls)
 
     def _inside(self, loop: ast.For, loops: list[ast.For]) -> list[ast.For]:
         reached = set(map(id, self._reached(loop)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from rollback.errors import RunDoesNotFit, UsageError
+from rollback.errors import RollbackError, RunDoesNotFit, UsageError
 from rollback.train.assembly import GuardAssembly
 from rollback.train.events import RollbackApplied
 from rollback.train.start.attach import refuse
@@ -18,17 +18,27 @@ _T = TypeVar("_T")
 
 
 def refusing(act: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`act`, which ends the job and not only the attempt where another one would meet the same error again. Other ranks
-    may wait for this one."""
+    """`act` of a guard, which ends the job and not only the attempt where another one would meet the same error again.
+    Other ranks may wait for this one."""
 
     @functools.wraps(act)
     def refusing_act(*given: _P.args, **others: _P.kwargs) -> _T:
         try:
             return act(*given, **others)
         except (UsageError, RunDoesNotFit) as error:
-            refuse(error, status=1)
+            guard: Any = given[0]
+            refuse_guarded(error, guard.close)
 
     return refusing_act
+
+
+def refuse_guarded(error: RollbackError, close: Callable[[], None]) -> NoReturn:
+    """End this rank because of `error`. Other ranks may wait for this one. close: that of its guard."""
+    try:
+        refuse(error, status=1)
+    except SystemExit:
+        close()  # here it sees why; at the process's end it would take it for the script's own end
+        raise
 
 
 class ScriptSide(GuardAssembly):

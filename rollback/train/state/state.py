@@ -59,8 +59,8 @@ class TrainingState:
     ) -> None:
         self.model = unwrap(model)
         self.optimizer = optimizer
-        self.objects = dict(objects)
-        modules = {name: unwrap(item) for name, item in self.objects.items() if isinstance(item, nn.Module)}
+        modules = {name: unwrap(item) for name, item in objects.items() if isinstance(item, nn.Module)}
+        self.objects: dict[str, Stateful] = {**objects, **modules}
         self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
         """The model, and the other objects that are modules."""
         self.gradients = WantedGradients(self.modules)

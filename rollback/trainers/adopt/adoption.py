@@ -186,6 +186,7 @@ class Adoption:
             self._guard, self._prepared = self._with_guard(plan.make)
         except UsageError as error:
             self._signs.refuse(error)
+        self._signs.guard = self._guard
         self._guard.without_probes("the script knows nothing of the guard, and may count its batches")
         self._model, self._optimizer, self._loader = plan.model, plan.optimizer, loader
         for where, counter in self._sources.counters():
@@ -308,9 +309,9 @@ class Adoption:
         self._signs.refuse(
             UsageError(
                 f"the script updates a model ({self._sources.caller()}) with a batch that came from no `for` loop "
-                "over a DataLoader",
-                hint="--adopt knows `for batch in loader:`; for batches of next(), of a callable or of an iterator of "
-                "your own make a rollback.Guard",
+                "over a DataLoader, or that a loop inside of it takes apart",
+                hint="--adopt knows `for batch in loader:`, and inside of it loops over a range or over x.chunk(2); "
+                "for other loops, batches of next(), of a callable or of an iterator of your own make a rollback.Guard",
             )
         )
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from rollback.errors import UsageError
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
+from rollback.train.guard import Guard
+from rollback.train.script_side import refuse_guarded
 from rollback.train.start import attach
 
 _EARLY = 100  # updates: a script that is found out by then is started again
@@ -26,9 +28,13 @@ class ScriptSigns:
         self._said: set[str] = set()
         self._unshared: list[str] = []
         self._rank = int(os.environ.get("RANK", "0"))
+        self.guard: Guard | None = None
+        """Of the script, once it has one."""
 
     def refuse(self, error: UsageError) -> NoReturn:
         """End all ranks because of what this one sees."""
+        if self.guard is not None:
+            refuse_guarded(error, self.guard.close)
         attach.refuse(error, status=1)
 
     def agree(self, seen: Any) -> None:

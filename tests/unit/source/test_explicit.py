@@ -86,6 +86,33 @@ def test_the_loss_is_not_computed_a_second_time_to_be_told(line: str, made: list
 
 
 @pytest.mark.parametrize(
+    ("step", "made"),
+    [
+        ("optimizer.step(closure)", ["observed = optimizer.step(closure)", "guard.observe(observed)"]),
+        ("loss = optimizer.step(closure)", ["guard.observe(loss)"]),
+        (
+            "total += optimizer.step(closure=closure).item()",
+            ["total += (observed := optimizer.step(closure=closure)).item()", "guard.observe(observed)"],
+        ),
+    ],
+)
+def test_the_loss_of_a_closure_is_told_once_behind_the_step_that_runs_it(step: str, made: list[str]) -> None:
+    """LBFGS runs it many times for one update, along the way."""
+    assert (
+        added(f"""
+        for x in loader:
+            def closure():
+                optimizer.zero_grad()
+                loss = model(x).sum()
+                loss.backward()
+                return loss
+            {step}
+    """)[3:]
+        == made
+    )
+
+
+@pytest.mark.parametrize(
     ("epochs", "guarded"),
     [
         ("range(3)", "guard.epochs(3)"),
@@ -226,6 +253,15 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
         (
             "for x in loader:\n    if x: a(); loss.backward()",
             "line 6: this line is on the line that its block begins with",
+        ),
+        (
+            "for x in loader:\n    def f():\n        loss.backward()\n    optimizer.step(f)",
+            "line 6: this line is a closure that returns no loss",
+        ),
+        (
+            "for x in loader:\n    def f():\n        loss.backward()\n        return loss\n"
+            "    if optimizer.step(f) > 9:\n        break",
+            "line 9: this line decides by optimizer.step(f)",
         ),
         ("for i, x in enumerate(loader): loss.backward()", "this line is on the line that its block begins with"),
         ("for x in loader:\n    loss.backward(); print(\n        x)", "where no line of its own can be"),

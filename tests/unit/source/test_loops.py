@@ -47,6 +47,28 @@ for epoch in range(3):
         for part in range(4):
             f(x, part).backward()
 """
+CHUNKS = """
+for epoch in range(3):
+    for x, y in loader:
+        for part, target in zip(x.chunk(2), torch.chunk(y, 2)):
+            f(part, target).backward()
+"""
+CHUNKS_IN_A_FUNCTION = """
+def update(x):
+    parts = x.split(4)
+    for i, part in enumerate(parts):
+        f(part).backward()
+
+for epoch in range(3):
+    for x in loader:
+        update(x)
+"""
+FOLDS = """
+for data in all_data:
+    for train, test in folds.split(data):
+        for x in DataLoader(train):
+            f(x).backward()
+"""
 
 
 def lines(source: str) -> tuple[list[int], list[int | None]]:
@@ -64,6 +86,10 @@ def lines(source: str) -> tuple[list[int], list[int | None]]:
         (IN_METHODS, [7], [4]),
         (WITHOUT_EPOCHS, [3], [None]),
         (MICRO, [3], [2]),
+        (CHUNKS, [3], [2]),
+        (CHUNKS_IN_A_FUNCTION, [8], [7]),
+        (FOLDS, [4], [None]),
+        ("for part in x.split(4):\n    f(part).backward()", [1], [None]),
         ("for x in loader:\n    f(x)", [], []),
         ("for i in range(9):\n    f(next(batches)).backward()", [], []),
     ],

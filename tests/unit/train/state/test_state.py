@@ -50,6 +50,18 @@ def test_a_state_goes_into_other_objects_and_drops_their_gradients() -> None:
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
+def test_another_network_goes_by_its_own_names_whatever_is_around_it() -> None:
+    """A second network in DDP or torch.compile, as those of a GAN are: each begins all names with a word of its own."""
+    one, other = (state_of(seed, critic=torch.compile(nn.BatchNorm1d(2))) for seed in (1, 2))
+    nn.init.constant_(one.modules["critic"].weight, 3.0)
+    shared, local = through_disk(one.image(data=True))
+    other.load(shared, local)
+    assert torch.equal(other.modules["critic"].weight, one.modules["critic"].weight)
+    bare = state_of(3, critic=nn.BatchNorm1d(2))
+    bare.load(shared, local)
+    assert torch.equal(bare.modules["critic"].weight, one.modules["critic"].weight)
+
+
 def test_loading_leaves_parameters_where_they_are() -> None:
     """DDP, torch.compile and the optimizer hold on to them."""
     one, other = state_of(1), state_of(2)
