@@ -164,6 +164,33 @@ def test_of_what_strangers_say_in_the_store_nothing_counts_but_what_a_follower_m
         host.write("orders.json", b"x" * (LIMIT + 1))
 
 
+def test_what_a_host_said_before_it_came_anew_does_not_replace_what_it_says_now(
+    stores: tuple[StoreTransport, StoreTransport],
+) -> None:
+    """A host that was cut off has a line under way, which arrives when the next launch has come there already."""
+    host, before = stores
+    anew = StoreTransport(MeetingPoint("127.0.0.1", before.point.port, False, "rollback/test"))
+    try:
+        wait_for(lambda: anew.role)
+        for name, late in (("node-60.json", b"late"), ("node-61.json", b"")):
+            before.write(name, b"old")
+            wait_for(lambda: host.read(name) == {name: b"old"})  # noqa: B023 - called at once
+            anew.write(name, b"new")
+            wait_for(lambda: host.read(name) == {name: b"new"})  # noqa: B023
+            before.write(name, late) if late else before.remove(name)
+            before.write(f"part-{name}", b"behind it")
+            wait_for(lambda: host.read(f"part-{name}"))  # noqa: B023
+            assert host.read(name) == {name: b"new"}
+        before.write("node-60.json", b"alive")  # as a second line that was sent later
+        wait_for(lambda: host.read("node-60.json") == {"node-60.json": b"alive"})
+        for name in ("node-60.json", "part-node-60.json", "part-node-61.json"):
+            before.remove(name)
+        anew.remove("node-61.json")
+        wait_for(lambda: not host.read("*node-6?.json"))
+    finally:
+        anew.close()
+
+
 def test_where_the_store_of_a_rendezvous_is() -> None:
     def point(**flags: str) -> tuple[str, int, bool | None] | None:
         found = place_among_nodes({"nnodes": "2", **{name.replace("_", "-"): flags[name] for name in flags}})
