@@ -22,7 +22,7 @@ from rollback.checkpoints.tiers import base_of, fast_tier_of
 from rollback.config import ENV_NO_RUN
 from rollback.errors import ExitCode, RollbackError, RunInUse, UsageError
 from rollback.ring.helper import drained
-from rollback.ring.url.fetch import fetch
+from rollback.ring.url.fetch import fetch, unfetch
 from rollback.ring.url.store import Store
 from rollback.rundir.elsewhere import forget_elsewhere
 from rollback.rundir.journal.journal import read_journal
@@ -152,6 +152,7 @@ def _lead(
     ledger = SupervisorJournal(order.paths, say)
     try:
         with _all_nodes(order.paths, place, say, meeting, ledger, buddy) as nodes:
+            brought: tuple[str, ...] = ()
             verdict = RunResult(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
             try:
                 if store is not None:
@@ -159,7 +160,7 @@ def _lead(
                         with signals.breaking_off():  # a checkpoint may take hours
                             if place is not None:  # of many nodes, the one that leads asks whether it may write
                                 store.probe()
-                            fetch(store, order.paths, say)
+                            brought = fetch(store, order.paths, say)
                     except KeyboardInterrupt:
                         raise RollbackError(
                             f"told to stop while the newest state was fetched from {store.url}",
@@ -178,6 +179,9 @@ def _lead(
                 return result
             except RollbackError as error:
                 verdict = RunResult.of_error(error)
+                if error.exit_code == ExitCode.UNFIT and not ledger.opened:
+                    with suppress(OSError, RollbackError):
+                        unfetch(order.paths, brought)
                 raise
             finally:
                 nodes.farewell(verdict)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from attempts import Forker
+from attempts import DIED, Forker
 from job_results import Scenarios
 from toy import Toy, facts, require_same, same_skips_from_the_start, train, weights
 
 from rollback.checkpoints import ring, tiers
+from rollback.errors import NoUsableCheckpoint
 from rollback.facts.training import (
     Advice,
     Attached,
@@ -317,3 +318,17 @@ def test_a_place_for_slots_that_is_not_there_is_said_once_and_what_is_in_memory_
     assert "is gone from" not in told
     assert not facts(run, CheckpointLost)
     require_same(weights(ended), weights(train(Toy())), "without a place for slots")
+
+
+def test_where_memory_is_lost_before_anything_had_reached_the_ring_that_is_said(tmp_path: Path, base: Path) -> None:
+    """No copy of the ring could help, nor does it miss anything: the advice is another one."""
+    run = tmp_path / "run"
+    toy = fast(Toy(), base).with_settings(checkpoint_every="1000")
+    with Forker() as forker:
+        assert forker.status(toy, run, die=["after", "committed", 1]) == DIED
+    assert not ring.names(RunPaths(run)), "otherwise it tests nothing"
+    shutil.rmtree(base)
+    with pytest.raises(NoUsableCheckpoint, match=r"none had reached .*/run/ring yet") as refused:
+        train(toy, run)
+    assert "in the ring any more" not in refused.value.message
+    assert "restore" not in str(refused.value.hint)

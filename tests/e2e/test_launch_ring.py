@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from launching import Launch, launching
+from launching import Launch, launching, tree
 from s3_server import serving_s3
 from safetensors.numpy import load_file
 from toy import facts
@@ -67,6 +67,25 @@ def test_a_preempted_run_goes_on_from_the_url_alone(tmp_path: Path) -> None:
         damaged = runner.invoke(app, ["ring", "verify", url])
         assert damaged.exit_code == ExitCode.FAILED
         assert shard.parent.name in damaged.stdout
+
+
+def test_a_launch_that_is_refused_since_the_url_has_another_job_leaves_nothing_of_it_behind(tmp_path: Path) -> None:
+    """It has been fetched by then: only the ranks know their job."""
+    url = f"file://{tmp_path}/ring"
+    with launching(tmp_path, with_torchrun=False, script=TINY) as launch:
+        status, output = launch.finish("", "--ring", url)
+        assert status == ExitCode.DONE, output
+        new = elsewhere(launch, "new")
+        status, output = new.finish("--width 5", "--ring", url)
+        assert status == ExitCode.UNFIT, output
+        assert "fetching the record of run" in output
+        assert "belongs to another job" in output
+        assert not new.run.exists(), tree(new.run)
+        kept = elsewhere(launch, "kept")
+        assert kept.finish("", "--ring", url)[0] == ExitCode.DONE
+        before = tree(kept.run)
+        assert kept.finish("--width 5", "--ring", url)[0] == ExitCode.UNFIT
+        assert tree(kept.run) == before, "a run that was there stays"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,7 +9,7 @@ import torch
 from attempts import Forker
 from safetensors.torch import load_file
 from torch import nn
-from toy import Toy, facts, require_same, train
+from toy import Toy, facts, require_same, train, weights
 from typer.testing import CliRunner
 
 from checkpoints import damage
@@ -17,7 +17,7 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.format.manifest import ShardRecord
 from rollback.checkpoints.format.shard import write_shard
 from rollback.cli import app
-from rollback.errors import ExitCode
+from rollback.errors import ExitCode, RunDoesNotFit
 from rollback.facts.training import Attached
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.paths import RunPaths
@@ -119,3 +119,12 @@ def test_a_tree_that_is_none_of_ours_is_passed_over_at_the_next_start(tmp_path: 
     assert verify(run).exit_code == ExitCode.FAILED
     train(toy, run)
     assert facts(run, Attached)[-1].checkpoint == sound.name
+
+
+def test_a_guard_that_is_refused_since_the_url_has_another_job_leaves_nothing_of_it_behind(tmp_path: Path) -> None:
+    toy, new = Toy().with_settings(ring=f"file://{tmp_path}/bucket"), tmp_path / "new"
+    train(toy, tmp_path / "run")
+    with pytest.raises(RunDoesNotFit, match="belongs to another job"):
+        train(toy.but(samples=toy.samples + 8), new)
+    assert {path.name for path in new.rglob("*")} == {"lock"}
+    require_same(weights(train(toy, new)), weights(train(Toy())), "the job of the URL")

@@ -1,6 +1,7 @@
 """From a URL into a run directory: the parts of the record and the checkpoints that a start needs, verified on the
 way."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -31,11 +32,11 @@ _GOOD = 2  # good checkpoints that a start has at hand: the newest may lie behin
 Say = Callable[[str], None]
 
 
-def fetch(store: Store, paths: RunPaths, say: Say) -> None:
+def fetch(store: Store, paths: RunPaths, say: Say) -> tuple[str, ...]:
     """Make a run directory as new as the URL, and make sure that it holds the checkpoint with which the run goes on.
 
     The caller holds the run directory, which may be empty. Where the run directory is newer, it stays. Where the URL is
-    empty, nothing is done.
+    empty, nothing is done. Returns what `unfetch` takes.
 
     Raises RunDoesNotFit where the URL belongs to another run, or where both have gone on differently; nothing is
     changed then. Raises RingUnavailable where the URL cannot be read; RunDirectoryError where the run directory cannot
@@ -43,10 +44,12 @@ def fetch(store: Store, paths: RunPaths, say: Say) -> None:
     """
     indexes = read_indexes(store)
     if not indexes:
-        return
+        return ()
     if is_abandoned(store, indexes[0], read_identity(paths)):
         say(f"the ring {store.url} has no checkpoint; what there is of a record is left aside")
-        return
+        return ()
+    holds = (paths.identity, paths.train_journal, paths.supervisor_journal, paths.frozen)
+    is_new = not any(path.exists() for path in holds) and not ring.names(paths)
     hint = "check the permissions and the free space of the run directory"
     with reporting(RunDirectoryError, f"fetching {store.url} into {paths.root}", hint):
         index = complete_record(store, indexes, paths, say)
@@ -56,6 +59,28 @@ def fetch(store: Store, paths: RunPaths, say: Say) -> None:
             assert run is not None
             with record.explained(store.url):
                 record.download(store, run, paths.root)
+    return tuple(kept.path for kept in index.record) if is_new else ()
+
+
+def unfetch(paths: RunPaths, brought: Iterable[str]) -> None:
+    """Undo a fetch into a directory that held no run, where the job turns out to be another one. What else is there
+    stays. brought: what `fetch` returned. Raises OSError and
+    CheckpointDamaged.
+
+    Only the ranks know their job, and they are started when all is fetched.
+    """
+    made = [paths.root / path for path in brought]
+    if not made:
+        return
+    for name in ring.names(paths):
+        ring.evict(paths, name)
+    frozen.sweep(paths, ())
+    for path in (column_path(paths.metrics), *made):
+        files.unlink(path)
+    folders = {paths.ring, paths.frozen, *(folder for path in made for folder in path.parents)}
+    for folder in sorted((folder for folder in folders if paths.root in folder.parents), reverse=True):
+        with contextlib.suppress(OSError):  # not there, or not empty
+            folder.rmdir()
 
 
 def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Say) -> Index:

@@ -162,7 +162,8 @@ class Follower:
         """An attempt runs without this node: have at hand what its ranks will need if it takes another one's place."""
         self._host.keep_standby(orders.attempt)
         if self._ahead is None and self._ring is not None:
-            self._say(f"{self._place.name} waits as a spare; the newest checkpoint is fetched ahead")
+            what = "as a spare" if self._place.spares else "for the next attempt, since one is under way"
+            self._say(f"{self._place.name} waits {what}; the newest checkpoint is fetched ahead")
             self._ahead = FetchAhead(self._paths, self._ring, self._say)
 
     def _end_waiting(self, *, over: bool) -> None:

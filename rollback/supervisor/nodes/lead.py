@@ -143,6 +143,7 @@ class Leader(Nodes):
         self._tower = Watchtower(meeting.transport, REPORTS, NodeReport, blind=lambda: self._beacon.failing)
         self._members: dict[str, str] = {}
         self._heard: dict[str, int] = {}
+        self._lost: dict[str, int] = {}
         self._ever: set[str] = set()
         self._reports: dict[str, NodeReport] = {}
         self._overtaken, self._namesakes, self._unlike = False, Namesakes(), Unlike(place)
@@ -310,6 +311,7 @@ class Leader(Nodes):
     def left(self, own: Left) -> Left:
         self._copies.rest()
         reports = self._member_reports()
+        self._lost |= {launch: self._beacon.record.attempt for launch, report in reports.items() if report is None}
         for report in reports.values():
             if report is not None and report.files and self._meeting.apart:
                 keep_files(self._paths, report.files, f"{report.node} ({report.host})", self._say)
@@ -356,7 +358,10 @@ class Leader(Nodes):
                 self._say(told)
 
     def _followers(self) -> list[NodeReport]:
-        return [report for report in self._tower.look().values() if report.leader == self._place.launch]
+        """The reports to this leader. What a member that was lost says late of that attempt does not count: it may have
+        ended long ago, and its stop signal was for itself then."""
+        reports = [report for report in self._tower.look().values() if report.leader == self._place.launch]
+        return [report for report in reports if self._lost.get(report.launch) != report.attempt]
 
     def _member_reports(self) -> dict[str, NodeReport | None]:
         """The members' reports on this attempt; None: the member is silent, or another launch has replaced it."""

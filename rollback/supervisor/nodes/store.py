@@ -50,7 +50,9 @@ class StoreTransport:
         self.mirror: Path | None = None
         self._read: dict[str, bytes] = {}
         self._shown: dict[str, str] = {}
-        self._known: set[str] = set()
+        self._own = os.urandom(8).hex()  # tells this end from another one of the same host, before or after it
+        self._senders: dict[str, str] = {}
+        self._past: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._begin()
 
@@ -78,7 +80,8 @@ class StoreTransport:
         had come has to come again. Where it cannot be made, it is still gone."""
         self._end()
         with self._lock:
-            self._known.clear()
+            self._senders.clear()
+            self._past.clear()
             self._read.clear()
             self.gone = None
             try:
@@ -113,7 +116,7 @@ class StoreTransport:
         self._end()
 
     def _end(self) -> None:
-        self._forget(*self._known)
+        self._forget(*self._senders)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._process.kill()
@@ -132,7 +135,7 @@ class StoreTransport:
     def _send_line(self, name: str, body: str) -> None:
         if self.gone is not None:
             raise OSError(f"the store at {self.place} is gone: {self.gone}")
-        self._socket.sendall(json.dumps({"name": name, "body": body}).encode() + b"\n")
+        self._socket.sendall(json.dumps({"name": name, "body": body, "from": self._own}).encode() + b"\n")
 
     @property
     def place(self) -> str:
@@ -175,13 +178,17 @@ class StoreTransport:
         """A line of another host, or of anybody."""
         try:
             told = json.loads(line) if len(line) <= _LINE_LIMIT else {}
-            name, body = told["name"], told["body"].encode()
+            name, body, sender = told["name"], told["body"].encode(), str(told.get("from", ""))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return
         allowed = _OF_FOLLOWERS if self.role == "host" else _OF_LEADER
         if not isinstance(name, str) or not allowed.fullmatch(name) or len(body) > LIMIT:
             return
         with self._lock:
+            if self._is_late(name, sender):
+                return
+            has_just_come = self._senders.get(name) != sender
+            self._senders[name] = sender
             if not body:
                 self._read.pop(name, None)
                 self._forget(name)
@@ -190,8 +197,20 @@ class StoreTransport:
             if self.mirror is not None:
                 with contextlib.suppress(OSError):
                     write_in_place(self.mirror / name, body)
-            if self.role == "host" and name not in self._known:  # who has just come has heard nothing yet
-                self._known.add(name)
+            if self.role == "host" and has_just_come:  # and has heard nothing yet
                 with contextlib.suppress(OSError):
                     for shown, content in self._shown.items():
                         self._send_line(shown, content)
+
+    def _is_late(self, name: str, sender: str) -> bool:
+        """Whether a line is from before its host came anew. A host that was cut off has one line under way, which may
+        arrive when the next launch there has the name. No more than one: the next is sent when the store has answered.
+        So whoever goes on to speak lives, and two have the same name: both are heard, and the leader says so."""
+        now = self._senders.get(name)
+        if now in (None, sender):
+            return False
+        if (name, sender) in self._past:
+            self._past.remove((name, sender))
+            return True
+        self._past.add((name, now))
+        return False

@@ -38,15 +38,17 @@ def reach_ring(settings: Settings) -> Store | None:
     return store
 
 
-def fetch_run(store: Store | None, paths: RunPaths, settings: Settings) -> None:
-    """Rank 0, which holds the lock of the run directory: bring it up to date with the ring. Raises as `fetch`.
+def fetch_run(store: Store | None, paths: RunPaths, settings: Settings) -> tuple[str, ...]:
+    """Rank 0, which holds the lock of the run directory: bring it up to date with the ring. Returns and raises as
+    `fetch`.
 
     If a supervisor has done that before its first attempt, only the checkpoint of a pending rollback may be missing.
     """
     if store is not None:
-        fetch(store, paths, say)
-    elif settings.ring is not None:
+        return fetch(store, paths, say)
+    if settings.ring is not None:
         _fetch_planned(settings.ring, paths)
+    return ()
 
 
 def _fetch_planned(url: str, paths: RunPaths) -> None:

@@ -101,8 +101,12 @@ def end_with_supervisor(before: Callable[[str], object]) -> None:
     def watch() -> None:
         while is_running(described) and os.getppid() == parent:
             threading.Event().wait(_LOOK_EVERY)
-        before("the supervisor or torchrun is gone")
-        say(f"the supervisor (pid {pid}) or torchrun is gone; this rank ends. Run the same command again to go on")
+        if is_running(described):  # it may have ended torchrun itself, as where another host is lost
+            gone, then = "torchrun is gone", f"the supervisor (pid {pid}) sees to what comes next"
+        else:
+            gone, then = f"the supervisor (pid {pid}) is gone", "run the same command again to go on"
+        before(gone)
+        say(f"{gone}; this rank ends: {then}")
         for child in psutil.Process().children(recursive=True):
             child.kill()
         os._exit(1)

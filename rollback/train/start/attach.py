@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,8 +21,11 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, is_on_record, is_provisional, next_seq, of_present_timeline
 from rollback.config import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, Settings, guard_mark
 from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, RunDirectoryError, RunDoesNotFit
+from rollback.facts.history import History
 from rollback.facts.training import Attached
+from rollback.ring.helper import drained
 from rollback.rundir.identity import new_identity, read_identity, require_key, write_identity
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths, format_for
 from rollback.system import files
 from rollback.train.catalogue.catalogue import CheckpointPlace
@@ -140,9 +143,27 @@ def _restore_newest(
     lost = history.committed.keys() - history.gone - history.discarded
     if not (found.manifests or damaged or lost):
         return None
-    damaged = {**dict.fromkeys(sorted(lost, reverse=True), "it is not in the ring any more"), **damaged}
-    listed = "".join(f"\n  - {name}: {why}" for name, why in list(damaged.items())[:6])
-    raise NoUsableCheckpoint(
+    raise _none_is_usable(paths, history, lost, damaged, ranks, url)
+
+
+def _none_is_usable(
+    paths: RunPaths, history: History, lost: set[str], damaged: Mapping[str, str], ranks: Ranks, url: str | None
+) -> NoUsableCheckpoint:
+    """Collective: the refusal, with why each one is of no use. lost: those on record that are nowhere."""
+    drained_by_supervisor = drained(read_journal(paths.supervisor_journal).records) if ranks.first else set()
+    copied = {*ranks.from_first(sorted(drained_by_supervisor))}.union(*history.drained.values())
+    in_memory = {name for name in lost - copied if history.committed[name].tier == "fast"}
+    gone = {
+        name: "it was in memory only, which is gone" if name in in_memory else "it is not in the ring any more"
+        for name in sorted(lost, reverse=True)
+    }
+    listed = "".join(f"\n  - {name}: {why}" for name, why in list({**gone, **damaged}.items())[:6])
+    if in_memory == {*gone, *damaged}:
+        return NoUsableCheckpoint(
+            f"no checkpoint of the run {paths.root} is left; none had reached {url or paths.ring} yet:{listed}",
+            hint="there is nothing to go on from: start anew with another run directory (--run DIR)",
+        )
+    return NoUsableCheckpoint(
         f"none of the checkpoints in {paths.ring} can be used:{listed}",
         hint="restore the ring from a copy, or start anew with another run directory (--run DIR)",
     )

@@ -3,6 +3,7 @@
 Rank 0 reads the directory and sends the content to all ranks. Nothing is changed, except for a fetch from a URL.
 """
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from rollback import errors
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_ATTEMPT, Settings
-from rollback.errors import RollbackError, RunDirectoryError
+from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit
 from rollback.facts.history import History, copy_of, history_as_json
 from rollback.facts.training import Accepted, Blamed
+from rollback.ring.url.fetch import unfetch
 from rollback.rundir.identity import Identity, JobIdentity, read_identity, require_key, require_same_job
 from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.journal.journal import of_kind, read_journal
@@ -66,6 +68,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     body: dict[str, Any] = {}
     journal: FoldedJournal | None = None
     accepted: list[Accepted] = []
+    brought: tuple[str, ...] = ()
     if ranks.first:
         try:
             require_key(paths)
@@ -74,7 +77,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
                 require_same_job(paths, identity.job, job, accept_data_change=settings.accept_data_change)
             store = reach_ring(settings)
             lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
-            fetch_run(store, paths, settings)
+            brought = fetch_run(store, paths, settings)
             if (identity := read_identity(paths)) is not None:  # again: it may have been fetched
                 accept = settings.accept_data_change
                 accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
@@ -87,6 +90,9 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
         except (RollbackError, OSError) as failure:
             error = failure if isinstance(failure, RollbackError) else _refused_by_disk(paths, failure)
             body = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+            if isinstance(error, RunDoesNotFit):
+                with contextlib.suppress(OSError, RollbackError):
+                    unfetch(paths, brought)
             if lock is not None:
                 lock.release()
     body = ranks.from_first(body)

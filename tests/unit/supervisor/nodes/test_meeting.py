@@ -17,6 +17,7 @@ from rollback.instructions import MeetingPoint
 from rollback.rundir.beacon import LIMIT, SILENT_AFTER, Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.elsewhere import write_elsewhere
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes import meeting
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
@@ -145,6 +146,38 @@ def test_followers_are_gathered_in_the_order_of_their_names(sides: Sides) -> Non
     leader._beacon.put_out()
 
 
+def test_a_stop_signal_that_a_lost_node_tells_late_stops_no_later_attempt(sides: Sides) -> None:
+    """It was cut off and has ended since; the next launch there takes part."""
+    endpoint = sides.meeting.store.point if isinstance(sides.meeting, EndpointMeeting) else None
+    leader = Leader(
+        sides.paths, NodePlace(3, 3, "node-0", "a:1:1", "a", 1, 60.0, endpoint=endpoint), print, sides.meeting
+    )
+    one = Beacon(sides.follower, "node-71.json", report("node-71", leader="a:1:1", attempt=14), print)
+    cut_off = Beacon(sides.follower, "node-72.json", report("node-72", leader="a:1:1", attempt=14), print)
+    assert leader.gather(14, lambda: False)
+    cut_off.put_out()
+    one.show(state="ended", left=Left(status=1, guarded=False))
+    wait_for(lambda: leader.move(1) == "settled" and leader._member_reports()["b:node-72"] is None)
+    assert leader.left(Left(status=1, guarded=False)).lost_nodes == ("node-72",)
+    late = cut_off.record.model_copy(update={"state": "running", "signals": ("SIGTERM",)})
+    sides.follower.write("node-72.json", late.model_dump_json().encode())
+    wait_for(lambda: "node-72.json" in leader._tower.look())
+    one.show(state="ready", attempt=15, left=None)
+    came: list[Beacon[NodeReport]] = []
+
+    def come() -> bool:
+        if not came:
+            came.append(Beacon(sides.follower, "node-73.json", report("node-73", leader="a:1:1", attempt=15), print))
+        return False
+
+    assert leader.gather(15, come), "the signal was for the launch that is over"
+    assert leader.signals() == []
+    for beacon in (one, *came):
+        beacon.put_out()
+    sides.follower.remove("node-72.json")
+    leader._beacon.put_out()
+
+
 def test_of_what_strangers_say_in_the_store_nothing_counts_but_what_a_follower_may_say(
     stores: tuple[StoreTransport, StoreTransport],
 ) -> None:
@@ -162,6 +195,33 @@ def test_of_what_strangers_say_in_the_store_nothing_counts_but_what_a_follower_m
     assert "node-1.json" not in guest.read("node-*")
     with pytest.raises(OSError, match="too large"):
         host.write("orders.json", b"x" * (LIMIT + 1))
+
+
+def test_what_a_host_said_before_it_came_anew_does_not_replace_what_it_says_now(
+    stores: tuple[StoreTransport, StoreTransport],
+) -> None:
+    """A host that was cut off has a line under way, which arrives when the next launch has come there already."""
+    host, before = stores
+    anew = StoreTransport(MeetingPoint("127.0.0.1", before.point.port, False, "rollback/test"))
+    try:
+        wait_for(lambda: anew.role)
+        for name, late in (("node-60.json", b"late"), ("node-61.json", b"")):
+            before.write(name, b"old")
+            wait_for(lambda: host.read(name) == {name: b"old"})  # noqa: B023 - called at once
+            anew.write(name, b"new")
+            wait_for(lambda: host.read(name) == {name: b"new"})  # noqa: B023
+            before.write(name, late) if late else before.remove(name)
+            before.write(f"part-{name}", b"behind it")
+            wait_for(lambda: host.read(f"part-{name}"))  # noqa: B023
+            assert host.read(name) == {name: b"new"}
+        before.write("node-60.json", b"alive")  # as a second line that was sent later
+        wait_for(lambda: host.read("node-60.json") == {"node-60.json": b"alive"})
+        for name in ("node-60.json", "part-node-60.json", "part-node-61.json"):
+            before.remove(name)
+        anew.remove("node-61.json")
+        wait_for(lambda: not host.read("*node-6?.json"))
+    finally:
+        anew.close()
 
 
 def test_where_the_store_of_a_rendezvous_is() -> None:

@@ -66,15 +66,16 @@ def test_who_holds_the_lock_leads_on_and_who_has_lost_it_leaves_all_to_the_other
 class Following:
     """A follower in a thread, of a leader that is the beacon of its orders."""
 
-    def __init__(self, paths: RunPaths) -> None:
+    def __init__(self, paths: RunPaths, ring: str | None = None) -> None:
         self.paths, self.place, self.asked = paths, place(), list[str]()
+        self.told: list[str] = []
         own = Orders(leader="a:1:1.0", host="a", pid=1, attempt=1)
         self.leads = Beacon(SharedDirectory(paths.nodes), "orders.json", own, lambda line: None)
         hold_as(own, paths)
         meeting, asked = SharedMeeting(paths, 2), self.asked
 
         class Watched:
-            apart, transport = False, meeting.transport
+            apart, transport = ring is not None, meeting.transport
             is_leaderless = staticmethod(lambda: False)
 
             @staticmethod
@@ -82,9 +83,9 @@ class Following:
                 asked.append(orders.leader)
                 return meeting.is_led_by(orders)
 
-        host = SimpleNamespace(end_leftovers=lambda say: None)
+        host = SimpleNamespace(end_leftovers=lambda say: None, keep_standby=lambda attempt: None)
         signals = SimpleNamespace(received=[], take=list, insistent=False)
-        follower = Follower(paths, self.place, host, 1.0, signals, lambda line: None, Watched())  # type: ignore[arg-type]
+        follower = Follower(paths, self.place, host, 1.0, signals, self.told.append, Watched(), ring)  # type: ignore[arg-type]
         self.found: list[RunResult | None] = []
         self.thread = threading.Thread(target=lambda: self.found.append(follower.follow()), daemon=True)
         self.thread.start()
@@ -141,3 +142,12 @@ def test_who_hears_of_an_attempt_when_it_is_to_end_begins_nothing_and_holds_nobo
     assert leaders_move(1, {following.place.launch: ended[0]}) == "settled"
     left = merged(Left(status=1, guarded=False), {"node-0": ended[0].left})
     assert (left.status, left.guarded, left.lost_nodes) == (1, False, ()), "nothing ran here, and it is not lost"
+
+
+def test_a_node_that_comes_back_during_an_attempt_waits_for_the_next_one_and_is_no_spare(paths: RunPaths) -> None:
+    """As where its supervisor alone was killed. The job has no spare nodes."""
+    following = Following(paths, ring=f"file://{paths.root.parent}/bucket")
+    following.leads.show(phase="run", members=("a:1:1.0", "somebody else"))
+    following.until(lambda: any("is fetched ahead" in line for line in following.told))
+    assert following.end() == ["done"]
+    assert not any("as a spare" in line for line in following.told), following.told

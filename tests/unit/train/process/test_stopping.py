@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from warm_server import WarmPopen
 
 from rollback.config import ENV_SUPERVISOR
+from rollback.system.processes import name_process
 from rollback.train.data.workers import LeavesStoppingToTheRank, leave_stopping_to_the_rank
 from rollback.train.process.stopping import StopRequest
 
@@ -202,3 +203,40 @@ def test_a_stuck_worker_ends_with_its_rank(killed: bool) -> None:
         rank.communicate("\n", timeout=LIMIT)
     _, alive = psutil.wait_procs([worker], timeout=LIMIT)
     assert not alive
+
+
+LAUNCHER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+input()
+"""
+RANK_BELOW = """
+import threading
+from rollback.train.process.stopping import end_with_supervisor
+end_with_supervisor(lambda gone: None)
+print("here", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("supervisor_lives", [True, False])
+def test_a_rank_that_ends_for_want_of_torchrun_says_whether_the_supervisor_lives(supervisor_lives: bool) -> None:
+    """If it does, it goes on by itself, and nobody has to run a command again."""
+    supervisor = WarmPopen[str]([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)
+    torchrun = WarmPopen[str](
+        [sys.executable, "-c", LAUNCHER, RANK_BELOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env={**os.environ, ENV_SUPERVISOR: name_process(supervisor.pid)},
+    )  # fmt: skip
+    try:
+        assert torchrun.stdout is not None
+        assert torchrun.stdout.readline() == "here\n"
+        gone = torchrun if supervisor_lives else supervisor
+        gone.kill()
+        gone.wait()
+        told = torchrun.stdout.readline()
+        assert ("sees to what comes next" in told) == supervisor_lives
+        assert ("run the same command again" in told) != supervisor_lives
+    finally:
+        for process in (supervisor, torchrun):
+            process.kill()
+            process.communicate()
