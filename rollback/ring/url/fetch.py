@@ -64,8 +64,7 @@ def fetch(store: Store, paths: RunPaths, say: Say) -> tuple[str, ...]:
 
 def unfetch(paths: RunPaths, brought: Iterable[str]) -> None:
     """Undo a fetch into a directory that held no run, where the job turns out to be another one. What else is there
-    stays. brought: what `fetch` returned. Raises OSError and
-    CheckpointDamaged.
+    stays. brought: what `fetch` returned. Raises OSError and CheckpointDamaged.
 
     Only the ranks know their job, and they are started when all is fetched.
     """
