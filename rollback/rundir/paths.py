@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollback.system import files
+
 FORMAT, FORMAT_OF_PACKS = 4, 5
 """What is written: the second where a checkpoint has packs, which no older version reads."""
 FORMATS = (2, 3, FORMAT, FORMAT_OF_PACKS)
@@ -150,6 +152,7 @@ class RunPaths:
             real = os.path.realpath(self.root)
             if real != os.path.abspath(self.root):
                 object.__setattr__(self, "root", Path(real))
+        files.know_run_directory(self.root)
 
     def processes(self, attempt: int, node: str | None = None) -> Path:
         """node: the name of the node, in a job on many nodes."""

@@ -2,8 +2,9 @@
 
 No link is followed in any part of a path, so nothing outside of the run directory is read or changed. The path to the
 run directory itself may contain links: `RunPaths` resolves them. Only regular files are opened, and no open waits. In a
-directory that everybody may write, a file must belong to this user, to root or to the directory's owner. A file that is
-written must have no other name (a hard link) elsewhere. Removal goes entry by entry, by the names that rollback writes.
+directory that everybody may write, a file must belong to this user, to root or to the directory's owner. With the
+sticky bit (1777) a directory must too, from the run directory down. A file that is written must have no other name (a
+hard link) elsewhere. Removal goes entry by entry, by the names that rollback writes.
 
 All functions raise OSError, in words for people where a file is not what it should be.
 """
@@ -32,8 +33,17 @@ WRITES = "rollback.write"
 """Audit event (`sys.addaudithook`) with the whole path of a file that is about to be made or opened for writing."""
 
 
+_run_directories: set[Path] = set()
+
+
 class NotAFileOfOurs(OSError):
     """Something else has the name of one of our files: a link, a pipe, a device, a directory, a stranger's file."""
+
+
+def know_run_directory(root: Path) -> None:
+    """From here down a stranger's directory counts as little as his file. Whose the run directory itself is, and where
+    it lies (in `/tmp`, say), is the choice of whoever names it."""
+    _run_directories.add(root)
 
 
 def made_for(of_a_file: int, umask: int) -> int:
@@ -137,14 +147,39 @@ def open_file(path: Path, flags: int) -> int:
                 raise NotAFileOfOurs(error.errno, "it is not a regular file", str(path)) from None
             raise OSError(error.errno, error.strerror, str(path)) from None
         try:
-            status = os.fstat(fd)
-            _require_ours(status, os.fstat(folder), path, writes=writes)
+            status, above = os.fstat(fd), os.fstat(folder)
+            _require_ours(status, above, path, writes=writes)
+            if above.st_uid not in (os.geteuid(), 0):
+                _require_no_stranger_above(path)
             if truncates and status.st_size:
                 os.ftruncate(fd, 0)
         except BaseException:
             os.close(fd)
             raise
     return fd
+
+
+def _is_a_stranger_s(status: os.stat_result, folder: os.stat_result) -> bool:
+    """Of what is in a folder: whether anybody may have put it there."""
+    return bool(folder.st_mode & stat.S_IWOTH) and status.st_uid not in (os.geteuid(), 0, folder.st_uid)
+
+
+def _require_no_stranger_above(path: Path) -> None:
+    """Raise where a directory on the way from the run directory was put there by anybody: all that it holds is his.
+
+    Only where the sticky bit says that users are to be kept apart: with `umask 000` they share a run, and go on with
+    each other's checkpoints.
+    """
+    root = next((above for above in path.parents if above in _run_directories), None)
+    if root is None:
+        return
+    for folder in path.parents:
+        if folder == root:
+            return
+        status, above = os.lstat(folder), os.lstat(folder.parent)
+        if above.st_mode & stat.S_ISVTX and _is_a_stranger_s(status, above):
+            fault = f"{folder} belongs to user {status.st_uid}, in a directory that everybody may write"
+            raise NotAFileOfOurs(errno.EINVAL, fault, str(path))
 
 
 def leave_room_for_others(fd: int) -> None:
@@ -164,7 +199,7 @@ def _require_ours(status: os.stat_result, folder: os.stat_result, path: Path, *,
     fault = None
     if not stat.S_ISREG(status.st_mode):
         fault = "it is not a regular file"
-    elif folder.st_mode & stat.S_IWOTH and status.st_uid not in (os.geteuid(), 0, folder.st_uid):
+    elif _is_a_stranger_s(status, folder):
         fault = f"it belongs to user {status.st_uid}, in a directory that everybody may write"
     elif writes and status.st_nlink > 1:
         fault = "it has another name elsewhere (a hard link)"

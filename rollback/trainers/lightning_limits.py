@@ -1,5 +1,6 @@
 """What Lightning can be told to do, and a guard cannot go along with."""
 
+import os
 from typing import Any
 
 from rollback.errors import UsageError
@@ -23,11 +24,14 @@ def require_known(trainer: Any) -> None:
     """Raises UsageError for what the Trainer is set to do, and a guard cannot go along with."""
     strategy = trainer.strategy
     kind, launcher = type(strategy).__name__, type(strategy.launcher).__name__
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     found = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
     for met, what, instead in (
         (trainer.fit_loop.epoch_progress.current.ready > 0, "it has trained already, unprotected",
          "call rollback.protect before trainer.fit(); what was trained so far can begin the run of another Trainer"),
         (kind not in _STRATEGIES, f"its strategy is {kind}", _REPLICATED),
+        (kind == "SingleDeviceStrategy" and ranks > 1, f"it trains on one device by itself, in each of {ranks} ranks",
+         "Trainer(devices=N), which is also what --nproc gets; Lightning's \"auto\" is one device on a CPU"),
         (launcher == "_MultiProcessingLauncher", "it forks or spawns its ranks", _OWN_PROCESSES),
         (trainer.fast_dev_run, "fast_dev_run trains a few batches to try the script", "protect the real run"),
         (trainer.overfit_batches > 0, f"overfit_batches={trainer.overfit_batches} replaces the sampler",

@@ -117,6 +117,11 @@ def spawning() -> None:
         rollback.protect(made)
 
 
+def alone_in_each_rank() -> None:
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "2"}):  # of the ranks of a launch
+        fit()
+
+
 def behind_fit() -> None:
     made = trainer()
     made.fit(Module(), DataLoader(DATA))
@@ -142,6 +147,7 @@ CASES: dict[str, Callable[[], object]] = {
     "model parallel": lambda: with_strategy(type("ModelParallelStrategy", (DDPStrategy,), {})),
     "a strategy of one's own": lambda: with_strategy(own_strategy()),
     "spawned ranks": spawning,
+    "one device in each of several ranks": alone_in_each_rank,
     "fast_dev_run": lambda: protected(fast_dev_run=True),
     "overfit_batches": lambda: protected(overfit_batches=2),
     "reloaded loaders": lambda: protected(reload_dataloaders_every_n_epochs=1),

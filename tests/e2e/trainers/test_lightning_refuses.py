@@ -17,6 +17,7 @@ REFUSED = {
     "model parallel": ("ModelParallelStrategy", DDP),
     "a strategy of one's own": ("MyStrategy", DDP),
     "spawned ranks": ("forks or spawns", "rollback launch"),
+    "one device in each of several ranks": ("one device by itself, in each of 2 ranks", "Trainer(devices=N)"),
     "fast_dev_run": ("fast_dev_run", "the real run"),
     "overfit_batches": ("overfit_batches=2", "Subset"),
     "reloaded loaders": ("reload_dataloaders_every_n_epochs", "one loader for the whole run"),

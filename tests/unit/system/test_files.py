@@ -17,11 +17,12 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import slots
 from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError, RunDirectoryError
-from rollback.facts.training import Finished
+from rollback.facts.training import Finished, Window
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
 from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.rundir.records import Heartbeat, LineWriter, read_heartbeats, write_heartbeat
+from rollback.rundir.requests import Request, read_request, submit
 from rollback.supervisor.claim import Claim
 from rollback.supervisor.torchrun.processes import leftovers, living_ranks
 from rollback.system import files
@@ -256,6 +257,26 @@ def test_a_stranger_s_file_where_everybody_may_write_is_not_believed(paths: RunP
         Claim(paths)
     paths.root.chmod(0o2770)  # a group's: what its members write is believed
     assert open_regular(paths.holder).read() == b"{}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize(
+    ("mode", "owner", "believed"),
+    [(0o755, 0, True), (0o1777, 0, False), (0o1777, 12345, True), (0o777, 0, True)],
+    ids=["its owner's alone", "everybody's, sticky", "the stranger's own run", "shared by all, as under umask 000"],
+)
+def test_nor_is_what_lies_in_a_stranger_s_directory(paths: RunPaths, mode: int, owner: int, believed: bool) -> None:
+    name = submit(paths, Request(order="skip", skip=Window(first=3, last=5), who="a stranger", at="now"))
+    for path in (paths.requests, paths.request(name)):
+        os.chown(path, 12345, 12345)
+    paths.root.parent.chmod(0o1777)  # as /tmp: where a run directory lies counts for nothing
+    paths.root.chmod(mode)
+    os.chown(paths.root, owner, owner)
+    if believed:
+        assert read_request(paths, name).who == "a stranger"
+    else:
+        with pytest.raises(ValueError, match=f"{paths.requests} belongs to user 12345"):
+            read_request(paths, name)
 
 
 def test_a_disk_that_a_drill_has_made_full_refuses_what_is_made_below_a_descriptor(paths: RunPaths) -> None:
