@@ -288,22 +288,18 @@ def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
     assert facts(tmp_path / "runs" / "refused", Finished)
 
 
-def test_a_count_of_a_loop_that_takes_its_batches_by_next_is_noticed(tmp_path: Path) -> None:
-    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a count beside next")
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("a count beside next", "`taken` by itself (line 109), and ends its loop by it"),
+        ("a loop in another file", "`i` by itself (engine.py, line 5)"),
+        ("a limit of its own", "`itertools.islice(loader, 4)` by itself (line 113), and ends its loop by it"),
+    ],
+)
+def test_what_a_script_counts_by_itself_is_named_when_training_begins(tmp_path: Path, what: str, named: str) -> None:
+    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), what)
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `taken` by itself (line 109), and ends its loop by it" in done.stdout
-
-
-def test_enumerate_in_another_file_is_noticed_as_a_count(tmp_path: Path) -> None:
-    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a loop in another file")
-    assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `i` by itself (engine.py, line 5)" in done.stdout
-
-
-def test_a_limit_of_the_scripts_own_is_noticed_when_training_begins(tmp_path: Path) -> None:
-    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a limit of its own")
-    assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `itertools.islice(loader, 4)` by itself (line 113), and ends its loop by it" in done.stdout
+    assert f"counts with {named}" in done.stdout
 
 
 def test_a_script_with_a_guard_keeps_it(tmp_path: Path) -> None:
