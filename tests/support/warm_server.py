@@ -107,6 +107,18 @@ def run_warm(
     return done
 
 
+def run_torch_alone(command: Sequence[str], *, timeout: float, **more: Any) -> subprocess.CompletedProcess[str]:
+    """As `run_warm`, for a job in which nothing of ours runs: once more where it stands still.
+
+    A rank may do so as its group goes, behind all that it had to do: DDP's last reference to the group is dropped under
+    the interpreter's lock, the group waits for a thread of gloo, and that for the lock.
+    """
+    try:
+        return run_warm(command, timeout=timeout / 4, **more)
+    except subprocess.TimeoutExpired:
+        return run_warm(command, timeout=timeout, **more)
+
+
 @functools.cache
 def _server(modules: str) -> socket.socket:
     """A connection with the server that has imported `modules`. Whoever is the first to ask for it starts it."""

@@ -16,7 +16,7 @@ import torch
 from job_results import LAUNCH
 from selection import by_default, soak
 from toy import facts, flat, require_same
-from warm_server import run_warm
+from warm_server import run_torch_alone, run_warm
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Finished, Incident, Restored
@@ -89,7 +89,8 @@ class Job:
 
     def plain(self, name: str) -> None:
         several = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}")
-        self._start([sys.executable, *(several if self.ranks > 1 else ())], PLAIN / self.case.script, name)
+        command = [sys.executable, *(several if self.ranks > 1 else ())]
+        self._start(command, PLAIN / self.case.script, name, by=run_torch_alone)
 
     def launched(self, name: str, *flags: str, script: Path | None = None, words: tuple[str, ...] = ()) -> str:
         command = [*LAUNCH, "--nproc", str(self.ranks), "--restart-budget", "2", "--run", name]
@@ -111,13 +112,13 @@ class Job:
         found: dict[str, Any] = torch.load(self.folder / f"{name}-{rank}.pt", weights_only=True)
         return flat(found)
 
-    def _start(self, command: list[str], script: Path, name: str, *words: str) -> str:
-        done = run_warm(
+    def _start(self, command: list[str], script: Path, name: str, *words: str, by: Any = run_warm) -> str:
+        done = by(
             [*command, str(script), name, *self.case.words, *self.spoilt, *words], cwd=self.folder, timeout=LIMIT,
             env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-8000:]
-        return done.stdout
+        return str(done.stdout)
 
 
 def require_exact(folder: Path, case: Case, ranks: int) -> None:
