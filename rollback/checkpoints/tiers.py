@@ -29,7 +29,7 @@ PUT_BACK = (
     "the journal lacks lines that were there when it was made: an older copy of it was put back, and what was skipped "
     "before that checkpoint is not known"
 )
-"""Why what is `ahead_of_record` is not gone on from."""
+"""Why what is ahead of the record is not gone on from."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,16 @@ class Located:
     @property
     def name(self) -> str:
         return self.manifest.name
+
+
+@dataclass(frozen=True)
+class SlotsLook:
+    """What a look into this host's slots has found. ahead: checkpoints that are not used, since the journal lacks lines
+    that were there when they were committed. unused: by slot, why what is committed there is not used."""
+
+    usable: list[Located]
+    ahead: list[Located]
+    unused: dict[str, str]
 
 
 def base_of(setting: str, environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -69,44 +79,30 @@ def locate(paths: RunPaths) -> list[Located]:
 def in_slots(paths: RunPaths) -> list[Located]:
     """What this host's fast tier holds of a run, by its record. A slot whose manifest cannot be believed holds
     nothing."""
-    return look_into_slots(paths)[0]
+    return look_into_slots(paths).usable
 
 
-def look_into_slots(paths: RunPaths) -> tuple[list[Located], dict[str, str]]:
-    """As `in_slots`, and the reason for each slot that is committed and is not used.
-
-    No slot is held meanwhile: ranks that want one do not notice.
-    """
-    found, damaged = _committed_slots(paths)
-    ahead = [place for place in found if _is_ahead(paths, place)]
-    told = {place.directory.name: f"{place.name} is not used: {PUT_BACK}" for place in ahead}
-    return [place for place in found if place not in ahead], {**damaged, **told}
-
-
-def ahead_of_record(paths: RunPaths) -> list[Located]:
-    """The checkpoints in this host's slots that are none of `in_slots`, since the journal lacks lines that were there
-    when they were committed."""
-    return [place for place in _committed_slots(paths)[0] if _is_ahead(paths, place)]
-
-
-def _is_ahead(paths: RunPaths, place: Located) -> bool:
-    return is_ahead_of(place.directory, place.name, paths.train_journal)
-
-
-def _committed_slots(paths: RunPaths) -> tuple[list[Located], dict[str, str]]:
-    found: list[Located] = []
-    damaged: dict[str, str] = {}
+def look_into_slots(paths: RunPaths) -> SlotsLook:
+    """No slot is held meanwhile: ranks that want one do not notice."""
+    look = SlotsLook([], [], {})
     if (tier := fast_tier_of(paths)) is None:
-        return found, damaged
+        return look
     with contextlib.suppress(OSError):
         for number in tier.numbers():
             directory = tier.slot(number)
             try:
-                if (manifest := _manifest_in(tier, number)) is not None:
-                    found.append(Located(manifest, directory, "fast", number))
+                if (manifest := _manifest_in(tier, number)) is None:
+                    continue
             except CheckpointDamaged as error:
-                damaged[directory.name] = error.message
-    return found, damaged
+                look.unused[directory.name] = error.message
+                continue
+            place = Located(manifest, directory, "fast", number)
+            if is_ahead_of(directory, place.name, paths.train_journal):
+                look.ahead.append(place)
+                look.unused[directory.name] = f"{place.name} is not used: {PUT_BACK}"
+            else:
+                look.usable.append(place)
+    return look
 
 
 def _manifest_in(tier: SlotPaths, number: int) -> Manifest | None:

@@ -111,14 +111,14 @@ def read_listing(root: Path) -> Listing:
     notices: list[str] = []
     history = _read_history(paths, notices)
     try:
-        in_memory, damaged_slots = look_into_slots(paths)
+        slots = look_into_slots(paths)
         in_ring, damaged = ring.manifests(paths)
         # A checkpoint that a running run evicted meanwhile is not damaged.
         damaged = {name: fault for name, fault in damaged.items() if paths.checkpoint(name).exists()}
         pins, aside, leftovers = pinned(paths), _quarantined(paths), ring.leftovers(paths)
     except OSError as error:
         raise RunDirectoryError(f"reading {error.filename or root}: {error.strerror or error}") from error
-    fast, durable = {place.name: place.manifest for place in in_memory}, {m.name: m for m in in_ring}
+    fast, durable = {place.name: place.manifest for place in slots.usable}, {m.name: m for m in in_ring}
     sound = fast | durable
     present = {m.name for m in of_present_timeline(history, list(sound.values()))} if history else set()
     entries = aside
@@ -141,7 +141,7 @@ def read_listing(root: Path) -> Listing:
         checkpoints=entries,
         final=final,
         calm=finished.calm if finished else True,
-        damaged_slots=[DamagedSlot(slot=slot, fault=fault) for slot, fault in damaged_slots.items()],
+        damaged_slots=[DamagedSlot(slot=slot, fault=fault) for slot, fault in slots.unused.items()],
         frozen=[FrozenFile(file=it.file, bytes=it.size, checkpoints=count) for it, count in shared.items()],
         leftovers=leftovers,
         notices=notices,

@@ -23,7 +23,7 @@ class InSlot:
 @dataclass(frozen=True)
 class Inventory:
     """manifests, slots: of checkpoints that every host has in the slot of the same number. strays: names of checkpoints
-    that only some hosts have. ahead: of the first, those that are ahead of the record (`tiers.ahead_of_record`)."""
+    that only some hosts have. ahead: of the first, those that are ahead of the record (`tiers.SlotsLook`)."""
 
     manifests: list[Manifest]
     slots: dict[str, int]
@@ -36,12 +36,11 @@ def take_inventory(paths: RunPaths, ranks: Ranks, in_ring: Collection[str] = ())
 
     in_ring: names of the checkpoints in the run directory, which are these and not what memory has ahead of it.
     """
-    ahead = tiers.ahead_of_record(paths) if ranks.first_of_host else []
-    sound = tiers.in_slots(paths) if ranks.first_of_host else []
-    places = [place for place in [*sound, *ahead] if is_enough(place, ranks)]
+    look = tiers.look_into_slots(paths) if ranks.first_of_host else tiers.SlotsLook([], [], {})
+    places = [place for place in [*look.usable, *look.ahead] if is_enough(place, ranks)]
     told = [[place.slot, place.name, place.manifest.content] for place in places]
     answers = ranks.from_each(told if ranks.first_of_host else None)
-    names = set[str]().union(*ranks.from_each([place.name for place in ahead]))
+    names = set[str]().union(*ranks.from_each([place.name for place in look.ahead]))
     held, strays = common([[InSlot(*item) for item in answer] for answer in answers if answer is not None])
     held = [item for item in held if item.name not in names.intersection(in_ring)]
     slots = {item.name: item.slot for item in held}

@@ -71,7 +71,7 @@ def test_where_slots_are_made_is_what_the_setting_says_and_the_environment_says_
 
 def test_a_run_without_a_fast_tier_has_nothing_in_slots(paths: RunPaths) -> None:
     name = write_checkpoint(paths, 1, 10)
-    assert tiers.look_into_slots(paths) == ([], {})
+    assert tiers.look_into_slots(paths) == tiers.SlotsLook([], [], {})
     assert [(place.name, place.tier) for place in tiers.locate(paths)] == [(name, "durable")]
 
 
@@ -79,9 +79,9 @@ def test_what_is_in_a_slot_is_ahead_of_a_journal_only_where_lines_are_missing(
     paths: RunPaths, tier: SlotPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def newest_is_ahead() -> bool:
-        (found,) = tiers.ahead_of_record(paths) or [None]
+        (found,) = tiers.look_into_slots(paths).ahead or [None]
         assert [place.name for place in tiers.in_slots(paths)] == ([old.name] if found else [old.name, new.name])
-        assert found is None or tiers.look_into_slots(paths)[1].keys() == {"slot-01"}
+        assert found is None or tiers.look_into_slots(paths).unused.keys() == {"slot-01"}
         return found is not None
 
     (journal,) = journals = [Journal(paths.train_journal, 1)]
@@ -137,12 +137,12 @@ def test_a_slot_whose_manifest_cannot_be_believed_is_told_by_its_name_and_spoils
     sound = commit(tier, 1, 2)
     (tier.slot(0) / "manifest.json").write_text("{}")
     tier.slot(2).mkdir()
-    found, damaged = tiers.look_into_slots(paths)
-    assert [(place.name, place.slot, place.tier, place.directory) for place in found] == [
+    look = tiers.look_into_slots(paths)
+    assert [(place.name, place.slot, place.tier, place.directory) for place in look.usable] == [
         (sound.name, 1, "fast", tier.slot(1))
     ]
-    assert damaged.keys() == {"slot-00"}
-    assert damaged["slot-00"]
+    assert look.unused.keys() == {"slot-00"}
+    assert look.unused["slot-00"]
 
 
 def test_what_is_committed_between_two_looks_is_found(
