@@ -19,6 +19,8 @@ on. A rank that does not come there trains something else, and ends at its next 
 import builtins
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -31,6 +33,7 @@ from rollback.errors import UsageError
 from rollback.source.loops import COUNT, EPOCHS, MOVED
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
+from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects
@@ -47,34 +50,27 @@ class Adoption:
         self.losses = UntoldLosses()
         self._sources = ScriptSources()
         self._signs = ScriptSigns(strict=strict)
-        self._guard: Guard | None = None
-        self._given_up = False
-        """Whether the script goes on without us."""
-        self._other: str | None = None
-        """What this rank has begun to train behind the guarded training."""
+        self._state = AdoptionState.WATCHED
+        self._adopted: Adopted | None = None
+        self._other = ""
+        """What this rank trains elsewhere, in words."""
         self._reading = False
         """Whether it is the guard that iterates, not the script."""
-        self._in_pass = False
-        """Whether a pass over the guard has begun and not come to its end."""
-        self._astray = False
-        """Whether gradients were computed since the last pass over the guard came to its end."""
         self._uncounted = False
         """Whether the script has just been given a batch of the guard, and has not asked for its number yet."""
-        self._loader: Any = None
-        self._prepared: Any = None
-        """What hands out the guard's batches where Accelerate has prepared the loader."""
-        self._model: nn.Module | None = None
-        self._optimizer: Optimizer | None = None
-        self._loop: EpochLoop | None = None
-        self._steered: EpochLoop | None = None
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
-        self._trains = False
-        """Whether gradients were computed while there was no guard."""
+        self._loop: EpochLoop | None = None
+        """The one that the script has begun last."""
+        self._steered: EpochLoop | None = None
+        """The one that the guard leads."""
+
+    def _move(self, event: ScriptEvent) -> None:
+        self._state = moved(self._state, event)
 
     @property
-    def _guarded(self) -> Guard | None:
-        return None if self._given_up or self._other is not None else self._guard
+    def _guarded(self) -> "Adopted | None":
+        return self._adopted if self._state.guarded else None
 
     # The script ------------------------------------------------------------------------------------------------------
 
@@ -95,25 +91,26 @@ class Adoption:
 
         One loop may go over other batches too: those of an evaluation, or of `itertools.cycle` behind its first round.
         """
-        guard, uncounted = self._guarded, self._uncounted
+        adopted, uncounted = self._guarded, self._uncounted
         self._uncounted = False
-        if guard is None or not uncounted or self._stranger is not None:
+        if adopted is None or not uncounted or self._stranger is not None:
             return number
-        return guard.batch_in_epoch + start
+        return adopted.guard.batch_in_epoch + start
 
     def end(self) -> None:
         """The script is through, or leaves its process group. Collective inside a pass; nothing where it raised."""
         raised = sys.exc_info()[1]
         leaves = raised is None or (isinstance(raised, SystemExit) and not raised.code)
-        guard = self._guard
-        if self._given_up or not leaves:
+        state, adopted = self._state, self._adopted
+        if state is AdoptionState.LEFT or not leaves:
             return
-        if guard is None:
-            if self._trains:
+        if adopted is None:
+            if state is AdoptionState.UNGUARDED:
                 self._signs.nothing_guarded()
             return
-        self._given_up = True
-        if self._in_pass:
+        self._move(ScriptEvent.LEAVES)
+        guard = adopted.guard
+        if state is AdoptionState.IN_PASS:
             self._signs.share()
             self.losses.tell(guard)
             stays = self._with_guard(guard.finish, "the script's own end of its loop")
@@ -127,14 +124,14 @@ class Adoption:
 
     def leave_group(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
         """destroy_process_group(group=None)."""
-        if self._guard is not None and {*given, *others.values()} <= {None, torch.distributed.group.WORLD}:
+        if self._adopted is not None and {*given, *others.values()} <= {None, torch.distributed.group.WORLD}:
             self.end()
         return original(*given, **others)
 
     def script_makes_guard(self, original: Callable[..., Any], guard: Guard, **given: Any) -> None:
         """Guard.__init__: a script that has a guard of its own is not adopted."""
         if not self._reading:
-            self._given_up = True
+            self._move(ScriptEvent.LEAVES)
             self._signs.say("the script makes a guard by itself: --adopt has nothing to do")
         original(guard, **given)
 
@@ -146,25 +143,26 @@ class Adoption:
 
     def iterate_prepared(self, original: Callable[..., Any], loader: Any) -> Any:
         """`iter(loader)` of a loader that Accelerate has prepared."""
-        if self._given_up or not torch.is_grad_enabled():
+        if self._state is AdoptionState.LEFT or not torch.is_grad_enabled():
             return original(loader)
-        if self._guard is not None and loader is not self._loader:
+        if self._adopted is not None and loader is not self._adopted.loader:
             return _Strangers(self, original(loader), loader)
         if self._sources.trains() is False or not self.made.are_trained():
             return original(loader)
-        steerable = self._loop is not None and self._loop.at_first
-        if self._guard is None:
-            self._adopt(loader, epochs=len(self._loop) if self._loop is not None and steerable else None)
-            if self._loop is not None and steerable:
-                self._steer(self._loop)
-        elif (other := self._other_training()) is not None:
+        if self._adopted is None:
+            loop = self._loop if self._loop is not None and self._loop.at_first else None
+            self._adopted = self._adopt(loader, epochs=None if loop is None else len(loop))
+            self._move(ScriptEvent.GUARD_MADE)
+            if loop is not None:
+                self._steer(self._adopted, loop)
+        elif (other := self._other_training(self._adopted)) is not None:
             self._signs.end_of_guard(other)
-            self._given_up = True
-            self._guard.close()
+            self._move(ScriptEvent.LEAVES)
+            self._adopted.guard.close()
             return original(loader)
-        return self._pass()
+        return self._pass(self._adopted)
 
-    def _adopt(self, loader: Any, epochs: int | None) -> None:
+    def _adopt(self, loader: Any, epochs: int | None) -> "Adopted":
         """Make the guard, of all that there is. Collective; ends the ranks where it cannot be."""
         seen: dict[str, Any]
         try:
@@ -183,66 +181,64 @@ class Adoption:
             seen = {"refused": {"message": error.message, "hint": error.hint}}
         self._signs.agree(seen)
         try:
-            self._guard, self._prepared = self._with_guard(plan.make)
+            guard, prepared = self._with_guard(plan.make)
         except UsageError as error:
             self._signs.refuse(error)
-        self._signs.guard = self._guard
-        self._guard.without_probes("the script knows nothing of the guard, and may count its batches")
-        self._model, self._optimizer, self._loader = plan.model, plan.optimizer, loader
+        self._signs.guard = guard
+        guard.without_probes("the script knows nothing of the guard, and may count its batches")
         for where, counter in self._sources.counters():
             self._signs.say(
                 f"the script counts with `{counter.name}` by itself ({where})"
                 + (", and ends its loop by it" if counter.ends else "")
                 + ": a rollback and a resume leave that count behind. guard.keep is for such values"
             )
+        return Adopted(guard, plan.model, plan.optimizer, loader, prepared)
 
-    def _steer(self, loop: EpochLoop) -> None:
+    def _steer(self, adopted: "Adopted", loop: EpochLoop) -> None:
         """Let the guard lead the loop over epochs that the script has just begun."""
-        assert self._guard is not None
         self._steered, begun = loop, loop.first
-        first = self._guard.keep(first_epoch=begun).first_epoch
+        first = adopted.guard.keep(first_epoch=begun).first_epoch
         if first != begun:
             self._signs.say(
                 f"the script begins with epoch {begun} now, and the run began with epoch {first}: it seems to load a "
                 "snapshot of its own. The guard's epochs go on where the run stands, and are numbered as the run began"
             )
-        loop.steer(first, self._places)
+        loop.steer(first, partial(self._places, adopted))
 
-    def _other_training(self) -> str | None:
+    def _other_training(self, adopted: "Adopted") -> str | None:
         """Collective, where the guard's loader is trained on again: why that is another training; None: it is not."""
-        other = self._other
+        other = self._other or None
         if self._steered is not None and (self._steered.over or self._loop is not self._steered):
             other = "trains on its loader again, behind its loop over epochs"
-        elif self._prepared is None and len(self.made.optimizers()) > 1:
+        elif adopted.prepared is None and len(self.made.optimizers()) > 1:
             other = "trains on its loader again, with another optimizer"
         self._signs.agree({"another training": other})
         return other
 
-    def _places(self, epochs: int) -> Iterator[int]:
+    def _places(self, adopted: "Adopted", epochs: int) -> Iterator[int]:
         """Of the epochs to come in a steered loop. Collective."""
-        assert self._guard is not None
-        loader = self._loader if self._prepared is None else self._loader.base_dataloader
-        places = self._guard.epochs(epochs, rehearse=lambda: next(iter(loader)))
+        loader = adopted.loader if adopted.prepared is None else adopted.loader.base_dataloader
+        places = adopted.guard.epochs(epochs, rehearse=lambda: next(iter(loader)))
         try:
             while (place := self._with_guard(next, places, None)) is not None:
                 yield place
         except UsageError as error:
             self._signs.refuse(error)
 
-    def _pass(self) -> Iterator[Any]:
+    def _pass(self, adopted: "Adopted") -> Iterator[Any]:
         """A pass over the guard."""
-        guard = self._guard
-        assert guard is not None
-        if self._prepared is not None and self._steered is not None:
-            self._loader.iteration = self._steered.place
-        batches = iter(self._prepared if self._prepared is not None else self._with_guard(iter, guard))
-        self._in_pass, self._astray = True, False
+        guard, prepared = adopted.guard, adopted.prepared
+        if prepared is not None and self._steered is not None:
+            adopted.loader.iteration = self._steered.place
+        batches = iter(prepared if prepared is not None else self._with_guard(iter, guard))
+        self._move(ScriptEvent.PASS_BEGAN)
         while True:
             self.losses.tell(guard)
             try:
                 batch = self._with_guard(next, batches)
             except StopIteration:
-                self._in_pass = self._uncounted = False
+                self._move(ScriptEvent.PASS_ENDED)
+                self._uncounted = False
                 self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
                 if guard.interrupted:
                     raise EpochMoved from None
@@ -256,27 +252,26 @@ class Adoption:
         try:
             return call(*given)
         except SystemExit:
-            self._given_up = True  # the ranks stop together, and the guard is closed
+            self._move(ScriptEvent.LEAVES)  # the ranks stop together, and the guard is closed
             raise
         finally:
             self._reading = before
 
     def strange_batch(self, loader: Any) -> None:
         """The script takes a batch of another loader. Whether it trains on it, backward says."""
-        if torch.is_grad_enabled() and self._model is not None and self._model.training:
+        if torch.is_grad_enabled() and self._adopted is not None and self._adopted.model.training:
             self._stranger = loader
 
     # Losses and updates ----------------------------------------------------------------------------------------------
 
     def backward(self, original: Callable[..., Any], tensors: Any, *given: Any, **others: Any) -> Any:
-        if self._guarded is None:
-            self._trains = True
+        self._move(ScriptEvent.BACKWARD)
+        if (adopted := self._guarded) is None:
             return original(tensors, *given, **others)
-        self._astray |= not self._in_pass
         if self._stranger is not None:
-            ours, other = _described(self._loader), _described(self._stranger)
-            self._sign(f"trains on two loaders: one of {ours}, one of {other}")
-        if self._prepared is not None:  # Accelerate's backward tells the guard
+            ours, other = _described(adopted.loader), _described(self._stranger)
+            self._sign(f"trains on two loaders: one of {ours}, one of {other}", adopted.guard.step)
+        if adopted.prepared is not None:  # Accelerate's backward tells the guard
             return original(tensors, *given, **others)
         return self.losses.backward(original, tensors, *given, **others)
 
@@ -285,26 +280,29 @@ class Adoption:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = original(parameters, *given, **others)
         kind = given[1] if len(given) > 1 else others.get("norm_type", 2.0)
-        guard, optimizer = self._guarded, self._optimizer
-        if guard is not None and optimizer is not None and self.losses.is_norm_of_all(optimizer, parameters, kind):
-            self.losses.tell(guard, norm)
+        adopted = self._guarded
+        if adopted is not None and self.losses.is_norm_of_all(adopted.optimizer, parameters, kind):
+            self.losses.tell(adopted.guard, norm)
         return norm
 
     def before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to make an update."""
-        if self._given_up or self._other is not None or (optimizer is self._optimizer and not self._strays()):
+        adopted = self._adopted
+        ours = adopted is not None and optimizer is adopted.optimizer
+        if self._state in (AdoptionState.ELSEWHERE, AdoptionState.LEFT) or (ours and not self._strays()):
             return
         if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             return
-        if self._guard is not None and optimizer is self._optimizer:
+        if adopted is not None and ours:
             what = "trains on batches that its loader does not give it one by one: of a list, or a second time"
             if self._steered is None:
-                self._signs.note(what, self._guard.step)  # another pass may follow: this is no end
+                self._signs.note(what, adopted.guard.step)  # another pass may follow: this is no end
             else:
-                self._sign(what)
+                self._sign(what, adopted.guard.step)
             return
-        if self._guard is not None:
-            self._sign(f"trains with a second optimizer, {type(optimizer).__name__}, which was not there at the start")
+        if adopted is not None:
+            kind = type(optimizer).__name__
+            self._sign(f"trains with a second optimizer, {kind}, which was not there at the start", adopted.guard.step)
             return
         self._signs.refuse(
             UsageError(
@@ -317,21 +315,34 @@ class Adoption:
 
     def _strays(self) -> bool:
         """Whether the guard's optimizer updates by what came from no pass, where no loop over epochs repeats that."""
-        guard, loop = self._guard, self._steered
-        return self._astray and guard is not None and (guard.step == 0 or loop is None or loop.over)
+        adopted, loop = self._adopted, self._steered
+        if adopted is None or self._state is not AdoptionState.ASTRAY:
+            return False
+        return adopted.guard.step == 0 or loop is None or loop.over
 
-    def _sign(self, what: str) -> None:
+    def _sign(self, what: str, step: int) -> None:
         """The script does what the guard cannot keep exact. This rank alone may see it.
 
         Where that is only said, it goes on calling the guard as the other ranks do. Behind the guarded training it says
         at the next iteration of the guard's loader, if there is one, that it has left (`_other_training`).
         """
-        assert self._guard is not None
-        if self._in_pass or (self._steered is not None and not self._steered.over):
-            self._signs.note(what, self._guard.step)
+        if self._state is AdoptionState.IN_PASS or (self._steered is not None and not self._steered.over):
+            self._signs.note(what, step)
         else:
             self._signs.end_of_guard(what)
             self._other = what
+            self._move(ScriptEvent.OTHER_TRAINING)
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What is under guard. prepared: what hands out the guard's batches, where Accelerate has prepared the loader."""
+
+    guard: Guard
+    model: nn.Module
+    optimizer: Optimizer
+    loader: Any
+    prepared: Any
 
 
 class _Strangers:

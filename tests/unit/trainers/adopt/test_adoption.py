@@ -4,9 +4,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from torch import nn
+from torch.optim import Optimizer
 
 from rollback.train.guard import Guard
-from rollback.trainers.adopt.adoption import Adoption
+from rollback.trainers.adopt.adoption import Adopted, Adoption
+from rollback.trainers.adopt.adoption_state import ScriptEvent
 
 
 @pytest.mark.parametrize(
@@ -24,7 +27,9 @@ def test_the_script_is_at_its_end_when_it_leaves_all_groups_and_not_one_of_them(
 ) -> None:
     done: list[str] = []
     adoption = Adoption(strict=False)
-    adoption._guard = cast(Guard, SimpleNamespace(close=lambda: done.append("closed")))
+    guard = cast(Guard, SimpleNamespace(close=lambda: done.append("closed")))
+    adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), None, None)
+    adoption._move(ScriptEvent.GUARD_MADE)
 
     def original(*given: Any, **others: Any) -> None:
         done.append("destroyed")
