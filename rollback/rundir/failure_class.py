@@ -23,6 +23,11 @@ _OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: "
     r"|not enough memory|[Cc]annot allocate memory|unable to (mmap|write|open).*shared memory|std::bad_alloc"
 )
+_DISK = re.compile(
+    r"No space left on device|[Dd]isk quota exceeded|Read-only file system|\d+ requested and \d+ written"
+    r"|inline_container.*(unexpected pos \d+ vs \d+|PytorchStreamWriter failed)|basic_ios::clear: iostream error"
+)
+"""The last of them are what `numpy.save` and `torch.save` raise on a full disk."""
 _HARDWARE = re.compile(
     r"\bECC\b|\bXid\b|fallen off the bus|GPU is lost|hardware stack error|[Uu]ncorrectable|unhandled system error"
     r"|ncclSystemError|NVLink|cudaErrorDevicesUnavailable|no longer accessible"
@@ -48,6 +53,8 @@ def class_of_exception(error: str, message: str, *, oom_killed: bool = False) ->
         return "out_of_memory"
     if _HARDWARE.search(message):
         return "hardware"
+    if _DISK.search(message):
+        return "disk"
     if _DISTRIBUTED.fullmatch(error):
         if _LOST_PEER.search(message):
             return "lost_peer"

@@ -25,6 +25,7 @@ _IN_WORDS = {
     "oom_kill": "killed: the kernel was out of memory",
     "signal": "killed by a signal",
     "out_of_memory": "out of memory",
+    "disk": "a disk that takes no more",
     "exception": "exception",
     "exit": "exit without a word",
     "aborted": "abort in native code",

@@ -12,7 +12,7 @@ The budget of restarts handles all other cases:
 - no batch in hand: between two epochs, or behind the training, no batch is at fault;
 - a mistake in the script, for all that can be seen, as an exception in the first update of the run is;
 - an exception of rollback itself: its innermost frame is in this package;
-- another class of cause: memory, hardware, signals, hangs and lost peers say nothing about the data;
+- another class of cause: memory, a full disk, hardware, signals, hangs and lost peers say nothing about the data;
 - the same exception at the same step although data were left out for it `SKIPS_THAT_DID_NOT_HELP` times: the step or
   the code is at fault.
 """

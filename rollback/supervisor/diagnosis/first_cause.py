@@ -13,6 +13,7 @@ table is the first cause: a rank that dies makes its peers raise, and a rank tha
 | oom_kill      | SIGKILL, and the kernel counted (or named in its log) an OOM kill; of a loader worker too   |
 | signal        | ended by a signal that torchrun did not send; of a loader worker too                        |
 | out_of_memory | an exception that says that an allocation failed, on CUDA or CPU                            |
+| disk          | an exception that says that a disk is full, over its quota, or read-only                    |
 | exception     | any other exception                                                                        |
 | exit          | a status other than 0, and no word                                                         |
 | aborted       | SIGABRT: how native code ends that lost its peers, among other things                      |
@@ -111,7 +112,12 @@ class FirstCause:
 
     def is_behind(self, finished: Finished | None) -> bool:
         """Whether the script raised behind its training, whose final state is kept: it would raise there again."""
-        if finished is None or finished.checkpoint is None or self.why != "exception" or self.record is None:
+        if (
+            finished is None
+            or finished.checkpoint is None
+            or self.why not in ("exception", "disk")
+            or self.record is None
+        ):
             return False
         return not self.record.in_hand and self.record.step == finished.step
 
@@ -240,6 +246,7 @@ def _last_seen(end: RankEnd) -> str:
 _OF_CLASS: dict[Why, str] = {
     "hardware": " (hardware)",
     "out_of_memory": " (out of memory)",
+    "disk": " (a disk that takes no more: make room, or have it written elsewhere)",
     "oom_kill": " (the kernel was out of memory)",
     "signal": " (a loader worker was killed)",
     "timeout": " (it waited too long for its peers)",

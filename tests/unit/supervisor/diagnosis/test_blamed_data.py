@@ -99,7 +99,14 @@ def test_the_two_need_not_follow_one_another() -> None:
 
 
 @pytest.mark.parametrize(
-    "second", [crash(31), crash(30, fingerprint="g"), crash(30, why="out_of_memory"), crash(30, why="hang")]
+    "second",
+    [
+        crash(31),
+        crash(30, fingerprint="g"),
+        crash(30, why="out_of_memory"),
+        crash(30, why="hang"),
+        crash(30, why="disk"),
+    ],
 )
 def test_anything_else_blames_nothing(second: FirstCause) -> None:
     supervisor = Supervisor()

@@ -55,6 +55,7 @@ CUDA_OOM = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total c
 CPU_OOM = "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
 WORKER = "DataLoader worker (pid 4711) is killed by signal: Killed. "
 WORKERS = "DataLoader worker (pid(s) 4711, 4712) exited unexpectedly"
+SAFETENSORS_FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
 ASSERT = "CUDA error: device-side assert triggered"
 
 
@@ -79,6 +80,8 @@ ASSERT = "CUDA error: device-side assert triggered"
         (raised(0, "torch.OutOfMemoryError", CUDA_OOM), "out_of_memory"),
         (raised(0, "RuntimeError", CPU_OOM), "out_of_memory"),
         (raised(0, "MemoryError", ""), "out_of_memory"),
+        (raised(0, "safetensors._safetensors_rust.SafetensorError", SAFETENSORS_FULL), "disk"),
+        (raised(0, "OSError", "[Errno 30] Read-only file system: 'out/checkpoint-20'"), "disk"),
         (raised(0, "ValueError", "no such sample"), "exception"),
         (raised(0, "RuntimeError", ASSERT), "exception"),
         (raised(0, "ConnectionResetError", "[Errno 104] Connection reset by peer"), "exception"),
