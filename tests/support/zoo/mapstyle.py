@@ -511,6 +511,12 @@ def _(again: bool) -> Any:
     return DataLoader(train, batch_size=SIZE, shuffle=True)
 
 
+@kind("random_split, nothing seeded, augmented by a wrapper", seeded=False, stopped=REFUSED, killed=REFUSED)
+def _(again: bool) -> Any:
+    train, _ = random_split(Augmented(2 * COUNT), [COUNT, COUNT])
+    return DataLoader(ConcatDataset([train]), batch_size=SIZE, shuffle=True)
+
+
 @kind("samples moved between attempts", REFUSED, trials=RESUMED)
 def _(again: bool) -> Any:
     moved = (

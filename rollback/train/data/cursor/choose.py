@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from rollback.errors import UsageError
 from rollback.train.data.cursor.base import Cursor
 from rollback.train.data.cursor.drawn import DrawnCursor
+from rollback.train.data.cursor.hf_stream import HuggingFaceStream
 from rollback.train.data.cursor.mapstyle import MapStyleCursor
 from rollback.train.data.cursor.reiterated import ReiteratedCursor
 from rollback.train.data.cursor.stateful import StatefulCursor
@@ -36,6 +37,8 @@ def cursor_for(loader: Any) -> Cursor:
         return MapStyleCursor(loader)
     if _is_torchdata_loader(loader) and not hasattr(loader.dataset, "state_dict"):
         # Its data set keeps no state, so the loader itself iterates again from the start and drops what was read.
+        return ReiteratedCursor(loader)
+    if (stream := HuggingFaceStream.of(loader)) is not None and stream.loses_its_place():  # so it is read again
         return ReiteratedCursor(loader)
     if hasattr(loader, "__iter__") and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulCursor(loader)

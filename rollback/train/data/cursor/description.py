@@ -5,20 +5,22 @@ from typing import Any
 from torch.utils.data import DataLoader, Subset
 
 from rollback.train.data.cursor.digest import hex_digest_of
+from rollback.train.data.cursor.epochs import parts_of
 
 
 def description_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """JSON. For a subset (`random_split`) with a hash of its samples: without a seed it is another one each time."""
+    """JSON. With a hash of the samples of each subset (`random_split`), also of one that is wrapped: without a seed it
+    is another one each time, and where the wrapper augments, no batch could be compared."""
     batching = loader.batch_sampler
     index_sampler: Any = loader.sampler if batching is None else batching
-    subset = loader.dataset
+    subsets = [hex_digest_of(list(part.indices)) for part in parts_of([loader.dataset]) if isinstance(part, Subset)]
     return {
         "length": length_of(loader.dataset),
         "batch_size": getattr(batching, "batch_size", None),
         "drop_last": getattr(batching, "drop_last", None),
         "sampler": type(getattr(index_sampler, "sampler", index_sampler)).__name__,
         "batches": length_of(loader),
-        **({"subset": hex_digest_of(list(subset.indices))} if isinstance(subset, Subset) else {}),
+        **({"subset": "-".join(map(str, subsets))} if subsets else {}),
     }
 
 

@@ -17,7 +17,7 @@ class EpochSetters:
     """
 
     def __init__(self, *roots: Any) -> None:
-        found = [thing for thing in _parts(roots) if callable(getattr(thing, "set_epoch", None))]
+        found = [thing for thing in parts_of(roots) if callable(getattr(thing, "set_epoch", None))]
         self._setters = [(thing, name) for thing in found if (name := _epoch_attribute(thing)) is not None]
         self.all_read = len(self._setters) == len(found)
         """Whether the epoch of each part can be read. If not, only the script can set it again, at its next epoch."""
@@ -53,7 +53,7 @@ class EpochSetters:
         return [int(getattr(setter, name)) for setter, name in self._setters]
 
 
-def _parts(roots: Iterable[Any]) -> list[Any]:
+def parts_of(roots: Iterable[Any]) -> list[Any]:
     """The loaders, samplers and data sets inside a loader, and everything else in it that has a `set_epoch`."""
     found: list[Any] = []
     waiting = [(root, 0) for root in roots]
@@ -70,7 +70,8 @@ def _parts(roots: Iterable[Any]) -> list[Any]:
 def _attributes(thing: Any) -> list[Any]:
     held = list(getattr(thing, "__dict__", {}).values())[:_MOST]
     named = [getattr(thing, name, None) for name in ("dataset", "sampler", "batch_sampler")]
-    return [*held, *named]
+    listed = [item for several in held if type(several) in (list, tuple) for item in several[:_MOST]]  # ConcatDataset
+    return [*held, *listed, *named]
 
 
 def _takes_part(thing: Any) -> bool:

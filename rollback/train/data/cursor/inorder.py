@@ -26,6 +26,9 @@ class InOrderCursor(Cursor):
     states of the process are those from before it was read. So the batch that follows a checkpoint is on record before
     anybody resumes from it.
 
+    With `in_order=False` a DataLoader hands out the batches of its workers as they are ready, and no position could be
+    gone back to. So its workers are waited for in turn, as under a map-style loader.
+
     What reading raises may be caught by the script, which then gets the same batch again.
 
     If `is_last` is asked in the middle of a step, the model draws before the batch is returned. Such a batch is drawn
@@ -38,6 +41,8 @@ class InOrderCursor(Cursor):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         self._loader = loader
+        if isinstance(loader, DataLoader):
+            loader.in_order = True
         leave_stopping_to_the_rank(loader)
         self.generators = Generators(loader)
         self._iterator: Iterator[Any] | None = None

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from rollback.train.data import rng
 from rollback.train.data.cursor.base import cannot_ask_again
+from rollback.train.data.cursor.hf_stream import HuggingFaceStream
 from rollback.train.data.cursor.inorder import InOrderCursor
 
 
@@ -37,6 +38,9 @@ class StatefulCursor(InOrderCursor):
         """Whether a generator's last batch drew from the random states of the process. First batches do not count."""
         self._is_lost = False
         """Whether reading has raised, and the iterator has not the same batch for who asks again."""
+        self._hf_stream = HuggingFaceStream.of(loader)
+        self._has_moved = False
+        """Whether the loader has been sent to a position."""
         self._stream: Any = None
         """The random states under which the batch at the position was read ahead in a step; else None."""
 
@@ -46,6 +50,9 @@ class StatefulCursor(InOrderCursor):
     def _open(self) -> None:
         epochs = self._epoch_setters.at_opening(self.epoch)
         self._ahead, self._is_lost = None, False
+        if self._hf_stream is not None and self._has_moved:
+            self._to_load = None
+            self._hf_stream.begin_anew()
         self._load()
         self._opening = {"rng": rng.capture(cuda=False), "epochs": epochs, "generators": self.generators.states()}
         self._iterator = iter(self._loader)
@@ -102,6 +109,7 @@ class StatefulCursor(InOrderCursor):
 
     def _seek(self, state: dict[str, Any]) -> None:
         self._iterator, self._ahead, self._unbegun, self._is_lost = None, None, False, False
+        self._has_moved = True
         self._opening, self._draws = state["opening"], state["draws"]
         self._stream = state.get("stream")  # checkpoints had none once
         # Where no epoch had begun, what has been read here is to be read again.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rollback.errors import RunDoesNotFit, UsageError
@@ -325,6 +325,31 @@ def test_an_iterable_with_fewer_batches_than_before_is_refused() -> None:
     shorter.load_state_dict(cursor.state_dict())
     with pytest.raises(RunDoesNotFit, match="ends after 2 batches"):
         shorter.next()
+
+
+class LateFirstWorker(IterableDataset[int]):
+    """Of two workers the first one begins when the second one is at its third sample, and so behind its first ones."""
+
+    def __init__(self) -> None:
+        self.second_is_on = torch.multiprocessing.get_context("fork").Event()
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        for number in range(info.id, 8, 2):
+            if info.id == 0:
+                self.second_is_on.wait()
+            elif number == 5:
+                self.second_is_on.set()
+            yield number
+
+
+def test_workers_that_need_not_keep_their_order_are_waited_for_in_turn() -> None:
+    """Else no position could be gone back to."""
+    loader = DataLoader(LateFirstWorker(), batch_size=None, num_workers=2, prefetch_factor=4, in_order=False)
+    cursor = cursor_for(loader)
+    cursor.batch = 1  # the first batch of a run is read twice
+    assert drive(cursor, 8) == [*map(str, range(8))]
 
 
 @pytest.mark.parametrize("name", ["list", "iterable data set", "iterable data set, worker", "stateful reader"])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -862,10 +863,11 @@ def test_a_batch_that_was_passed_over_is_not_read_again() -> None:
     assert resumed.next().tolist() == [6, 7]
 
 
-def test_a_split_without_a_seed_is_another_data_set() -> None:
+@pytest.mark.parametrize("wrap", [lambda part: part, lambda part: ConcatDataset([part])])
+def test_a_split_without_a_seed_is_another_data_set(wrap: Callable[[Any], Any]) -> None:
     def split(seed: int) -> Any:
         part, _ = random_split(Numbers(), [12, 11], torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
-        return cursor_for(DataLoader(part, 3)).describe()
+        return cursor_for(DataLoader(wrap(part), 3)).describe()
 
     assert split(1) == split(1)
     assert split(1) != split(2)
