@@ -181,9 +181,13 @@ class RingAtUrl:
         self._looked = time.monotonic()
 
     def _require_ours(self) -> None:
-        """Raise RunDoesNotFit where another process has written an index since: this process must not overwrite it."""
-        for index in read_indexes(self._store):
-            assert self._index is not None
+        """Raise RunDoesNotFit where another process has written an index since: this process must not overwrite it.
+        Raise RingUnavailable where there is none any more: what else has been removed is seen by opening it anew."""
+        assert self._index is not None
+        indexes = read_indexes(self._store)
+        if not indexes and self._index.generation:
+            raise RingUnavailable(f"the index of {self.place} is gone: somebody has removed what was written there")
+        for index in indexes:
             newer = index.generation > self._index.generation and index.writer != self._writer
             instead = index.generation == self._index.generation and index.writer != self._index.writer
             if newer or instead:
