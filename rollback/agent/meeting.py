@@ -116,7 +116,10 @@ class StoreGuest(MeetingEnd):
         self._other = other
 
     def say(self, line: bytes) -> None:
+        """The store says nothing to an append, so it is asked something behind it: of a host that is cut off, one line
+        is then under way, and not all that it has said since."""
         self._other.append(self.key("up"), line.decode() + "\n")
+        self._other.check([self.key("up")])
 
     def listen(self) -> None:
         missing: Any = importlib.import_module("torch.distributed").DistStoreError

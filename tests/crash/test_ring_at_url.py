@@ -422,6 +422,28 @@ def test_a_record_that_somebody_removes_is_put_there_again(
         assert (new.root / path.relative_to(run.paths.root)).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize("left", [None, 0, 1])
+def test_a_ring_that_somebody_empties_is_filled_anew(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, left: int | None
+) -> None:
+    """With all of the record, and at once: who loses a host before an hourly look has nothing to go on from. left: the
+    index that was written behind that."""
+    at_url = opened(run.paths)
+    put(at_url, run.paths, NAMES[2])
+    for write in (lambda: put(at_url, run.paths, NAMES[1]), at_url.keep_record):
+        at_url.keep_record()
+        for key in [key for key in bucket.objects if not key.endswith(f"/index-{left}.json")]:
+            del bucket.objects[key]
+        with pytest.raises(RingUnavailable, match="gone or damaged"):
+            write()
+        at_url.open()  # as the drainer does behind any failure
+        assert at_url.held() == ()
+        put(at_url, run.paths, NAMES[2])
+    new = fetched(tmp_path / "new")
+    assert whole(new, NAMES[2])
+    assert journal(new) == journal(run.paths)
+
+
 def test_every_byte_of_a_record_is_vouched_for(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:
     put(opened(run.paths), run.paths, NAMES[2])
     pieces = [key for key in bucket.objects if "/record/" in key]

@@ -138,7 +138,6 @@ class RingAtUrl:
         """Bring the record up to date. True: it was written."""
         self._write_index()
         self._clear_away()
-        self._look_for_pieces()
         return True
 
     def give_up(self) -> None:
@@ -159,6 +158,7 @@ class RingAtUrl:
         self._forgotten |= self._previous.keys if self._previous else set()
         self._forgotten -= self._index.keys | new.keys
         self._previous, self._index = self._index, new
+        self._look_for_pieces()
 
     def _delete_forgotten(self) -> None:
         self._can_delete = False
@@ -181,9 +181,15 @@ class RingAtUrl:
         self._looked = time.monotonic()
 
     def _require_ours(self) -> None:
-        """Raise RunDoesNotFit where another process has written an index since: this process must not overwrite it."""
-        for index in read_indexes(self._store):
-            assert self._index is not None
+        """Raise RunDoesNotFit where another process has written an index since: this process must not overwrite it.
+        Raise RingUnavailable where one of the last two is gone: who empties a ring while an index is written leaves
+        that one. What else has been removed is seen by opening it anew."""
+        assert self._index is not None
+        indexes = read_indexes(self._store)
+        written = [index for index in (self._index, self._previous) if index is not None and index.generation]
+        if len(indexes) < len(written):
+            raise RingUnavailable(f"an index of {self.place} is gone or damaged: what is there is looked at anew")
+        for index in indexes:
             newer = index.generation > self._index.generation and index.writer != self._writer
             instead = index.generation == self._index.generation and index.writer != self._index.writer
             if newer or instead:

@@ -204,8 +204,9 @@ class StoreTransport:
 
     def _is_late(self, name: str, sender: str) -> bool:
         """Whether a line is from before its host came anew. A host that was cut off has one line under way, which may
-        arrive when the next launch there has the name. No more than one: the next is sent when the store has answered.
-        So whoever goes on to speak lives, and two have the same name: both are heard, and the leader says so."""
+        arrive when the next launch there has the name. No more than one: the next is sent when the store has answered
+        (`StoreGuest.say`). So whoever goes on to speak lives, and two have the same name: both are heard, and the
+        leader says so."""
         now = self._senders.get(name)
         if now in (None, sender):
             return False

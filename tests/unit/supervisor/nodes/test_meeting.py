@@ -1,8 +1,10 @@
 """Both ways in which hosts meet do the same: by a directory that they share, and by a store of torch's."""
 
+import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -222,6 +224,78 @@ def test_what_a_host_said_before_it_came_anew_does_not_replace_what_it_says_now(
         wait_for(lambda: not host.read("*node-6?.json"))
     finally:
         anew.close()
+
+
+class Cable:
+    """A connection to a port, which can be cut: what is sent then arrives when it is mended."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listening.getsockname()[1])
+        self._mended = threading.Event()
+        self._mended.set()
+        self.held = b""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self._port))
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self._mended.is_set():
+                    self.held += data
+                    self._mended.wait()
+                target.sendall(data)
+
+    def cut(self) -> None:
+        self._mended.clear()
+
+    def mend(self) -> None:
+        self._mended.set()
+
+    def close(self) -> None:
+        self.mend()
+        self._listening.close()
+
+
+def test_of_all_that_a_host_says_while_it_is_cut_off_one_line_arrives_late(
+    stores: tuple[StoreTransport, StoreTransport],
+) -> None:
+    """It arrives behind what the host says on a new connection; of more, the second would be taken for news."""
+    host, other = stores
+    with contextlib.closing(Cable(other.point.port)) as cable:
+        before = StoreTransport(MeetingPoint("127.0.0.1", cable.port, False, "rollback/test"))
+        wait_for(lambda: before.role)
+        before.write("node-62.json", b"old")
+        wait_for(lambda: host.read("node-62.json"))
+        cable.cut()
+        before.write("part-node-62.json", b"under way")
+        for _ in range(2):
+            before.write("node-62.json", b"late")
+        wait_for(lambda: b"under way" in cable.held)
+        before.close()
+        anew = StoreTransport(MeetingPoint("127.0.0.1", other.point.port, False, "rollback/test"))
+        try:
+            wait_for(lambda: anew.role)
+            anew.write("node-62.json", b"new")
+            wait_for(lambda: host.read("node-62.json") == {"node-62.json": b"new"})
+            cable.mend()
+            wait_for(lambda: host.read("part-node-62.json"))
+            anew.write("part-node-63.json", b"behind it")
+            wait_for(lambda: host.read("part-node-63.json"))
+            assert host.read("node-62.json") == {"node-62.json": b"new"}
+            for name in ("node-62.json", "part-node-62.json", "part-node-63.json"):
+                anew.remove(name)
+            wait_for(lambda: not host.read("*node-6?.json"))
+        finally:
+            anew.close()
 
 
 def test_where_the_store_of_a_rendezvous_is() -> None:
