@@ -21,7 +21,7 @@ from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
+from rollback.trainers.guarded_loader import begin_pass, hand_out, require_all_ranks, require_known_loader
 from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -47,6 +47,7 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
             f"rollback.protect cannot guard what Accelerate trains with {kind}",
             hint="the guard keeps models of which every rank has all: accelerate launch --multi_gpu, or torchrun",
         )
+    require_all_ranks(accelerator)
     found = _sorted(prepared)
     loader, scheduler = found["loader"], found.get("scheduler")
     require_known_loader(loader)

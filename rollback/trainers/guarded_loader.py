@@ -5,6 +5,7 @@ update of the one before is done, and knows the last one without that. All else 
 here too: random states are synchronized, batches moved to their device, and the loader told where it is.
 """
 
+import os
 from typing import Any
 
 from accelerate.data_loader import DataLoaderShard
@@ -24,6 +25,17 @@ def require_known_loader(loader: Any) -> None:
             '{"dispatch_batches": False}, every rank reads its own batches'
             if kind.__name__ == "DataLoaderDispatcher"
             else "hand over the loader that accelerator.prepare has made of a torch DataLoader",
+        )
+
+
+def require_all_ranks(accelerator: Any) -> None:
+    """Raises UsageError where Accelerate takes each rank for the only one, as on a CPU that it was not told to use."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != ranks:
+        raise UsageError(
+            f"Accelerate knows of {accelerator.num_processes} of {ranks} ranks: each would train by itself, on all data",
+            hint="on a CPU, Accelerator(cpu=True) or TrainingArguments(use_cpu=True), or ACCELERATE_USE_CPU=true in the "
+            "environment; on GPUs, make the Accelerator in each rank of the launch",
         )
 
 

@@ -27,7 +27,7 @@ from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
+from rollback.trainers.guarded_loader import begin_pass, hand_out, require_all_ranks, require_known_loader
 from rollback.trainers.huggingface_state import LoopState, RunMark
 from rollback.trainers.huggingface_trl import end_update, followers, require_completions_of_one_update
 
@@ -68,6 +68,7 @@ def _require_known(trainer: Any) -> None:
     ):  # fmt: skip
         if met:
             raise UsageError(f"rollback.protect cannot guard this Trainer: {what}", hint=instead)
+    require_all_ranks(trainer.accelerator)
     require_completions_of_one_update(trainer)
 
 

@@ -58,7 +58,8 @@ def test_a_start_up_that_hangs_is_ended_by_the_user_s_limit(job: Launch) -> None
     code, output = job.finish("hang_at_the_start", "--hang-after", "1.5")
     assert code == 0, output
     (hung,) = job.facts(Hung)
-    assert (hung.suspect, hung.reason) == (None, "no rank has come as far as making its Guard")
+    assert hung.suspect is None
+    assert hung.reason.startswith("no rank has come as far as making its Guard")
     assert job.facts(AttemptEnded)[0].why == "hang"
 
 

@@ -53,6 +53,12 @@ def prepared(data: Any = DATA, *, dispatch: bool | None = False) -> tuple[Any, .
     return accelerator, *accelerator.prepare(model, optimizer, loader)
 
 
+def alone_in_each_rank(make: Callable[[], tuple[Any, ...]]) -> None:
+    made = make()
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "2"}):  # of the ranks of a launch
+        rollback.protect(*made)
+
+
 def sharded(kind: str) -> None:
     accelerator, *objects = prepared()
     with mock.patch.object(Accelerator, "distributed_type", DistributedType[kind]):
@@ -159,6 +165,8 @@ CASES: dict[str, Callable[[], object]] = {
     "DeepSpeed": lambda: sharded("DEEPSPEED"),
     "Megatron": lambda: sharded("MEGATRON_LM"),
     "FSDP": lambda: sharded("FSDP"),
+    "the Trainer in each of several ranks": lambda: alone_in_each_rank(lambda: (trainer(),)),
+    "an Accelerator in each of several ranks": lambda: alone_in_each_rank(prepared),
     "an Accelerator alone": lambda: rollback.protect(prepared()[0]),
     "two loaders": with_two_loaders,
     "without prepare": without_prepare,

@@ -35,6 +35,8 @@ REFUSED = {
     "DeepSpeed": ("DEEPSPEED", "torchrun"),
     "Megatron": ("MEGATRON_LM", "torchrun"),
     "FSDP": ("FSDP", "torchrun"),
+    "the Trainer in each of several ranks": ("knows of 1 of 2 ranks", "use_cpu=True"),
+    "an Accelerator in each of several ranks": ("knows of 1 of 2 ranks", "cpu=True"),
     "an Accelerator alone": ("no model and no optimizer and no loader", "behind accelerator.prepare"),
     "two loaders": ("besides another loader", "the loader that is trained on"),
     "without prepare": ("SGD", "what prepare() has returned"),

@@ -16,7 +16,7 @@ _DATA = frozenset((
     np.float64,
 ))  # fmt: skip
 _LISTS = frozenset((list, tuple))
-_LONG = 16  # a longer list is looked through once
+_LONG = 16  # a longer list is looked through once, and a longer dict is data
 _SAMPLES: dict[int, tuple[int, type, type]] = {}
 """Long lists of data by their ids, as they were when they were looked through: length, types of the first and the last
 item. A data set may have all its samples in one, and it is looked into for every batch."""
@@ -62,6 +62,8 @@ class Generators:
 def _may_hold(thing: Any) -> bool:
     if type(thing) in _LISTS:
         return not _has_data_only(thing)
+    if type(thing) is dict:
+        return len(thing) <= _LONG
     kind: Any = type(thing)
     return not _is_data(kind) and (isinstance(thing, (list, tuple)) or hasattr(thing, "__dict__"))
 
@@ -91,8 +93,10 @@ def _has_data_only(items: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
 
 
 def _attributes(thing: Any) -> list[Any]:
-    held = thing[:_MOST] if isinstance(thing, (list, tuple)) else [value for _, value in sorted(vars(thing).items())]
-    return [item for item in held if type(item) not in _DATA]
+    if isinstance(thing, (list, tuple)):
+        return [item for item in thing[:_MOST] if type(item) not in _DATA]
+    held = thing.values() if type(thing) is dict else [value for _, value in sorted(vars(thing).items())]
+    return [item for item in held if type(item) not in _DATA or type(item) is dict]
 
 
 def _is_generator(thing: Any) -> bool:

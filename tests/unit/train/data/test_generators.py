@@ -46,6 +46,12 @@ def test_a_generator_is_found_wherever_it_is_made_and_as_soon_as_it_is_there() -
     assert found_in(data_set) == 3
 
 
+def test_those_by_name_in_a_dict_are_found_and_a_dict_of_samples_is_data() -> None:
+    generators_by_name = {"crop": random.Random(1), "more": {"flip": np.random.default_rng(2)}}
+    assert found_in(SimpleNamespace(generators=generators_by_name)) == 2
+    assert found_in(SimpleNamespace(samples={number: random.Random(number) for number in range(17)})) == 0
+
+
 def test_what_is_deep_in_lists_of_objects_is_found_behind_any_number_of_samples() -> None:
     many = SimpleNamespace(a=[[number] for number in range(500)], b=[[SimpleNamespace(rng=random.Random(1))]])
     assert found_in(many) == 1
