@@ -245,7 +245,7 @@ class Attempts:
                 attached = True
                 self._nodes.attached()
                 self._begin_record()
-            if self._ledger.opened:
+            if attached:  # until then the newest settings are those of an earlier launch, and may name another ring
                 self._draining.look(lambda: self._journal.history)
             for name in self._hear_signals():
                 if deadline is None:
@@ -286,7 +286,6 @@ class Attempts:
     def _begin_record(self) -> None:
         """The ranks did not refuse the job: from now on, facts and output go to the run directory."""
         self._ledger.open()
-        self._draining.follow(self._journal.history)
         self._host.output.keep()
 
     def _tell_failure(self, evidence: AttemptEvidence, account: str) -> None:
@@ -333,7 +332,7 @@ class Attempts:
             return self._end_behind(evidence.finished, evidence, cause(evidence, first))
         undrained = None
         if end == "done":
-            self._draining.finish(self._out_of_time)
+            self._drain_the_rest()
             if evidence.finished is not None and not self._draining.has(evidence.finished.checkpoint):
                 end, undrained = "unkept", self._draining.why_not()
         if (account := account_of(end, evidence, undrained)) is not None:
@@ -353,7 +352,7 @@ class Attempts:
     def _end_behind(self, finished: facts.Finished, evidence: AttemptEvidence, why: str) -> Result:
         """End a run whose script has raised behind its training."""
         self._tell_failure(evidence, why)
-        self._draining.finish(self._out_of_time)
+        self._drain_the_rest()
         kept = (
             "is kept" if self._draining.has(finished.checkpoint) else f"is in memory only ({self._draining.why_not()})"
         )
@@ -364,10 +363,16 @@ class Attempts:
         )
 
     def _end(self, exit_code: ExitCode, reason: str) -> Result:
-        self._draining.finish(self._out_of_time)
+        self._drain_the_rest()
         self._ledger.note(facts.RunEnded(exit_code=exit_code, reason=reason))
         self._draining.close()
         return Result(exit_code, reason, recorded=self._ledger.opened)
+
+    def _drain_the_rest(self) -> None:
+        """Also what an earlier launch has left in memory, where the ranks of this one never came to attach."""
+        if self._ledger.opened:
+            self._draining.follow(self._journal.history)
+        self._draining.finish(self._out_of_time)
 
     def _out_of_time(self) -> bool:
         """Whether the grace is over; what is left of it is for the durable ring."""
