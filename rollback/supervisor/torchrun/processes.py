@@ -151,12 +151,10 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def send(processes: Iterable[psutil.Process], signum: signal.Signals) -> None:
-    """Signal processes. Processes that have ended are ignored."""
+    """Signal processes. Those that have ended are ignored, and those of another user: a rank may start one by sudo."""
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.send_signal(signum)
-        except psutil.NoSuchProcess:
-            continue
 
 
 def end_all(find: Callable[[], list[psutil.Process]], *, patience: float) -> None:

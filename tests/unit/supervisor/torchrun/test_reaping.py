@@ -13,7 +13,7 @@ import pytest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
 from rollback.supervisor.torchrun.host import Running
-from rollback.supervisor.torchrun.processes import descendants, reap
+from rollback.supervisor.torchrun.processes import descendants, reap, send
 
 
 def ended(status: int) -> "subprocess.Popen[bytes]":
@@ -52,6 +52,18 @@ def test_what_a_tracker_starts_later_is_not_of_an_attempt() -> None:
                 process.kill()
         tracker.communicate()
         rank.communicate()
+
+
+def test_a_process_of_another_user_does_not_keep_others_from_being_signalled() -> None:
+    """As sudo starts one. It is named where it cannot be ended."""
+
+    class Foreign(psutil.Process):
+        def send_signal(self, sig: int) -> None:
+            raise psutil.AccessDenied(self.pid)
+
+    rank = subprocess.Popen(["sleep", "60"])
+    send([Foreign(), psutil.Process(rank.pid)], signal.SIGKILL)
+    assert rank.wait() == -signal.SIGKILL
 
 
 def test_ranks_that_left_before_they_could_be_told_to_stop_are_not_taken_for_ranks_still_to_come(
