@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, RollbackError
+from rollback.errors import ExitCode, JournalDamaged, RollbackError, RunDirectoryError
 from rollback.facts import training as facts
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
@@ -241,12 +241,7 @@ class Attempts:
         ended: facts.Hung | facts.StuckAtExit | None = None
         lookout = Lookout(self._paths, self._order.hang, running, self._nodes)
         while (move := self._nodes.move(running.poll())) != "settled":
-            if not attached and self._journal.has_attached(running.attempt):
-                attached = True
-                self._nodes.attached()
-                self._begin_record()
-            if attached:  # until then the newest settings are those of an earlier launch, and may name another ring
-                self._draining.look(lambda: self._journal.history)
+            attached = self._look_at_journal(running.attempt, attached)
             for name in self._hear_signals():
                 if deadline is None:
                     deadline = time.monotonic() + self._order.grace
@@ -272,6 +267,22 @@ class Attempts:
         status = running.poll()
         assert status is not None
         return status, ended
+
+    def _look_at_journal(self, attempt: int, attached: bool) -> bool:
+        """Whether the ranks have attached. attached: they had before. A disk that fails is looked at again: it has to
+        do with who reads the record, and not with the training."""
+        try:
+            if not attached and self._journal.has_attached(attempt):
+                attached = True
+                self._nodes.attached()
+                self._begin_record()
+            if attached:  # until then the newest settings are those of an earlier launch, and may name another ring
+                self._draining.look(lambda: self._journal.history)
+        except JournalDamaged:
+            raise
+        except RunDirectoryError:
+            pass  # where it stays so, that is told when the attempt is over
+        return attached
 
     def _hear_signals(self) -> list[str]:
         """The names of the stop signals since the last call, from here and from other nodes."""
