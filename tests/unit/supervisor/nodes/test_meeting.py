@@ -322,6 +322,17 @@ def test_the_leader_keeps_the_small_files_of_a_follower_and_nothing_else(tmp_pat
     assert said == [f"1 files of the record stay on this host, as {there.rank_stacks(1, 3)}"]
 
 
+def test_a_file_that_cannot_be_kept_costs_no_other_one(tmp_path: Path) -> None:
+    paths, said = RunPaths(tmp_path), list[str]()
+    paths.skip_record(3).parent.mkdir()
+    with paths.skip_record(3).open("wb") as file:
+        file.truncate(17 << 20)
+    keep_files(paths, {"skips/rank-00003.jsonl": "two\n", "skips/rank-00004.jsonl": "two\n"}, "node-1", said.append)
+    assert paths.skip_record(4).read_text() == "two\n"
+    assert len(said) == 1
+    assert "rank-00003" in said[0]
+
+
 def test_files_that_are_handed_over_fit_into_the_record_whatever_is_in_them(tmp_path: Path) -> None:
     """What a crash leaves of a file may be zeros, which JSON writes as six characters each."""
     paths, said = RunPaths(tmp_path), list[str]()
