@@ -24,6 +24,7 @@ from rollback.cli.track import track
 from rollback.cli.why import why
 from rollback.errors import RollbackError
 from rollback.rundir.seal import use
+from rollback.system.processes import be_told_of_children
 from rollback.terminal.messages import bear_any_character, occupy_standard_streams, show_error
 
 app = typer.Typer(
@@ -73,6 +74,7 @@ def main() -> None:
     """Entry point of `rollback` and `python -m rollback`: exits with a code of `rollback.errors.ExitCode`."""
     occupy_standard_streams()
     bear_any_character()
+    be_told_of_children()
     try:
         app()
     except RollbackError as error:

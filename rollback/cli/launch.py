@@ -322,12 +322,14 @@ def hang_limits(after: str | None, stall: float | None) -> HangLimits:
 
 def closing_line(result: Result, run: Path, command: Sequence[str]) -> str:
     """What to do next."""
+    again = shlex.join(command)
+    if not result.recorded and result.exit_code == ExitCode.RESUMABLE:  # before any rank could make a guard
+        return f"stopped, resumable ({result.reason}); go on with `{again}`"
     if not result.recorded:
         how = "done" if result.exit_code == ExitCode.DONE else f"failed: {result.reason}"
         return f"{how}; no rank made a rollback.Guard, so nothing was recorded"
     host, directory = result.record or (None, str(run))
     audit = f"`rollback audit {shlex.quote(directory)}`" + (f" on {host}" if host else "")
-    again = shlex.join(command)
     match result.exit_code:
         case ExitCode.DONE if result.reason == UNGUARDED:  # a flag or an earlier run has announced one
             return f"done, without protection: no rank made a rollback.Guard, so nothing was saved; see also {audit}"

@@ -11,6 +11,7 @@ right.
 """
 
 import contextlib
+import fnmatch
 import os
 import threading
 import time
@@ -61,7 +62,8 @@ class Transport(Protocol):
         ...
 
     def read(self, pattern: str) -> dict[str, bytes | None]:
-        """The records whose names match a pattern, as they were last seen; None: one is being written."""
+        """The records whose names match a pattern, as they were last seen; None: one is being written, or cannot be
+        read at present."""
         ...
 
 
@@ -97,18 +99,25 @@ class SharedDirectory:
 
     def _read(self, pattern: str) -> dict[str, bytes | None]:
         found: dict[str, bytes | None] = {}
-        paths = [self._directory / pattern]
-        if "*" in pattern:
-            # Listing the directory makes a network file system ask its server which files there are.
-            paths = sorted(self._directory.glob(pattern)) if self._directory.is_dir() else []
-        for path in paths:
+        for name in self._names(pattern):
             try:
-                found[path.name] = read_in_place(path)
-            except OSError:
+                found[name] = read_in_place(self._directory / name)
+            except FileNotFoundError:
                 continue  # gone
-            except ValueError:
-                found[path.name] = None
+            except (OSError, ValueError):  # of a disk that fails for a moment nobody is gone
+                found[name] = None
         return found
+
+    def _names(self, pattern: str) -> list[str]:
+        if "*" not in pattern:
+            return [pattern]
+        try:
+            # Listing the directory makes a network file system ask its server which files there are.
+            return sorted(fnmatch.filter(os.listdir(self._directory), pattern))
+        except FileNotFoundError:
+            return []
+        except OSError:
+            return [*self._last[pattern][1]] if pattern in self._last else []
 
 
 class Beacon(Generic[_Record]):
@@ -220,7 +229,7 @@ class Watchtower(Generic[_Record]):
     def _of(self, name: str, body: bytes | None, now: float) -> tuple[bytes, float, _Record | None]:
         """The record, its content, and since when it has it. A content that is read again is not parsed again."""
         before = self._seen.get(name)
-        if before is not None and body in (None, before[0]):  # None: it is being written; nobody is lost by that
+        if before is not None and body in (None, before[0]):  # None: it cannot be read now; nobody is lost by that
             return before
         try:
             return body or b"", now, parse_model(body or b"", self._model)

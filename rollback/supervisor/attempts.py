@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, RollbackError
+from rollback.errors import ExitCode, JournalDamaged, RollbackError, RunDirectoryError
 from rollback.facts import training as facts
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
@@ -241,12 +241,7 @@ class Attempts:
         ended: facts.Hung | facts.StuckAtExit | None = None
         lookout = Lookout(self._paths, self._order.hang, running, self._nodes)
         while (move := self._nodes.move(running.poll())) != "settled":
-            if not attached and self._journal.has_attached(running.attempt):
-                attached = True
-                self._nodes.attached()
-                self._begin_record()
-            if self._ledger.opened:
-                self._draining.look(lambda: self._journal.history)
+            attached = self._look_at_journal(running.attempt, attached)
             for name in self._hear_signals():
                 if deadline is None:
                     deadline = time.monotonic() + self._order.grace
@@ -273,6 +268,22 @@ class Attempts:
         assert status is not None
         return status, ended
 
+    def _look_at_journal(self, attempt: int, attached: bool) -> bool:
+        """Whether the ranks have attached. attached: they had before. A disk that fails is looked at again: it has to
+        do with who reads the record, and not with the training."""
+        try:
+            if not attached and self._journal.has_attached(attempt):
+                attached = True
+                self._nodes.attached()
+                self._begin_record()
+            if attached:  # until then the newest settings are those of an earlier launch, and may name another ring
+                self._draining.look(lambda: self._journal.history)
+        except JournalDamaged:
+            raise
+        except RunDirectoryError:
+            pass  # where it stays so, that is told when the attempt is over
+        return attached
+
     def _hear_signals(self) -> list[str]:
         """The names of the stop signals since the last call, from here and from other nodes."""
         noted = [facts.Signalled(signal=signum.name) for signum in self._signals.take()]
@@ -286,7 +297,6 @@ class Attempts:
     def _begin_record(self) -> None:
         """The ranks did not refuse the job: from now on, facts and output go to the run directory."""
         self._ledger.open()
-        self._draining.follow(self._journal.history)
         self._host.output.keep()
 
     def _tell_failure(self, evidence: AttemptEvidence, account: str) -> None:
@@ -333,7 +343,7 @@ class Attempts:
             return self._end_behind(evidence.finished, evidence, cause(evidence, first))
         undrained = None
         if end == "done":
-            self._draining.finish(self._out_of_time)
+            self._drain_the_rest()
             if evidence.finished is not None and not self._draining.has(evidence.finished.checkpoint):
                 end, undrained = "unkept", self._draining.why_not()
         if (account := account_of(end, evidence, undrained)) is not None:
@@ -353,7 +363,7 @@ class Attempts:
     def _end_behind(self, finished: facts.Finished, evidence: AttemptEvidence, why: str) -> Result:
         """End a run whose script has raised behind its training."""
         self._tell_failure(evidence, why)
-        self._draining.finish(self._out_of_time)
+        self._drain_the_rest()
         kept = (
             "is kept" if self._draining.has(finished.checkpoint) else f"is in memory only ({self._draining.why_not()})"
         )
@@ -364,10 +374,16 @@ class Attempts:
         )
 
     def _end(self, exit_code: ExitCode, reason: str) -> Result:
-        self._draining.finish(self._out_of_time)
+        self._drain_the_rest()
         self._ledger.note(facts.RunEnded(exit_code=exit_code, reason=reason))
         self._draining.close()
         return Result(exit_code, reason, recorded=self._ledger.opened)
+
+    def _drain_the_rest(self) -> None:
+        """Also what an earlier launch has left in memory, where the ranks of this one never came to attach."""
+        if self._ledger.opened:
+            self._draining.follow(self._journal.history)
+        self._draining.finish(self._out_of_time)
 
     def _out_of_time(self) -> bool:
         """Whether the grace is over; what is left of it is for the durable ring."""

@@ -71,9 +71,10 @@ class Draining:
             self.follow(history())
 
     def finish(self, out_of_time: Callable[[], bool]) -> None:
-        """The ranks are gone: wait until their checkpoints are copied or cannot be copied, or until `out_of_time`."""
+        """The ranks are gone: wait until their checkpoints are copied or cannot be copied, or until `out_of_time`. Once
+        there is no time, more calls have no effect."""
         drainer = self._drainer
-        if drainer is None:
+        if drainer is None or self._given_up:
             return
         drainer.finish()
         if not drainer.wait(Phase.FINISHED, _WORTH_A_WORD):

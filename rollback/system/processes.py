@@ -1,4 +1,4 @@
-"""Identity of processes. All comparisons of processes are made here.
+"""Identity of processes, and whether children may be waited for. All comparisons of processes are made here.
 
 The kernel reuses pids, so a process is identified by its pid and its start time. The start time is compared in the
 kernel's own units: ticks since the machine was booted (`/proc/PID/stat`, field 22), together with the boot. A time of
@@ -7,10 +7,20 @@ by a second, every process would seem to be another one.
 """
 
 import functools
+import signal
 from pathlib import Path
 
 _STATE, _UTIME, _STIME, _START = 0, 11, 12, 19  # behind the name, which may hold blanks and brackets
 _DEAD = ("Z", "X", "x")
+
+
+def be_told_of_children() -> None:
+    """From now on the kernel keeps the status of each child that has ended. Main thread.
+
+    Where whoever started this process ignores SIGCHLD, as some do against zombies, it is ignored here too: the kernel
+    then keeps none, and `Popen` takes every failure for status 0.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def start_of(pid: int) -> str | None:

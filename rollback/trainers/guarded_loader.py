@@ -33,9 +33,9 @@ def require_all_ranks(accelerator: Any) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != ranks:
         raise UsageError(
-            f"Accelerate knows of {accelerator.num_processes} of {ranks} ranks: each would train by itself, on all data",
-            hint="on a CPU, Accelerator(cpu=True) or TrainingArguments(use_cpu=True), or ACCELERATE_USE_CPU=true in the "
-            "environment; on GPUs, make the Accelerator in each rank of the launch",
+            f"Accelerate knows of {accelerator.num_processes} of {ranks} ranks: each would train by itself on all data",
+            hint="on a CPU: Accelerator(cpu=True), TrainingArguments(use_cpu=True), or ACCELERATE_USE_CPU=true in the "
+            "environment",
         )
 
 

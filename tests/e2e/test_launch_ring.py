@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rollback.cli import app
 from rollback.errors import ExitCode
-from rollback.facts.training import Attached, Drained, Stopped
+from rollback.facts.training import Attached, Drained, Finished, Stopped
 from rollback.inspect.ring.verify import verify
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"
@@ -67,6 +67,24 @@ def test_a_preempted_run_goes_on_from_the_url_alone(tmp_path: Path) -> None:
         damaged = runner.invoke(app, ["ring", "verify", url])
         assert damaged.exit_code == ExitCode.FAILED
         assert shard.parent.name in damaged.stdout
+
+
+def test_a_launch_with_another_url_fills_that_one_also_where_its_first_attempt_dies_before_it_attaches(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import os, runpy\n"
+        "if os.environ['ROLLBACK_ATTEMPT'] == '2':\n"
+        "    os.kill(os.getpid(), 9)\n"
+        f"runpy.run_path({str(TINY)!r}, run_name='__main__')\n"
+    )
+    with launching(tmp_path, with_torchrun=False, script=script) as launch:
+        for ring in ("one", "another"):
+            status, output = launch.finish("", "--ring", f"file://{tmp_path}/{ring}")
+            assert status == ExitCode.DONE, output
+        (*_, final) = facts(launch.run, Finished)
+        assert (tmp_path / "another" / "ring" / str(final.checkpoint)).exists()
 
 
 def test_a_launch_that_is_refused_since_the_url_has_another_job_leaves_nothing_of_it_behind(tmp_path: Path) -> None:

@@ -92,6 +92,16 @@ def test_where_no_temporary_file_can_be_made_that_is_said_and_what_to_set(tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_failure_is_one_also_where_who_started_us_ignores_the_ends_of_children(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    done = subprocess.run(
+        [sys.executable, *DIRECT, "launch", "fails.py"], cwd=tmp_path, timeout=LIMIT, capture_output=True, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN), check=False,
+    )  # fmt: skip
+    assert done.returncode == ExitCode.FAILED, done.stderr
+    assert "status 3" in done.stderr
+
+
 TOO_LONG = "y" * 300  # the system refuses so much as to look, as it does below a directory that is closed to this user
 
 

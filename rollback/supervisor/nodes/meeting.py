@@ -81,8 +81,10 @@ class SharedMeeting:
         self._lock_looked_at = time.monotonic()
 
     def is_led_by(self, orders: Orders) -> bool:
+        """By the launch's whole name: in containers each start of a host has the same pid, and what the last one said
+        may still be there."""
         holder = read_holder(self._paths) or {}
-        return (orders.host, orders.pid) == (holder.get("host"), holder.get("pid"))
+        return orders.leader == ":".join(str(holder.get(part)) for part in ("host", "pid", "start"))
 
     def is_leaderless(self) -> bool:
         """Whether nobody holds the run directory. Checked once a second, by many hosts less often: the check takes the
@@ -187,10 +189,9 @@ def find_meeting(
                     f"the store of the rendezvous cannot be had at {store.place}: {store.gone}",
                     hint="see what uses that port here: ss -ltnp; or name another --rdzv-endpoint on all hosts",
                 )
-            if store.gone is not None:  # nobody has it yet
+            if store.gone is not None:  # nobody has it yet, or the process that had it was killed
                 unreached = f" ({store.gone})"
-                store.close()
-                store = StoreTransport(place.endpoint)
+                store.renew()
             chosen = _choose(shared, store, place, time.monotonic() - began)
             if signals.received:
                 raise NodesMissing("told to stop while nodes were waited for", hint="the same command goes on")

@@ -78,12 +78,14 @@ class RecordFiles:
 
 def keep_files(paths: RunPaths, given: Mapping[str, str], who: str, say: Callable[[str], None]) -> None:
     """The leader's part: write what a follower hands over to its place. who: that follower, for people."""
-    try:
-        for name, text in given.items():
-            if _FILES.fullmatch(name):
-                _keep(paths.root / name, text)
-    except (OSError, ValueError, RollbackError) as error:
-        say(f"what {who} says of the attempt cannot be kept in {paths.root}: {error}")
+    faults: list[Exception] = []
+    for name in filter(_FILES.fullmatch, given):
+        try:
+            _keep(paths.root / name, given[name])
+        except (OSError, ValueError, RollbackError) as error:
+            faults.append(error)
+    if faults:
+        say(f"{len(faults)} files of what {who} says of the attempt cannot be kept in {paths.root}: {faults[0]}")
 
 
 def _keep(target: Path, text: str) -> None:

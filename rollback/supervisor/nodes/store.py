@@ -83,7 +83,7 @@ class StoreTransport:
             self._senders.clear()
             self._past.clear()
             self._read.clear()
-            self.gone = None
+            self.role = self.gone = None
             try:
                 self._begin()
                 for name, body in self._shown.items():

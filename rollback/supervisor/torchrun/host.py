@@ -206,7 +206,8 @@ class Host:
             paths.attempt_logs,
             audience,
             lambda: self.guarded,
-            lambda attempt, rank: paths.failure(attempt, rank).exists(),
+            # Not `Path.exists`, which raises where a disk fails: the thread that asks empties the ranks' pipes.
+            lambda attempt, rank: os.path.exists(paths.failure(attempt, rank)),
         )
         become_subreaper()
         self._before_us = descendants()
@@ -215,7 +216,8 @@ class Host:
     def guarded(self) -> bool:
         """Whether the script is known to have a guard: it has made one here, the run directory holds a run, or the
         order is about a guard."""
-        self._guarded = self._guarded or guard_mark(self._refusal).exists() or os.path.exists(self._paths.identity)
+        signs = guard_mark(self._refusal), self._paths.identity
+        self._guarded = self._guarded or any(map(os.path.exists, signs))
         return self._guarded
 
     def end_leftovers(self, say: Callable[[str], None]) -> None:

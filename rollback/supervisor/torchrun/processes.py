@@ -48,8 +48,12 @@ def start(
 
 
 def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
-    """All living descendants. apart_from: processes that existed before this program (`exec` keeps children)."""
+    """All living descendants. apart_from: processes that are no attempt's, as those that existed before this program
+    (`exec` keeps children), with all that they have started since: a tracker's has a process of its own that sends."""
     known = set(apart_from)
+    for process in [*known]:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            known.update(process.children(recursive=True))
     return [
         process for process in psutil.Process().children(recursive=True) if process not in known and _is_alive(process)
     ]
@@ -147,12 +151,10 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def send(processes: Iterable[psutil.Process], signum: signal.Signals) -> None:
-    """Signal processes. Processes that have ended are ignored."""
+    """Signal processes. Those that have ended are ignored, and those of another user: a rank may start one by sudo."""
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.send_signal(signum)
-        except psutil.NoSuchProcess:
-            continue
 
 
 def end_all(find: Callable[[], list[psutil.Process]], *, patience: float) -> None:

@@ -373,6 +373,13 @@ class TestClosingLine:
         assert ("because" in line) is (code != ExitCode.DONE)
         assert ("`rollback launch train.py 'a b'`" in line) is (code in (ExitCode.RESUMABLE, ExitCode.FAILED))
 
+    def test_a_stop_while_nodes_are_waited_for_says_nothing_of_guards(self) -> None:
+        told = Result(ExitCode.RESUMABLE, "told to stop while nodes were waited for", recorded=False)
+        line = closing_line(told, Path("run"), ["rollback", "launch", "train.py"])
+        assert "Guard" not in line
+        assert line.startswith("stopped, resumable (told to stop")
+        assert "`rollback launch train.py`" in line
+
     def test_a_job_whose_flags_announce_a_guard_that_no_rank_makes_was_done_without_protection(
         self, tmp_path: Path
     ) -> None:

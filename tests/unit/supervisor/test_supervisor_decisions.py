@@ -5,6 +5,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from rollback.agent.entry import Instructions
 from rollback.config import Settings
+from rollback.errors import JournalDamaged
 from rollback.facts.training import (
     Attached,
     Committed,
@@ -24,10 +26,14 @@ from rollback.facts.training import (
 )
 from rollback.instructions import LOGS_SPECS
 from rollback.rundir.journal.journal import Journal
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.complete import change_in_words
 from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure, Refusal, ending
+from rollback.supervisor.journal import SupervisorJournal
+from rollback.supervisor.nodes.lead import Nodes
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, rank_environment, torchrun_command
 
@@ -64,6 +70,35 @@ def evidence(
         step=step,
         save_failed=UNSAVED if unsaved else None,
         kept=kept,
+    )
+
+
+def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Path) -> None:
+    paths, nodes = RunPaths(tmp_path), Nodes()
+    order, output = SimpleNamespace(paths=paths), SimpleNamespace(keep=lambda: None)
+    ledger = SupervisorJournal(paths, print)
+    attempts = Attempts(order, print, SimpleNamespace(output=output), ledger, StopSignals(), nodes)  # type: ignore[arg-type]
+    journal = Journal(paths.train_journal, 1)
+    journal.append(attached_at(0))
+    attempts._journal.history  # noqa: B018 - reads
+    aside = paths.train_journal.rename(tmp_path / "aside")
+    assert not attempts._look_at_journal(2, attached=False)
+    assert attempts._look_at_journal(1, attached=True)
+    aside.rename(paths.train_journal)
+    journal.attempt = 2
+    journal.append(attached_at(0))
+    assert attempts._look_at_journal(2, attached=False)
+    assert ledger.opened
+    paths.train_journal.write_bytes(paths.train_journal.read_bytes() + b"no line\nof ours\n")
+    with pytest.raises(JournalDamaged):
+        attempts._look_at_journal(3, attached=False)
+    ledger.close()
+    journal.close()
+
+
+def attached_at(step: int) -> Attached:
+    return Attached(
+        world_size=1, host="h", pid=1, supervised=True, checkpoint=None, step=step, batch=step, torch="", settings={}
     )
 
 
@@ -260,9 +295,7 @@ class TestProgress:
     def records(*facts: Fact) -> list[JournalEntry]:
         return [JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts)]
 
-    attached = Attached(
-        world_size=1, host="h", pid=1, supervised=True, checkpoint=None, step=50, batch=50, torch="", settings={}
-    )
+    attached = attached_at(50)
 
     @staticmethod
     def committed(step: int) -> Committed:

@@ -51,6 +51,17 @@ def test_the_reason_is_told_itself(
     assert side.why_not().startswith(expected)
 
 
+def test_that_there_is_no_time_is_said_and_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's end asks for it twice."""
+    monkeypatch.setattr(draining, "drainer_for", lambda *_: Copying(None, done=False))
+    said: list[str] = []
+    side = Draining(RunPaths(tmp_path), SimpleNamespace(note=None), said.append)  # type: ignore[arg-type]
+    side.follow(SimpleNamespace(attached=True, settings={}))  # type: ignore[arg-type]
+    for _ in range(2):
+        side.finish(lambda: True)
+    assert [line.partition(" ")[0] for line in said] == ["the", "there"]
+
+
 def test_of_a_checkpoint_that_has_left_the_fast_tier_that_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

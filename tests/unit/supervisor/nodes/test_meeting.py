@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -316,13 +316,53 @@ def test_where_the_store_of_a_rendezvous_is() -> None:
 def test_who_meets_nobody_is_told_why_the_store_was_not_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = SimpleNamespace(role=None, gone="connection refused", place="h:29500", close=lambda: None)
+    store = SimpleNamespace(
+        role=None, gone="connection refused", place="h:29500", close=lambda: None, renew=lambda: None
+    )
     monkeypatch.setattr(meeting, "StoreTransport", lambda point: store)
     place = place_among_nodes({"nnodes": "2", "node-rank": "1", "rdzv-endpoint": "h:29500"}, timeout=0.2)
     assert place is not None
     signals = SimpleNamespace(received=[])
     with pytest.raises(NodesMissing, match=r"to h:29500 \(connection refused\) or to "):
         meeting.find_meeting(RunPaths(tmp_path), place, "s3://bucket/run", print, signals)  # type: ignore[arg-type]
+
+
+def test_a_store_that_is_lost_while_nobody_has_come_is_made_anew_with_the_orders_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[StoreTransport] = []
+
+    class Watched(StoreTransport):
+        def __init__(self, point: MeetingPoint) -> None:
+            super().__init__(point)
+            made.append(self)
+
+    monkeypatch.setattr(meeting, "StoreTransport", Watched)
+    endpoint = f"127.0.0.1:{free_port()}"
+    place = place_among_nodes({"nnodes": "2", "node-rank": "0", "rdzv-endpoint": endpoint})
+    assert place is not None
+    assert place.endpoint is not None
+    signals = SimpleNamespace(received=[])
+    found: list[tuple[Meeting, bool]] = []
+    ours = RunPaths(tmp_path), place, "s3://bucket/run", print, signals
+    waits = threading.Thread(target=lambda: found.append(meeting.find_meeting(*ours)), daemon=True)  # type: ignore[arg-type]
+    waits.start()
+    wait_for(lambda: made and made[0].role == "host" and "orders.json" in made[0]._shown)
+    (process,) = made[0].processes
+    process.kill()
+    guest = StoreTransport(replace(place.endpoint, is_host=False))
+    try:
+        wait_for(lambda: guest.gone is not None or guest.read("orders.json"))
+        assert guest.gone is None
+        guest.write("node-1.json", report("node-1", leader=place.launch).model_dump_json().encode())
+        waits.join(LIMIT_OF_WAITS)
+        assert [leads for _, leads in found] == [True]
+    finally:
+        signals.received.append(15)  # ends what still waits
+        waits.join(LIMIT_OF_WAITS)
+        guest.close()
+        for store in made:
+            store.close()
 
 
 def test_nodes_keep_their_order_however_many_there_are() -> None:
@@ -353,6 +393,17 @@ def test_the_leader_keeps_the_small_files_of_a_follower_and_nothing_else(tmp_pat
     there.rank_stacks(1, 3).write_text("x" * (1 << 19))
     assert gatherer.new() == {}
     assert said == [f"1 files of the record stay on this host, as {there.rank_stacks(1, 3)}"]
+
+
+def test_a_file_that_cannot_be_kept_costs_no_other_one(tmp_path: Path) -> None:
+    paths, said = RunPaths(tmp_path), list[str]()
+    paths.skip_record(3).parent.mkdir()
+    with paths.skip_record(3).open("wb") as file:
+        file.truncate(17 << 20)
+    keep_files(paths, {"skips/rank-00003.jsonl": "two\n", "skips/rank-00004.jsonl": "two\n"}, "node-1", said.append)
+    assert paths.skip_record(4).read_text() == "two\n"
+    assert len(said) == 1
+    assert "rank-00003" in said[0]
 
 
 def test_files_that_are_handed_over_fit_into_the_record_whatever_is_in_them(tmp_path: Path) -> None:

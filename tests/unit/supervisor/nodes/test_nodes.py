@@ -1,6 +1,7 @@
 """What leader and followers make of each other's words: the tables, and liveness by a clock of one's own."""
 
 import json
+import resource
 import subprocess
 import threading
 import time
@@ -181,6 +182,24 @@ def test_who_is_read_in_the_middle_of_a_write_is_not_lost_for_a_moment(tmp_path:
     assert tower.look() == {"node-1.json": said}
     path.unlink()
     assert tower.look() == {}
+
+
+def test_nobody_is_lost_while_a_host_cannot_open_files_for_a_moment(tmp_path: Path) -> None:
+    beacons = [
+        Beacon(SharedDirectory(tmp_path), name, report("ready"), print) for name in ("node-b.json", "orders.json")
+    ]
+    towers = [Watchtower(SharedDirectory(tmp_path), name, NodeReport) for name in ("node-*.json", "orders.json")]
+    assert all(tower.look() for tower in towers)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        found = [tower.look() for tower in towers]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(found)
+    for beacon in beacons:
+        beacon.put_out()
+    assert not any(tower.look() for tower in towers)
 
 
 def test_who_cannot_write_takes_nobody_for_silent(tmp_path: Path) -> None:

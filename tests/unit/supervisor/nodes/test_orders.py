@@ -40,7 +40,8 @@ def say_as(orders: Orders, paths: RunPaths) -> None:
 
 
 def hold_as(orders: Orders, paths: RunPaths) -> None:
-    paths.holder.write_text(json.dumps({"host": orders.host, "pid": orders.pid}))
+    host, pid, start = orders.leader.split(":")
+    paths.holder.write_text(json.dumps({"host": host, "pid": int(pid), "start": start}))
 
 
 def test_who_holds_the_lock_leads_on_and_who_has_lost_it_leaves_all_to_the_other(paths: RunPaths) -> None:
@@ -60,7 +61,18 @@ def test_who_holds_the_lock_leads_on_and_who_has_lost_it_leaves_all_to_the_other
     leader.farewell(RunResult(exit_code=74, reason="overtaken"))
     assert Orders.model_validate_json(read_in_place(paths.orders)).phase != "over"
     lock.release()
-    assert read_holder(paths) == {"host": "b", "pid": 2}
+    assert read_holder(paths) == {"host": "b", "pid": 2, "start": "1.0"}
+
+
+def test_what_an_earlier_launch_of_the_same_host_and_pid_said_is_not_taken_for_the_leader_s(paths: RunPaths) -> None:
+    """In containers pids repeat. Its last word was that the run is over."""
+    lock = RunLock(paths, "rollback launch")
+    own = place()
+    before = Orders(leader=f"{own.host}:{own.pid}:0@of-another-boot", host=own.host, pid=own.pid, phase="over")
+    meeting = SharedMeeting(paths, 2)
+    assert not meeting.is_led_by(before)
+    assert meeting.is_led_by(Orders(leader=own.launch, host=own.host, pid=own.pid))
+    lock.release()
 
 
 class Following:

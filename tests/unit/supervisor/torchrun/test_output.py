@@ -1,5 +1,6 @@
 """What the ranks print: kept in files for each rank, shown from the first, and lost only where the disk refuses."""
 
+import errno
 import os
 import re
 import shutil
@@ -8,13 +9,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollback.config import Settings
 from rollback.live import screen as screen_module
 from rollback.live.screen import Screen
+from rollback.rundir.paths import RunPaths
 from rollback.supervisor.torchrun import output as output_module
 from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.host import Host
 from rollback.supervisor.torchrun.output import Output, Stream, user_decides
 from rollback.terminal.messages import line_for
 
@@ -134,6 +139,27 @@ def test_a_rank_that_does_not_end_after_its_exception_is_not_waited_for(
         wait_for(lambda: listener.shown["err"] == TRACEBACK)
         ranks.write("rank-00000.err", b"more\n")
         wait_for(lambda: listener.shown["err"] == TRACEBACK + b"more\n")
+
+
+def test_a_disk_that_fails_when_it_is_asked_of_an_exception_ends_no_reading(
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the ranks would wait for ever for somebody to empty their pipes."""
+    host = Host(RunPaths(tmp_path / "run"), JOB, Settings(), {}, tmp_path, listener, grace=1.0, expects_guard=True)
+    look = os.stat
+
+    def failing(path: Any, **how: Any) -> os.stat_result:
+        if "failures" in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return look(path, **how)
+
+    monkeypatch.setattr(os, "stat", failing)
+    with host.output.of_attempt(1, JOB) as streams:
+        ranks = Ranks(streams.job)
+        ranks.write("rank-00000.err", TRACEBACK)
+        ranks.write("rank-00000.err", b"more\n")
+        wait_for(lambda: listener.shown["err"] == TRACEBACK + b"more\n")
+    host.close()
 
 
 def test_until_a_guard_is_made_all_ranks_are_shown(tmp_path: Path, listener: Listener) -> None:

@@ -13,7 +13,7 @@ import pytest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
 from rollback.supervisor.torchrun.host import Running
-from rollback.supervisor.torchrun.processes import reap
+from rollback.supervisor.torchrun.processes import descendants, reap, send
 
 
 def ended(status: int) -> "subprocess.Popen[bytes]":
@@ -32,6 +32,38 @@ def test_a_child_whose_end_somebody_waits_for_keeps_its_status() -> None:
     with pytest.raises(ChildProcessError):
         os.waitpid(orphan.pid, 0)
     orphan.wait()
+
+
+def test_what_a_tracker_starts_later_is_not_of_an_attempt() -> None:
+    """W&B has a process of its own that sends, and starts it when there is something to send."""
+    starts = (
+        "import subprocess, sys; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); child.wait()"
+    )
+    tracker, rank = (
+        subprocess.Popen([sys.executable, "-S", "-c", starts], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    )
+    try:
+        sends, worker = (int(process.stdout.readline()) for process in (tracker, rank) if process.stdout)
+        found = {process.pid for process in descendants(apart_from=[psutil.Process(tracker.pid)])}
+        assert found & {tracker.pid, sends, rank.pid, worker} == {rank.pid, worker}
+    finally:
+        for process in psutil.Process().children(recursive=True):
+            if process.pid in (tracker.pid, sends, rank.pid, worker):
+                process.kill()
+        tracker.communicate()
+        rank.communicate()
+
+
+def test_a_process_of_another_user_does_not_keep_others_from_being_signalled() -> None:
+    """As sudo starts one. It is named where it cannot be ended."""
+
+    class Foreign(psutil.Process):
+        def send_signal(self, sig: int) -> None:
+            raise psutil.AccessDenied(self.pid)
+
+    rank = subprocess.Popen(["sleep", "60"])
+    send([Foreign(), psutil.Process(rank.pid)], signal.SIGKILL)
+    assert rank.wait() == -signal.SIGKILL
 
 
 def test_ranks_that_left_before_they_could_be_told_to_stop_are_not_taken_for_ranks_still_to_come(
