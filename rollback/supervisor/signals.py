@@ -9,14 +9,16 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _INSISTENT = (signal.SIGTERM, signal.SIGINT)
+_ECHO = 0.2  # seconds
 
 
 class StopSignals:
     """Catches the stop signals inside its `with` block. A signal that was ignored before (nohup) stays ignored.
 
     The second SIGTERM or SIGINT means: end now. A SIGTERM after a SIGUSR1 does not: schedulers send SIGUSR1 as a
-    warning and SIGTERM at the end of that time. others: names of further signals, with commas between them; unknown
-    names are ignored, as torchrun does.
+    warning and SIGTERM at the end of that time. Nor does one within `_ECHO` of the first: Ctrl-C reaches all that runs
+    in a terminal, and a program that started this one may hand it on as well. others: names of further signals, with
+    commas between them; unknown names are ignored, as torchrun does.
     """
 
     def __init__(self, others: str = "") -> None:
@@ -26,13 +28,15 @@ class StopSignals:
         """In the order in which they came."""
         self.since: float | None = None
         """Monotonic seconds of the first signal."""
+        self._asked: list[float] = []
+        """When each SIGTERM and SIGINT came."""
         self._taken = 0
         self._breaking_off = False
         self._before: dict[signal.Signals, Any] = {}
 
     @property
     def insistent(self) -> bool:
-        return sum(signum in _INSISTENT for signum in self.received) >= 2
+        return bool(self._asked) and self._asked[-1] - self._asked[0] >= _ECHO
 
     def take(self) -> list[signal.Signals]:
         """The signals since the last call."""
@@ -65,8 +69,11 @@ class StopSignals:
             signal.signal(signum, handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.since = time.monotonic() if self.since is None else self.since
+        now = time.monotonic()
+        self.since = now if self.since is None else self.since
         self.received.append(signal.Signals(signum))
+        if signum in _INSISTENT:
+            self._asked.append(now)
         if self._breaking_off:
             self._breaking_off = False  # once: what is broken off cleans up
             raise KeyboardInterrupt

@@ -3,7 +3,9 @@
 import json
 import signal
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -387,18 +389,24 @@ class TestCommand:
 
 class TestInsistence:
     @pytest.mark.parametrize(
-        ("names", "expected"),
+        ("came", "expected"),
         [
-            (["SIGTERM"], False),
-            (["SIGINT", "SIGINT"], True),
-            (["SIGUSR1", "SIGTERM"], False),
-            (["SIGUSR1", "SIGTERM", "SIGTERM"], True),
-            (["SIGHUP", "SIGHUP"], False),
+            ([("SIGTERM", 0.0)], False),
+            ([("SIGINT", 0.0), ("SIGINT", 0.5)], True),
+            ([("SIGINT", 0.0), ("SIGINT", 0.01)], False),  # of a terminal, and of a program that hands it on
+            ([("SIGINT", 0.0), ("SIGTERM", 0.01), ("SIGINT", 0.5)], True),
+            ([("SIGUSR1", 0.0), ("SIGTERM", 0.5)], False),
+            ([("SIGUSR1", 0.0), ("SIGTERM", 0.5), ("SIGTERM", 1.0)], True),
+            ([("SIGHUP", 0.0), ("SIGHUP", 0.5)], False),
         ],
     )
-    def test_only_a_repeated_term_or_interrupt_ends_at_once(self, names: list[str], expected: bool) -> None:
-        signals = StopSignals()
-        signals.received = [signal.Signals[name] for name in names]
+    def test_only_a_repeated_term_or_interrupt_ends_at_once(
+        self, came: list[tuple[str, float]], expected: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with StopSignals() as signals:
+            for name, at in came:
+                monkeypatch.setattr(time, "monotonic", partial(float, at))
+                signal.raise_signal(signal.Signals[name])
         assert signals.insistent is expected
 
     def test_further_signals_may_be_named_and_those_that_do_not_exist_are_passed_over(self) -> None:
