@@ -70,6 +70,35 @@ def test_loading_leaves_parameters_where_they_are() -> None:
     assert [parameter.data_ptr() for parameter in other.model.parameters()] == before
 
 
+class OfOtherTypes(torch.optim.Optimizer):
+    """Keeps what has another type than its parameters, as those do that hold moments and weights in float32."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                weights = torch.full_like(parameter, 1 / 3, dtype=torch.float32)
+                counted, mask = torch.tensor(1 << 40), torch.ones(2, dtype=torch.bool)
+                self.state[parameter] |= {"weights": weights, "more": [{"counted": counted}, (mask,)], "step": 3}
+
+
+def test_the_optimizers_state_comes_back_in_its_types() -> None:
+    def of(seed: int) -> TrainingState:
+        torch.manual_seed(seed)
+        model, critic = nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2).bfloat16()
+        optimizers = [OfOtherTypes(module.parameters(), {}) for module in (model, critic)]
+        objects = {"critic": critic, "its_optimizer": optimizers[1]}
+        return TrainingState(model, optimizers[0], objects, cursor_for([1]), Sentinel("normal"))
+
+    one, other = of(1), of(2)
+    for optimizer in (one.optimizer, one.objects["its_optimizer"]):
+        optimizer.step()  # type: ignore[attr-defined]
+    other.load(*through_disk(one.image()))
+    for optimizer in (other.optimizer, other.objects["its_optimizer"]):
+        state = optimizer.state_dict()["state"][0]
+        assert (state["weights"].dtype, state["weights"][0, 0].item()) == (torch.float32, torch.tensor(1 / 3).item())
+        assert (state["more"][0]["counted"].dtype, state["more"][1][0].dtype) == (torch.int64, torch.bool)
+
+
 def test_buffers_are_each_rank_s_own() -> None:
     image = state_of(1).image()
     assert {name for name in image.local_tensors if "buffers" in name} == {
