@@ -45,7 +45,7 @@ class PassRehearsal:
 
     def prepare(self, timeline: int) -> None:
         """Collective: see to it that the present state can be put back. All steps are judged."""
-        self._held = HeldState(self._state) if self._step.first_batch is not None else None
+        self._held = self._rewinder.present_state() if self._step.first_batch is not None else None
         if self._held is None and not self._restored:
             self.source = self._schedule.take_now(timeline)
         self.ready = self._restored or self._held is not None or self.source is not None

@@ -37,9 +37,8 @@ NO_BATCH = object()
 class _UnderWay:
     """A probe whose batches the script is being given."""
 
-    def __init__(self, question: OpenQuestion, kept: KeptUpdate, state: TrainingState) -> None:
-        self.question, self.kept = question, kept
-        self.state = HeldState(state, data=False)
+    def __init__(self, question: OpenQuestion, kept: KeptUpdate, state: TrainingState, held: HeldState) -> None:
+        self.question, self.kept, self.state = question, kept, held
         self.gradients = HeldGradients({*state.trained, *state.parameters})
         self.left = list(kept.batches)
 
@@ -177,7 +176,7 @@ class Prober:
         if (why := kept.unfit or self._why_inexact(len(kept.batches))) is not None:
             return None, why
         try:
-            return _UnderWay(question, kept, self._state), None
+            return _UnderWay(question, kept, self._state, self._rewinder.present_state(data=False)), None
         except (RuntimeError, MemoryError) as error:
             return None, f"the state cannot be held: {error}"
 

@@ -21,7 +21,7 @@ from rollback.train.updates.advice import NOT_IN_CHECKPOINT
 
 class Rewinder:
     """Puts training back to an earlier state, and tells everybody who keeps something of it. Methods are collective,
-    apart from `hold`.
+    apart from `hold` and `present_state`.
 
     rehearsing: whether the first step to come is a rehearsal.
     subscribers: called in this order with every `RollbackApplied`, whatever its cause, once the live objects are those
@@ -93,7 +93,11 @@ class Rewinder:
         Behind it, nobody asks for the state that was put back last: only a pass that begins does.
         """
         self._source = self._restored
-        self._held = HeldState(self._state, self._held) if wanted else None
+        self._held = self.present_state(self._held) if wanted else None
+
+    def present_state(self, before: HeldState | None = None, *, data: bool = True) -> HeldState:
+        """The present state, held for a while. The arguments are those of `HeldState`."""
+        return HeldState(self._state, self._checkpoints.unchanged, before, data=data)
 
     @property
     def holds(self) -> bool:

@@ -10,7 +10,7 @@ import ctypes
 import json
 import marshal
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -205,7 +205,25 @@ class SmallStateReader:
                     f"beside the model the guard keeps another module, the {type(item).__name__} {name!r}: all of it "
                     "would have to be copied at every step"
                 )
+        if (other := self._of_another_kind()) is not None:
+            return (
+                f"the model's state has {other!r}, which is neither a parameter nor a buffer, and whether a forward "
+                "changes that is not known"
+            )
         return None
+
+    def _of_another_kind(self) -> str | None:
+        """What the model's state has beside parameters and buffers (`get_extra_state`), if there is something."""
+        model = self._state.model
+        known = {name: item for of in (model.named_parameters, model.named_buffers) for name, item in of()}
+        memory = {tree.memory_of(item) for item in known.values() if tree.is_kept(item)}
+        others = ((name, item) for name, item in model.state_dict().items() if name not in known)
+        return next((name for name, item in others if not _is_one_of(item, memory)), None)
+
+
+def _is_one_of(item: Any, memory: Container[tuple[Any, ...]]) -> bool:
+    """Whether it is a tensor that is known by another name."""
+    return isinstance(item, Tensor) and tree.is_kept(item) and tree.memory_of(item) in memory
 
 
 class _Registers:

@@ -13,7 +13,6 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -43,6 +42,7 @@ from rollback.train.last_snapshot.write import (
     digest_of_large_state,
     digests_of_parameters,
     together,
+    versions_of,
 )
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots
@@ -55,7 +55,6 @@ _SETTLE = 2.0  # seconds for ranks that still live to come to the end of the ste
 _PATIENCE = 30.0  # for all of it: as long as torchrun gives its ranks
 _REST = 2.0  # of it, for the other ranks of a host when the hosts could not agree
 _LEAST_WAIT = 0.5  # for the digests of the others
-_version = attrgetter("_version")
 
 
 class LastSnapshot:
@@ -171,8 +170,7 @@ class LastSnapshot:
         return bool(self._standings) and self._standings[0].changes == self._changes
 
     def _versions(self) -> int:
-        """Changes with every write to a parameter in place, as torch counts."""
-        return sum(map(_version, self._parameters))
+        return versions_of(self._parameters, self._state.optimizer)
 
     # The end ---------------------------------------------------------------------------------------------------------
 

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from pydantic import BaseModel
 from torch import Tensor
+from torch.optim import Optimizer
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.fast_tier import slots
@@ -45,6 +48,7 @@ SLOTS = (90, 91)
 """The slots of last snapshots. They are apart from those that are written in turn: which of these is being written, a
 rank that is gone may have known."""
 _SPARE = 16 << 20
+_version = attrgetter("_version")
 
 
 class NotProved(Exception):
@@ -105,6 +109,13 @@ def digest_of_large_state(state: TrainingState, read: Read = as_it_is) -> int:
     """
     digest = _digest if device_of(state) is None else _digest_by_gpu
     return together({name: digest(read(item)) for name, item in large_state(state)[1].items()})
+
+
+def versions_of(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
+    """Changes with every write in place to parameters, or to what the optimizer keeps of them, as torch counts."""
+    states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
+    kept = (item for item in chain.from_iterable(states) if isinstance(item, Tensor))
+    return sum(map(_version, chain(parameters, kept)))
 
 
 def together(digests: Mapping[str, bytes]) -> int:

@@ -109,6 +109,11 @@ class FrozenWeights:
             which = f"{len(names)} frozen weights ({min(names)!r}{', ...' if len(names) > 1 else ''})"
             raise NoLongerFrozen(f"{which} {why}; every checkpoint stores them from now on")
 
+    @property
+    def unchanged(self) -> set[str]:
+        """The weights that are left out and that this rank has not found to have changed."""
+        return self.digests.keys() - self._changed
+
     def in_words(self) -> str:
         """What is left out, in words. Empty: nothing."""
         if self.record is None:

@@ -208,6 +208,11 @@ class CheckpointManager:
         """Wait until no live object is being copied any more. Not collective."""
         self._snapshots.fence()
 
+    @property
+    def unchanged(self) -> set[str]:
+        """Names of the weights that are in no snapshot, since nothing changes them. Not collective."""
+        return self._snapshots.unchanged
+
     def put_aside(self, name: str, reason: str) -> None:
         """Put a damaged checkpoint aside. One that is only at the URL is not offered again for the present plan."""
         if self._catalogue.is_remote(name):

@@ -93,6 +93,11 @@ class Snapshots:
         """The weights that snapshots leave out because they are stored once, in words."""
         return self._frozen.in_words()
 
+    @property
+    def unchanged(self) -> set[str]:
+        """The names of those that this rank has not found to have changed."""
+        return self._frozen.unchanged
+
     # The flight ----------------------------------------------------------------------------------------------------
 
     def start_snapshot(

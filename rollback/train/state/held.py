@@ -1,11 +1,11 @@
 """A training state that this rank holds in memory, to put it back a moment later: see `Rewinder.undo`.
 
-It has all that a checkpoint has, and goes back the way that a checkpoint goes: through `TrainingState.load`. Weights
-that nothing trains are not copied. For a step after which training goes on as if it had not been (`Prober`), gradients
-are held too, and the position in the data is left out, since that does not move.
+It has all that a checkpoint has, and goes back the way that a checkpoint goes: through `TrainingState.load`. What
+snapshots leave out is not copied either. For a step after which training goes on as if it had not been (`Prober`),
+gradients are held too, and the position in the data is left out, since that does not move.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,19 @@ from rollback.train.state.state import TrainingState
 class HeldState:
     """The present state, copied to the host. Nothing here is collective.
 
-    before: a held state that is not wanted any more; its memory is used again where it fits. data: with the position
-    in the data.
+    left_out: frozen weights that stay as they are, as far as is known (`FrozenWeights`): a script may write to others
+    all the same. before: a held state that is not wanted any more; its memory is used again where it fits. data: with
+    the position in the data.
     """
 
-    def __init__(self, state: TrainingState, before: "HeldState | None" = None, *, data: bool = True) -> None:
+    def __init__(
+        self,
+        state: TrainingState,
+        left_out: Collection[str] = (),
+        before: "HeldState | None" = None,
+        *,
+        data: bool = True,
+    ) -> None:
         image = state.image(data=data)
         room = before._copies if before is not None else {}
         self.step, self.batch = state.counters.step, state.cursor.batch
@@ -31,7 +39,7 @@ class HeldState:
         self._copies: dict[str, Tensor] = {}
         tensors = {**image.shared_tensors, **image.local_tensors}
         with torch.no_grad():
-            for name in tensors.keys() - image.frozen:
+            for name in tensors.keys() - image.frozen.intersection(left_out):
                 item, free = tensors[name], room.get(name)
                 if free is not None and (free.shape, free.dtype) == (item.shape, item.dtype):
                     self._copies[name] = free.copy_(item)
@@ -45,7 +53,7 @@ class HeldState:
 
         def plain(name: str) -> Tensor:
             present, held = live.get(name), self._copies.get(name)
-            if held is None:  # frozen: it is what it was
+            if held is None:  # left out: it is what it was
                 frozen = find(name)
                 assert frozen is not None
                 return frozen

@@ -2,9 +2,12 @@
 
 from typing import Any, Protocol, runtime_checkable
 
+from torch.optim import Optimizer
+
 from rollback.errors import RollbackError
 from rollback.rundir.failure_class import class_of_exception
 from rollback.rundir.failures import qualified_name, text_of
+from rollback.train.state.optimizer_state import load_optimizer
 
 _SHOWN = 6
 
@@ -25,7 +28,7 @@ def load_into(name: str, item: Stateful, state: dict[str, Any]) -> None:
     """Load a stored state into an object. Raises StateRefused where its `load_state_dict` raises, but for errors of
     memory, hardware and peers, which say nothing of the state."""
     try:
-        item.load_state_dict(state)
+        load_optimizer(item, state) if isinstance(item, Optimizer) else item.load_state_dict(state)
     except RollbackError:
         raise
     except Exception as error:

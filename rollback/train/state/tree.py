@@ -95,7 +95,12 @@ def memory_of(item: Tensor) -> tuple[Any, ...]:
 
 def is_kept(tensor: Tensor) -> bool:
     """Whether a checkpoint can keep a tensor of this kind."""
-    return tensor.layout == torch.strided and tensor.dtype in DTYPE_CODE
+    return tensor.layout == torch.strided and tensor.dtype in DTYPE_CODE and _has_memory(local_of(tensor))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether its values lie where it says. A subclass may only look like a tensor, and have others inside."""
+    return not tensor.numel() or tensor.data_ptr() != 0
 
 
 def _encode_items(value: Sequence[Any], path: str, tensors: dict[str, Tensor]) -> list[Json]:
@@ -137,8 +142,8 @@ def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
         )
     if not is_kept(tensor):
         raise UsageError(
-            f"the tensor {path!r} is {tensor.layout} {tensor.dtype}; a checkpoint keeps dense tensors of the types "
-            f"{', '.join(DTYPE)}",
+            f"the tensor {path!r} is a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}); a checkpoint keeps "
+            f"dense tensors with memory of their own, of the types {', '.join(DTYPE)}",
             hint="convert it, or keep it in another form in state_dict()",
         )
     name = path

@@ -22,12 +22,15 @@ EPOCH = 12  # batches
 
 
 class Script:
-    """Epochs of a small job on one rank. The first time that batch `broken` comes by, it is NaN."""
+    """Epochs of a small job on one rank. The first time that batch `broken` comes by, it is NaN. With a slow copy of
+    the weights in the model, which the script writes to by itself."""
 
     def __init__(self, run: Path, broken: int | None = None, **settings: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(4, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.model.slow = nn.Parameter(self.model.weight.detach().clone(), requires_grad=False)
+        self.slow_at = {0: self.model.slow.detach().clone()}
         data = torch.randn(EPOCH, 4, 4, generator=torch.Generator().manual_seed(1))
         self.guard = rollback.Guard(
             model=self.model, optimizer=self.optimizer, loader=list(data), run=run,
@@ -56,6 +59,8 @@ class Script:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.model.slow.data = self.model.slow.data.lerp(self.model.weight.data, 0.1)
+        self.slow_at[self.guard.step + 1] = self.model.slow.detach().clone()
         self.guard.observe(loss)
 
 
@@ -135,6 +140,25 @@ def test_every_kind_of_restore_reaches_every_subscriber(tmp_path: Path, cause: R
         assert (script.guard.step, [fact.finding for fact in facts(tmp_path / "run", Probed)]) == (2 * EPOCH, ["data"])
     else:
         assert event.checkpoint.endswith(f"{event.step:08d}")
+
+
+@pytest.mark.parametrize("cause", [RollbackCause.SCREEN, RollbackCause.PROBE])
+def test_a_slow_copy_in_the_model_goes_back_with_an_update_that_does_not_count(
+    tmp_path: Path, cause: RollbackCause
+) -> None:
+    script = Script(tmp_path / "run", broken=8, policy="screen")
+    script.broken_again, went_back = 8, []
+    if cause is RollbackCause.PROBE:
+        script.broken = None
+        ask(script.guard)
+
+    def compare(event: RollbackApplied) -> None:
+        if event.cause is cause:
+            went_back.append(torch.equal(script.model.slow, script.slow_at[event.step]))
+
+    script.guard.on_rollback(compare)
+    script.train(2)
+    assert went_back == [True]
 
 
 def test_a_loop_that_counts_what_it_is_handed_gets_no_probe_and_the_journal_says_why(tmp_path: Path) -> None:

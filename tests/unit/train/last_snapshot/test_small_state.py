@@ -126,3 +126,35 @@ def test_why_nothing_is_copied_at_every_step_is_told_by_what_the_other_module_is
     assert told.startswith("beside the model the guard keeps another module, the AveragedModel 'module'")
     assert "too large" not in told
     assert why() is None
+
+
+class Counting(torch.nn.Linear):
+    """Counts its forwards, in no tensor."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x) * self.count
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_a_model_that_has_more_than_parameters_and_buffers_gets_no_last_snapshot() -> None:
+    """Its forward of the next step may have changed that when a rank dies."""
+
+    def why(model: torch.nn.Module) -> str | None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return SmallStateReader(
+            TrainingState(model, optimizer, {}, cursor_for([1, 2, 3]), Sentinel("normal"))
+        ).why_not_copied()
+
+    assert "'0._extra_state'" in str(why(torch.nn.Sequential(Counting(1, 1))))
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    tied[1].weight = tied[0].weight
+    tied.register_buffer("mask", torch.zeros(2).to_sparse(), persistent=False)
+    assert why(tied) is None

@@ -487,6 +487,17 @@ def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other
     assert (account.checkpoint is None) == differs
 
 
+def test_what_a_script_did_to_moments_before_its_update_is_not_kept(tmp_path: Path, memory: Path) -> None:
+    """As one that makes momentum smaller at the beginning of its loop: it does so once more where it goes on."""
+
+    def act(guard: rollback.Guard) -> None:
+        next(iter(guard._state.optimizer.state.values()))["exp_avg"].mul_(0.5)
+        keep(guard)
+
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert account.why_not == f"the state of step {AT} was changed while it was read"
+
+
 def test_a_digest_that_another_rank_told_at_another_step_s_end_says_nothing(
     tmp_path: Path, memory: Path, other: int
 ) -> None:

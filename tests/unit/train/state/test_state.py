@@ -29,8 +29,9 @@ def state_of(seed: int, **objects: Any) -> TrainingState:
 
 
 def through_disk(image: Image) -> tuple[Any, Any]:
-    shared = {name: tensor.clone() for name, tensor in image.shared_tensors.items()}
-    local = {name: tensor.clone() for name, tensor in image.local_tensors.items()}
+    in_order = torch.contiguous_format
+    shared = {name: tensor.clone(memory_format=in_order) for name, tensor in image.shared_tensors.items()}
+    local = {name: tensor.clone(memory_format=in_order) for name, tensor in image.local_tensors.items()}
     texts = json.loads(json.dumps([image.shared, image.local]))
     return tree.decode(texts[0], shared.__getitem__), tree.decode(texts[1], local.__getitem__)
 
@@ -68,6 +69,63 @@ def test_loading_leaves_parameters_where_they_are() -> None:
     before = [parameter.data_ptr() for parameter in other.model.parameters()]
     other.load(*through_disk(one.image()))
     assert [parameter.data_ptr() for parameter in other.model.parameters()] == before
+
+
+class OfOtherTypes(torch.optim.Optimizer):
+    """Keeps what has another type than its parameters, as those do that hold moments and weights in float32."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                weights = torch.full_like(parameter, 1 / 3, dtype=torch.float32)
+                counted, mask = torch.tensor(1 << 40), torch.ones(2, dtype=torch.bool)
+                self.state[parameter] |= {"weights": weights, "more": [{"counted": counted}, (mask,)], "step": 3}
+
+
+def test_the_optimizers_state_comes_back_in_its_types() -> None:
+    def of(seed: int) -> TrainingState:
+        torch.manual_seed(seed)
+        model, critic = nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2).bfloat16()
+        optimizers = [OfOtherTypes(module.parameters(), {}) for module in (model, critic)]
+        objects = {"critic": critic, "its_optimizer": optimizers[1]}
+        return TrainingState(model, optimizers[0], objects, cursor_for([1]), Sentinel("normal"))
+
+    one, other = of(1), of(2)
+    for optimizer in (one.optimizer, one.objects["its_optimizer"]):
+        optimizer.step()  # type: ignore[attr-defined]
+    other.load(*through_disk(one.image()))
+    for optimizer in (other.optimizer, other.objects["its_optimizer"]):
+        state = optimizer.state_dict()["state"][0]
+        assert (state["weights"].dtype, state["weights"][0, 0].item()) == (torch.float32, torch.tensor(1 / 3).item())
+        assert (state["more"][0]["counted"].dtype, state["more"][1][0].dtype) == (torch.int64, torch.bool)
+
+
+def test_a_fused_optimizer_goes_on_with_parameters_in_another_order_in_memory() -> None:
+    """It goes through the memory of parameter and state side by side. A critic's is loaded into new tensors."""
+
+    def update(state: TrainingState) -> list[Tensor]:
+        torch.manual_seed(5)
+        for module, optimizer in ((state.model, state.optimizer), (state.modules["critic"], state.objects["its"])):
+            for parameter in module.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()  # type: ignore[attr-defined]
+        return [parameter.detach().clone() for parameter in state.parameters]
+
+    def of(seed: int) -> TrainingState:
+        torch.manual_seed(seed)
+        model, critic = (nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2))  # type: ignore[call-overload]
+        optimizers = [torch.optim.AdamW(module.parameters(), fused=True) for module in (model, critic)]
+        return TrainingState(
+            model, optimizers[0], {"critic": critic, "its": optimizers[1]}, cursor_for([1]), Sentinel("normal")
+        )
+
+    one, fresh, used = of(1), of(2), of(3)
+    update(one), update(used)
+    kept = [through_disk(one.image()) for _ in range(2)]
+    expected = update(one)
+    for other, (shared, local) in zip((fresh, used), kept, strict=True):
+        other.load(shared, local)
+        assert all(map(torch.equal, update(other), expected))
 
 
 def test_buffers_are_each_rank_s_own() -> None:
