@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -36,12 +35,6 @@ JOBS = {
     "workers and an incident": Toy(samples=320, workers=1, augment=True, nan=(60,), patient=False, settings=SURGICAL),
     "drawn and accumulated": Toy(loader="drawn", accumulate=2, max_steps=70, patient=False, settings=SURGICAL),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ BAD = (417, 1603)
 TOY = Toy(2048, epochs=12, batch_size=16, sampler="distributed", loop="epochs", bad=BAD, settings=PRESETS)
 ITSELF = {"rewind": None, "skip_after": None}  # no window by hand: a batch that did it alone is skipped alone
 SMALL = Toy(400, epochs=3, batch_size=8, bad=(33, 301), augment=True, settings=ITSELF)  # epochs of 50 batches
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 def launch(job: Scenarios, name: str) -> tuple[int, str]:

@@ -56,12 +56,6 @@ JOBS = {
 }
 
 
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as started:
-        yield started
-
-
 def state(portrait: dict[str, str]) -> dict[str, str]:
     """All but what was consumed, which an attempt knows of itself only."""
     return {name: text for name, text in portrait.items() if not name.startswith("/consumed")}

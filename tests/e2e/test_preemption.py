@@ -29,12 +29,6 @@ SEED = 7
 TINY = Path(__file__).parent / "jobs" / "tiny.py"
 
 
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
-
-
 SHORT = Toy(
     samples=160, epochs=2, loop="epochs", between=True, workers=1, augment=True, patient=False,
     settings={"snapshot_every": 3},

@@ -5,7 +5,6 @@ Oracle: bit for bit the run that was given the resulting skip list from the star
 
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,12 +56,6 @@ def bad_updates(toy: Toy) -> Window:
     assert toy.garbage is not None
     first, last = toy.garbage
     return Window(first=first - first % toy.accumulate, last=last + -(last + 1) % toy.accumulate)
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 @pytest.mark.parametrize("job", by_default({**QUICK, **WIDE}, "accumulation", "epochs"))
