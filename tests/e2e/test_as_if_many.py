@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 from job_results import LAUNCH, Scenarios
-from launching import LIMIT
 from toy import Toy, facts, require_same
+from waiting import LIMIT
 from warm_server import run_warm
 
 from rollback.checkpoints import ring

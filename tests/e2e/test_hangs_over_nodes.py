@@ -3,14 +3,13 @@
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import hosts
 import pytest
 from hosts import CABLE, two_hosts
-from launching import LIMIT
 from test_hangs import IMPATIENT
+from waiting import LIMIT, wait_for
 from warm_server import run_warm
 
 from rollback.facts.training import AttemptEnded, Hung
@@ -32,7 +31,7 @@ def test_a_hang_on_two_hosts_is_told_with_the_stacks_of_both(tmp_path: Path) -> 
             ]  # fmt: skip
             with open(tmp_path / f"output-{node}", "a") as output:
                 host.start(command, {"GLOO_SOCKET_IFNAME": CABLE, "NO_COLOR": "1"}, tmp_path, output)
-            wait_for_a_leader(run)
+            wait_for(run.orders.is_file)
         codes = [host.wait(2 * LIMIT) for host in both]
         told = "\n".join(path.read_text() for path in sorted(tmp_path.glob("output-*")))
         assert codes == [1, 1], told
@@ -49,13 +48,6 @@ def test_a_hang_on_two_hosts_is_told_with_the_stacks_of_both(tmp_path: Path) -> 
     assert all("wait_for_all" in processes[rank]["stacks"] for rank in hung.stacks)
     assert leader != follower
     assert f"rank       {ended.rank}, on host {follower}" in why(run)
-
-
-def wait_for_a_leader(run: RunPaths) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not run.orders.is_file():
-        assert time.monotonic() < deadline, "nobody leads"
-        time.sleep(0.02)
 
 
 def why(run: RunPaths, *arguments: str) -> str:

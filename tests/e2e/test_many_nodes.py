@@ -3,10 +3,8 @@
 import json
 import os
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,8 +12,9 @@ import hosts
 import pytest
 from hosts import CABLE, Host, two_hosts
 from job_results import JOB, LAUNCH, Scenarios
-from launching import LIMIT, RANK
+from launching import RANK
 from toy import Toy, facts, require_same
+from waiting import LIMIT, free_port, wait_for
 from warm_server import WarmPopen
 
 from rollback.checkpoints import ring
@@ -44,7 +43,7 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self.folder, self.run = folder, folder / "run"
         self.paths = RunPaths(self.run)
-        self.port = _free_port()
+        self.port = free_port()
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -309,13 +308,6 @@ def furthest(run: RunPaths) -> int:
     return min(beats) if len(beats) == 2 else -1
 
 
-def wait_for(condition: Callable[[], object], told: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, f"what the test waits for did not happen\n{told()}"
-        time.sleep(0.02)
-
-
 def records(run: Path) -> list[JournalEntry]:
     return read_journal(RunPaths(run).train_journal).records
 
@@ -323,9 +315,3 @@ def records(run: Path) -> list[JournalEntry]:
 def supervisors_facts(run: Path, *kinds: type[Fact]) -> list[object]:
     journal = read_journal(RunPaths(run).supervisor_journal)
     return [record.fact for record in journal.records if isinstance(record.fact, kinds)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -6,17 +6,17 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from attempts import Forker
 from job_results import JOB, LAUNCH, Scenarios
-from launching import LIMIT, WITHOUT_TORCHRUN, Launch, launching
+from launching import WITHOUT_TORCHRUN, Launch, launching
 from selection import soak
 from toy import SETTINGS, Toy, facts, require_same
+from waiting import LIMIT, wait_for
 from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, Committed, Restored, RunEnded, Signalled, Stopped
@@ -153,19 +153,12 @@ def launch(scenarios: Path, run: Path) -> subprocess.Popen[str]:
     return WarmPopen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, "what the test waits for did not happen"
-        time.sleep(0.01)
-
-
 def test_an_evaluation_that_is_longer_than_the_grace_costs_the_steps_since_the_last_checkpoint(
     tmp_path: Path,
 ) -> None:
     with launching(tmp_path, with_torchrun=False, script=TINY) as job:
         supervisor = job.start("--evaluate --samples 2000", "--grace", "0.5")
-        job.wait_for((job.folder / "evaluating").exists)
+        wait_for((job.folder / "evaluating").exists)
         supervisor.send_signal(signal.SIGTERM)
         output, _ = supervisor.communicate(timeout=LIMIT)
         assert supervisor.returncode == 75, output

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from asking import answers, hand_in
 from job_results import JOB, LAUNCH, Scenarios
-from launching import LIMIT
-from test_many_nodes import Nodes, nodes_of, supervisors_facts, wait_for
+from test_many_nodes import Nodes, nodes_of, supervisors_facts
 from toy import Toy, facts, require_same, skipped
+from waiting import LIMIT, wait_for
 from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, AttemptStarted, Restored, RunEnded, Signalled, Stopped

@@ -10,10 +10,10 @@ import hosts
 import pytest
 from fleet import Fleet
 from hosts import hosts_on_a_switch
-from launching import LIMIT
 from s3_server import serving_s3
-from test_many_nodes import nodes_of, supervisors_facts, wait_for
+from test_many_nodes import nodes_of, supervisors_facts
 from toy import Toy, facts
+from waiting import LIMIT, wait_for
 
 from rollback.checkpoints import ring
 from rollback.facts.training import (

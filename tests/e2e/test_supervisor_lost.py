@@ -5,9 +5,10 @@ from pathlib import Path
 
 import psutil
 from job_results import Scenarios
-from launching import LIMIT, is_gone
-from test_preemption import HELD, LONG, is_training, launch, wait_for
+from launching import is_gone
+from test_preemption import HELD, LONG, is_training, launch
 from toy import facts, require_same
+from waiting import LIMIT, wait_for
 
 from rollback.facts.training import Attached, Committed
 from rollback.rundir.paths import RunPaths
