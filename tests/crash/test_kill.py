@@ -4,7 +4,6 @@
 `rollback launch`; by default 6 of a single rank and 2 of a rank among two.
 """
 
-import os
 import random
 import signal
 import subprocess
@@ -14,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 from attempts import Forker
-from job_results import JOB, LAUNCH, Scenarios
+from job_results import Scenarios
 from selection import soak
 from toy import Toy, facts, require_same
-from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, AttemptEnded, Incident
 from rollback.rundir.journal.journal import read_journal
@@ -112,11 +110,7 @@ def test_a_rank_of_two_killed_at_random_moments_under_launch(tmp_path: Path, kil
 def _launch(toy: Toy, run: Path) -> subprocess.Popen[str]:
     scenarios = Scenarios(run.parent)
     scenarios.add(run.name, toy)
-    command = [*LAUNCH, "--nproc", "2", "--run", str(run), str(JOB), str(scenarios.path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    return WarmPopen(
-        command, cwd=run.parent, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return scenarios.start_launch(run)
 
 
 def _heartbeat_from(run: Path, rank: int, step: int, job: subprocess.Popen[str]) -> tuple[int, int] | None:

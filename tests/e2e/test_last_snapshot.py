@@ -13,12 +13,11 @@ from typing import TypeVar
 import psutil
 import pytest
 from cgroups import IN_CGROUP, memory_cgroup
-from job_results import JOB, LAUNCH, Scenarios
+from job_results import LAUNCH, Scenarios
 from random_kills import kill_a_rank
 from selection import soak
 from test_hangs import IMPATIENT
 from toy import Toy, facts, require_same
-from warm_server import WarmPopen
 
 from rollback.facts.training import (
     Attached,
@@ -58,11 +57,8 @@ class Launched:
     def start(self, *flags: str) -> subprocess.Popen[str]:
         memory = self.folder / "memory"
         memory.mkdir(exist_ok=True)
-        command = [*self.launch, "--nproc", str(self.ranks), "--run", str(self.run), "--fast-tier", str(memory), *flags]
-        return WarmPopen(
-            [*command, str(JOB), str(self.scenarios.path)], cwd=self.folder, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
-        )  # fmt: skip
+        flags = ("--fast-tier", str(memory), *flags)
+        return self.scenarios.start_launch(self.run, *flags, ranks=self.ranks, program=self.launch)
 
     def finish(self, *flags: str) -> str:
         job = self.start(*flags)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from attempts import Forker
-from job_results import JOB, LAUNCH, Scenarios
+from job_results import Scenarios
 from launching import WITHOUT_TORCHRUN, Launch, launching
 from selection import soak
 from toy import SETTINGS, Toy, facts, require_same
@@ -96,7 +96,7 @@ def test_a_scheduler_that_signals_every_process_of_the_job(tmp_path: Path, numbe
     scenarios, told = Scenarios(tmp_path), tmp_path / "they-are-told"
     scenarios.add("told", LONG, holds=[HELD, str(told)])
     run = scenarios.run("told")
-    job = launch(scenarios.path, run)
+    job = scenarios.start_launch(run)
     wait_for(lambda: is_training(run))
     supervisor = psutil.Process(job.pid)
     everybody = [supervisor, *supervisor.children(recursive=True)]
@@ -110,7 +110,7 @@ def test_a_scheduler_that_signals_every_process_of_the_job(tmp_path: Path, numbe
     assert RunPaths(run).checkpoint(stopped.checkpoint).name.endswith(f"-s{stopped.step:08d}"), "it was not saved there"
     if number == signal.SIGUSR1:
         return
-    assert launch(scenarios.path, run).wait(timeout=LIMIT) == 0
+    assert scenarios.start_launch(run).wait(timeout=LIMIT) == 0
     assert facts(run, Attached)[-1].step == stopped.step
     undisturbed = Scenarios(tmp_path / "undisturbed")
     undisturbed.folder.mkdir()
@@ -124,7 +124,7 @@ def test_rollback_stop_stops_a_supervised_job_resumably(tmp_path: Path) -> None:
     scenarios, asked = Scenarios(tmp_path), tmp_path / "they-are-asked"
     scenarios.add("told", LONG.but(samples=2000), holds=[HELD, str(asked)])
     run = scenarios.run("told")
-    job = launch(scenarios.path, run)
+    job = scenarios.start_launch(run)
     wait_for(lambda: is_training(run))
     command = [sys.executable, "-m", "rollback", "stop", str(run), "--why", "maintenance", "--who", "ann@site"]
     stop = WarmPopen[str](command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -145,12 +145,6 @@ def test_rollback_stop_stops_a_supervised_job_resumably(tmp_path: Path) -> None:
 def is_training(run: Path) -> bool:
     beats = read_heartbeats(RunPaths(run).ranks).values()
     return len(beats) == 2 and min(beat.step for beat in beats) > 20
-
-
-def launch(scenarios: Path, run: Path) -> subprocess.Popen[str]:
-    command = [*LAUNCH, "--nproc", "2", "--run", str(run), str(JOB), str(scenarios)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    return WarmPopen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def test_an_evaluation_that_is_longer_than_the_grace_costs_the_steps_since_the_last_checkpoint(
