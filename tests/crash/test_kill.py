@@ -15,10 +15,9 @@ import pytest
 from attempts import Forker
 from job_results import Scenarios
 from selection import soak
-from toy import Toy, facts, require_same
+from toy import Toy, facts, require_same, supervisor_facts
 
 from rollback.facts.training import Attached, AttemptEnded, Incident
-from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
@@ -93,7 +92,7 @@ def test_a_rank_of_two_killed_at_random_moments_under_launch(tmp_path: Path, kil
             job.wait()
     told = f"seed {seed}, killed (rank, step) {killed_at}"
     assert job.returncode == 0, f"{told}\n{output}"
-    ended = [r.fact for r in read_journal(RunPaths(run).supervisor_journal).records if isinstance(r.fact, AttemptEnded)]
+    ended = supervisor_facts(run, AttemptEnded)
     assert len(ended) == len(killed_at) + 1, told
     assert len(killed_at) == kills, told
     assert all("signal 9" in fact.cause for fact in ended[:-1]), [fact.cause for fact in ended]

@@ -9,11 +9,11 @@ import hosts
 import pytest
 from hosts import CABLE, two_hosts
 from test_hangs import IMPATIENT
+from toy import supervisor_facts
 from waiting import LIMIT, wait_for
 from warm_server import run_warm
 
 from rollback.facts.training import AttemptEnded, Hung
-from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 JOB = Path(__file__).parent / "jobs" / "stuck.py"
@@ -36,9 +36,7 @@ def test_a_hang_on_two_hosts_is_told_with_the_stacks_of_both(tmp_path: Path) -> 
         told = "\n".join(path.read_text() for path in sorted(tmp_path.glob("output-*")))
         assert codes == [1, 1], told
         leader, follower = (host.name for host in both)
-    facts = [record.fact for record in read_journal(run.supervisor_journal).records]
-    (hung,) = (fact for fact in facts if isinstance(fact, Hung))
-    (ended,) = (fact for fact in facts if isinstance(fact, AttemptEnded))
+    (hung,), (ended,) = (supervisor_facts(run.root, kind) for kind in (Hung, AttemptEnded))
     assert (ended.why, ended.host) == ("stopped", follower), told
     assert (hung.suspect, hung.stacks) == (ended.rank, tuple(rank for rank in range(4) if rank != ended.rank))
     account = why(run, "--json")

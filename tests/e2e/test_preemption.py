@@ -15,12 +15,11 @@ from attempts import Forker
 from job_results import Scenarios
 from launching import WITHOUT_TORCHRUN, Launch, launching
 from selection import soak
-from toy import SETTINGS, Toy, facts, require_same
+from toy import SETTINGS, Toy, facts, require_same, supervisor_facts
 from waiting import LIMIT, wait_for
 from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, Committed, Restored, RunEnded, Signalled, Stopped
-from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
@@ -138,7 +137,7 @@ def test_rollback_stop_stops_a_supervised_job_resumably(tmp_path: Path) -> None:
     (stopped,) = facts(run, Stopped)
     assert f"stopped at step {stopped.step}" in said
     assert RunPaths(run).checkpoint(stopped.checkpoint).name.endswith(f"-s{stopped.step:08d}")
-    told = [r.fact for r in read_journal(RunPaths(run).supervisor_journal).records if isinstance(r.fact, Signalled)]
+    told = supervisor_facts(run, Signalled)
     assert [fact.signal for fact in told] in ([], ["rollback stop by ann@site"])  # the ranks may have been faster
 
 
@@ -188,17 +187,12 @@ def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def supervisor_facts(job: Launch, kind: type) -> list[object]:
-    records = read_journal(job.paths.supervisor_journal).records
-    return [record.fact for record in records if isinstance(record.fact, kind)]
-
-
 def test_a_terminal_that_goes_away_stops_the_job_resumably(job: Launch) -> None:
     pid, terminal = in_a_terminal(job, "stop_when_told")
     job.wait_for_heartbeats(1)
     os.close(terminal)
     assert exit_code(pid) == 75
-    assert [fact.signal for fact in supervisor_facts(job, Signalled)] == ["SIGHUP"]  # type: ignore[attr-defined]
+    assert [fact.signal for fact in supervisor_facts(job.run, Signalled)] == ["SIGHUP"]
 
 
 def test_a_job_that_is_to_go_on_without_its_terminal_does(job: Launch) -> None:
@@ -207,5 +201,5 @@ def test_a_job_that_is_to_go_on_without_its_terminal_does(job: Launch) -> None:
     os.close(terminal)
     (job.folder / "go-on").touch()
     assert exit_code(pid) == 0
-    assert not supervisor_facts(job, Signalled)
-    assert [fact.exit_code for fact in supervisor_facts(job, RunEnded)] == [0]  # type: ignore[attr-defined]
+    assert not supervisor_facts(job.run, Signalled)
+    assert [fact.exit_code for fact in supervisor_facts(job.run, RunEnded)] == [0]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from job_results import JOB, LAUNCH, Scenarios
-from test_many_nodes import supervisors_facts
-from toy import Toy, facts, require_same
+from toy import Toy, facts, require_same, supervisor_facts
 from waiting import free_port
 from warm_server import WarmPopen
 
@@ -90,7 +89,7 @@ def test_many_ranks_under_many_supervisors_end_with_what_undisturbed_ones_have(
             if supervisor.poll() is None:
                 supervisor.kill()
                 supervisor.wait()
-    ends = [(fact.why, fact.rank) for fact in supervisors_facts(run.root, AttemptEnded)]
+    ends = [(fact.why, fact.rank) for fact in supervisor_facts(run.root, AttemptEnded)]
     assert ends[:2] == [("signal", killed), ("stopped", stopped)], told()
     assert [fact.world_size for fact in facts(run.root, Attached)] == [ranks] * 4
     undisturbed = Scenarios(tmp_path / "undisturbed", limit=LIMIT)
