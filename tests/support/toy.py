@@ -554,6 +554,16 @@ def facts(run: Path, *kinds: type[Fact]) -> list[Any]:
     return _facts(RunPaths(run).train_journal, kinds or (Fact,))
 
 
+def stop_at(batch: int) -> Hook:
+    """Break off at this batch."""
+
+    def stop(_guard: object, position: int) -> None:
+        if position == batch:
+            raise KeyboardInterrupt
+
+    return stop
+
+
 def supervisor_facts(run: Path, *kinds: type[Fact]) -> list[Any]:
     """Facts of the supervisor's journal, of these kinds, in order."""
     return _facts(RunPaths(run).supervisor_journal, kinds)
