@@ -16,6 +16,7 @@ from counted import TOLD, Tell
 
 if TYPE_CHECKING:
     from attempts import Forker
+    from faulty import Bucket
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported here, and for the processes that tests start
 os.environ["ROLLBACK_FAST_TIER"] = "off"  # unless a test says otherwise: most look into the run directory's ring
@@ -68,9 +69,16 @@ def tell(record_property: Callable[[str, object], None]) -> Tell:
     return lambda text: record_property(TOLD, text)
 
 
+@pytest.fixture
+def bucket() -> "Bucket":
+    from faulty import new_bucket  # not on top: of most tests none asks for it
+
+    return new_bucket("bucket")
+
+
 @pytest.fixture(scope="module")
 def forker() -> "Iterator[Forker]":
-    from attempts import Forker  # not on top: of most tests none asks for it
+    from attempts import Forker
 
     with Forker() as forker:
         yield forker

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import MANNERS, Bucket, Died, FaultyFileSystem, Manner, new_bucket
+from faulty import MANNERS, Bucket, Died, FaultyFileSystem, Manner
 from selection import by_default
 from waiting import wait_for
 
@@ -55,11 +55,6 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     run.paths.pins.mkdir()
     run.paths.pin(NAMES[0]).write_text('{"at": "2030-01-01"}')
     return run
-
-
-@pytest.fixture
-def bucket() -> Bucket:
-    return new_bucket("bucket")
 
 
 in_both_layouts = pytest.mark.parametrize("run", LAYOUTS, indirect=True)
