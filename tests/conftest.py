@@ -6,13 +6,17 @@ import os
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
 from counted import TOLD, Tell
+
+if TYPE_CHECKING:
+    from attempts import Forker
+    from faulty import Bucket
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported here, and for the processes that tests start
 os.environ["ROLLBACK_FAST_TIER"] = "off"  # unless a test says otherwise: most look into the run directory's ring
@@ -63,6 +67,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tell(record_property: Callable[[str, object], None]) -> Tell:
     """See `counted`."""
     return lambda text: record_property(TOLD, text)
+
+
+@pytest.fixture
+def bucket() -> "Bucket":
+    from faulty import new_bucket  # not on top: of most tests none asks for it
+
+    return new_bucket("bucket")
+
+
+@pytest.fixture(scope="module")
+def forker() -> "Iterator[Forker]":
+    from attempts import Forker
+
+    with Forker() as forker:
+        yield forker
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops, range_of
 from rollback.source.losses import told_losses
-from rollback.source.names import own_names
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -58,7 +57,7 @@ class _Script:
         self._scopes = {
             id(node): scope for scope in (self._loops.tree, *_functions(self._loops.tree)) for node in ast.walk(scope)
         }  # the innermost function comes last
-        self._own = own_names(self._loops.tree)
+        self._own = _own_names(self._loops.tree)
         self._guard = next(name for name in ("guard", "run_guard", "rollback_guard") if name not in self._own)
         self._put: list[tuple[int, str]] = []  # lines, to be put behind that one
         self._instead: list[tuple[ast.expr, str]] = []
@@ -361,3 +360,20 @@ def _whole(part: ast.expr) -> str:
     while isinstance(found, ast.Attribute | ast.Subscript):
         found = found.value
     return found.id if isinstance(found, ast.Name) and found.id != "self" else ast.unparse(part)
+
+
+def _own_names(tree: ast.AST) -> dict[str, int]:
+    """By name, a line that gives it: variables, arguments, functions, classes, and what is imported; this package is
+    not the script's own."""
+    found: dict[str, int] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                found[name] = node.lineno
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found[name] = node.lineno
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                given = {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+                ours = {"rollback"} if isinstance(node, ast.Import) else set()
+                found |= dict.fromkeys(given - ours, node.lineno)
+    return found

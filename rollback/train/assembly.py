@@ -122,8 +122,8 @@ class GuardAssembly:
         evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
         pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
         self._judge = Judge(
-            run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence, cursor.batch,
-            Advisor(state.model, optimizer, layers, Unkept(state)), skips, max_steps,
+            run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence,
+            Advisor(state.model, optimizer, layers, Unkept(state)), skips, cursor.batch, max_steps,
         )  # fmt: skip
         lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)

@@ -3,13 +3,14 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faulty import new_bucket
+from waiting import wait_for
 
 from checkpoints import LAYOUTS, RANKS, damage, lay_out_as, manifest_of, whole, write_checkpoint
 from mortal import Mortal
@@ -379,13 +380,6 @@ def put_out(at_run: RingInRun) -> None:
 
 def drained(facts: list[Fact]) -> list[str]:
     return [fact.checkpoint for fact in facts if isinstance(fact, Drained)]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_manifests_of_two_hosts_are_of_one_checkpoint_unless_more_than_the_clock_differs() -> None:

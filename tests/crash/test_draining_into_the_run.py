@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from waiting import wait_for
 
 from checkpoints import manifest_of, whole, write_checkpoint
 from mortal import Mortal
@@ -115,7 +116,7 @@ def test_good_checkpoints_go_from_the_slots_to_the_ring_which_keeps_its_capacity
         name = manifest_of(seq, 10 * seq).name
         into_slot(tier, tmp_path / f"source-{seq}", seq, 10 * seq)
         run.commit(10.0 * seq, name, 10 * seq)
-        assert wait_for(lambda name=name: name in [fact.checkpoint for fact in facts if isinstance(fact, Drained)])
+        wait_for(lambda name=name: name in [fact.checkpoint for fact in facts if isinstance(fact, Drained)])
     into_slot(tier, tmp_path / "source-6", 6, 60)
     run.commit(100.0, manifest_of(6, 60).name, 60, good=False)
     drainer.finish()
@@ -157,7 +158,7 @@ def test_a_shard_that_cannot_be_read_for_a_moment_is_copied_at_the_next_try(
     assert drainer is not None
     drainer.start()
     last = Drained if failures == 1 else DrainFailed
-    assert wait_for(lambda: any(isinstance(fact, last) and fact.checkpoint == name for fact in facts))
+    wait_for(lambda: any(isinstance(fact, last) and fact.checkpoint == name for fact in facts))
     drainer.give_up()
     drainer.close()
     assert drainer.wait(Phase.CLOSED, 30)
@@ -199,12 +200,3 @@ def into_slot(tier: slots.SlotPaths, folder: Path, seq: int, step: int) -> None:
     for shard in manifest.shards:
         os.replace(source.checkpoint(name) / shard.file, tier.slot(number) / shard.file)
     slots.commit(tier, number, manifest)
-
-
-def wait_for(condition: Callable[[], bool]) -> bool:
-    import time
-
-    deadline = time.monotonic() + 30
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from faulty import Bucket, Died, Manner, new_bucket
+from faulty import Bucket, Died, Manner
 
 from checkpoints import whole, write_checkpoint
 from recorded_run import RecordedRun
@@ -30,11 +30,6 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storing, "_LONGEST_WAIT", 0.001)
     monkeypatch.setattr(remote, "_PATIENCE", 0.05)
     monkeypatch.setattr(remote, "_MEET_EVERY", 0.01)
-
-
-@pytest.fixture
-def bucket() -> Bucket:
-    return new_bucket("bucket")
 
 
 @pytest.fixture

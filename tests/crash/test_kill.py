@@ -4,24 +4,20 @@
 `rollback launch`; by default 6 of a single rank and 2 of a rank among two.
 """
 
-import os
 import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from attempts import Forker
-from job_results import JOB, LAUNCH, Scenarios
+from job_results import Scenarios
 from selection import soak
-from toy import Toy, facts, require_same
-from warm_server import WarmPopen
+from toy import Toy, facts, require_same, supervisor_facts
 
 from rollback.facts.training import Attached, AttemptEnded, Incident
-from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
@@ -36,12 +32,6 @@ JOBS = {
     "workers and an incident": Toy(samples=320, workers=1, augment=True, nan=(60,), patient=False, settings=SURGICAL),
     "drawn and accumulated": Toy(loader="drawn", accumulate=2, max_steps=70, patient=False, settings=SURGICAL),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 @pytest.mark.parametrize(
@@ -102,7 +92,7 @@ def test_a_rank_of_two_killed_at_random_moments_under_launch(tmp_path: Path, kil
             job.wait()
     told = f"seed {seed}, killed (rank, step) {killed_at}"
     assert job.returncode == 0, f"{told}\n{output}"
-    ended = [r.fact for r in read_journal(RunPaths(run).supervisor_journal).records if isinstance(r.fact, AttemptEnded)]
+    ended = supervisor_facts(run, AttemptEnded)
     assert len(ended) == len(killed_at) + 1, told
     assert len(killed_at) == kills, told
     assert all("signal 9" in fact.cause for fact in ended[:-1]), [fact.cause for fact in ended]
@@ -119,11 +109,7 @@ def test_a_rank_of_two_killed_at_random_moments_under_launch(tmp_path: Path, kil
 def _launch(toy: Toy, run: Path) -> subprocess.Popen[str]:
     scenarios = Scenarios(run.parent)
     scenarios.add(run.name, toy)
-    command = [*LAUNCH, "--nproc", "2", "--run", str(run), str(JOB), str(scenarios.path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    return WarmPopen(
-        command, cwd=run.parent, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return scenarios.start_launch(run)
 
 
 def _heartbeat_from(run: Path, rank: int, step: int, job: subprocess.Popen[str]) -> tuple[int, int] | None:

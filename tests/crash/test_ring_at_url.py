@@ -2,14 +2,14 @@
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import MANNERS, Bucket, Died, FaultyFileSystem, Manner, new_bucket
+from faulty import MANNERS, Bucket, Died, FaultyFileSystem, Manner
 from selection import by_default
+from waiting import wait_for
 
 from checkpoints import LAYOUTS, RANKS, damage, lay_out_as, whole, write_checkpoint
 from recorded_run import RecordedRun
@@ -55,11 +55,6 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     run.paths.pins.mkdir()
     run.paths.pin(NAMES[0]).write_text('{"at": "2030-01-01"}')
     return run
-
-
-@pytest.fixture
-def bucket() -> Bucket:
-    return new_bucket("bucket")
 
 
 in_both_layouts = pytest.mark.parametrize("run", LAYOUTS, indirect=True)
@@ -130,26 +125,19 @@ def test_a_spare_has_the_newest_checkpoint_and_no_other(
     try:
         for name in NAMES:
             put(at_url, run.paths, name)
-            until(lambda name=name: ring.names(spare) == [name])
+            wait_for(lambda name=name: ring.names(spare) == [name])
             assert whole(spare, name)
         got, asked = [key for key in bucket.operations if ".safetensors" in key], len(bucket.operations)
-        until(lambda: len(bucket.operations) > asked + 4)
+        wait_for(lambda: len(bucket.operations) > asked + 4)
         assert [key for key in bucket.operations if ".safetensors" in key] == got, "each checkpoint comes once"
         shard = spare.checkpoint(NAMES[-1]) / "rank-00000.safetensors"
         shard.unlink()
-        until(shard.exists)
+        wait_for(shard.exists)
     finally:
         ahead.close()
     assert said == []
     forget_fetched(spare)
     assert ring.names(spare) == []
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def change(paths: RunPaths, told: list[str]) -> None:

@@ -31,11 +31,6 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draining, "_PATIENCE_AT_START", 0.05)
 
 
-@pytest.fixture
-def bucket() -> Bucket:
-    return new_bucket("bucket")
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return train(TOY.but(settings={**TOY.settings, "ring": None}), tmp_path_factory.mktemp("undisturbed") / "run")

@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+from waiting import LIMIT, wait_for
 from warm_server import WarmPopen, run_warm
 
 from rollback.rundir.journal.journal import read_journal
@@ -18,7 +18,6 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
 RANK = Path(__file__).parent / "rank.py"
-LIMIT = 180.0  # a wait that is longer than this has failed; slow machines with all cores busy take a minute
 
 # One rank in torchrun's place, for tests that are not about torchrun: it takes seconds to import.
 WITHOUT_TORCHRUN = """
@@ -88,14 +87,8 @@ class Launch:
             if isinstance(record.fact, kinds)
         ]
 
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + LIMIT
-        while not condition():
-            assert time.monotonic() < deadline, "what the test waits for did not happen"
-            time.sleep(0.02)
-
     def wait_for_heartbeats(self, count: int) -> list[psutil.Process]:
-        self.wait_for(lambda: len(read_heartbeats(self.paths.ranks)) == count)
+        wait_for(lambda: len(read_heartbeats(self.paths.ranks)) == count)
         return [psutil.Process(beat.pid) for beat in read_heartbeats(self.paths.ranks).values()]
 
     def torchrun(self) -> psutil.Process:

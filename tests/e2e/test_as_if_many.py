@@ -1,13 +1,10 @@
 """What is done where there are thousands of ranks, by four of them."""
 
 import signal
-import subprocess
 from pathlib import Path
 
-from job_results import LAUNCH, Scenarios
-from launching import LIMIT
+from job_results import Scenarios
 from toy import Toy, facts, require_same
-from warm_server import run_warm
 
 from rollback.checkpoints import ring
 from rollback.errors import ExitCode
@@ -30,12 +27,8 @@ def test_ranks_that_share_files_go_back_and_are_started_again_from_them_exactly(
     run = RunPaths(scenarios.run("job"))
     fewer = f'sed -i \'s/"format": 5/"format": 4/\' {run.identity}'  # as if the first attempt had had fewer ranks
     scenarios.add("job", TOY, signal=[KILLED, 40, signal.SIGKILL, 1], shell=[0, 35, fewer])
-    flags = ["--nproc", str(RANKS), "--last-snapshot", "off", "--run", str(run.root)]
-    done = run_warm(
-        [*LAUNCH, *flags, str(JOB), str(scenarios.path)], env={**scenarios.environment, "NO_COLOR": "1"},
-        timeout=LIMIT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-8000:]
+    code, output = scenarios.launch(run.root, "--last-snapshot", "off", ranks=RANKS)
+    assert code == 0, output[-8000:]
     (incident,), (back,) = facts(run.root, Incident), facts(run.root, Restored)
     first, second = facts(run.root, Attached)
     assert (first.checkpoint, back.route) == (None, "in_process")

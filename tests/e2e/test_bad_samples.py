@@ -1,17 +1,13 @@
 """Samples that are bad for good: each epoch meets them again, and the run goes on without them."""
 
-import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from attempts import DIED, Forker
-from job_results import JOB, LAUNCH, LIMIT, Scenarios
+from job_results import Scenarios
 from selection import soak
 from toy import PRESETS, Toy, facts, left_out, require_same, same_skips_from_the_start, skipped, train
 from typer.testing import CliRunner
-from warm_server import run_warm
 
 from rollback.cli import app
 from rollback.facts.training import Incident, Planned, SampleQuarantine, Stopped
@@ -24,22 +20,6 @@ ITSELF = {"rewind": None, "skip_after": None}  # no window by hand: a batch that
 SMALL = Toy(400, epochs=3, batch_size=8, bad=(33, 301), augment=True, settings=ITSELF)  # epochs of 50 batches
 
 
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
-
-
-def launch(job: Scenarios, name: str) -> tuple[int, str]:
-    """The first scenario's exit code under `rollback launch` on two ranks, without any flag, and what it printed."""
-    command = [*LAUNCH, "--nproc", "2", "--run", str(job.run(name)), str(JOB), str(job.path)]
-    done = run_warm(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}, timeout=LIMIT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    return done.returncode, done.stdout
-
-
 def audit(run: Path, *flags: str) -> str:
     return CliRunner().invoke(app, ["audit", str(run), *flags]).stdout
 
@@ -50,7 +30,7 @@ def test_two_bad_samples_of_two_thousand_with_default_settings(tmp_path: Path, e
     """Done, both named, and nothing lost but what the first answers cost: the batches in hand, each once."""
     job, toy = Scenarios(tmp_path), TOY.but(epochs=epochs)
     job.add("run", toy)
-    code, output = launch(job, "run")
+    code, output = job.launch(job.run("run"))
     assert code == 0, output[-4000:]
     run, incidents = job.run("run"), facts(job.run("run"), Incident)
     assert [len(plan.skip) for plan in facts(run, Planned)] == [1] * len(incidents)
@@ -102,9 +82,9 @@ def test_a_run_that_was_stopped_does_not_end_well_because_it_is_started_again(tm
     """Everything is bad: it stops with 76, and the same command says so once more instead of training nothing."""
     job = Scenarios(tmp_path)
     job.add("run", TOY.but(bad=tuple(range(2048))))
-    code, output = launch(job, "run")
+    code, output = job.launch(job.run("run"))
     assert code == 76, output[-4000:]
-    again, told = launch(job, "run")
+    again, told = job.launch(job.run("run"))
     assert again == 76, told[-4000:]
     assert "was stopped as structural at step" in told
     assert "--accept-structural" in told

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from selection import soak
-from toy import Toy, facts, files, require_same, same_skips_from_the_start, train, weights
+from toy import Toy, facts, files, require_same, same_skips_from_the_start, stop_at, train, weights
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.format import direct
@@ -60,14 +60,6 @@ def make_the_shard_a_link(checkpoint: Path) -> None:
 
 HARM = [flip_a_bit, lose_the_shard, truncate_the_manifest, lose_the_manifest, make_the_shard_a_link]
 Harm = Callable[[Path], None]
-
-
-def stop_at(batch: int) -> Callable[[object, int], None]:
-    def stop(_guard: object, position: int) -> None:
-        if position == batch:
-            raise KeyboardInterrupt
-
-    return stop
 
 
 def interrupted(toy: Toy, run: Path, batch: int) -> list[Path]:

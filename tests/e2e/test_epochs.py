@@ -2,7 +2,6 @@
 
 import itertools
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ from toy import Toy, consumed, facts, require_same, same_skips_from_the_start, s
 from rollback.facts.training import Attached, Finished, Incident, Restored, Stopped
 
 EPOCHS = Toy(samples=120, epochs=3)  # 30 batches each
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 @pytest.mark.covering

@@ -1,16 +1,13 @@
 """Supervised jobs whose fast tier fails, whose disk is full, or whose last save fails: what they say and go on from."""
 
-import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from disks import disk_of, fill, may_mount
-from job_results import JOB, LAUNCH, LIMIT, Scenarios
+from job_results import Scenarios
 from toy import Toy, facts, require_same
-from warm_server import run_warm
 
 from rollback.checkpoints import tiers
 from rollback.facts.training import (
@@ -49,15 +46,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return scenarios.portrait("job", 0)
 
 
-def launch(scenarios: Scenarios, run: Path, *flags: str) -> tuple[int, str]:
-    command = [*LAUNCH, "--nproc", "1", "--run", str(run), *flags, str(JOB), str(scenarios.path)]
-    done = run_warm(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}, timeout=LIMIT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    return done.returncode, done.stdout
-
-
 @pytest.mark.parametrize("fault", ["full", "removed", "its shards removed"])
 def test_a_fast_tier_that_fails_after_its_slots_were_mapped_is_left_for_the_run_directory(
     tmp_path: Path, memory: Path, undisturbed: dict[str, str], fault: str
@@ -70,7 +58,7 @@ def test_a_fast_tier_that_fails_after_its_slots_were_mapped_is_left_for_the_run_
     scenarios, run = Scenarios(tmp_path), tmp_path / "job"
     toy = TOY.with_settings(fast_tier=str(memory))
     scenarios.add("job", toy, shell=[0, 27, does], signal=[0, STOPPED_AT, signal.SIGTERM, 1])
-    status, output = launch(scenarios, run)
+    status, output = scenarios.launch(run, ranks=1)
     assert status == 75, output
     (stopped,) = facts(run, Stopped)
     dropped = facts(run, Dropped)
@@ -90,7 +78,7 @@ def test_a_fast_tier_that_fails_after_its_slots_were_mapped_is_left_for_the_run_
     lost = facts(run, CheckpointLost)
     assert {fact.checkpoint for fact in facts(run, BecameGood)} <= committed
     assert bool(lost) == (fault != "full")
-    status, output = launch(scenarios, run)
+    status, output = scenarios.launch(run, ranks=1)
     assert status == 0, output
     assert facts(run, Attached)[-1].step == stopped.step
     require_same(scenarios.portrait("job", 0), undisturbed, fault)
@@ -103,7 +91,7 @@ def test_a_disk_that_is_full_for_longer_than_the_hang_limit_ends_no_job(
         scenarios, run = Scenarios(tmp_path), disk / "job"
         room = f"rm {disk}/filler"
         scenarios.add("job", TOY.with_settings(fast_tier="off"), shell=[0, 15, fill(disk), 0, 55, room], slow=0.15)
-        status, output = launch(scenarios, run, "--hang-after", "3")
+        status, output = scenarios.launch(run, "--hang-after", "3", ranks=1)
         assert status == 0, output
         assert len(facts(run, Attached)) == 1, "it was ended"
         dropped = [fact.step for fact in facts(run, Dropped)]
@@ -122,7 +110,7 @@ def test_a_stop_whose_last_save_failed_says_so_and_is_resumable_only_if_a_checkp
         "job", TOY.with_settings(fast_tier="off"), full_disk=[0, 21], shell=removed,
         signal=[0, 37, signal.SIGTERM, 1],
     )  # fmt: skip
-    status, output = launch(scenarios, run)
+    status, output = scenarios.launch(run, ranks=1)
     (failed,), (stopped,) = facts(run, LastSaveFailed), facts(run, Stopped)
     assert failed.step == stopped.step >= 37
     assert stopped.checkpoint == failed.checkpoint
@@ -161,7 +149,7 @@ def test_a_run_directory_s_disk_that_stays_full_costs_neither_the_slots_nor_the_
         run = disk / "job"
         toy = TOY.with_settings(fast_tier=str(memory))
         scenarios.add("job", toy, shell=[0, 27, fill(disk)], signal=[0, STOPPED_AT, signal.SIGKILL, 1])
-        status, output = launch(scenarios, run)
+        status, output = scenarios.launch(run, ranks=1)
         assert status == 74, output
         assert "resuming at step 50" in output, "from the slot of the attempt before"
         untrue = ["there is no fast tier", "is gone from", "cannot be used", "loop over the guard", "works again"]
@@ -170,7 +158,7 @@ def test_a_run_directory_s_disk_that_stays_full_costs_neither_the_slots_nor_the_
         assert "training is complete at step 65" in ended
         assert f"({RunPaths(run).train_journal}: No space left on device)" in ended
         (disk / "filler").unlink()
-        status, output = launch(scenarios, run)
+        status, output = scenarios.launch(run, ranks=1)
         assert status == 0, output
         require_same(scenarios.portrait("job", 0), undisturbed, "trained again")
 
@@ -183,11 +171,11 @@ def test_what_lies_behind_a_rollback_that_no_journal_has_is_not_gone_on_from(tmp
         run = disk / "job"
         kill = [0, 100, signal.SIGKILL, 1]
         scenarios.add("job", toy.with_settings(fast_tier=str(memory)), shell=[0, 27, fill(disk)], signal=kill)
-        status, output = launch(scenarios, run)
+        status, output = scenarios.launch(run, ranks=1)
         assert status == 74, output
         assert "cannot be used: it is from behind a rollback that the journal could not take" in output
         (disk / "filler").unlink()
-        status, output = launch(scenarios, run)
+        status, output = scenarios.launch(run, ranks=1)
         assert status == 0, output
         assert len(facts(run, Planned)) == 3, "the record has what was skipped"
         (tmp_path / "told").mkdir()
@@ -216,7 +204,7 @@ def test_a_final_state_that_did_not_get_into_the_ring_is_told_with_the_reason(
             "run.json is gone": (f"rm {paths.identity}", f"the fast tier cannot be found by {paths.identity} and "),
         }[fault]
         scenarios.add("job", TOY.with_settings(fast_tier=str(memory)), shell=[0, 27, does])
-        status, output = launch(scenarios, paths.root)
+        status, output = scenarios.launch(paths.root, ranks=1)
     assert status == 74, output
     (ended,) = [line for line in output.splitlines() if line.startswith("rollback: failed: ")]
     assert "training is complete at step 65, but its final state is in no durable ring: " in ended

@@ -11,7 +11,7 @@ import toy
 from job_results import JOB, Scenarios
 from launching import Launch, launching
 from safetensors.numpy import load_file
-from toy import Base, Hook, Toy, facts, files, require_same, same_skips_from_the_start, train
+from toy import Base, Toy, facts, files, require_same, same_skips_from_the_start, stop_at, train
 from typer.testing import CliRunner
 from warm_server import run_warm
 
@@ -77,14 +77,6 @@ def test_weights_that_move_although_nothing_trains_them_are_restored_bit_for_bit
     assert facts(tmp_path / "run", Committed)[1].step < 80, "the one that was dropped is made up for"
     assert facts(tmp_path / "run", Restored)
     require_same(ended, same_skips_from_the_start(job, tmp_path / "run", tmp_path / "fresh"), "slow weights")
-
-
-def stop_at(batch: int) -> Hook:
-    def stop(_guard: object, position: int) -> None:
-        if position == batch:
-            raise KeyboardInterrupt
-
-    return stop
 
 
 def test_a_run_that_was_begun_by_an_older_version_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from asking import answers, asking, hand_in
-from faulty import Bucket, Died, new_bucket
+from faulty import Bucket, Died
 from job_results import Scenarios
 from selection import soak
 from toy import Hook, Toy, facts, history, require_same, told_from_the_start, train, weights
@@ -41,11 +41,6 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drainer, "_POLL", 0.01)
     monkeypatch.setattr(remote, "_PATIENCE", 0.05)
     monkeypatch.setattr(remote, "_MEET_EVERY", 0.02)
-
-
-@pytest.fixture
-def bucket() -> Bucket:
-    return new_bucket("bucket")
 
 
 def following(run: Path, then: Hook = lambda guard, position: None) -> Hook:

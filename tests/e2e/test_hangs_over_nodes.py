@@ -3,18 +3,17 @@
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import hosts
 import pytest
 from hosts import CABLE, two_hosts
-from launching import LIMIT
 from test_hangs import IMPATIENT
+from toy import supervisor_facts
+from waiting import LIMIT, wait_for
 from warm_server import run_warm
 
 from rollback.facts.training import AttemptEnded, Hung
-from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 JOB = Path(__file__).parent / "jobs" / "stuck.py"
@@ -32,14 +31,12 @@ def test_a_hang_on_two_hosts_is_told_with_the_stacks_of_both(tmp_path: Path) -> 
             ]  # fmt: skip
             with open(tmp_path / f"output-{node}", "a") as output:
                 host.start(command, {"GLOO_SOCKET_IFNAME": CABLE, "NO_COLOR": "1"}, tmp_path, output)
-            wait_for_a_leader(run)
+            wait_for(run.orders.is_file)
         codes = [host.wait(2 * LIMIT) for host in both]
         told = "\n".join(path.read_text() for path in sorted(tmp_path.glob("output-*")))
         assert codes == [1, 1], told
         leader, follower = (host.name for host in both)
-    facts = [record.fact for record in read_journal(run.supervisor_journal).records]
-    (hung,) = (fact for fact in facts if isinstance(fact, Hung))
-    (ended,) = (fact for fact in facts if isinstance(fact, AttemptEnded))
+    (hung,), (ended,) = (supervisor_facts(run.root, kind) for kind in (Hung, AttemptEnded))
     assert (ended.why, ended.host) == ("stopped", follower), told
     assert (hung.suspect, hung.stacks) == (ended.rank, tuple(rank for rank in range(4) if rank != ended.rank))
     account = why(run, "--json")
@@ -49,13 +46,6 @@ def test_a_hang_on_two_hosts_is_told_with_the_stacks_of_both(tmp_path: Path) -> 
     assert all("wait_for_all" in processes[rank]["stacks"] for rank in hung.stacks)
     assert leader != follower
     assert f"rank       {ended.rank}, on host {follower}" in why(run)
-
-
-def wait_for_a_leader(run: RunPaths) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not run.orders.is_file():
-        assert time.monotonic() < deadline, "nobody leads"
-        time.sleep(0.02)
 
 
 def why(run: RunPaths, *arguments: str) -> str:

@@ -8,8 +8,7 @@ import hosts
 import pytest
 from disks import disk_of, fill
 from fleet import fleet_of
-from test_many_nodes import supervisors_facts
-from toy import Toy, facts
+from toy import Toy, facts, supervisor_facts
 
 from rollback.checkpoints import ring
 from rollback.errors import RunDirectoryError
@@ -36,7 +35,7 @@ def test_two_hosts_with_a_bucket_alone_roll_back_and_survive_a_killed_rank(tmp_p
         assert {(fact.route, fact.tier) for fact in facts(leader.root, Restored)} == {("in_process", "fast")}
         first, second = facts(leader.root, Attached)
         assert (first.tier, second.tier, second.world_size) == (None, "fast", 2)
-        (failed, done) = supervisors_facts(leader.root, AttemptEnded)
+        (failed, done) = supervisor_facts(leader.root, AttemptEnded)
         assert (failed.why, failed.rank, done.status) == ("signal", 1, 0)
         assert {fact.tier for fact in facts(leader.root, Committed)} == {"fast"}
         assert ring.names(leader), "the final state is where the record is"
@@ -77,7 +76,7 @@ def test_the_run_goes_on_where_the_process_that_has_the_store_is_killed(tmp_path
         fleet.hosts[0].tell_all("meeting", signal.SIGKILL)
         assert fleet.wait() == [0, 0], fleet.told()
         assert "it is made anew" in fleet.told()
-        lost, done = supervisors_facts(fleet.run(0).root, AttemptEnded)
+        lost, done = supervisor_facts(fleet.run(0).root, AttemptEnded)
         assert lost.status != 0, fleet.told()
         assert done.status == 0, fleet.told()
         leader = fleet.run(0)
@@ -112,7 +111,7 @@ def test_hosts_apart_end_a_hang_go_back_on_request_and_stop_together(tmp_path: P
         leader = fleet.run(0)
         fleet.launch(flags=("--hang-after", "8"))
         fleet.until(lambda: fleet.reached(120, attempt=2))
-        (hung,) = supervisors_facts(leader.root, Hung)
+        (hung,) = supervisor_facts(leader.root, Hung)
         assert hung.suspect == 1, fleet.told()
         kept = facts(leader.root, Committed)[-1].step
         submit(leader, Request(order="rewind", to=kept, who="test", at=now()))

@@ -14,6 +14,7 @@ from launching import Launch, launching
 from safetensors.torch import load_file
 from selection import by_default, soak
 from toy import Toy, facts, require_same, train, weights
+from waiting import wait_for
 from warm_server import run_warm
 
 import rollback
@@ -54,12 +55,6 @@ JOBS = {
     "max_steps at an epoch's end": EPOCHS.but(max_steps=30),
     "a callable": Toy(loader="drawn", max_steps=43),
 }
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as started:
-        yield started
 
 
 def state(portrait: dict[str, str]) -> dict[str, str]:
@@ -343,7 +338,7 @@ def test_a_rank_that_works_on_behind_its_training_is_left_alone(rank: Launch) ->
 
 def test_a_stop_is_no_end(tiny: Launch) -> None:
     supervisor = tiny.start("--hold")
-    tiny.wait_for(lambda: tiny.paths.train_journal.exists() and facts(tiny.run, Attached))
+    wait_for(lambda: tiny.paths.train_journal.exists() and facts(tiny.run, Attached))
     supervisor.send_signal(signal.SIGTERM)
     output, _ = supervisor.communicate(timeout=60)
     assert supervisor.returncode == ExitCode.RESUMABLE, output

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ JOBS = {
     "scaler": Toy(240, scaler=True, overflow=(12, 35)),
     "accumulation": Toy(480, accumulate=2),
 }
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 @pytest.fixture(scope="module")

@@ -8,28 +8,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pytest
 from cgroups import IN_CGROUP, memory_cgroup
-from job_results import JOB, LAUNCH, Scenarios
+from job_results import LAUNCH, Scenarios
 from random_kills import kill_a_rank
 from selection import soak
 from test_hangs import IMPATIENT
-from toy import Toy, facts, require_same
-from warm_server import WarmPopen
+from toy import Toy, facts, require_same, supervisor_facts
 
 from rollback.facts.training import (
     Attached,
     AttemptEnded,
     Committed,
-    Fact,
     Incident,
     LastSnapshotMade,
     NoLastSnapshot,
 )
-from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 LIMIT = 200.0
@@ -40,9 +36,6 @@ KILL = 21
 ON_GPU = TOY.but(settings={**TOY.settings, "last_snapshot": "on"})
 EPOCH = 10
 EPOCHS = TOY.but(samples=8 * EPOCH, epochs=3, loop="rehearsed epochs", between=True)
-
-
-Kind = TypeVar("Kind", bound=Fact)
 
 
 class Launched:
@@ -58,11 +51,8 @@ class Launched:
     def start(self, *flags: str) -> subprocess.Popen[str]:
         memory = self.folder / "memory"
         memory.mkdir(exist_ok=True)
-        command = [*self.launch, "--nproc", str(self.ranks), "--run", str(self.run), "--fast-tier", str(memory), *flags]
-        return WarmPopen(
-            [*command, str(JOB), str(self.scenarios.path)], cwd=self.folder, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
-        )  # fmt: skip
+        flags = ("--fast-tier", str(memory), *flags)
+        return self.scenarios.start_launch(self.run, *flags, ranks=self.ranks, program=self.launch)
 
     def finish(self, *flags: str) -> str:
         job = self.start(*flags)
@@ -76,11 +66,7 @@ class Launched:
 
     @property
     def outcomes(self) -> list[LastSnapshotMade]:
-        return self.supervisor_facts(LastSnapshotMade)
-
-    def supervisor_facts(self, kind: type[Kind]) -> list[Kind]:
-        records = read_journal(RunPaths(self.run).supervisor_journal).records
-        return [record.fact for record in records if isinstance(record.fact, kind)]
+        return supervisor_facts(self.run, LastSnapshotMade)
 
     def require(self, undisturbed: "Launched") -> None:
         for rank in range(self.ranks):
@@ -167,7 +153,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_costs_no_step(tmp_path: Path, u
     with memory_cgroup(1 << 30) as members:
         launched.launch = [sys.executable, "-c", IN_CGROUP.format(members=str(members)), "launch"]
         launched.finish()
-    assert [(ended.why, ended.rank) for ended in launched.supervisor_facts(AttemptEnded)][:1] == [("oom_kill", 1)]
+    assert [(ended.why, ended.rank) for ended in supervisor_facts(launched.run, AttemptEnded)][:1] == [("oom_kill", 1)]
     assert launched.resumed_at == [KILL], launched.outcomes
     launched.require(undisturbed)
 
@@ -324,7 +310,7 @@ def test_ranks_that_stop_together_at_the_end_of_an_epoch_s_batches_have_raised_n
     assert job.returncode == 76, output
     assert "could not be kept" not in output
     assert launched.outcomes == []
-    assert launched.supervisor_facts(NoLastSnapshot) + facts(launched.run, NoLastSnapshot) == []
+    assert supervisor_facts(launched.run, NoLastSnapshot) + facts(launched.run, NoLastSnapshot) == []
 
 
 def test_switched_off_the_newest_checkpoint_serves(tmp_path: Path, undisturbed: Launched) -> None:

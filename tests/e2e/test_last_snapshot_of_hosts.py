@@ -13,8 +13,7 @@ from fleet import Fleet, fleet_of
 from hosts import Host, hosts_on_a_switch
 from job_results import Scenarios
 from selection import by_default, soak
-from test_many_nodes import supervisors_facts
-from toy import Toy, facts, require_same
+from toy import Toy, facts, require_same, supervisor_facts
 
 from rollback.checkpoints.fast_tier.end_marks import ranks_of, read_ends
 from rollback.checkpoints.fast_tier.mark_copies import all_copied
@@ -29,7 +28,7 @@ TOY = Toy(samples=16 * STEPS, sampler="distributed", augment=True, patient=False
 
 
 def outcome_of(fleet: Fleet) -> LastSnapshotMade:
-    made = supervisors_facts(fleet.leads().root, LastSnapshotMade)
+    made = supervisor_facts(fleet.leads().root, LastSnapshotMade)
     assert len(made) == 1, fleet.told()
     (outcome,) = made
     assert isinstance(outcome, LastSnapshotMade)
@@ -230,7 +229,7 @@ def test_a_lost_host_costs_no_step_where_another_host_has_its_marks(tmp_path: Pa
         outcome = outcome_of(fleet)
         assert (outcome.step, outcome.steps_lost) == (KILL, 0), fleet.told()
         assert outcome.reason == "ranks 2, 3 are gone"
-        (brought,) = supervisors_facts(leader, PartBroughtBack)
+        (brought,) = supervisor_facts(leader, PartBroughtBack)
         assert (brought.node, brought.checkpoint) == ("node-1", outcome.checkpoint), fleet.told()
         assert [(fact.step, fact.tier) for fact in facts(leader, Attached)][1:] == [(KILL, "fast")], fleet.told()
         fleet.require_as_undisturbed()
@@ -278,7 +277,7 @@ def test_a_loss_at_a_random_moment_costs_no_step(tmp_path: Path, what: str, shar
                 fleet.lose(gone)
                 fleet.launch(gone, flags=flags)
             assert fleet.wait() == [0] * count, fleet.told()
-            for outcome in supervisors_facts(fleet.leads().root, LastSnapshotMade):
+            for outcome in supervisor_facts(fleet.leads().root, LastSnapshotMade):
                 assert isinstance(outcome, LastSnapshotMade)
                 lost.append(outcome.steps_lost if outcome.steps_lost is not None else -1)
                 print(f"seed {seed}, {what} {gone}, {outcome.seconds:.2f} s: {outcome.in_words()}")

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from cgroups import IN_CGROUP, memory_cgroup
-from launching import LIMIT, RANK, Launch, is_gone, launching, tree
+from launching import RANK, Launch, is_gone, launching, tree
 from selection import soak
+from waiting import LIMIT, wait_for
 
 from rollback.facts.training import (
     Attached,
@@ -169,7 +170,7 @@ def test_a_killed_supervisor_takes_its_job_along_and_the_same_command_goes_on(co
     (rank,) = cold.wait_for_heartbeats(1)
     torchrun = cold.torchrun()
     worker = psutil.Process(int((cold.folder / "worker-0").read_text()))
-    cold.wait_for(lambda: cold.facts(AttemptStarted))
+    wait_for(lambda: cold.facts(AttemptStarted))
     supervisor.kill()
     supervisor.wait(timeout=LIMIT)
     # This rank has no guard that would end it, and torchrun cannot: the next supervisor must.
@@ -184,11 +185,11 @@ def test_a_killed_supervisor_takes_its_job_along_and_the_same_command_goes_on(co
 
 def test_a_killed_supervisor_ends_ranks_that_hold_no_guard(job: Launch) -> None:
     supervisor = job.start("sleep")
-    job.wait_for((job.folder / "rank-0").exists)
+    wait_for((job.folder / "rank-0").exists)
     rank = psutil.Process(int((job.folder / "rank-0").read_text()))
     supervisor.kill()
     supervisor.communicate(timeout=LIMIT)
-    job.wait_for(lambda: is_gone(rank))
+    wait_for(lambda: is_gone(rank))
 
 
 def test_a_guarded_job_stops_on_request_and_the_same_command_goes_on_from_there(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import LIMIT, Launch, is_gone, launching, tree
+from launching import Launch, is_gone, launching, tree
+from waiting import LIMIT, wait_for
 
 from rollback.facts.training import (
     Attached,
@@ -69,7 +70,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(job: Launch) -> None:
     (rank,) = job.wait_for_heartbeats(1)
     supervisor.send_signal(signal.SIGINT)
     told = time.monotonic()
-    job.wait_for(lambda: len(job.facts(Signalled)) == 1 and time.monotonic() > told + 0.5)  # no echo of the first one
+    wait_for(lambda: len(job.facts(Signalled)) == 1 and time.monotonic() > told + 0.5)  # no echo of the first one
     supervisor.send_signal(signal.SIGINT)
     output, _ = supervisor.communicate(timeout=LIMIT)
     assert supervisor.returncode == 75, output

@@ -10,6 +10,7 @@ from s3_server import serving_s3
 from safetensors.numpy import load_file
 from toy import facts
 from typer.testing import CliRunner
+from waiting import wait_for
 
 from rollback.cli import app
 from rollback.errors import ExitCode
@@ -121,7 +122,7 @@ def test_a_stop_signal_ends_a_launch_that_still_fetches(
         server.refuses = lambda request: request.startswith("GET") and ".safetensors" in request
         other = elsewhere(launch, "other")
         process = other.start("", "--ring", url)
-        launch.wait_for(lambda: server.refused)
+        wait_for(lambda: server.refused)
         process.send_signal(number)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == ExitCode.RESUMABLE, output

@@ -3,10 +3,8 @@
 import json
 import os
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,8 +12,9 @@ import hosts
 import pytest
 from hosts import CABLE, Host, two_hosts
 from job_results import JOB, LAUNCH, Scenarios
-from launching import LIMIT, RANK
-from toy import Toy, facts, require_same
+from launching import RANK
+from toy import Toy, facts, require_same, supervisor_facts
+from waiting import LIMIT, free_port, wait_for
 from warm_server import WarmPopen
 
 from rollback.checkpoints import ring
@@ -27,7 +26,6 @@ from rollback.facts.training import (
     AttemptStarted,
     Committed,
     Drained,
-    Fact,
     JournalEntry,
     Restored,
     RunEnded,
@@ -44,7 +42,7 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self.folder, self.run = folder, folder / "run"
         self.paths = RunPaths(self.run)
-        self.port = _free_port()
+        self.port = free_port()
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -95,11 +93,11 @@ def test_a_stop_signal_on_one_node_stops_all_and_both_say_that_the_run_is_resuma
         follower = next(process for process in both if process.pid != nodes.leader())
         follower.send_signal(signal.SIGUSR1)
         assert [process.wait(LIMIT) for process in both] == [75, 75], nodes.output()
-        (started,) = supervisors_facts(nodes.run, AttemptStarted)
+        (started,) = supervisor_facts(nodes.run, AttemptStarted)
         assert sorted(started.nodes) == ["node-0", "node-1"]
-        (told,) = supervisors_facts(nodes.run, Signalled)
+        (told,) = supervisor_facts(nodes.run, Signalled)
         assert (told.signal, told.node) == ("SIGUSR1", f"node-{both.index(follower)}")
-        assert supervisors_facts(nodes.run, RunEnded)[0].reason == "saved at step 4"
+        assert supervisor_facts(nodes.run, RunEnded)[0].reason == "saved at step 4"
         assert not nodes.paths.nodes.exists()
 
 
@@ -109,7 +107,7 @@ def test_whoever_is_left_leads_when_the_leader_was_killed_and_begins_again_when_
     with nodes_of(tmp_path) as nodes:
         both = [nodes.start(node, "ignore_everything") for node in range(2)]
         wait_for(lambda: len(read_heartbeats(nodes.paths.ranks)) == 2)
-        wait_for(lambda: supervisors_facts(nodes.run, AttemptStarted))
+        wait_for(lambda: supervisor_facts(nodes.run, AttemptStarted))
         leader = next(process for process in both if process.pid == nodes.leader())
         leader.kill()
         leader.wait()
@@ -123,7 +121,7 @@ def test_a_rank_that_dies_on_one_node_ends_the_attempt_on_all_and_the_next_begin
     with nodes_of(tmp_path) as nodes:
         both = [nodes.start(node, "die_once") for node in range(2)]
         assert [process.wait(LIMIT) for process in both] == [0, 0], nodes.output()
-        first, second = supervisors_facts(nodes.run, AttemptEnded)
+        first, second = supervisor_facts(nodes.run, AttemptEnded)
         assert (first.why, first.rank) == ("signal", 1)
         assert second.status == 0
 
@@ -135,9 +133,9 @@ def test_nodes_that_share_a_directory_and_have_a_bucket_too_meet_in_the_director
         bucket = ("--ring", f"file://{tmp_path}/bucket")
         both = [nodes.start(node, "die_once", *bucket) for node in range(2)]
         assert [process.wait(LIMIT) for process in both] == [0, 0], nodes.output()
-        first, second = supervisors_facts(nodes.run, AttemptEnded)
+        first, second = supervisor_facts(nodes.run, AttemptEnded)
         assert (first.why, first.rank, second.status) == ("signal", 1, 0)
-        assert len(supervisors_facts(nodes.run, AttemptStarted)[0].nodes) == 2
+        assert len(supervisor_facts(nodes.run, AttemptStarted)[0].nodes) == 2
         assert not nodes.paths.nodes.exists()
         assert not nodes.paths.record_elsewhere.exists()
 
@@ -158,7 +156,7 @@ def test_a_node_whose_script_has_other_content_takes_part_and_is_told_of(tmp_pat
     with nodes_of(tmp_path) as nodes:
         both = [nodes.start(0, "die_once"), nodes.start(1, "die_once", script=other)]
         assert [process.wait(LIMIT) for process in both] == [0, 0], nodes.output()
-        assert len(supervisors_facts(nodes.run, AttemptEnded)) == 2
+        assert len(supervisor_facts(nodes.run, AttemptEnded)) == 2
         assert nodes.output().count(" has other script than node-") == 1, nodes.output()
 
 
@@ -238,9 +236,9 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(
     assert after[0].step >= max(held), told()
     assert {fact.tier for fact in facts(run.root, Committed)} == {"fast"}, told()
     assert {(fact.route, fact.tier) for fact in facts(run.root, Restored)} == {("in_process", "fast")}, told()
-    assert "node_lost" in [fact.why for fact in supervisors_facts(run.root, AttemptEnded)], told()
+    assert "node_lost" in [fact.why for fact in supervisor_facts(run.root, AttemptEnded)], told()
     newest = facts(run.root, Committed)[-1].checkpoint
-    assert newest in [fact.checkpoint for fact in supervisors_facts(run.root, Drained)], told()
+    assert newest in [fact.checkpoint for fact in supervisor_facts(run.root, Drained)], told()
     assert all(verifies(run, name) for name in ring.names(run))
     assert not list(run.ring.glob(".*")), "what was left half copied is gone"
     assert not run.nodes.exists()
@@ -309,23 +307,5 @@ def furthest(run: RunPaths) -> int:
     return min(beats) if len(beats) == 2 else -1
 
 
-def wait_for(condition: Callable[[], object], told: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, f"what the test waits for did not happen\n{told()}"
-        time.sleep(0.02)
-
-
 def records(run: Path) -> list[JournalEntry]:
     return read_journal(RunPaths(run).train_journal).records
-
-
-def supervisors_facts(run: Path, *kinds: type[Fact]) -> list[object]:
-    journal = read_journal(RunPaths(run).supervisor_journal)
-    return [record.fact for record in journal.records if isinstance(record.fact, kinds)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -16,8 +16,9 @@ from typing import Any
 import hosts
 import pytest
 from apart import APART
-from launching import LIMIT, WITHOUT_TORCHRUN
+from launching import WITHOUT_TORCHRUN
 from toy import facts
+from waiting import LIMIT
 from warm_server import WarmPopen, run_warm
 
 from rollback.errors import ExitCode

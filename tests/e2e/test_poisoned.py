@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_c
 from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure
 
 TOY = Toy(200, poison=(123,))
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as started:
-        yield started
 
 
 class Supervised:

@@ -6,33 +6,26 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from attempts import Forker
-from job_results import JOB, LAUNCH, Scenarios
-from launching import LIMIT, WITHOUT_TORCHRUN, Launch, launching
+from job_results import Scenarios
+from launching import WITHOUT_TORCHRUN, Launch, launching
 from selection import soak
-from toy import SETTINGS, Toy, facts, require_same
+from toy import SETTINGS, Toy, facts, require_same, supervisor_facts
+from waiting import LIMIT, wait_for
 from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, Committed, Restored, RunEnded, Signalled, Stopped
-from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SEED = 7
 TINY = Path(__file__).parent / "jobs" / "tiny.py"
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 SHORT = Toy(
@@ -102,7 +95,7 @@ def test_a_scheduler_that_signals_every_process_of_the_job(tmp_path: Path, numbe
     scenarios, told = Scenarios(tmp_path), tmp_path / "they-are-told"
     scenarios.add("told", LONG, holds=[HELD, str(told)])
     run = scenarios.run("told")
-    job = launch(scenarios.path, run)
+    job = scenarios.start_launch(run)
     wait_for(lambda: is_training(run))
     supervisor = psutil.Process(job.pid)
     everybody = [supervisor, *supervisor.children(recursive=True)]
@@ -116,7 +109,7 @@ def test_a_scheduler_that_signals_every_process_of_the_job(tmp_path: Path, numbe
     assert RunPaths(run).checkpoint(stopped.checkpoint).name.endswith(f"-s{stopped.step:08d}"), "it was not saved there"
     if number == signal.SIGUSR1:
         return
-    assert launch(scenarios.path, run).wait(timeout=LIMIT) == 0
+    assert scenarios.start_launch(run).wait(timeout=LIMIT) == 0
     assert facts(run, Attached)[-1].step == stopped.step
     undisturbed = Scenarios(tmp_path / "undisturbed")
     undisturbed.folder.mkdir()
@@ -130,7 +123,7 @@ def test_rollback_stop_stops_a_supervised_job_resumably(tmp_path: Path) -> None:
     scenarios, asked = Scenarios(tmp_path), tmp_path / "they-are-asked"
     scenarios.add("told", LONG.but(samples=2000), holds=[HELD, str(asked)])
     run = scenarios.run("told")
-    job = launch(scenarios.path, run)
+    job = scenarios.start_launch(run)
     wait_for(lambda: is_training(run))
     command = [sys.executable, "-m", "rollback", "stop", str(run), "--why", "maintenance", "--who", "ann@site"]
     stop = WarmPopen[str](command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -144,7 +137,7 @@ def test_rollback_stop_stops_a_supervised_job_resumably(tmp_path: Path) -> None:
     (stopped,) = facts(run, Stopped)
     assert f"stopped at step {stopped.step}" in said
     assert RunPaths(run).checkpoint(stopped.checkpoint).name.endswith(f"-s{stopped.step:08d}")
-    told = [r.fact for r in read_journal(RunPaths(run).supervisor_journal).records if isinstance(r.fact, Signalled)]
+    told = supervisor_facts(run, Signalled)
     assert [fact.signal for fact in told] in ([], ["rollback stop by ann@site"])  # the ranks may have been faster
 
 
@@ -153,25 +146,12 @@ def is_training(run: Path) -> bool:
     return len(beats) == 2 and min(beat.step for beat in beats) > 20
 
 
-def launch(scenarios: Path, run: Path) -> subprocess.Popen[str]:
-    command = [*LAUNCH, "--nproc", "2", "--run", str(run), str(JOB), str(scenarios)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    return WarmPopen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, "what the test waits for did not happen"
-        time.sleep(0.01)
-
-
 def test_an_evaluation_that_is_longer_than_the_grace_costs_the_steps_since_the_last_checkpoint(
     tmp_path: Path,
 ) -> None:
     with launching(tmp_path, with_torchrun=False, script=TINY) as job:
         supervisor = job.start("--evaluate --samples 2000", "--grace", "0.5")
-        job.wait_for((job.folder / "evaluating").exists)
+        wait_for((job.folder / "evaluating").exists)
         supervisor.send_signal(signal.SIGTERM)
         output, _ = supervisor.communicate(timeout=LIMIT)
         assert supervisor.returncode == 75, output
@@ -207,17 +187,12 @@ def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def supervisor_facts(job: Launch, kind: type) -> list[object]:
-    records = read_journal(job.paths.supervisor_journal).records
-    return [record.fact for record in records if isinstance(record.fact, kind)]
-
-
 def test_a_terminal_that_goes_away_stops_the_job_resumably(job: Launch) -> None:
     pid, terminal = in_a_terminal(job, "stop_when_told")
     job.wait_for_heartbeats(1)
     os.close(terminal)
     assert exit_code(pid) == 75
-    assert [fact.signal for fact in supervisor_facts(job, Signalled)] == ["SIGHUP"]  # type: ignore[attr-defined]
+    assert [fact.signal for fact in supervisor_facts(job.run, Signalled)] == ["SIGHUP"]
 
 
 def test_a_job_that_is_to_go_on_without_its_terminal_does(job: Launch) -> None:
@@ -226,5 +201,5 @@ def test_a_job_that_is_to_go_on_without_its_terminal_does(job: Launch) -> None:
     os.close(terminal)
     (job.folder / "go-on").touch()
     assert exit_code(pid) == 0
-    assert not supervisor_facts(job, Signalled)
-    assert [fact.exit_code for fact in supervisor_facts(job, RunEnded)] == [0]  # type: ignore[attr-defined]
+    assert not supervisor_facts(job.run, Signalled)
+    assert [fact.exit_code for fact in supervisor_facts(job.run, RunEnded)] == [0]

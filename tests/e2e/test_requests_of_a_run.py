@@ -2,7 +2,6 @@
 
 import errno
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -50,12 +49,6 @@ def undisturbed() -> dict[str, str]:
 def as_if_never_there(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     skip = [{"first": SKIP[0], "last": SKIP[1]}]
     return train(TOY.with_settings(skip=skip), tmp_path_factory.mktemp("fresh") / "run")
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 def the_case(run: Path) -> Case:

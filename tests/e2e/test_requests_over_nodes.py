@@ -5,9 +5,9 @@ from pathlib import Path
 
 from asking import answers, hand_in
 from job_results import JOB, LAUNCH, Scenarios
-from launching import LIMIT
-from test_many_nodes import Nodes, nodes_of, supervisors_facts, wait_for
-from toy import Toy, facts, require_same, skipped
+from test_many_nodes import Nodes, nodes_of
+from toy import Toy, facts, require_same, skipped, supervisor_facts
+from waiting import LIMIT, wait_for
 from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, AttemptStarted, Restored, RunEnded, Signalled, Stopped
@@ -34,7 +34,7 @@ def test_a_skip_a_rewind_and_a_stop_are_carried_out_on_all_nodes_and_the_run_is_
     (restored,), (stopped,) = facts(run, Restored), facts(run, Stopped)
     assert (restored.step, restored.route) == (20, "in_process")
     assert [fact.step for fact in facts(run, Attached)] == [0, stopped.step]
-    assert [fact.exit_code for fact in supervisors_facts(run, RunEnded)] == [75, 0], output
+    assert [fact.exit_code for fact in supervisor_facts(run, RunEnded)] == [75, 0], output
     undisturbed = Scenarios(tmp_path / "undisturbed")
     undisturbed.folder.mkdir()
     undisturbed.add("fresh", TOY, skips_of=str(run))
@@ -50,12 +50,12 @@ def test_a_stop_that_was_asked_for_reaches_ranks_on_all_nodes_that_do_not_look_f
     with nodes_of(tmp_path) as nodes:
         both = [nodes.start(node, "stop_when_told") for node in range(2)]
         wait_for(lambda: len(read_heartbeats(nodes.paths.ranks)) == 2)
-        wait_for(lambda: supervisors_facts(nodes.run, AttemptStarted))
+        wait_for(lambda: supervisor_facts(nodes.run, AttemptStarted))
         hand_in(nodes.run, "stop")
         assert [process.wait(LIMIT) for process in both] == [75, 75], nodes.output()
-        (told,) = supervisors_facts(nodes.run, Signalled)
+        (told,) = supervisor_facts(nodes.run, Signalled)
         assert (told.signal, told.node) == ("rollback stop by ann@site", None)
-        assert supervisors_facts(nodes.run, RunEnded)[0].reason == "saved at step 4"
+        assert supervisor_facts(nodes.run, RunEnded)[0].reason == "saved at step 4"
 
 
 def codes(nodes: Nodes, scenarios: Path) -> list[int]:

@@ -4,7 +4,6 @@ That all ranks do so together where one of them cannot read is in test_ranks.py.
 """
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,6 @@ NEWEST, OLDER = "c000004-s00000040", "c000003-s00000030"
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, str]:
     return train(TOY)
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 def killed(forker: Forker, toy: Toy, run: Path, log: Path) -> None:

@@ -4,16 +4,13 @@ Oracle: bit for bit the run that was given the resulting skip list from the star
 """
 
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from attempts import DIED, Forker
-from job_results import JOB, LAUNCH, Scenarios
+from job_results import Scenarios
 from selection import by_default
 from toy import Toy, facts, history, require_same, same_skips_from_the_start, skipped, train
-from warm_server import run_warm
 
 from rollback.facts.history import merge_windows
 from rollback.facts.training import (
@@ -57,12 +54,6 @@ def bad_updates(toy: Toy) -> Window:
     assert toy.garbage is not None
     first, last = toy.garbage
     return Window(first=first - first % toy.accumulate, last=last + -(last + 1) % toy.accumulate)
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 @pytest.mark.parametrize("job", by_default({**QUICK, **WIDE}, "accumulation", "epochs"))
@@ -145,12 +136,8 @@ def test_a_rank_of_two_killed_in_a_screen(tmp_path: Path, sharding: str | None, 
     toy = toy.with_settings(**SCREEN, snapshot_every=5)
     job = Scenarios(tmp_path)
     job.add("job", toy, signal=[rank, batch, signal.SIGKILL, 1])
-    command = [*LAUNCH, "--nproc", "2", "--run", str(job.run("job")), str(JOB), str(job.path)]
-    done = run_warm(
-        command, cwd=tmp_path, env={**job.environment, "NO_COLOR": "1"}, timeout=200, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:]
+    code, output = job.launch(job.run("job"))
+    assert code == 0, output[-6000:]
     assert len(facts(job.run("job"), Attached)) == 2
     assert merge_windows(history(job.run("job")).skip_list) == [bad_updates(toy)]
     (tmp_path / "again").mkdir()

@@ -2,7 +2,6 @@
 for bit as one that was never disturbed. And on other numbers of ranks, with every sample where it belongs."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -11,9 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_results import JOB, LAUNCH, Scenarios
+from job_results import Scenarios
 from toy import Toy, consumed, facts, require_same, train
-from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, Finished, Restored, Stopped
 from rollback.rundir.paths import RunPaths
@@ -58,11 +56,7 @@ class Launched:
         self.scenarios.add("job", self.toy, run=str(self.run), **more)
 
     def launch(self) -> subprocess.Popen[str]:
-        command = [*LAUNCH, "--nproc", str(self.ranks), "--run", str(self.run), str(JOB), str(self.scenarios.path)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-        return WarmPopen(
-            command, cwd=self.run.parent, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        return self.scenarios.start_launch(self.run, ranks=self.ranks)
 
     def end(self, job: subprocess.Popen[str], told: str) -> int:
         output, _ = job.communicate(timeout=LIMIT)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_results import JOB, LAUNCH, Scenarios
+from job_results import LAUNCH, Scenarios
 from safetensors.torch import load_file
 from toy import Toy, facts, flat, require_same
 from warm_server import run_warm
@@ -192,11 +192,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(jobs: dict[int, Scenari
     scenarios.add("nan", OF_TWO["nan"], run=None, signal=[1, 15, signal.SIGKILL, 1])
     body = scenarios.path.read_text().replace('"run": null, ', "")  # the supervisor's
     scenarios.path.write_text(body)
-    done = run_warm(
-        [*LAUNCH, "--nproc", "2", "--run", str(tmp_path / "run"), str(JOB), str(scenarios.path)],
-        env=scenarios.environment, timeout=scenarios.limit, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
+    code, output = scenarios.launch(tmp_path / "run")
+    assert code == 0, output[-4000:]
     assert [fact.checkpoint is not None for fact in facts(tmp_path / "run", Attached)] == [False, True]
     for rank in range(2):
         require_same(scenarios.portrait("nan", rank), jobs[2].portrait("nan, fresh", rank), f"rank {rank}")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from job_results import JOB, LAUNCH, Scenarios
-from test_many_nodes import supervisors_facts
-from toy import Toy, facts, require_same
+from toy import Toy, facts, require_same, supervisor_facts
+from waiting import free_port
 from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, AttemptEnded, Committed, Restored, Stopped
@@ -40,9 +39,7 @@ def test_many_ranks_under_many_supervisors_end_with_what_undisturbed_ones_have(
     gates = [tmp_path / "first", tmp_path / "second"]
     holds = [HELD, str(gates[0]), HELD_AGAIN, str(gates[1])]
     scenarios.add("job", toy, signal=[killed, KILLED, signal.SIGKILL, 1], holds=holds)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def start() -> list[subprocess.Popen[bytes]]:
         environment = {**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
@@ -92,7 +89,7 @@ def test_many_ranks_under_many_supervisors_end_with_what_undisturbed_ones_have(
             if supervisor.poll() is None:
                 supervisor.kill()
                 supervisor.wait()
-    ends = [(fact.why, fact.rank) for fact in supervisors_facts(run.root, AttemptEnded)]
+    ends = [(fact.why, fact.rank) for fact in supervisor_facts(run.root, AttemptEnded)]
     assert ends[:2] == [("signal", killed), ("stopped", stopped)], told()
     assert [fact.world_size for fact in facts(run.root, Attached)] == [ranks] * 4
     undisturbed = Scenarios(tmp_path / "undisturbed", limit=LIMIT)

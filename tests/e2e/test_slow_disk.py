@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import Bucket, new_bucket
+from faulty import Bucket
 from selection import soak
 from toy import Toy, facts, require_same, train
 
@@ -102,11 +102,6 @@ def test_training_and_its_snapshots_go_on_while_the_disk_holds_up_the_copy_from_
     assert not facts(run, DrainFailed)
     assert verify(run).exit_code == ExitCode.DONE
     require_same(ended, train(TOY), "the copy was held up")
-
-
-@pytest.fixture
-def bucket() -> Bucket:
-    return new_bucket("bucket")
 
 
 @pytest.mark.parametrize("kind", ["rank-00000.safetensors", *soak("manifest.json")])

@@ -10,10 +10,10 @@ import hosts
 import pytest
 from fleet import Fleet
 from hosts import hosts_on_a_switch
-from launching import LIMIT
 from s3_server import serving_s3
-from test_many_nodes import nodes_of, supervisors_facts, wait_for
-from toy import Toy, facts
+from test_many_nodes import nodes_of
+from toy import Toy, facts, supervisor_facts
+from waiting import LIMIT, wait_for
 
 from rollback.checkpoints import ring
 from rollback.facts.training import (
@@ -43,10 +43,10 @@ def test_a_node_whose_ranks_die_twice_is_replaced_by_the_spare_and_everybody_is_
         three = [nodes.start(0, "die_if_faulty", *flags)]
         assert nodes.leader() == three[0].pid
         three.append(nodes.start(1, "die_if_faulty", *flags, FAULTY="node-2"))
-        wait_for(lambda: supervisors_facts(nodes.run, AttemptStarted), nodes.output)  # who comes now has no seat
+        wait_for(lambda: supervisor_facts(nodes.run, AttemptStarted), nodes.output)  # who comes now has no seat
         three.append(nodes.start(2, "die_if_faulty", *flags))
         assert [process.wait(LIMIT) for process in three] == [0, 0, 0], nodes.output()
-        (replaced,) = supervisors_facts(nodes.run, NodeReplaced)
+        (replaced,) = supervisor_facts(nodes.run, NodeReplaced)
         assert (replaced.node, replaced.by, replaced.rank, replaced.why) == ("node-1", "node-2", 1, "failing")
         told = "node-1 fails again and again: node-2 takes its place (node rank 1)"
         assert f"rollback: {told}" in nodes.output()
@@ -69,7 +69,7 @@ JOURNALLED = 4  # steps behind a snapshot, in which its commit comes to the jour
 def kill_a_rank(fleet: Fleet) -> None:
     """Rank 1 kills itself."""
     go_on(fleet, [0, 0, 0, 0])
-    assert [fact.why for fact in supervisors_facts(fleet.run(0).root, AttemptEnded)] == ["signal", None]
+    assert [fact.why for fact in supervisor_facts(fleet.run(0).root, AttemptEnded)] == ["signal", None]
 
 
 def lose_a_host(fleet: Fleet) -> None:
@@ -78,9 +78,9 @@ def lose_a_host(fleet: Fleet) -> None:
         fleet.until(lambda: ring.names(fleet.run(3)))  # fetched ahead
     fleet.lose(1)
     go_on(fleet, [0, -signal.SIGKILL, 0, 0])
-    (replaced,) = supervisors_facts(fleet.run(0).root, NodeReplaced)
+    (replaced,) = supervisor_facts(fleet.run(0).root, NodeReplaced)
     assert (replaced.node, replaced.by, replaced.rank, replaced.why) == ("node-1", "node-3", 1, "lost"), fleet.told()
-    assert supervisors_facts(fleet.run(0).root, SpareNodes)[-1].nodes == ()
+    assert supervisor_facts(fleet.run(0).root, SpareNodes)[-1].nodes == ()
     assert facts(fleet.run(0).root, Attached)[-1].step > 0, fleet.told()
 
 
@@ -93,7 +93,7 @@ def lose_the_leader(fleet: Fleet) -> None:
     codes = [0, 0, 0, 0]
     codes[lost] = -signal.SIGKILL if fleet.shared else 0
     go_on(fleet, codes)
-    replaced = [(fact.node, fact.why) for fact in supervisors_facts(fleet.run(0).root, NodeReplaced)]
+    replaced = [(fact.node, fact.why) for fact in supervisor_facts(fleet.run(0).root, NodeReplaced)]
     assert not fleet.shared or replaced == [(f"node-{lost}", "lost")], fleet.told()
     assert facts(fleet.run(0).root, Attached)[-1].step > 0, fleet.told()
 
@@ -119,7 +119,7 @@ def hang(fleet: Fleet) -> None:
     """Rank 1 stops itself. There is no spare: whoever waits for it would be taken for a hang."""
     (fleet.folder / "go-on").touch()
     assert fleet.wait(0, 1, 2) == [0, 0, 0], fleet.told()
-    (hung,) = supervisors_facts(fleet.run(0).root, Hung)
+    (hung,) = supervisor_facts(fleet.run(0).root, Hung)
     assert hung.suspect == 1, fleet.told()
 
 
@@ -161,7 +161,7 @@ def go_through(fleet: Fleet, trouble: Callable[[Fleet], None]) -> None:
     if trouble is not hang:
         fleet.launch(3, flags=flags)
         leader = fleet.run(0).root
-        fleet.until(lambda: [fact.nodes for fact in supervisors_facts(leader, SpareNodes)][-1:] == [("node-3",)])
+        fleet.until(lambda: [fact.nodes for fact in supervisor_facts(leader, SpareNodes)][-1:] == [("node-3",)])
         fleet.until(lambda: fleet.reached(HELD))
     trouble(fleet)
     fleet.require_as_undisturbed()
@@ -196,13 +196,13 @@ def lose_it_with_a_copy(fleet: Fleet) -> None:
     fleet.until(lambda: fleet.reached(20))
     fleet.launch(3, flags=("--replicas", "2"))
     leader = fleet.run(0).root
-    fleet.until(lambda: [fact.nodes for fact in supervisors_facts(leader, SpareNodes)][-1:] == [("node-3",)])
+    fleet.until(lambda: [fact.nodes for fact in supervisor_facts(leader, SpareNodes)][-1:] == [("node-3",)])
     fleet.until(lambda: fleet.reached(HELD + JOURNALLED))
     newest = facts(leader, Committed)[-1].step
     fleet.until(lambda: copied_of(fleet, newest) == {0, 1, 2})
     fleet.lose(1)
     go_on(fleet, [0, -signal.SIGKILL, 0, 0])
-    (brought,) = supervisors_facts(leader, PartBroughtBack)
+    (brought,) = supervisor_facts(leader, PartBroughtBack)
     assert (brought.node, brought.step) == ("node-3", newest), fleet.told()
     attached = facts(leader, Attached)[-1]
     assert (attached.step, attached.tier) == (newest, "fast"), fleet.told()

@@ -1,7 +1,6 @@
 """What no state_dict has, and what no loss shows: buffers with `persistent=False`, statistics that are NaN."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,6 @@ from toy import Toy, facts, require_same, same_skips_from_the_start, train
 
 from rollback.facts.training import Advice, Attached, Concluded, Dropped, Finished, Incident, Planned
 from rollback.train.state import state
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 def test_a_buffer_that_no_state_dict_has_comes_back_after_a_kill(tmp_path: Path, forker: Forker) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import psutil
 from job_results import Scenarios
-from launching import LIMIT, is_gone
-from test_preemption import HELD, LONG, is_training, launch, wait_for
+from launching import is_gone
+from test_preemption import HELD, LONG, is_training
 from toy import facts, require_same
+from waiting import LIMIT, wait_for
 
 from rollback.facts.training import Attached, Committed
 from rollback.rundir.paths import RunPaths
@@ -22,7 +23,7 @@ def test_ranks_and_their_loader_workers_end_with_a_killed_supervisor_and_the_sam
     scenarios, lost = Scenarios(tmp_path), tmp_path / "it-is-lost"
     scenarios.add("lost", LONG, holds=[HELD, str(lost)])
     run = scenarios.run("lost")
-    job = launch(scenarios.path, run)
+    job = scenarios.start_launch(run)
     wait_for(lambda: is_training(run))
     wait_for(lambda: any(fact.step > 0 for fact in facts(run, Committed)))  # a slow disk comes to it behind the hold
     ranks = [psutil.Process(beat.pid) for beat in read_heartbeats(RunPaths(run).ranks).values()]
@@ -34,9 +35,8 @@ def test_ranks_and_their_loader_workers_end_with_a_killed_supervisor_and_the_sam
     assert time.monotonic() - killed < AT_ONCE, "they outlived their supervisor"
     job.communicate(timeout=LIMIT)
     lost.touch()
-    again = launch(scenarios.path, run)
-    output, _ = again.communicate(timeout=LIMIT)
-    assert again.returncode == 0, output
+    code, output = scenarios.launch(run)
+    assert code == 0, output
     assert [fact.step > 0 for fact in facts(run, Attached)] == [False, True], "it began anew"
     undisturbed = Scenarios(tmp_path / "undisturbed")
     undisturbed.folder.mkdir()

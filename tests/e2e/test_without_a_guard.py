@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import LIMIT, Launch, launching, tree
+from launching import Launch, launching, tree
+from waiting import LIMIT, wait_for
 
 from rollback.facts.training import Attached, AttemptStarted
 from rollback.rundir.journal.journal import read_journal
@@ -43,7 +44,7 @@ def test_by_itself_it_is_started_once(job: Launch) -> None:
 
 def test_it_gets_the_signal_that_came_and_the_grace_to_save_although_another_rank_dies_of_it(job: Launch) -> None:
     supervisor = job.start("save", "--signals-to-handle=SIGHUP", ranks=2)
-    job.wait_for(lambda: len(list(job.folder.glob("waits-*"))) == 2)
+    wait_for(lambda: len(list(job.folder.glob("waits-*"))) == 2)
     supervisor.send_signal(signal.SIGHUP)
     output, _ = supervisor.communicate(timeout=LIMIT)
     assert supervisor.returncode == 1, output

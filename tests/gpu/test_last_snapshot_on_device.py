@@ -13,13 +13,11 @@ import pytest
 import torch
 from on_devices import DEVICES, GROUPS, LIMIT, Group, Supervised
 from random_kills import kill_a_rank
-from toy import Toy, facts
+from toy import Toy, facts, supervisor_facts
 
 from rollback.checkpoints.fast_tier.end_marks import EndMark, StepEnd, marks_of, prepare, read_ends
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.facts.training import Attached, LastSnapshotMade, NoLastSnapshot
-from rollback.rundir.journal.journal import read_journal
-from rollback.rundir.paths import RunPaths
 from rollback.train.data import rng
 from rollback.train.data.raw_random import RawRandom, tree_of
 from rollback.train.last_snapshot import device as of_device
@@ -80,9 +78,8 @@ def test_a_rank_killed_at_a_random_moment_costs_no_step(
     output, _ = job.communicate(timeout=LIMIT)
     assert job.returncode == 0, output[-8000:]
     killed.require(undisturbed_long[group])
-    for record in read_journal(RunPaths(killed.run).supervisor_journal).records:
-        if isinstance(record.fact, LastSnapshotMade):
-            print(f"{group.device}, seed {seed}: {record.fact.in_words()}")
+    for made in supervisor_facts(killed.run, LastSnapshotMade):
+        print(f"{group.device}, seed {seed}: {made.in_words()}")
 
 
 @pytest.mark.parametrize("group", GROUPS)

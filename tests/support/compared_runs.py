@@ -1,15 +1,13 @@
 """Protected jobs beside what each is to be like, bit for bit: unprotected, given its skips, or not killed."""
 
 import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from job_results import LAUNCH, Scenarios
+from job_results import Scenarios
 from toy import facts, require_same
 from trainer_job import JOB, LIMIT, MODULES, TrainerJob
-from warm_server import run_warm
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Finished, Incident, Restored, Stopped
@@ -76,23 +74,15 @@ def require_undisturbed(
         run = killed.run("killed")
         ring = ["--ring", f"file://{killed.folder}/url"] if url else []
         if phase in TOLD:
-            done = _launched(killed, *ring)
-            assert done.returncode == ExitCode.RESUMABLE, done.stdout[-8000:]
+            code, output = killed.launch(run, *ring)
+            assert code == ExitCode.RESUMABLE, output[-8000:]
             assert facts(run, Stopped)[0].checkpoint.endswith(f"{facts(run, Stopped)[0].step:08d}")
             if url:
                 shutil.rmtree(run)
-        done = _launched(killed, *ring)
-        assert done.returncode == 0, done.stdout[-8000:]
-        assert len(facts(run, Attached)) == 2, done.stdout[-8000:]
+        code, output = killed.launch(run, *ring)
+        assert code == 0, output[-8000:]
+        assert len(facts(run, Attached)) == 2, output[-8000:]
         assert bool(facts(run, Restored)) == bool(job.bad_at)
         assert facts(run, Finished)
         for rank in (0, 1):
             require_same(killed.portrait("killed", rank), undisturbed.portrait("undisturbed", rank), phase)
-
-
-def _launched(job: Scenarios, *flags: str) -> subprocess.CompletedProcess[str]:
-    return run_warm(
-        [*LAUNCH, "--nproc", "2", "--run", str(job.run("killed")), *flags, str(JOB), str(job.path)], cwd=job.folder,
-        env={**job.environment, "NO_COLOR": "1"}, timeout=LIMIT, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip

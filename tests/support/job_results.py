@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toy import Toy
-from warm_server import ENV_MODULES, run_warm
+from warm_server import ENV_MODULES, WarmPopen, run_warm
 
 if TYPE_CHECKING:
     from probed import Case
@@ -68,6 +69,26 @@ class Scenarios:
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-8000:]
         return done.stdout
+
+    def start_launch(
+        self, run: Path, *flags: str, ranks: int = 2, program: Sequence[str] = LAUNCH
+    ) -> subprocess.Popen[str]:
+        """Start it all under `rollback launch`, with this run directory."""
+        command = [*program, "--nproc", str(ranks), "--run", str(run), *flags, str(self.script), str(self.path)]
+        return WarmPopen(
+            command, cwd=self.folder, env={**self.environment, "NO_COLOR": "1"}, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def launch(self, run: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
+        """The same to its end: the exit code, and what was printed."""
+        with self.start_launch(run, *flags, ranks=ranks) as job:
+            try:
+                output, _ = job.communicate(timeout=self.limit)
+            except BaseException:
+                job.kill()
+                raise
+        return job.returncode, output
 
     def result(self, name: str, rank: int) -> dict[str, Any]:
         return dict(json.loads((self.folder / f"{name}-{rank}.json").read_text()))

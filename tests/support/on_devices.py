@@ -10,12 +10,10 @@ import pytest
 import torch
 from job_results import JOB, LAUNCH, Scenarios
 from scenarios import BACKEND
-from toy import Toy, require_same
+from toy import Toy, require_same, supervisor_facts
 from warm_server import WarmPopen
 
 from rollback.facts.training import AttemptEnded
-from rollback.rundir.journal.journal import read_journal
-from rollback.rundir.paths import RunPaths
 
 NEEDS_GPU = [
     pytest.mark.gpu,
@@ -89,5 +87,4 @@ class Supervised:
             require_same(one, two, f"rank {rank}")
 
     def ended(self) -> list[AttemptEnded]:
-        records = read_journal(RunPaths(self.run).supervisor_journal).records
-        return [record.fact for record in records if isinstance(record.fact, AttemptEnded)]
+        return supervisor_facts(self.run, AttemptEnded)

@@ -10,6 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from waiting import free_port
+
 _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "squeue", "srun")
 _LIMIT = 60.0
 
@@ -75,7 +77,7 @@ class Slurm:
             (self.folder / name).mkdir(parents=True)
         for folder in (self.folder, self.folder.parent):  # of pytest: closed to others, which munged dislikes
             folder.chmod(0o755)
-        text = _CONFIGURATION.format(host=host, folder=self.folder, controller=_free_port(), daemon=_free_port())
+        text = _CONFIGURATION.format(host=host, folder=self.folder, controller=free_port(), daemon=free_port())
         (self.folder / "slurm.conf").write_text(text)
         for number in range(8):  # the recipes ask for GPUs, and Slurm believes in any file
             (self.folder / f"gpu{number}").touch()
@@ -130,9 +132,3 @@ class Slurm:
         while not condition():  # type: ignore[operator]
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

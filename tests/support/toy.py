@@ -551,8 +551,26 @@ def weights(portrait: dict[str, str]) -> dict[str, str]:
 
 def facts(run: Path, *kinds: type[Fact]) -> list[Any]:
     """Facts of the ranks' journal, of these kinds (default: all), in order."""
-    records = read_journal(RunPaths(run).train_journal).records
-    return [record.fact for record in records if not kinds or isinstance(record.fact, kinds)]
+    return _facts(RunPaths(run).train_journal, kinds or (Fact,))
+
+
+def stop_at(batch: int) -> Hook:
+    """Break off at this batch."""
+
+    def stop(_guard: object, position: int) -> None:
+        if position == batch:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def supervisor_facts(run: Path, *kinds: type[Fact]) -> list[Any]:
+    """Facts of the supervisor's journal, of these kinds, in order."""
+    return _facts(RunPaths(run).supervisor_journal, kinds)
+
+
+def _facts(journal: Path, kinds: tuple[type[Fact], ...]) -> list[Any]:
+    return [record.fact for record in read_journal(journal).records if isinstance(record.fact, kinds)]
 
 
 def history(run: Path) -> History:

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from rollback.checkpoints.resume import newest_good_on_record, of_present_timeline
 from rollback.checkpoints.tiers import locate
-from rollback.errors import RunDirectoryError
+from rollback.errors import RunDirectoryError, message_of
 from rollback.facts.fact import InitialState
 from rollback.facts.history import History
 from rollback.facts.training import TOLD, Attached, Drained, JournalEntry, RestartScheduled, Restored, Tier
@@ -188,8 +188,7 @@ class StatusReader:
         try:
             self._ring, self._unseen = _ring(paths, self._past.history), []
         except (OSError, RunDirectoryError) as error:
-            why = error.message if isinstance(error, RunDirectoryError) else error
-            self._ring, self._unseen = [], [f"which checkpoints there are cannot be told: {why}"]
+            self._ring, self._unseen = [], [f"which checkpoints there are cannot be told: {message_of(error)}"]
 
     def _begin(self, paths: RunPaths) -> list[JournalEntry]:
         """Read what is there, and from the ranks' journal only what a kept history lacks."""

@@ -63,8 +63,7 @@ def _fetch_planned(url: str, paths: RunPaths) -> None:
         if manifest is not None:
             fetch_checkpoint(store, manifest, paths, say)
     except (RollbackError, OSError) as error:
-        text = message_of(error)
-        say(f"checkpoint {name}, to which the run was going back, could not be fetched: {text}")
+        say(f"checkpoint {name}, to which the run was going back, could not be fetched: {message_of(error)}")
 
 
 def only_at_url(paths: RunPaths, settings: Settings, here: Iterable[Manifest]) -> list[Manifest]:
@@ -82,8 +81,7 @@ def only_at_url(paths: RunPaths, settings: Settings, here: Iterable[Manifest]) -
         store = Store(settings.ring, patience=_PATIENCE_AT_START) if wanted else None
         found = [read_manifest_at(store, name) for name in wanted] if store is not None else []
     except (RollbackError, OSError) as error:
-        text = message_of(error)
-        say(f"what the ring {settings.ring} has is not known: {text}")
+        say(f"what the ring {settings.ring} has is not known: {message_of(error)}")
         return []
     return [manifest for manifest in found if manifest is not None]
 

@@ -116,8 +116,7 @@ class CheckpointDownload:
         try:
             return {"manifest": self._ended.result().model_dump(mode="json")}
         except (RollbackError, OSError) as error:
-            text = message_of(error)
-            return {"fault": text, "damaged": isinstance(error, CheckpointDamaged)}
+            return {"fault": message_of(error), "damaged": isinstance(error, CheckpointDamaged)}
 
     def _look_for_movement(self) -> dict[str, Any]:
         received = self._received

@@ -25,7 +25,7 @@ class Cases:
     repeat of it.
     """
 
-    def __init__(self, record: Recorder, settings: Settings, history: History, skips: SkipList | None = None) -> None:
+    def __init__(self, record: Recorder, settings: Settings, history: History, skips: SkipList) -> None:
         self._record = record
         self._skips = skips
         self._incidents = [case.incident for case in history.cases]
@@ -172,7 +172,7 @@ class Cases:
 
     def _leave_out(self, incident: Incident, batch: int) -> None:
         """Leave the suspect samples out from `batch` on. No rank has been handed that batch in this timeline yet."""
-        if self._skips is None or self._settings.quarantine == "off":
+        if self._settings.quarantine == "off":
             return
         # What earlier facts say of later batches, orders or suspicion from before a rewind, is looked at as well.
         later = {fact.batch for fact in self._skips.quarantine if fact.batch > batch}
@@ -191,7 +191,6 @@ class Cases:
         """Why a sample is left out now, or is no longer."""
         if sample in self._suspects:
             return f"sample {sample} is in incidents {', '.join(map(str, self._suspects[sample]))}"
-        assert self._skips is not None
         orders = (fact for fact in self._skips.quarantine if fact.incident is None)
         ordered = any(sample in (*fact.added, *fact.released) for fact in orders)
         return f"sample {sample} as it was ordered" if ordered else f"sample {sample} is suspected no longer"

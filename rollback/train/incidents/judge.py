@@ -55,9 +55,9 @@ class Judge:
         checkpoints: CheckpointManager,
         snapshots: Snapshots,
         evidence: IncidentEvidence,
+        advisor: Advisor,
+        skips: SkipList,
         batch: int = 0,
-        advisor: Advisor | None = None,
-        skips: SkipList | None = None,
         max_steps: int | None = None,
     ) -> None:
         self._ranks = run.ranks
@@ -138,9 +138,8 @@ class Judge:
 
     def without_update(self, batches: int) -> None:
         """A batch is over and no update was made, as behind so many batches by now. Not collective."""
-        if self._advisor is not None:
-            for code, text in self._advisor.without_update(batches):
-                self._record.advise(code, text)
+        for code, text in self._advisor.without_update(batches):
+            self._record.advise(code, text)
 
     @property
     def calm(self) -> bool:
@@ -270,7 +269,7 @@ class Judge:
             self._record.note(ScalerSkipped(step=mark.step, batch=mark.last_batch))
         if (blip := verdict.ended) is not None:
             self._record.note(Noticed(**asdict(blip)))
-        if self._advisor is not None and mark.habit is not None:
+        if mark.habit is not None:
             for code, text in self._advisor.judge(mark.habit, beat, verdict):
                 self._record.advise(code, text)
         self._verdict = verdict.kind

@@ -53,15 +53,16 @@ def meet(
     peers = Peers(paths, ranks)
 
     def prepare() -> None:
-        end_marks.prepare(paths)
-        sweep_slots(tier)
+        if ranks.first_of_host:
+            end_marks.prepare(paths)
+            sweep_slots(tier)
 
     def make() -> None:
         made.append(EndMark(paths, ranks.rank))
         if device is not None:
             devices.append(Device(device, paths, ranks.rank))
 
-    for act in (prepare if ranks.first_of_host else _nothing, make):
+    for act in (prepare, make):
         if (why := ranks.first_fault(_fault_of(act))) is not None:
             return why
     pids = ranks.from_each(os.getpid())
@@ -115,10 +116,6 @@ def _meet_hosts(run: AttachedRun, paths: EndMarkPaths) -> Hosts | str:
 def note_stopped(run: AttachedRun, why: str) -> None:
     """Journal that a rank leaves no marks any more. On rank 0; any thread."""
     run.record.note(NoLastSnapshot(reason=why), f"no last snapshots from now on: {why}")
-
-
-def _nothing() -> None:
-    """What the other ranks of a host do meanwhile."""
 
 
 def _fault_of(act: Callable[[], None]) -> str | None:

@@ -8,7 +8,6 @@ ranks make the same calls, so they choose the same slot.
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 
@@ -20,34 +19,12 @@ from rollback.system.region import Region
 from rollback.train.snapshots.pinned import pin
 
 
-class SnapshotBuffer(Protocol):
-    """Memory for snapshots, one after the other."""
-
-    fault: str | None
-    """Why there can be none, once that is known."""
-
-    @property
-    def next_slot(self) -> int | None:
-        """The slot of the next snapshot, the same on all ranks. It changes where an earlier one is released."""
-
-    def fit(self, size: int, device: torch.device | None) -> None:
-        """Make room for snapshots of this many bytes, in the background. device: the CUDA device they come from."""
-
-    def ready(self) -> bool:
-        """Whether the next snapshot can be copied now."""
-
-    def wait(self, seconds: float) -> None:
-        """Wait until it is ready, or is known to have failed. Wait for a reader of the slot at most this long."""
-
-    def reserve(self) -> tuple[int | None, Region]:
-        """The slot for a snapshot (None: private memory) and its memory. It must be ready."""
-
-
 class Staging:
     """Private memory. It is used again for each snapshot."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self.fault: str | None = None
+        """Why there can be none, once that is known."""
         self._thread = thread
         self._region: Region | None = None
         self._device: torch.device | None = None
@@ -55,20 +32,25 @@ class Staging:
 
     @property
     def next_slot(self) -> int | None:
+        """The slot of the next snapshot, the same on all ranks. It changes where an earlier one is released."""
         return None
 
     def fit(self, size: int, device: torch.device | None) -> None:
+        """Make room for snapshots of this many bytes, in the background. device: the CUDA device they come from."""
         if self._region is None or (self._region.size, self._device) != (size, device):
             self._job = self._thread.submit(self._make, size, device)
 
     def ready(self) -> bool:
+        """Whether the next snapshot can be copied now."""
         return self._job is not None and self._job.done() and self._succeeded(self._job)
 
     def wait(self, seconds: float) -> None:
+        """Wait until it is ready, or is known to have failed. Wait for a reader of the slot at most this long."""
         if self._job is not None:
             self._job.exception()
 
     def reserve(self) -> tuple[int | None, Region]:
+        """The slot for a snapshot (None: private memory) and its memory. It must be ready."""
         assert self._region is not None
         return None, self._region
 
@@ -96,7 +78,8 @@ class Staging:
 
 
 class FastTier:
-    """One rank's view of its host's slots. It knows their numbers; the catalogue knows what is in them.
+    """One rank's view of its host's slots, to be used as `Staging` is. It knows their numbers; the catalogue knows what
+    is in them.
 
     count: slots in use. 0: no slot is written, but the slots that hold checkpoints are known. leads: whether this rank
     is the one of its host that commits slots and takes commits back. here: the ranks of this host. taken: the slots

@@ -292,14 +292,9 @@ class CheckpointManager:
         if self._catalogue.land(manifest):
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
         if not manifest.over:  # for one that leaves again if training goes on, nothing has to leave
-            self._evict_surplus()
+            self.evict_surplus()
 
-    def make_room(self) -> None:
-        """At a start: an attempt that was killed between a commit and the eviction behind it has left all slots taken,
-        and no snapshot could begin."""
-        self._evict_surplus()
-
-    def _evict_surplus(self) -> None:
+    def evict_surplus(self) -> None:
         """Each tier has its own capacity."""
         slots = self._snapshots.memory.slots
         counted = self._catalogue.in_slots() if slots else None

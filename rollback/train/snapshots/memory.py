@@ -14,7 +14,7 @@ from rollback.facts.training import Tier
 from rollback.rundir.paths import has_packs
 from rollback.system.region import OFFSET, Region
 from rollback.train.comm.ranks import Ranks
-from rollback.train.snapshots.buffers import FastTier, SnapshotBuffer, Staging
+from rollback.train.snapshots.buffers import FastTier, Staging
 from rollback.train.snapshots.capture import Share
 
 _PAGE = 4096
@@ -92,7 +92,7 @@ class SnapshotMemory:
         return self._fast
 
     @property
-    def _buffer(self) -> SnapshotBuffer:
+    def _buffer(self) -> FastTier | Staging:
         return self._fast if self._fast is not None and self._fast.count else self._staging
 
     def _prepare(self) -> None:

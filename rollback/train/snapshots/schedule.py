@@ -193,8 +193,8 @@ class SnapshotSchedule:
                 hint="give the hosts more memory or another place for it (--fast-tier DIR); or share the run directory",
             )
         self._snapshots.memory.use_slots(allotted.slots)
-        if before is None:
-            self._checkpoints.make_room()
+        if before is None:  # a death between a commit and the eviction behind it left all slots taken
+            self._checkpoints.evict_surplus()
         on_device = any(item.is_cuda for item in (*image.shared_tensors.values(), *image.local_tensors.values()))
         mode, why = usual_capture_mode(on_device, self._ranks)
         if before is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from checkpoints import RANKS, content, manifest_of, shard_of
 from rollback.checkpoints import tiers
@@ -118,13 +119,6 @@ def begin(*hosts: HostHere) -> list[PartBroughtBack | None]:
     return [host.begin(of(*hosts)) for host in hosts]
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def with_a_copy(make: Make, *seqs: int) -> tuple[HostHere, HostHere]:
     """Two hosts that rest: the second has a copy of the last of the first one's snapshots, each in the slot of its
     number."""
@@ -132,8 +126,8 @@ def with_a_copy(make: Make, *seqs: int) -> tuple[HostHere, HostHere]:
     begin(first, second)
     for seq in seqs:
         first.save(seq, seq)
-        until(lambda seq=seq: second.has_copy_of(0) == seq)  # type: ignore[misc]
-    until(lambda: len(list(second.tier.root.glob("buddy-*"))) == 1)
+        wait_for(lambda seq=seq: second.has_copy_of(0) == seq)  # type: ignore[misc]
+    wait_for(lambda: len(list(second.tier.root.glob("buddy-*"))) == 1)
     first.buddy.rest()
     second.buddy.rest()
     return first, second
@@ -188,7 +182,7 @@ def test_hosts_that_begin_at_once_do_not_spoil_each_other_s_part(make: Make, mon
     spare = make("spare", 0, attached=False)
     spare.buddy.get_ready(of(spare, second))
     second.buddy.get_ready(of(spare, second))
-    after(bring_back, "receive_shards", lambda: until(lambda: spare.has_copy_of(1) == 1), monkeypatch)
+    after(bring_back, "receive_shards", lambda: wait_for(lambda: spare.has_copy_of(1) == 1), monkeypatch)
     second.begin(of(spare, second))
     brought = spare.begin(of(spare, second))
     assert brought is not None, spare.said
@@ -213,7 +207,7 @@ def test_until_a_copy_is_whole_the_one_before_stays_also_of_the_same_slot(
     assert arrives.wait(SOON)
     assert second.has_copy_of(0) == 1
     go_on.set()
-    until(lambda: second.has_copy_of(0) == 5)
+    wait_for(lambda: second.has_copy_of(0) == 5)
 
 
 def test_a_snapshot_is_sent_once_in_all_attempts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +218,7 @@ def test_a_snapshot_is_sent_once_in_all_attempts(make: Make, monkeypatch: pytest
     first.save(0, 1)
     for attempt in (1, 2, 3):
         begin(first, second)
-        until(lambda attempt=attempt: len(told) == attempt)  # type: ignore[misc]
+        wait_for(lambda attempt=attempt: len(told) == attempt)  # type: ignore[misc]
         first.buddy.rest()
     assert len(sent) == 1
     assert second.has_copy_of(0) == 1
@@ -235,9 +229,9 @@ def test_behind_a_rollback_the_copy_is_of_the_newest_snapshot_that_is_left(make:
     begin(first, second)
     for seq in (1, 2):
         first.save(seq, seq)
-        until(lambda seq=seq: second.has_copy_of(0) == seq)  # type: ignore[misc]
+        wait_for(lambda seq=seq: second.has_copy_of(0) == seq)  # type: ignore[misc]
     slots.uncommit(first.tier, 2)
-    until(lambda: second.has_copy_of(0) == 1)
+    wait_for(lambda: second.has_copy_of(0) == 1)
 
 
 def test_a_slot_that_is_used_again_behind_the_last_piece_makes_no_copy(
@@ -260,10 +254,10 @@ def test_a_slot_that_is_used_again_behind_the_last_piece_makes_no_copy(
         with shard.open("r+b") as file:
             file.write(bytes(shard.stat().st_size))
         used_again.set()
-        until(lambda: torn)
+        wait_for(lambda: torn)
         assert second.has_copy_of(0) == 1
     first.save(3, 3)
-    until(lambda: second.has_copy_of(0) == 3)
+    wait_for(lambda: second.has_copy_of(0) == 3)
 
 
 # What is brought back ----------------------------------------------------------------------------------------------
@@ -410,13 +404,13 @@ def test_snapshots_that_never_arrive_before_their_slots_are_used_again_are_told(
         patch.setattr(sender.slots, "commit_of", lambda tier, slot: (next(number), 0))
         begin(first, second)
         first.save(2, 2)
-        until(lambda: first.buddy.fault)
+        wait_for(lambda: first.buddy.fault)
     assert first.buddy.fault == (
         "sending them to 127.0.0.1: each leaves its slot before it has arrived (a faster network, or fewer snapshots)"
     )
     assert second.has_copy_of(0) == 1
-    until(lambda: second.has_copy_of(0) == 2)
-    until(lambda: first.buddy.fault is None)
+    wait_for(lambda: second.has_copy_of(0) == 2)
+    wait_for(lambda: first.buddy.fault is None)
     costs = [line for line in first.said if "of each snapshot go to" in line]
     assert len(costs) == 2, "once in each attempt"
     assert re.fullmatch(
@@ -432,11 +426,11 @@ def test_a_host_without_room_says_so_once_and_training_goes_on(make: Make, monke
         patch.setattr(server, "free_memory", lambda root: asked.append(1) or len(asked))
         begin(first, second)
         first.save(0, 1)
-        until(lambda: len(asked) > 5)
+        wait_for(lambda: len(asked) > 5)
     assert "its host has no room" in (first.buddy.fault or "")
     assert first.said == [f"the snapshots of this host are in no other host's memory: {first.buddy.fault}"]
-    until(lambda: second.has_copy_of(0) == 1)
-    until(lambda: first.buddy.fault is None)
+    wait_for(lambda: second.has_copy_of(0) == 1)
+    wait_for(lambda: first.buddy.fault is None)
 
 
 def test_a_buddy_that_is_not_there_yet_is_no_fault(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,10 +442,10 @@ def test_a_buddy_that_is_not_there_yet_is_no_fault(make: Make, monkeypatch: pyte
         after(sender.BuddySender, "_fail", lambda: refused.append(1), patch)
         begin(first, second)
         first.save(0, 1)
-        until(lambda: len(refused) > 2)
+        wait_for(lambda: len(refused) > 2)
         assert first.buddy.fault is None
         second.attach(IDENTITY)
-        until(lambda: second.has_copy_of(0) == 1)
+        wait_for(lambda: second.has_copy_of(0) == 1)
     assert sender._TOLD_AFTER > 2
 
 
@@ -483,7 +477,7 @@ def test_an_address_that_is_none_costs_no_attempt(make: Make, monkeypatch: pytes
     first.save(0, 1)
     assert first.begin(of(first, address)) is None
     assert "back from" in first.said[0]
-    until(lambda: first.buddy.fault)
+    wait_for(lambda: first.buddy.fault)
 
 
 @pytest.mark.parametrize(
@@ -618,7 +612,7 @@ def test_what_does_not_come_as_it_was_said_is_not_kept(
     with pytest.raises(Refused, match=reason):
         ask(host, request, *(part for part in spoil(body, shard) if part))
     assert host.has_copy_of(0) is None
-    until(lambda: not host.arriving)
+    wait_for(lambda: not host.arriving)
     assert ask(host, request, body, shard).whole
     assert host.has_copy_of(0) == 5
 

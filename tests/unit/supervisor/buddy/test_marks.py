@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from open_files import open_below
-from test_buddy import IDENTITY, HostHere, Make, begin, make, of, until
+from test_buddy import IDENTITY, HostHere, Make, begin, make, of
+from waiting import wait_for
 
 from checkpoints import manifest_of
 from rollback.checkpoints.fast_tier import buddy_copies, end_marks, last_account, last_locks, mark_copies, slots
@@ -68,12 +69,12 @@ def test_marks_are_on_another_host_as_they_are_on_their_own(both: tuple[HostHere
     ranks = Ranks(first, 4, 5)
     ranks.end(1)
     begin(first, second)
-    until(lambda: ends(second, 5) == [1])
+    wait_for(lambda: ends(second, 5) == [1])
     assert copied(second).marks.hosts.read_text() == '{"keys": "first"}'
     for step in (2, 3):
         ranks.end(step, f"of {step}".encode(), b"stays")
     ranks.marks[5].write_early(end(4), b"early", HOLD)
-    until(lambda: end(4) in end_marks.read_early(copied(second).marks, 5))
+    wait_for(lambda: end(4) in end_marks.read_early(copied(second).marks, 5))
     own, there = ranks.paths, copied(second).marks
     for rank in (4, 5):
         assert end_marks.read_ends(there, rank) == end_marks.read_ends(own, rank)
@@ -82,7 +83,7 @@ def test_marks_are_on_another_host_as_they_are_on_their_own(both: tuple[HostHere
     assert not end_marks.has_left(there, 4)
     ranks.marks[4].leave()
     ranks.marks[5].tell_stopped("a reason")
-    until(lambda: end_marks.has_left(there, 4) and end_marks.read_stopped(there, 5) == "a reason")
+    wait_for(lambda: end_marks.has_left(there, 4) and end_marks.read_stopped(there, 5) == "a reason")
 
 
 def test_a_host_is_heard_until_its_attempt_is_over_and_its_clock_is_known(both: tuple[HostHere, HostHere]) -> None:
@@ -91,10 +92,10 @@ def test_a_host_is_heard_until_its_attempt_is_over_and_its_clock_is_known(both: 
     before = time.monotonic_ns()
     Ranks(first, 0).end(1)
     begin(first, second)
-    until(lambda: ends(second, 0) == [1])
+    wait_for(lambda: ends(second, 0) == [1])
     assert copied(second).is_fed()
     first.buddy.rest()
-    until(lambda: not copied(second).is_fed())
+    wait_for(lambda: not copied(second).is_fed())
     alive = copied(second).last_alive()
     assert before < alive < time.monotonic_ns()
     assert copied(second).last_alive() == alive, "no longer than it was heard"
@@ -108,9 +109,9 @@ def test_a_host_that_only_says_that_it_lives_is_heard(
     monkeypatch.setattr(mark_sender, "MARKS_EVERY", 0.01)
     Ranks(first, 0).end(1)
     begin(first, second)
-    until(lambda: ends(second, 0) == [1])
+    wait_for(lambda: ends(second, 0) == [1])
     word = (copied(second).marks.root / "fed").read_bytes()
-    until(lambda: (copied(second).marks.root / "fed").read_bytes() != word)
+    wait_for(lambda: (copied(second).marks.root / "fed").read_bytes() != word)
 
 
 def test_a_host_that_is_silent_counts_as_gone_though_its_connection_stays(
@@ -123,17 +124,17 @@ def test_a_host_that_is_silent_counts_as_gone_though_its_connection_stays(
         connection.say(BuddyRequest(run=IDENTITY.run_id, seat=0, marks=MarksHere(ranks=(0,), hosts="{}")))
         connection.answer()
         connection.send_mark(MarkPiece(0, 0, b""))
-        until(lambda: not copied(second).is_fed())
+        wait_for(lambda: not copied(second).is_fed())
 
 
 def test_a_new_attempt_s_marks_take_the_place_of_those_before(both: tuple[HostHere, HostHere]) -> None:
     first, second = both
     Ranks(first, 0, 1).end(7)
     begin(first, second)
-    until(lambda: ends(second, 1) == [7])
+    wait_for(lambda: ends(second, 1) == [7])
     again = Ranks(first, 0, hosts='{"keys": "second"}')
     again.end(2)
-    until(lambda: ends(second, 0) == [2])
+    wait_for(lambda: ends(second, 0) == [2])
     assert copied(second).marks.hosts.read_text() == '{"keys": "second"}'
     assert not copied(second).marks.mark(1).exists(), "that rank is on another host now"
 
@@ -143,18 +144,18 @@ def test_an_early_mark_that_is_withdrawn_does_not_hold_in_its_copy_either(both: 
     ranks = Ranks(first, 0)
     ranks.marks[0].write_early(end(4), b"early", HOLD)
     begin(first, second)
-    until(lambda: end_marks.read_early(copied(second).marks, 0))
+    wait_for(lambda: end_marks.read_early(copied(second).marks, 0))
     ranks.marks[0].withdraw()
-    until(lambda: not end_marks.read_early(copied(second).marks, 0))
+    wait_for(lambda: not end_marks.read_early(copied(second).marks, 0))
 
 
 def test_a_connection_that_is_made_anew_leaves_what_was_told(both: tuple[HostHere, HostHere]) -> None:
     first, second = both
     Ranks(first, 0).end(1)
     begin(first, second)
-    until(lambda: ends(second, 0) == [1])
+    wait_for(lambda: ends(second, 0) == [1])
     first.buddy.rest()
-    until(lambda: not copied(second).is_fed())
+    wait_for(lambda: not copied(second).is_fed())
     FedMarks(second.tier, 0, [0], b'{"keys": "first"}').close()
     assert ends(second, 0) == [1]
     assert copied(second).last_alive() > 1 << 61, "not heard yet: nothing that was told early holds"
@@ -174,16 +175,16 @@ def test_while_somebody_speaks_by_the_copies_none_arrive(both: tuple[HostHere, H
     first, second = both
     Ranks(first, 0).end(1)
     begin(first, second)
-    until(lambda: ends(second, 0) == [1])
+    wait_for(lambda: ends(second, 0) == [1])
     first.buddy.rest()
-    until(lambda: not copied(second).is_fed())
+    wait_for(lambda: not copied(second).is_fed())
     with last_locks.alone(copied(second).marks, time.monotonic()):
         Ranks(first, 0, hosts="{}").end(9)
         with pytest.raises(TimeoutError):
             FedMarks(second.tier, 0, [0], b"{}")
         assert ends(second, 0) == [1]
     begin(first, second)
-    until(lambda: ends(second, 0) == [9])
+    wait_for(lambda: ends(second, 0) == [9])
 
 
 def test_one_connection_at_a_time_tells_of_a_seat(both: tuple[HostHere, HostHere]) -> None:
@@ -207,7 +208,7 @@ def test_what_is_no_part_of_a_mark_is_refused(both: tuple[HostHere, HostHere], p
         connection.answer()
         connection.send_mark(piece)
         assert "no part of a mark" in str(connection.hear(wire.Answer).fault)
-    until(lambda: not copied(second).is_fed())
+    wait_for(lambda: not copied(second).is_fed())
     assert copied(second).marks.mark(0).stat().st_size == end_marks.SIZE
     assert not copied(second).marks.mark(1).exists()
 
@@ -235,7 +236,7 @@ def test_a_buddy_that_cannot_be_told_is_named_once(
     monkeypatch.setattr(server, "FedMarks", refuse)
     Ranks(first, 0).end(1)
     begin(first, second)
-    until(lambda: first.said)
+    wait_for(lambda: first.said)
     assert failing.is_set()
     assert first.said == ["the end marks of this host are in no other host's memory: telling 127.0.0.1: no room for it"]
 
@@ -324,8 +325,8 @@ def test_a_newer_copy_takes_its_place(both: tuple[HostHere, HostHere]) -> None:
     assert second.has_copy_of(0) == 3
     begin(first, second)
     first.save(1, 4)
-    until(lambda: second.has_copy_of(0) == 4)
-    until(lambda: not copied(second).slots.numbers())
+    wait_for(lambda: second.has_copy_of(0) == 4)
+    wait_for(lambda: not copied(second).slots.numbers())
 
 
 def test_a_part_that_was_not_committed_is_no_copy(make: Make) -> None:
@@ -340,7 +341,7 @@ def test_copies_of_marks_go_with_the_others(both: tuple[HostHere, HostHere], how
     first, second = both
     Ranks(first, 0).end(1)
     begin(first, second)
-    until(lambda: ends(second, 0) == [1])
+    wait_for(lambda: ends(second, 0) == [1])
     last_account.write_account(copied(second).marks, LastAccount(attempt=1, rank=0, reason="a rank is gone"))
     keep_part(second, 3)
     first.buddy.rest()
@@ -384,7 +385,7 @@ def test_a_buddy_without_memory_is_named_and_what_it_has_stays(
     first, second = both
     Ranks(first, 0).end(1)
     begin(first, second)
-    until(lambda: ends(second, 0) == [1])
+    wait_for(lambda: ends(second, 0) == [1])
     first.buddy.rest()
 
     def full(*given: object) -> None:
@@ -392,6 +393,6 @@ def test_a_buddy_without_memory_is_named_and_what_it_has_stays(
 
     monkeypatch.setattr(mark_copies.os, "posix_fallocate", full)
     begin(first, second)
-    until(lambda: first.said)
+    wait_for(lambda: first.said)
     assert "No space left on device" in first.said[-1]
     assert ends(second, 0) == [1]

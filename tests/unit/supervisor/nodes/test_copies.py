@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from checkpoints import manifest_of
 from rollback.checkpoints import tiers
@@ -55,13 +55,6 @@ def buddy(paths: RunPaths, tmp_path: Path) -> Iterator[Buddy]:
     buddy = Buddy(paths, tmp_path, "node-0", "127.0.0.1", lambda line: None)
     yield buddy
     buddy.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def report(node: int = 1, **more: Any) -> NodeReport:
@@ -210,7 +203,7 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
     def begin(seat: int, given: Buddies | None, given_up: Callable[[], bool]) -> PartBroughtBack:
         seen.append((reported().state, buddy._server.secret == buddies.secret, seat, given_up()))
         leads.show(phase="stop")
-        until(given_up)
+        wait_for(given_up)
         return BROUGHT
 
     def attempt(number: int, group: object) -> AbstractContextManager[RankThatEnds]:
@@ -232,12 +225,12 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
     thread = threading.Thread(target=follower.follow, daemon=True)
     thread.start()
     try:
-        until(lambda: says("ready"))
+        wait_for(lambda: says("ready"))
         assert seen == [("ended", buddies)]
         assert buddy._server.secret == buddies.secret
         running = buddies.model_copy(update={"addresses": ("a:1", "b:1")})
         leads.show(phase="run", members=("a:1", own.launch), buddies=running)
-        until(lambda: says("ended"))
+        wait_for(lambda: says("ended"))
         assert seen[1:] == [("running", True, 1, False), (1, BROUGHT)]
         assert buddy._server.secret == ""
     finally:

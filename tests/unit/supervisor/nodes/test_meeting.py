@@ -5,13 +5,13 @@ import json
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import free_port, wait_for
 
 from rollback.errors import NodesMissing, RunDirectoryError
 from rollback.inspect.audit.reading import require_run_directory
@@ -40,19 +40,6 @@ class Sides:
     follower: Transport
     meeting: Meeting
     paths: RunPaths
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_OF_WAITS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

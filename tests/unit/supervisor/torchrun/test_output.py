@@ -6,12 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from rollback.config import Settings
 from rollback.live import screen as screen_module
@@ -57,13 +56,6 @@ class Ranks:
         view = memoryview(data)
         while view:
             view = view[os.write(self._files[name], view) :]
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, "what the test waits for did not happen"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -48,12 +48,12 @@ class Pen:
 class Run:
     """The cases of a run of which a part may have happened before this attempt."""
 
-    def __init__(self, *past: Any, quarantines: bool = True, **settings: Any) -> None:
+    def __init__(self, *past: Any, **settings: Any) -> None:
         self.settings = Settings(**{"max_skipped": "100%", "probation": 5, **settings})
         self.history = fold(JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(past))
         self.pen: Any = Pen()
         run = AttachedRun(RunPaths(Path("nowhere")), Ranks(), self.settings, self.pen, self.history)
-        self.skips = SkipList(run) if quarantines else None
+        self.skips = SkipList(run)
         self.cases = Cases(self.pen, self.settings, self.history, self.skips)
 
     def meets(self, found: Incident) -> Planned:
@@ -343,7 +343,6 @@ def test_a_suspicion_ends_no_order_for_later_batches_and_begins_none_early() -> 
         incident(0, 130, 133, samples=(7, 8)), listed(100, (3,)), listed(1000, (4,)), listed(2000, released=(3, 4))
     )
     run.meets(incident(1, 330, 333, samples=(8, 9)))
-    assert run.skips is not None
     begins = run.told(SampleQuarantine)[0].batch
     assert 660 < begins < 1000
     left_out = [left_out_at(run.skips.quarantine, batch) for batch in (100, begins, 999, 1000, 2000)]
@@ -358,7 +357,6 @@ def test_what_was_suspected_for_batches_behind_a_rewind_is_so_no_longer_there_ei
         incident(0, 130, 133, samples=(7, 8)), listed(5000, (6,), number=9), listed(6000, released=(6,), number=9)
     )
     run.meets(incident(1, 330, 333, samples=(8, 9)))
-    assert run.skips is not None
     assert [left_out_at(run.skips.quarantine, batch) for batch in (999, 5000, 6000)] == [(8,)] * 3
 
 
@@ -369,11 +367,8 @@ def test_what_is_left_out_already_is_not_said_again() -> None:
     assert len(run.told(SampleQuarantine)) == 1
 
 
-@pytest.mark.parametrize(("settings", "quarantines"), [({"quarantine": "off"}, True), ({}, False)])
-def test_nothing_is_left_out_where_that_is_switched_off_or_samples_have_no_index(
-    settings: dict[str, Any], quarantines: bool
-) -> None:
-    run = Run(incident(0, 130, 133, samples=(7, 8)), quarantines=quarantines, **settings)
+def test_nothing_is_left_out_where_that_is_switched_off() -> None:
+    run = Run(incident(0, 130, 133, samples=(7, 8)), quarantine="off")
     run.meets(incident(1, 330, 333, samples=(8, 9)))
     assert run.told(SampleQuarantine) == []
 

@@ -17,6 +17,7 @@ from rollback.train.catalogue.catalogue import Catalogue
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
+from rollback.train.data.skips import SkipList
 from rollback.train.incidents.decisions import Decision, Halt, Rewind, StepMark
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Judge
@@ -25,6 +26,7 @@ from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.image import Image
 from rollback.train.state.nonfinite import FiniteCheck
+from rollback.train.updates.advice import Advisor
 
 NAN = float("nan")
 
@@ -42,9 +44,10 @@ class Steps:
         self.catalogue = Catalogue(settings.probation, [], [])
         self.checkpoints = CheckpointManager(self.paths, ranks, self.snapshots, self.catalogue, record, settings.keep)
         run = AttachedRun(self.paths, ranks, settings, record, History())
+        model = torch.nn.Linear(1, 1)
         self.judge = Judge(
             run, Pulse(ranks, torch.device("cpu")), Sentinel(settings.sensitivity), FiniteCheck((), repr),
-            self.checkpoints, self.snapshots, IncidentEvidence(run, torch.nn.Linear(1, 1), 0),
+            self.checkpoints, self.snapshots, IncidentEvidence(run, model, 0), Advisor(model, None), SkipList(run),
         )  # fmt: skip
         self.step = 0
         self.per_step = batches_per_step

@@ -8,27 +8,18 @@ from typing import Any, cast
 import pytest
 import torch
 from late_gpu import LateGpu, use_late_gpu
-from test_survivor import BEFORE, END, TOY, kept, memory
+from test_survivor import BEFORE, END, TOY, kept
 from torch import Tensor
 
 import rollback
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, Hold, StepEnd
-from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.train.last_snapshot import device as of_device
 from rollback.train.last_snapshot.device import Device, NoAnswer
 from rollback.train.last_snapshot.early import TRIED, EarlyMarks, mark_body
 from rollback.train.last_snapshot.small_state import LocalState
 
-__all__ = ["memory"]  # a fixture
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def marks(memory: Path) -> end_marks.EndMarkPaths:
-    paths = end_marks.marks_of(SlotPaths(memory))
-    end_marks.prepare(paths)
-    return paths
 
 
 def test_a_half_is_whole_once_the_gpu_has_come_to_its_step_s_end(marks: end_marks.EndMarkPaths) -> None:

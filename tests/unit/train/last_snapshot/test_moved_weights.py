@@ -13,13 +13,6 @@ from rollback.facts.training import NoLastSnapshot
 from rollback.train.snapshots.unseen_writes import FIRST_STEPS
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> Path:
-    folder = tmp_path / "memory"
-    folder.mkdir(0o700)
-    return folder
-
-
 def weights_of(guard: rollback.Guard) -> torch.Tensor:
     return next(guard._state.model.parameters())
 

@@ -61,20 +61,6 @@ def newest_early(paths: end_marks.EndMarkPaths, rank: int) -> end_marks.EarlyMar
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Path:
-    folder = tmp_path / "memory"
-    folder.mkdir(0o700)
-    return folder
-
-
-@pytest.fixture
-def marks(memory: Path) -> end_marks.EndMarkPaths:
-    paths = end_marks.marks_of(SlotPaths(memory))
-    end_marks.prepare(paths)
-    return paths
-
-
-@pytest.fixture
 def other() -> Iterator[int]:
     """A process that stands for another rank and lives."""
     if not (pid := os.fork()):

@@ -1,17 +1,15 @@
 """Buffers of all kinds, taken apart and put back; what modules hold besides is named."""
 
-import json
 from typing import Any
 
 import pytest
 import torch
+from test_state import through_disk
 from torch import Tensor, nn
 
 from rollback.errors import RunDoesNotFit
 from rollback.sentinel import Sentinel
 from rollback.train.data.cursor import cursor_for
-from rollback.train.state import tree
-from rollback.train.state.image import Image
 from rollback.train.state.module_buffers import match
 from rollback.train.state.state import TrainingState
 
@@ -31,13 +29,6 @@ class Model(nn.Module):
 def state_of(model: nn.Module, **objects: Any) -> TrainingState:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return TrainingState(model, optimizer, objects, cursor_for([1, 2, 3]), Sentinel("normal"))
-
-
-def through_disk(image: Image) -> tuple[Any, Any]:
-    shared = {name: tensor.clone() for name, tensor in image.shared_tensors.items()}
-    local = {name: tensor.clone() for name, tensor in image.local_tensors.items()}
-    texts = json.loads(json.dumps([image.shared, image.local]))
-    return tree.decode(texts[0], shared.__getitem__), tree.decode(texts[1], local.__getitem__)
 
 
 def test_a_buffer_that_no_state_dict_has_is_each_rank_s_own_beside_those_of_the_state_dict() -> None:
