@@ -10,9 +10,7 @@ from rollback.config import Settings
 from rollback.errors import ExitCode, JournalDamaged, RollbackError, RunDirectoryError
 from rollback.facts import training as facts
 from rollback.rundir.journal.journal import read_journal
-from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.requests import Inbox, sound_requests
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import EarlierAttempts
 from rollback.supervisor.complete import fingerprint
@@ -35,6 +33,7 @@ from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.lead import Nodes
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.stop_request import StopRequests
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.host import Host, Running
 from rollback.supervisor.torchrun.redaction import new_salt, redacted
@@ -76,23 +75,6 @@ class Result:
     """Whether there is a record in a run directory."""
     record: tuple[str, str] | None = None
     """Host and directory of the record, where this host has none."""
-
-
-class StopRequests:
-    """Requests to stop this launch, in the run directory that it holds. The ranks see them too; the supervisor enforces
-    the grace."""
-
-    def __init__(self, paths: RunPaths) -> None:
-        self._paths = paths
-        self._launch = launch_of(paths)
-        self._inbox = Inbox(paths, ())
-
-    def take(self) -> list[str]:
-        """Who has asked since the last call."""
-        names = list(self._inbox.open())
-        for name in names:
-            self._inbox.note_answer(name)
-        return [request.who for _, request in sound_requests(self._paths, names) if request.stops(self._launch)]
 
 
 class Attempts:
