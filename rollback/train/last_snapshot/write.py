@@ -6,7 +6,7 @@ It becomes a checkpoint by the ordinary commit, and only if nothing has changed 
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -112,10 +112,19 @@ def digest_of_large_state(state: TrainingState, read: Read = as_it_is) -> int:
 
 
 def versions_of(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
-    """Changes with every write in place to parameters, or to what the optimizer keeps of them, as torch counts."""
-    states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
-    kept = (item for item in chain.from_iterable(states) if isinstance(item, Tensor))
-    return sum(map(_version, chain(parameters, kept)))
+    """Changes with every write in place to parameters, or to what the optimizer keeps of them, as torch counts.
+
+    It is asked at every step's end. Torch's optimizers mostly keep nothing but tensors, and these are gone through
+    without Python.
+    """
+    ours: int = sum(map(_version, parameters))
+    kept: Iterable[Any] = chain.from_iterable(map(dict.values, optimizer.state.values()))
+    try:
+        of_optimizer: int = sum(map(_version, kept))
+    except (AttributeError, TypeError):  # a number, None, a list, or a state that is no dict
+        states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
+        of_optimizer = sum(item._version for item in chain.from_iterable(states) if isinstance(item, Tensor))
+    return ours + of_optimizer
 
 
 def together(digests: Mapping[str, bytes]) -> int:

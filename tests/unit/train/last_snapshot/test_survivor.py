@@ -1185,3 +1185,13 @@ def test_a_tensor_in_plain_values_has_the_path_of_its_keys() -> None:
     tensors: dict[str, torch.Tensor] = {}
     tree.encode({"a/b": [1.0, {"c": torch.ones(1)}], "d": (float("inf"), torch.ones(2))}, "kept", tensors)
     assert list(tensors) == ["kept/a%2Fb/1/c", "kept/d/1"]
+
+
+@pytest.mark.parametrize("beside", [None, 3, [torch.zeros(1)]])
+def test_a_write_to_a_moment_counts_beside_whatever_an_optimizer_keeps(beside: Any) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    optimizer.state[weight] = {"momentum_buffer": torch.ones(2)} | ({"beside": beside} if beside else {})
+    before = write.versions_of([weight], optimizer)
+    optimizer.state[weight]["momentum_buffer"].mul_(0.5)
+    assert write.versions_of([weight], optimizer) != before
