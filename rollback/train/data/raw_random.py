@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollback.train.data.rng import numpy_state
+
 _WORDS = 624
 _TWISTER = 4 * (_WORDS + 1)
 """Bytes of a Mersenne twister: its words, and the number of the next one. Python has that number first."""
@@ -22,7 +24,8 @@ _TWISTER = 4 * (_WORDS + 1)
 
 class RawRandom:
     """Reads the random states of this process. `read` returns numbers for JSON and bytes; `tree_of` turns both into
-    what `rng.capture` would have returned at that moment. Call `forget` behind each `rng.restore`."""
+    what `rng.capture` would have returned at that moment. Call `forget` behind each `rng.restore`. Raises UsageError as
+    `rng.cpu_states` does."""
 
     def __init__(self) -> None:
         self._python = _python_reader()
@@ -53,6 +56,7 @@ class RawRandom:
     def _read_numpy(self, numpy: Any) -> tuple[bytes, list[Any]]:
         """Words, and what else there is: the state has a number that was drawn and not given out yet, or has not."""
         if (source := numpy.random.get_bit_generator()) is not self._source:
+            numpy_state()  # raises where there is another kind of generator, in whose place there is less memory
             self._source, self._words = source, _memory_at(source.ctypes.state_address)
         words = self._words.raw
         before, rest = self._numpy

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rollback.errors import UsageError
+
 
 class CpuStates(NamedTuple):
     """The CPU random states in the form of the libraries: quick to swap, not for a file."""
@@ -176,11 +178,23 @@ def _numpy() -> Any:
 
 
 def cpu_states() -> CpuStates:
-    """The present states of this process."""
-    numpy = _numpy()
-    return CpuStates(
-        random.getstate(), numpy.random.get_state() if numpy else None, torch.default_generator.get_state()
-    )
+    """The present states of this process. Raises UsageError where NumPy's global generator is not the usual one."""
+    return CpuStates(random.getstate(), numpy_state(), torch.default_generator.get_state())
+
+
+def numpy_state() -> tuple[Any, ...] | None:
+    """NumPy's part of `cpu_states`."""
+    if (numpy := _numpy()) is None:
+        return None
+    if (kind := type(numpy.random.get_bit_generator()).__name__) != "MT19937":
+        raise UsageError(
+            f"NumPy's global generator is a {kind} (np.random.set_bit_generator), and a checkpoint "
+            "keeps the usual one alone, an MT19937",
+            hint="draw from a np.random.default_rng(seed) of your own: one that is an attribute of the data set or "
+            "sampler is kept, and one with state_dict and load_state_dict can be handed to the guard",
+        )
+    state: tuple[Any, ...] = numpy.random.get_state()
+    return state
 
 
 def _same(one: CpuStates, other: CpuStates) -> bool:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from rollback.errors import UsageError
 from rollback.train.data import rng
+from rollback.train.data.raw_random import RawRandom
 
 
 def draws() -> tuple[Any, ...]:
@@ -127,3 +129,15 @@ def test_seeding_by_key_depends_on_the_key_alone() -> None:
     assert draws() != first
     rng.seed_all("7/0/3")
     assert draws() == first
+
+
+def test_another_kind_of_global_generator_of_numpy_is_refused_by_name() -> None:
+    before, raw = np.random.get_bit_generator(), RawRandom()
+    raw.read()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        for read in (rng.capture, raw.read):
+            with pytest.raises(UsageError, match="NumPy's global generator is a PCG64"):
+                read()
+    finally:
+        np.random.set_bit_generator(before)
