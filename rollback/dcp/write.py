@@ -94,7 +94,7 @@ def _stand_ins(value: Any, stored: dict[int, Stored | StoredParts]) -> Any:
         return {key: _stand_ins(item, stored) for key, item in value.items()}
     if isinstance(value, list):
         return [_stand_ins(item, stored) for item in value]
-    return value
+    return value.item() if isinstance(value, np.generic) else value  # DCP pickles what is no tensor
 
 
 def _read(stored: Stored | StoredParts) -> torch.Tensor:

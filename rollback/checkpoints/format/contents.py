@@ -36,6 +36,10 @@ _WITHOUT: Mapping[str, Any] = {
     key: {} for key in ("kept", "nonpersistent_buffers", "object_buffers", "nonfinite", "broadcasts")
 }
 """What a checkpoint means that lacks a key: those that once there were not."""
+NUMBERS = frozenset((
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+))  # fmt: skip
+"""Types of NumPy's single numbers that are kept as such."""
 _BAND = 16 << 20  # bytes of a tensor that are read at once where it is copied elsewhere
 
 
@@ -73,6 +77,8 @@ def _decode_tag(tag: str, body: Any, made: Decoding) -> Any:
             return made.sharded(body)
         case "$float":
             return float(body)
+        case "$number":
+            return _number(*body, made)
         case "$bytes":
             return base64.b64decode(body)
         case "$tuple":
@@ -83,6 +89,15 @@ def _decode_tag(tag: str, body: Any, made: Decoding) -> Any:
             return Counter({decode(key, made): decode(item, made) for key, item in body})
         case _:
             raise CheckpointDamaged(f"a state tree has the unknown tag {tag!r}")
+
+
+def _number(kind: str, number: Any, made: Decoding) -> Any:
+    if kind not in NUMBERS:
+        raise CheckpointDamaged(f"a state tree has a number of the unknown type {kind!r}")
+    try:
+        return np.dtype(kind).type(decode(number, made))
+    except OverflowError as error:
+        raise CheckpointDamaged(f"a state tree has the {kind} {number}") from error
 
 
 class TensorFile(Protocol):

@@ -48,6 +48,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
             return _encode_items(value, path, tensors)
         case tuple():
             return {"$tuple": _encode_items(value, path, tensors)}
+        case np.generic() if value.dtype.name in contents.NUMBERS:  # some are floats of Python as well
+            return {"$number": [value.dtype.name, encode(value.item(), path, tensors)]}
         case str() | int():
             return value if isinstance(value, str) else int(value)
         case float():
@@ -56,8 +58,6 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
             return {"$sharded" if is_sharded(value) else "$tensor": _put(value, path, tensors)}
         case np.ndarray():
             return {"$array": _put(_from_numpy(value, path), path, tensors)}
-        case np.generic() if not isinstance(value.item(), np.generic):
-            return encode(value.item(), path, tensors)
         case bytes():
             return {"$bytes": base64.b64encode(value).decode()}
         case Mapping():

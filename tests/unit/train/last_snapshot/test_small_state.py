@@ -46,7 +46,7 @@ def test_what_is_shared_is_told_as_a_checkpoint_would_and_as_it_was(state: dict[
     expected: dict[str, torch.Tensor] = {}
     trees = {
         "objects": tree.encode(told["objects"], "shared/objects", expected),
-        "counters": {"step": 7}, "groups": [{"lr": 0.1}],
+        "counters": {"step": 7}, "groups": tree.encode(told["groups"], "shared/optimizer/param_groups", expected),
     }  # fmt: skip
     expected = {name: item.clone() for name, item in expected.items()}
     shared = SharedState(told, {})
