@@ -78,7 +78,8 @@ def _decode_tag(tag: str, body: Any, made: Decoding) -> Any:
         case "$float":
             return float(body)
         case "$number":
-            return _number(*body, made)
+            kind, number = body
+            return _number(kind, number, made)
         case "$bytes":
             return base64.b64decode(body)
         case "$tuple":

@@ -77,7 +77,7 @@ class RemoteRing:
         try:
             supervisor = fold_journal(self._paths.supervisor_journal).history
         except (OSError, RollbackError) as error:
-            say(f"what the ring {self._url} holds is not known: {error}")
+            say(f"what the ring {self._url} holds is not known: {message_of(error)}")
             return []
         there = good_ones_at(self._url, self._record.history, supervisor)
         return [point for point in there if point.name not in self._tried]
