@@ -49,8 +49,9 @@ class Story:
                 case _:
                     continue
             self._waiting.append(((Leg(record.attempt, self._timeline), place), record))
-        steps = [((Leg(metric.attempt, metric.timeline), _STEPS), metric) for metric in metrics]
-        reached = max((key for key, _ in steps), default=None)
-        told = [*steps, *(pair for pair in self._waiting if reached is None or pair[0] < reached)]
+        told: list[tuple[tuple[Leg, int], Metric | JournalEntry]] = []
+        told += [((Leg(metric.attempt, metric.timeline), _STEPS), metric) for metric in metrics]
+        reached = max((key for key, _ in told), default=None)
+        told += [pair for pair in self._waiting if reached is None or pair[0] < reached]
         self._waiting = [pair for pair in self._waiting if reached is not None and pair[0] > reached]
         return [(key[0], item) for key, item in sorted(told, key=lambda pair: pair[0])]
