@@ -213,7 +213,7 @@ def logged(folder: Path) -> dict[str, dict[str, Any]]:
 def test_wandb_has_a_run_for_each_leg_in_one_group_with_steps_that_only_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = eventful_run(tmp_path / "run", monkeypatch)
+    run = eventful_run(tmp_path / "run of 12:30, #1", monkeypatch)  # characters that W&B has no ids of
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     command = [sys.executable, "-m", "rollback", "track", str(run.paths.root), "--wandb", "project"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
