@@ -12,7 +12,8 @@ from typing import NamedTuple
 from rollback.facts.training import Accepted, Attached, JournalEntry, PassedOver, SampleQuarantine
 from rollback.rundir.journal.journal import of_kinds
 
-_CONDITIONS = frozenset({Attached, Accepted, SampleQuarantine, PassedOver})
+CONDITIONS = frozenset({Attached, Accepted, SampleQuarantine, PassedOver})
+"""The kinds of facts that tell. Who asks for each of many ranks leaves others out once."""
 
 
 class Passing(NamedTuple):
@@ -28,7 +29,7 @@ def passings(records: Sequence[JournalEntry], batches: Sequence[int]) -> dict[in
     """Of those of the batches, in order, that the journal calls passed over."""
     found: dict[int, Passing] = {}
     ranks = changes = 0
-    for record in of_kinds(records, _CONDITIONS):
+    for record in of_kinds(records, CONDITIONS):
         match record.fact:
             case Attached() as fact:
                 ranks = fact.world_size

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple
 from rollback.facts.fact import by_whom
 from rollback.facts.history import Case, History, fold, merge_windows
 from rollback.facts.training import Incident, JournalEntry, PassedOver, ScreenedOut, Window
-from rollback.inspect.audit.passings import counts, passings
+from rollback.inspect.audit.passings import CONDITIONS, counts, passings
 from rollback.inspect.audit.reading import ranks_with_skips, read_records, readable, require_run_directory
+from rollback.rundir.journal.journal import of_kinds
 from rollback.rundir.records import SkippedBatch, read_skipped
 
 ColumnType = Literal["integer", "number", "text", "flag", "integers"]
@@ -84,7 +85,7 @@ def read_samples(root: Path) -> SampleTable:
     records = read_records(paths, notices)
     history = fold(records)
     reasons = _Reasons(history)
-    times = _Times(records)
+    times, conditions = _Times(records), of_kinds(records, CONDITIONS)
 
     def rows() -> Iterator[Row]:
         recorded: set[int] = set()
@@ -93,7 +94,7 @@ def read_samples(root: Path) -> SampleTable:
             lines: dict[int, int] = {}
             for number, line in enumerate(readable(path, read_skipped, notices)):
                 lines[line.batch] = number  # the last line of a batch counts
-            last_passed = passings(records, sorted(lines))
+            last_passed = passings(conditions, sorted(lines))
             recorded.update(lines)
             for number, line in enumerate(readable(path, read_skipped, [])):
                 if lines.get(line.batch) == number and counts(last_passed, line.batch, rank):

@@ -19,12 +19,12 @@ from pydantic import Field
 from rollback.errors import ExitCode, JournalDamaged
 from rollback.facts.history import History, fold, merge_windows
 from rollback.facts.training import Attached, JournalEntry, PassedOver, Window
-from rollback.inspect.audit.passings import passings
+from rollback.inspect.audit.passings import CONDITIONS, passings
 from rollback.inspect.audit.reading import merge, require_run_directory
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
-from rollback.rundir.journal.journal import examine_journal
+from rollback.rundir.journal.journal import examine_journal, of_kinds
 from rollback.rundir.metrics.column_file import read_blocks
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
@@ -119,19 +119,19 @@ def _skips(paths: RunPaths, records: list[JournalEntry]) -> list[str]:
     passed = [(record.attempt, record.fact.window) for record in records if isinstance(record.fact, PassedOver)]
     told = merge_windows(window for _, window in passed)
     ranks_of = {record.attempt: record.fact.world_size for record in records if isinstance(record.fact, Attached)}
-    listed = merge_windows(history.skip_list)
+    listed, conditions = merge_windows(history.skip_list), of_kinds(records, CONDITIONS)
     for window in told:
         if not any(window.first in other and window.last in other for other in listed):
             found.append(f"batches {window} were passed over, and the skip list does not have all of them")
     for rank in range(max([identity.job.world_size, *ranks_of.values()]) if identity else 0):
         # An attempt may have had fewer ranks than another.
         seen = merge_windows(window for attempt, window in passed if ranks_of.get(attempt, rank + 1) > rank)
-        found += _shorten(_rank(paths, rank, seen, history, records), "of this rank")
+        found += _shorten(_rank(paths, rank, seen, history, conditions), "of this rank")
     return found
 
 
 def _rank(
-    paths: RunPaths, rank: int, told: list[Window], history: History, records: list[JournalEntry]
+    paths: RunPaths, rank: int, told: list[Window], history: History, conditions: list[JournalEntry]
 ) -> Iterator[str]:
     path = paths.skip_record(rank)
     listed = merge_windows(history.skip_list)
@@ -147,7 +147,7 @@ def _rank(
                 differing.add(line.batch)
     except (OSError, ValueError) as error:
         yield f"{path}: {getattr(error, 'strerror', None) or error}"
-    passed = passings(records, sorted(differing))
+    passed = passings(conditions, sorted(differing))
     for batch in sorted(differing):
         if batch not in passed or passed[batch].alike:
             yield f"{path}: batch {batch} is there twice, with different samples"
