@@ -21,7 +21,7 @@ from pydantic import ValidationError
 import rollback
 from rollback.checkpoints.tiers import base_of
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
-from rollback.cli.windows import cumulative, parse_samples, parse_window
+from rollback.cli.windows import cumulative, parse_samples, parse_window, together
 from rollback.config import Settings, explain, fault_of
 from rollback.errors import ExitCode, RollbackError, UsageError, reporting
 from rollback.facts.fact import SamplesFrom, Window
@@ -257,11 +257,9 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
         windows = [parse_window(text, "--skip") for text in values.get("skip", [])]
         values["skip"] = merge_windows(windows + (_passed_over_by(skips_of) if skips_of is not None else []))
     if "skip_samples" in values or skips_of is not None:
-        listed = cumulative([parse_samples(text, "--skip-samples") for text in values.get("skip_samples", [])])
-        own = {sample for one in listed for sample in one.samples}
-        for other in _history_of(skips_of).quarantine if skips_of is not None else []:
-            listed.append(SamplesFrom(batch=other.batch, samples=tuple(sorted(own | {*other.samples}))))
-        values["skip_samples"] = listed
+        own = cumulative([parse_samples(text, "--skip-samples") for text in values.get("skip_samples", [])])
+        others = _history_of(skips_of).quarantine if skips_of is not None else []
+        values["skip_samples"] = together(own, [SamplesFrom(batch=it.batch, samples=it.samples) for it in others])
     try:
         return Settings(**values)
     except ValidationError as error:

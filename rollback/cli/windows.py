@@ -43,6 +43,17 @@ def cumulative(given: Sequence[SamplesFrom]) -> list[SamplesFrom]:
     return [SamplesFrom(batch=b, samples=tuple(sorted(samples))) for b, samples in zip(batches, together, strict=True)]
 
 
+def together(*lists: Sequence[SamplesFrom]) -> list[SamplesFrom]:
+    """What several lists leave out together, by batch. Of each list, the last one that applies to a batch counts."""
+    found: list[SamplesFrom] = []
+    for batch in sorted({one.batch for each in lists for one in each}):
+        apply = (next((one for one in reversed(each) if one.batch <= batch), None) for each in lists)
+        samples = tuple(sorted({sample for one in apply if one is not None for sample in one.samples}))
+        if samples != (found[-1].samples if found else ()):
+            found.append(SamplesFrom(batch=batch, samples=samples))
+    return found
+
+
 def parse_size(text: str, where: str) -> int:
     """Bytes from `12GiB`, `12G`, `12e9`. Raises UsageError naming `where` it stood."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())

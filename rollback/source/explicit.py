@@ -263,7 +263,20 @@ class _Script:
         line = ", ".join(name for name in names if name not in others)
         accelerator = ast.unparse(last.value.func.value)
         line = f"{self._indent(last)}{line} = rollback.protect({accelerator}, {line})\n"
-        self._put.append((last.end_lineno or 0, line))
+        self._put.append((self._behind_registering(last, f"{accelerator}.register_for_checkpointing", batches), line))
+
+    def _behind_registering(self, prepared: ast.Assign, register: str, batches: ast.For) -> int:
+        """The number of the line behind which all is prepared, and registered for Accelerate's checkpoints."""
+        blocks = (vars(node).get(name, ()) for node in ast.walk(self._loops.tree) for name in _BLOCKS)
+        block = next(block for block in blocks if isinstance(block, list) and prepared in block)
+        found: ast.stmt = prepared
+        for statement in block[block.index(prepared) + 1 :]:
+            inside = [*ast.walk(statement)]
+            if batches in inside:
+                break
+            if any(isinstance(node, ast.Call) and ast.unparse(node.func) == register for node in inside):
+                found = statement
+        return found.end_lineno or 0
 
     def _leaves_names(self, batches: ast.For) -> bool:
         """Whether code behind a loop over batches, in its function, uses a name that only the loop has set."""
@@ -318,6 +331,7 @@ class _Script:
         return "".join(lines)
 
 
+_BLOCKS = "body", "orelse", "finalbody"
 _BLOCK = re.compile(r"\s*(if|elif|else|for|while|with|try|except|finally|async|def|class|case)\b")
 _LOADER = re.compile(r"load|batches|_dl\b|\bdl_|_dl_", re.IGNORECASE)
 _AVERAGE = re.compile(r"deepcopy|Averag|EMA|Ema(?![a-z])|^ema(?![a-z])")

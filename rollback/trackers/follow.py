@@ -36,12 +36,13 @@ class Reader:
         Raises JournalDamaged or RunDirectoryError, or as trackers do.
         """
         count = 0
-        while True:
+        news = True
+        while news:
             records = self._journal.new()
             metrics = self._metrics.new()
-            if not records and not metrics:
-                break
-            for leg, item in self._story.in_order(records, metrics):
+            told = self._story.in_order(records, metrics)
+            news = bool(metrics or told)
+            for leg, item in told:
                 if leg.attempt <= self._after:
                     continue
                 count += 1

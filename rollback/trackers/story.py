@@ -2,7 +2,8 @@
 
 Metrics and facts come from different files, the metrics up to a second late. A *leg* is a stretch of steps without a
 way back: one attempt and one timeline in it. Within a leg steps only grow. Facts say which leg they belong to: an
-incident ends its leg, so it is told after the leg's steps; passed-over batches begin theirs.
+incident ends its leg, so it is told after the leg's steps; passed-over batches begin theirs. The metrics of a long run
+come in several pieces, and a fact waits until those before it have been told.
 """
 
 from collections.abc import Iterable
@@ -27,15 +28,16 @@ class Story:
 
     def __init__(self) -> None:
         self._timeline = 0
+        self._waiting: list[tuple[tuple[Leg, int], JournalEntry]] = []
 
     def in_order(
         self, records: Iterable[JournalEntry], metrics: Iterable[Metric]
     ) -> list[tuple[Leg, Metric | JournalEntry]]:
         """New facts of the ranks and new metrics in one order; facts that no tracker shows are left out.
 
-        Read the facts before the metrics: a leg's metrics are on disk before the incident that ends it is.
+        Read the facts before the metrics: a leg's metrics are on disk before the incident that ends it is. A fact
+        behind the last metric is told by the first call without any.
         """
-        told: list[tuple[tuple[Leg, int], Metric | JournalEntry]] = []
         for record in records:
             match record.fact:
                 case Incident() as fact:
@@ -46,6 +48,10 @@ class Story:
                     self._timeline, place = fact.timeline, _BEGINS
                 case _:
                     continue
-            told.append(((Leg(record.attempt, self._timeline), place), record))
+            self._waiting.append(((Leg(record.attempt, self._timeline), place), record))
+        told: list[tuple[tuple[Leg, int], Metric | JournalEntry]] = []
         told += [((Leg(metric.attempt, metric.timeline), _STEPS), metric) for metric in metrics]
+        reached = max((key for key, _ in told), default=None)
+        told += [pair for pair in self._waiting if reached is None or pair[0] < reached]
+        self._waiting = [pair for pair in self._waiting if reached is not None and pair[0] > reached]
         return [(key[0], item) for key, item in sorted(told, key=lambda pair: pair[0])]

@@ -5,6 +5,7 @@ run of their own, whose steps are the training's; the group shows the legs side 
 the end of an older leg. WANDB_MODE=offline and W&B's other variables mean what they always mean.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from rollback.facts.training import Fact, Incident, PassedOver, Planned, Restore
 from rollback.rundir.records import Metric
 from rollback.terminal.extras import require_extra
 from rollback.trackers.story import Leg
+
+_NOT_IN_IDS = re.compile(r"[:;,#?/']|^\s")
+"""What W&B takes in no id of a run. A directory's name may have it, as one that is a time."""
 
 
 def require_wandb() -> None:
@@ -109,7 +113,7 @@ class WeightsAndBiases:
                 project=self._project,
                 group=group,
                 name=name,
-                id=f"{group}-{leg.attempt}-{leg.timeline}",
+                id=_NOT_IN_IDS.sub("-", f"{group}-{leg.attempt}-{leg.timeline}"),
                 resume="allow",
                 config={"attempt": leg.attempt, "timeline": leg.timeline},
                 settings=wandb.Settings(

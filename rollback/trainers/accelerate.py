@@ -6,7 +6,7 @@ back with a rollback, and that a batch is the last of its epoch is known from th
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,13 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     loader, scheduler = found["loader"], found.get("scheduler")
     require_known_loader(loader)
     _begin_alike(accelerator)
+    optimizer, inner = found["optimizer"].optimizer, getattr(scheduler, "scheduler", scheduler)
+    known = [*prepared, optimizer, inner, *settings.values()]
+    registered = [item for item in accelerator._custom_objects if not _is_among(known, item)]
+    names = {f"registered_{number}" if number > 1 else "registered": it for number, it in enumerate(registered, 1)}
     guard = Guard(
-        model=found["model"], optimizer=found["optimizer"].optimizer, loader=loader.base_dataloader,
-        scheduler=getattr(scheduler, "scheduler", scheduler), scaler=accelerator.scaler, **settings,
+        model=found["model"], optimizer=optimizer, loader=loader.base_dataloader, scheduler=inner,
+        scaler=accelerator.scaler, **names, **settings,
     )  # fmt: skip
     guard.without_probes("the loop counts the batches of Accelerate's loader")
     folders = _NumberedFolders(accelerator, guard)
@@ -62,6 +66,7 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     guard.keep(accelerator=counts, accelerator_evaluated=_told_of_passes(accelerator, loader))
     accelerator.save_state = folders.save_state
     accelerator.backward = _told(guard, accelerator.backward)
+    accelerator.register_for_checkpointing = _of_known([*known, *registered], accelerator.register_for_checkpointing)
     for name, why in _GUARD_S_OWN.items():
         setattr(accelerator, name, _refused(name, why))
     return tuple(GuardedLoader(loader, guard, counts) if item is loader else item for item in prepared)
@@ -133,6 +138,28 @@ def _told(guard: Guard, backward: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return told
+
+
+def _is_among(known: Iterable[Any], item: Any) -> bool:
+    return any(item is other for other in known)
+
+
+def _of_known(known: list[Any], register: Callable[..., None]) -> Callable[..., None]:
+    """What the script registers for Accelerate's checkpoints is part of its training: the guard has to keep it too."""
+
+    def registered(*objects: Any) -> None:
+        if late := [type(item).__name__ for item in objects if not _is_among(known, item)]:
+            attach.refuse(
+                UsageError(
+                    f"accelerator.register_for_checkpointing() of a {late[0]} behind rollback.protect, which keeps "
+                    "what was registered before it",
+                    hint="register it in front of rollback.protect, or hand it over by a name: rollback.protect(..., "
+                    "ema=ema)",
+                )
+            )
+        register(*objects)
+
+    return registered
 
 
 def _refused(name: str, why: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from rollback.train.comm.recorder import say
 from rollback.train.state.kept_values import SharedText
+from rollback.trainers.huggingface_trl import adapted
 from rollback.trainers.saved_files import rename_undone
 
 _STATE = (
@@ -24,7 +25,8 @@ _BEST: dict[str, Any] = {"best_metric": None, "best_global_step": None, "best_mo
 _LOOP = (
     "_total_loss_scalar", "_globalstep_last_logged", "current_flos", "_total_train_tokens", "_step", "_buffer_step",
 )  # fmt: skip
-"""Of the Trainer; the last three TRL's trainers have. `_tr_loss` and `_METRICS` are put back in place."""
+"""Of the Trainer; the last three TRL's trainers have, and some have more (`adapted`). `_tr_loss` and `_METRICS` are put
+back in place."""
 _METRICS = "_metrics", "_stored_metrics"
 """What TRL's trainers have gathered for their next log, by mode and name; of those one has one of the two."""
 
@@ -61,7 +63,7 @@ class LoopState:
             "stopped_before": state.max_steps if self.stopped_early else None,
             "stateful_callbacks": state.stateful_callbacks,
             "callbacks": [[type(item).__name__, *self._of_callback(item)] for item in self._exportable()],
-            "loop": {name: of_trainer[name] for name in _LOOP if name in of_trainer},
+            "loop": {name: of_trainer[name] for name in (*_LOOP, *adapted(trainer)) if name in of_trainer},
             "loss": trainer._tr_loss.item(),
             "last_update": tuple(map(_number, self.last_update)),
             "metrics": {
@@ -81,8 +83,8 @@ class LoopState:
         for item, (name, attributes, *counted) in zip(self._exportable(), kept["callbacks"], strict=False):
             if type(item).__name__ == name:  # an earlier version kept attributes alone
                 self._put_callback(item, attributes, *counted)
-        for name, value in kept["loop"].items():
-            setattr(trainer, name, value)
+        for name in kept["loop"].keys() & {*_LOOP, *adapted(trainer)}:
+            setattr(trainer, name, kept["loop"][name])
         trainer._tr_loss.fill_(kept["loss"])
         self.last_update = kept["last_update"]
         for gathered in self._gathered().values():

@@ -2,7 +2,8 @@
 
 A reference model that is synchronized with the trained one (`sync_ref_model=True`) is part of the training: it is
 handed to the guard. Completions are made for several batches at once, and stay in the trainer's memory until they are
-used up. No checkpoint has them; so each update has to begin with new ones.
+used up. No checkpoint has them; so each update has to begin with new ones. What a trainer adapts at each update, as the
+weight of the entropy in its loss, decides about the next ones.
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ _SYNCHRONIZES = "SyncRefModelCallback"
 _AVERAGES = "BEMACallback", "PEFTAdapterEMACallback"
 _COUNTERS = "_step", "_buffer_step"
 """A trainer with completions counts its batches in one of these."""
+_ENTROPY = "entropy_coef", "_last_world_entropy"
 
 
 def followers(trainer: Any) -> dict[str, nn.Module]:
@@ -38,6 +40,12 @@ def followers(trainer: Any) -> dict[str, nn.Module]:
             if not any(model is known for known in models):
                 models.append(model)
     return {f"ref_model_{number}" if number else "ref_model": model for number, model in enumerate(models)}
+
+
+def adapted(trainer: Any) -> tuple[str, ...]:
+    """Names of the trainer's attributes that it adapts at each update. A weight that stays as it is is a setting, which
+    the script of a resumed run may have changed."""
+    return _ENTROPY if getattr(trainer, "use_adaptive_entropy", False) else ()
 
 
 def require_completions_of_one_update(trainer: Any) -> None:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from rollback.facts import training as facts
@@ -13,6 +13,7 @@ from rollback.inspect.audit.cost import Costs, reckon, rounded
 from rollback.inspect.audit.ending import NO_END, confirmed, ending_of, lacks_its_end
 from rollback.inspect.audit.incidents import put_together
 from rollback.inspect.audit.metrics import last_judged
+from rollback.inspect.audit.passings import Passing, counts, passings
 from rollback.inspect.audit.quarantine import sample_entries
 from rollback.inspect.audit.reading import Material, by_attempt
 from rollback.inspect.audit.requests import request_entries
@@ -30,14 +31,15 @@ def compile_ledger(material: Material) -> report.AuditReport:
     costs = reckon(records, material.progress)
     notices = list(material.notices)
     passed = _passed_over(material, told)
-    skipped = _skipped(material, history, notices)
+    last_passed = passings(told, sorted({line.batch for lines in material.skipped.values() for line in lines}))
+    skipped = _skipped(material, history, last_passed, notices)
     incidents = _incidents(material, told, history, costs, passed)
     orphaned = material.abandoned and lacks_its_end(told)
     attempts = _attempts(records, costs, material.held, orphaned)
     begun = next(reversed(of_kinds(told, {facts.Attached, facts.Restored})), None)
     return report.AuditReport(
         run=_run(material),
-        totals=_totals(material, told, costs, incidents, attempts, skipped, passed, notices),
+        totals=_totals(material, told, costs, incidents, attempts, skipped, passed, last_passed, notices),
         incidents=incidents,
         skipped=skipped,
         user_windows=[
@@ -114,13 +116,18 @@ def _span(window: facts.Window, passed: Sequence[facts.Window]) -> report.Span:
     )
 
 
-def _skipped(material: Material, history: History, notices: list[str]) -> list[report.SkippedBatchEntry]:
+def _skipped(
+    material: Material, history: History, last_passed: Mapping[int, Passing], notices: list[str]
+) -> list[report.SkippedBatchEntry]:
     windows = [(case.incident.incident, window) for case in history.cases for window in merge_windows(case.skips)]
     by_batch: dict[int, dict[int, SkippedBatch]] = {}
     for rank, lines in material.skipped.items():
         for line in lines:
+            if not counts(last_passed, line.batch, rank):
+                continue
             before = by_batch.setdefault(line.batch, {}).get(rank)
-            if before is not None and before.indices != line.indices:
+            alike = line.batch not in last_passed or last_passed[line.batch].alike
+            if before is not None and before.indices != line.indices and alike:
                 notices.append(
                     f"rank {rank} recorded batch {line.batch} twice, with different indices; the later counts"
                 )
@@ -297,6 +304,7 @@ def _totals(
     attempts: list[report.AttemptEntry],
     skipped: list[report.SkippedBatchEntry],
     passed: list[facts.Window],
+    last_passed: Mapping[int, Passing],
     notices: list[str],
 ) -> report.Totals:
     batches = sum(window.last - window.first + 1 for window in passed)
@@ -314,7 +322,7 @@ def _totals(
         scaler_skips=len(of_kind(told, facts.ScalerSkipped)),
         attempts=len(attempts),
         skipped_batches=batches,
-        skipped_samples=_samples(material, skipped) if len(skipped) == batches else None,
+        skipped_samples=_samples(material, skipped, last_passed) if len(skipped) == batches else None,
         steps=steps,
         steps_at_least=bool(attempts) and attempts[-1].at_least,
         steps_lost=lost,
@@ -327,10 +335,13 @@ def _totals(
     )
 
 
-def _samples(material: Material, skipped: list[report.SkippedBatchEntry]) -> int | None:
-    ranks = material.identity.job.world_size if material.identity else 0
+def _samples(
+    material: Material, skipped: list[report.SkippedBatchEntry], last_passed: Mapping[int, Passing]
+) -> int | None:
+    present = material.identity.job.world_size if material.identity else 0
     total = 0
     for entry in skipped:
+        ranks = last_passed[entry.batch].ranks if entry.batch in last_passed else present
         if len(entry.indices) < ranks or any(indices is None for indices in entry.indices.values()):
             return None
         total += sum(len(indices) for indices in entry.indices.values() if indices is not None)

@@ -13,7 +13,9 @@ from typing import Any, Literal, NamedTuple
 from rollback.facts.fact import by_whom
 from rollback.facts.history import Case, History, fold, merge_windows
 from rollback.facts.training import Incident, JournalEntry, PassedOver, ScreenedOut, Window
+from rollback.inspect.audit.passings import CONDITIONS, counts, passings
 from rollback.inspect.audit.reading import ranks_with_skips, read_records, readable, require_run_directory
+from rollback.rundir.journal.journal import of_kinds
 from rollback.rundir.records import SkippedBatch, read_skipped
 
 ColumnType = Literal["integer", "number", "text", "flag", "integers"]
@@ -73,7 +75,8 @@ class SampleTable:
 
 
 def read_samples(root: Path) -> SampleTable:
-    """The table of a run. A batch that was skipped twice, because of a crash, has the rows of its last record.
+    """The table of a run. A batch that was skipped twice, because of a crash, has the rows of its last record, and none
+    of ranks that there were only before.
 
     Raises UsageError, RunDirectoryError or JournalDamaged before the first row; nothing is written.
     """
@@ -82,7 +85,7 @@ def read_samples(root: Path) -> SampleTable:
     records = read_records(paths, notices)
     history = fold(records)
     reasons = _Reasons(history)
-    passings = _Passings(records)
+    times, conditions = _Times(records), of_kinds(records, CONDITIONS)
 
     def rows() -> Iterator[Row]:
         recorded: set[int] = set()
@@ -91,20 +94,21 @@ def read_samples(root: Path) -> SampleTable:
             lines: dict[int, int] = {}
             for number, line in enumerate(readable(path, read_skipped, notices)):
                 lines[line.batch] = number  # the last line of a batch counts
+            last_passed = passings(conditions, sorted(lines))
             recorded.update(lines)
             for number, line in enumerate(readable(path, read_skipped, [])):
-                if lines.get(line.batch) == number:
-                    yield from _rows(line, rank, passings, reasons)
-        told = sum(window.last - window.first + 1 for window in passings.windows)
-        unknown = told - sum(any(batch in window for window in passings.windows) for batch in recorded)
+                if lines.get(line.batch) == number and counts(last_passed, line.batch, rank):
+                    yield from _rows(line, rank, times, reasons)
+        told = sum(window.last - window.first + 1 for window in times.windows)
+        unknown = told - sum(any(batch in window for window in times.windows) for batch in recorded)
         if unknown > 0:
             notices.append(f"{unknown} of {told} batches passed over left no record of what they held: no row for them")
 
     return SampleTable(rows(), notices)
 
 
-def _rows(line: SkippedBatch, rank: int, passings: "_Passings", reasons: "_Reasons") -> Iterator[Row]:
-    when, why = passings.of(line), reasons.of(line.batch)
+def _rows(line: SkippedBatch, rank: int, times: "_Times", reasons: "_Reasons") -> Iterator[Row]:
+    when, why = times.of(line), reasons.of(line.batch)
     places: Iterable[tuple[int | None, int | None]] = (
         [(None, None)] if line.indices is None else ((sample, place) for place, sample in enumerate(line.indices))
     )
@@ -112,7 +116,7 @@ def _rows(line: SkippedBatch, rank: int, passings: "_Passings", reasons: "_Reaso
         yield (line.batch, rank, sample, place, line.epoch, line.offset, line.timeline, *when, *why)
 
 
-class _Passings:
+class _Times:
     """When batches were skipped, by the journal: the columns `attempt`, `step` and `at`."""
 
     def __init__(self, records: Iterable[JournalEntry]) -> None:

@@ -5,8 +5,8 @@ that was changed, added, moved or lost is found, except at the end, where a cras
 secret in it: it cannot show that somebody has rewritten a journal from some line to its end.
 
 Then it compares the skip records with the journal: every recorded batch must be in a window of the skip list, a batch
-that was recorded twice must have the same samples, and every batch that the journal calls skipped must be in the record
-of every rank. The lines of the metrics must be those of which their columns were made.
+that was recorded twice under the same conditions must have the same samples, and every batch that the journal calls
+skipped must be in the record of every rank. The lines of the metrics must be those of which their columns were made.
 """
 
 import itertools
@@ -19,11 +19,12 @@ from pydantic import Field
 from rollback.errors import ExitCode, JournalDamaged
 from rollback.facts.history import History, fold, merge_windows
 from rollback.facts.training import Attached, JournalEntry, PassedOver, Window
+from rollback.inspect.audit.passings import CONDITIONS, passings
 from rollback.inspect.audit.reading import merge, require_run_directory
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
-from rollback.rundir.journal.journal import examine_journal
+from rollback.rundir.journal.journal import examine_journal, of_kinds
 from rollback.rundir.metrics.column_file import read_blocks
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
@@ -118,21 +119,24 @@ def _skips(paths: RunPaths, records: list[JournalEntry]) -> list[str]:
     passed = [(record.attempt, record.fact.window) for record in records if isinstance(record.fact, PassedOver)]
     told = merge_windows(window for _, window in passed)
     ranks_of = {record.attempt: record.fact.world_size for record in records if isinstance(record.fact, Attached)}
-    listed = merge_windows(history.skip_list)
+    listed, conditions = merge_windows(history.skip_list), of_kinds(records, CONDITIONS)
     for window in told:
         if not any(window.first in other and window.last in other for other in listed):
             found.append(f"batches {window} were passed over, and the skip list does not have all of them")
     for rank in range(max([identity.job.world_size, *ranks_of.values()]) if identity else 0):
         # An attempt may have had fewer ranks than another.
         seen = merge_windows(window for attempt, window in passed if ranks_of.get(attempt, rank + 1) > rank)
-        found += _shorten(_rank(paths, rank, seen, history), "of this rank")
+        found += _shorten(_rank(paths, rank, seen, history, conditions), "of this rank")
     return found
 
 
-def _rank(paths: RunPaths, rank: int, told: list[Window], history: History) -> Iterator[str]:
+def _rank(
+    paths: RunPaths, rank: int, told: list[Window], history: History, conditions: list[JournalEntry]
+) -> Iterator[str]:
     path = paths.skip_record(rank)
     listed = merge_windows(history.skip_list)
     known: dict[int, int] = {}
+    differing: set[int] = set()
     damaged: list[str] = []
     try:
         for line in read_skipped(path, damaged):
@@ -140,9 +144,13 @@ def _rank(paths: RunPaths, rank: int, told: list[Window], history: History) -> I
                 yield f"{path}: batch {line.batch} is in no window of the skip list"
             held = hash(None if line.indices is None else tuple(line.indices))
             if known.setdefault(line.batch, held) != held:
-                yield f"{path}: batch {line.batch} is there twice, with different samples"
+                differing.add(line.batch)
     except (OSError, ValueError) as error:
         yield f"{path}: {getattr(error, 'strerror', None) or error}"
+    passed = passings(conditions, sorted(differing))
+    for batch in sorted(differing):
+        if batch not in passed or passed[batch].alike:
+            yield f"{path}: batch {batch} is there twice, with different samples"
     yield from damaged
     seen = merge_windows(Window(first=batch, last=batch) for batch in sorted(known))
     for window in told:

@@ -127,6 +127,12 @@ def without_prepare() -> None:
     rollback.protect(accelerator, model, torch.optim.SGD(model.parameters(), 0.1), loader)
 
 
+def registered_late() -> None:
+    accelerator, *objects = prepared()
+    rollback.protect(accelerator, *objects, run="registered")
+    accelerator.register_for_checkpointing(objects[0], torch.optim.SGD(objects[0].parameters(), 0.1))
+
+
 def by_hand(method: str) -> None:
     accelerator, *objects = prepared()
     rollback.protect(accelerator, *objects, run=method)
@@ -170,6 +176,7 @@ CASES: dict[str, Callable[[], object]] = {
     "an Accelerator alone": lambda: rollback.protect(prepared()[0]),
     "two loaders": with_two_loaders,
     "without prepare": without_prepare,
+    "registered behind it": registered_late,
     "load_state": lambda: by_hand("load_state"),
     "skip_first_batches": lambda: by_hand("skip_first_batches"),
 }

@@ -40,6 +40,7 @@ REFUSED = {
     "an Accelerator alone": ("no model and no optimizer and no loader", "behind accelerator.prepare"),
     "two loaders": ("besides another loader", "the loader that is trained on"),
     "without prepare": ("SGD", "what prepare() has returned"),
+    "registered behind it": ("of a SGD behind rollback.protect", "in front of rollback.protect"),
     "load_state": ("accelerator.load_state()", "take it out"),
     "skip_first_batches": ("accelerator.skip_first_batches()", "take it out"),
 }
@@ -56,7 +57,7 @@ def test_it_is_refused_with_what_to_do_instead(answers: dict[str, Any], case: st
 
 
 def test_nothing_is_left_behind(answers: dict[str, Any]) -> None:
-    by_hand = ("load_state", "skip_first_batches")  # behind protect(), when there is a run
+    by_hand = ("registered behind it", "load_state", "skip_first_batches")  # behind protect(), when there is a run
     refused_before_a_guard = {name: answer["left"] for name, answer in answers.items() if name not in by_hand}
     assert not any(refused_before_a_guard.values()), refused_before_a_guard
 

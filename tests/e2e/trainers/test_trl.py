@@ -20,9 +20,11 @@ GENERATING = TrainerJob(
     more={
         "bf16": False, "include_num_input_tokens_seen": "no", "num_generations": 2, "max_completion_length": 4,
         "steps_per_generation": 2, "num_iterations": 2, "generation_kwargs": {"remove_invalid_values": True},
+        "use_adaptive_entropy": True, "entropy_target": 100.0, "entropy_coef_delta": 0.1,
     },
 )  # fmt: skip
-"""48 batches in an epoch, and completions for four of them at a time: those of an update."""
+"""48 batches in an epoch, and completions for four of them at a time: those of an update. Each raises the weight of the
+entropy in the loss."""
 UNEVEN = GENERATING.but(epochs=3, bad_at=(118,)).with_settings(skip=[{"first": 9, "last": 9}])
 """An epoch ends within the batches that its last completions are for."""
 MODULES = "trl peft datasets accelerate transformers.models.llama.modeling_llama"

@@ -18,7 +18,7 @@ from rollback import cli
 from rollback.cli.launch import closing_line, default_run, read_settings, require_script
 from rollback.config import PresetName, Settings
 from rollback.errors import ExitCode, RunDirectoryError, UsageError
-from rollback.facts.training import AttemptStarted, SkipAdded, Window
+from rollback.facts.training import AttemptStarted, SampleQuarantine, SkipAdded, Window
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
@@ -403,3 +403,16 @@ def test_samples_of_several_flags_are_left_out_together() -> None:
         read_settings({"skip_samples": ["7-9"]}, None)
     with pytest.raises(UsageError, match="--max-skipped"):
         read_settings({"max_skipped": "many"}, None)
+
+
+def test_samples_of_a_flag_and_of_another_run_are_left_out_together_each_from_its_own_batch_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    for batch, samples, added, released in ((100, (3,), (3,), ()), (700, (3, 5), (5,), ()), (600, (5,), (), (3,))):
+        order = {"batch": batch, "samples": samples, "added": added, "released": released}
+        run.tell(1, SampleQuarantine(who="me", why="because", **order))
+    settings = read_settings({"skip_samples": ["500:17", "650:5"]}, run.paths.root)
+    assert [(one.batch, one.samples) for one in settings.skip_samples] == [
+        (100, (3,)), (500, (3, 17)), (600, (5, 17)),
+    ]  # fmt: skip

@@ -158,6 +158,18 @@ def test_what_accelerate_has_prepared_is_handed_over_but_for_loaders_that_are_no
     ]
 
 
+def test_it_is_handed_over_behind_what_is_registered_for_accelerates_checkpoints() -> None:
+    registering = "    if average:\n        accelerator.register_for_checkpointing(average)\n    print()\n"
+    source = PREPARED.replace("    for epoch", f"{registering}    for epoch")
+    lines = diff_of(source, "train.py").splitlines()
+    place = next(number for number, line in enumerate(lines) if "rollback.protect" in line)
+    assert lines[place - 1 : place + 2] == [
+        "         accelerator.register_for_checkpointing(average)",
+        "+    model, optimizer, train_loader = rollback.protect(accelerator, model, optimizer, train_loader)",
+        "     print()",
+    ]
+
+
 @pytest.mark.parametrize(
     "given", ["model.head.parameters()", "[{'params': model[0].parameters()}, *model[1].parameters()]"]
 )

@@ -19,9 +19,11 @@ from typer.testing import CliRunner
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.cli import app
 from rollback.errors import ExitCode, OutputNotWritten, UsageError
+from rollback.facts.fact import Fact
 from rollback.rundir.records import LineWriter, Metric, metric_line
 from rollback.trackers.follow import Reader, follow
 from rollback.trackers.process import trackers_beside
+from rollback.trackers.story import Leg
 from rollback.trackers.tensorboard import TensorBoard
 
 
@@ -123,6 +125,33 @@ def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path: Path, monkeypatch: 
     assert reader.hand_on([]) == 10
 
 
+class Hearing:
+    """A tracker that notes what it is told, in order: a leg with a step, or with a fact's kind."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, int, int | str]] = []
+
+    def metric(self, leg: Leg, metric: Metric) -> None:
+        self.heard.append((*leg, metric.step))
+
+    def fact(self, leg: Leg, fact: Fact) -> None:
+        self.heard.append((*leg, fact.kind))
+
+    def flush(self) -> None:
+        pass
+
+
+def test_of_a_long_run_each_fact_is_told_behind_the_steps_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, at_once, in_pieces = eventful_run(tmp_path / "run", monkeypatch), Hearing(), Hearing()
+    Reader(run.paths.root).hand_on([at_once])  # type: ignore[list-item]
+    monkeypatch.setattr("rollback.rundir.records._LINE_LIMIT", 1 << 11)  # the curve does not fit into one piece
+    Reader(run.paths.root).hand_on([in_pieces])  # type: ignore[list-item]
+    assert at_once.heard.index((1, 0, "incident")) == at_once.heard.index((1, 0, 49)) + 1
+    assert in_pieces.heard == at_once.heard
+
+
 def test_hostile_words_are_code_in_the_text(run: RecordedRun, tmp_path: Path) -> None:
     hostile = "`</code><script>alert(1)</script> [x](javascript:y) \x1b[31m\n# title"
     run.tell(1, incident(0, 45, 49, explanation=hostile))
@@ -184,7 +213,7 @@ def logged(folder: Path) -> dict[str, dict[str, Any]]:
 def test_wandb_has_a_run_for_each_leg_in_one_group_with_steps_that_only_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = eventful_run(tmp_path / "run", monkeypatch)
+    run = eventful_run(tmp_path / "run of 12:30, #1", monkeypatch)  # characters that W&B has no ids of
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     command = [sys.executable, "-m", "rollback", "track", str(run.paths.root), "--wandb", "project"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)

@@ -145,3 +145,13 @@ def test_a_callbacks_attributes_as_an_earlier_version_kept_them_are_read() -> No
     state["callbacks"] = [["Counting", {"best": 3}]]
     kept.load_state_dict(state)
     assert (counting.best, counting.every) == (3, 5)
+
+
+@pytest.mark.parametrize(("before", "now"), [(True, True), (True, False), (False, False)])
+def test_a_weight_of_the_entropy_that_adapts_comes_back_and_a_setting_is_the_scripts(before: bool, now: bool) -> None:
+    adapting, other = trainer_with([]), trainer_with([])
+    vars(adapting).update(use_adaptive_entropy=before, entropy_coef=0.35, _last_world_entropy=1.5)
+    vars(other).update(use_adaptive_entropy=now, entropy_coef=0.2, _last_world_entropy=math.inf)
+    kept_of(other).load_state_dict(kept_of(adapting).state_dict())
+    comes_back = before and now
+    assert (other.entropy_coef, other._last_world_entropy) == ((0.35, 1.5) if comes_back else (0.2, math.inf))

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from typer.testing import CliRunner
 
-from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
+from recorded_run import RecordedRun, attached, eventful_run, incident, rollback_plan
 from rollback.cli import app
 from rollback.errors import OutputNotWritten, UsageError
-from rollback.facts.training import PassedOver, ScreenedOut, SkipAdded, Window
+from rollback.facts.fact import Fact
+from rollback.facts.training import Accepted, PassedOver, SampleQuarantine, ScreenedOut, SkipAdded, Window
 from rollback.inspect.audit.samples import COLUMNS, read_samples
 from rollback.inspect.audit.tables import harmless, write_csv
+from rollback.inspect.audit.verify import check_integrity
 from rollback.rundir.records import LineWriter, SkippedBatch
 
 C1 = "c000001-s00000020"
@@ -54,6 +56,40 @@ def test_every_skipped_sample_has_one_row_with_its_reason(eventful: RecordedRun)
     assert (twice["window_first"], twice["window_last"], twice["rule"]) == (40, 103, "loss-level")
     assert (twice["checkpoint"], twice["restored_step"], twice["outcome"]) == (C1, 20, "recovered")
     assert (twice["step"], twice["at"]) == (20, "2030-01-01T00:01:04.000+00:00")
+
+
+def passed_over_again(run: RecordedRun, between: Fact, ranks: int) -> None:
+    """Batches 4 and 5, first by two ranks, then by so many, which then read other samples."""
+    run.tell(0, SkipAdded(window=Window(first=4, last=5), who="settings", why="given"))
+    for attempt, count in ((1, 2), (2, ranks)):
+        run.tell(10 * attempt, attached(None, 0).model_copy(update={"world_size": count}), attempt)
+        if attempt == 2:
+            run.tell(20, between, 2)
+        run.tell(10 * attempt + 1, PassedOver(first=4, last=5, step=4, timeline=0), attempt)
+        for rank in range(count):
+            writer = LineWriter(run.paths.skip_record(rank))
+            for batch in (4, 5):
+                indices = [100 * attempt + 10 * batch + i for i in range(rank * 4 // count, (rank + 1) * 4 // count)]
+                line = SkippedBatch(batch=batch, epoch=0, offset=batch, indices=indices, timeline=0)
+                writer.write(line.model_dump_json())
+            writer.close()
+
+
+@pytest.mark.parametrize("between", [
+    Accepted(what="ranks", before={"world_size": 2}, after={"world_size": 1}),
+    SampleQuarantine(batch=3, samples=(140,), added=(140,), released=(), who="suspicion", why="two incidents"),
+])  # fmt: skip
+def test_a_batch_that_holds_other_samples_when_it_is_passed_over_again_has_those_alone(
+    run: RecordedRun, between: Fact
+) -> None:
+    passed_over_again(run, between, 1 if isinstance(between, Accepted) else 2)
+    assert [row["sample"] for row in rows_of(run) if row["batch"] == 4] == [240, 241, 242, 243]
+    ledger = json.loads(cli("audit", run.paths.root, "--json").stdout)
+    assert (ledger["totals"]["skipped_batches"], ledger["totals"]["skipped_samples"]) == (2, 8)
+    held = ledger["skipped"][0]["indices"].values()
+    assert [sample for indices in held for sample in indices] == [240, 241, 242, 243]
+    assert ledger["notices"] == []
+    assert check_integrity(run.paths.root).disagreements == []
 
 
 def test_every_format_holds_the_same_rows(eventful: RecordedRun, tmp_path: Path) -> None:

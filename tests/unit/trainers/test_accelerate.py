@@ -1,0 +1,67 @@
+"""What a script registers for Accelerate's checkpoints is kept by the guard, too."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import rollback
+
+
+class Average:
+    """Of the weights, with a state that is no module's."""
+
+    def __init__(self) -> None:
+        self.total, self.count = torch.zeros(1, 4), 0
+
+    def update(self, weight: Tensor) -> None:
+        self.total, self.count = 0.9 * self.total + weight.detach(), self.count + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.count = state["total"].clone(), state["count"]
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    pytest.importorskip("accelerate")  # seconds, which only the worker that runs these tests should spend
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def test_what_is_registered_for_checkpoints_goes_back_with_the_weights(accelerator: Any, tmp_path: Path) -> None:
+    inputs, average = torch.randn(320, 4), Average()
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    accelerator.register_for_checkpointing(average, scheduler)
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+    prepared = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = rollback.protect(accelerator, *prepared, run=tmp_path / "run")
+    accelerator.register_for_checkpointing(average)  # it is kept already
+    after: list[Tensor] = []
+    for place, (given, wanted) in enumerate(loader):
+        loss = (model(given) - wanted).square().mean()
+        accelerator.backward(loss * math.nan if place == 30 else loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        average.update(model.weight)
+        del after[loader.guard.step :]
+        after.append(model.weight.detach().clone())
+    assert len(after) == average.count == loader.guard.step == 39
+    expected = Average()
+    for weight in after:
+        expected.update(weight)
+    assert torch.equal(average.total, expected.total)
