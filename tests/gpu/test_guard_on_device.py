@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from toy import facts
 
 import rollback
 from rollback.facts.history import fold
-from rollback.facts.training import Window
+from rollback.facts.training import Incident, Window
+from rollback.rundir.evidence import read_evidence
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.beat import Signs
@@ -91,3 +93,28 @@ def test_resuming_on_the_device_is_exact(tmp_path: Path) -> None:
     resumed = train(tmp_path / "resumed", bad=set())
     for name, value in undisturbed.items():
         assert torch.equal(value, resumed[name]), name
+
+
+def test_losses_of_one_cuda_graph_are_each_what_was_observed(tmp_path: Path) -> None:
+    """The model gives out its own loss, as those of transformers do, and each replay writes it to the same place."""
+    torch.manual_seed(0)
+    x, batches = torch.randn(4, 8, device="cuda"), 80
+    scale = torch.ones(batches, 1)
+    scale[61] = math.nan
+    model = nn.Linear(8, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss_of = torch.compile(lambda factor: (factor * model(x)).square().mean(), mode="reduce-overhead")
+    loader = DataLoader(TensorDataset(scale), batch_size=1)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, run=tmp_path / "run", **SETTINGS)
+    for number, (factor,) in enumerate(guard):
+        loss = loss_of(factor.cuda())
+        loss.backward()
+        guard.observe(loss)
+        if number % 2:  # the first one's loss is overwritten by now
+            optimizer.step()
+            optimizer.zero_grad()
+    guard.close()
+    paths = RunPaths(tmp_path / "run")
+    (incident,) = facts(paths.root, Incident)
+    seen = next(step for step in read_evidence(paths.evidence(incident.incident, 0)).steps if step.step == 30)
+    assert [math.isnan(loss) for loss in seen.losses] == [False, True]

@@ -33,6 +33,20 @@ def test_a_model_on_several_gpus_of_one_process_is_refused() -> None:
     check_devices(map(torch.device, ("cpu", "cuda:1", "cuda:1")))
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_losses_that_lie_in_the_same_memory_one_after_the_other_are_each_what_was_observed(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """As what a CUDA graph gives out: its next replay writes there again."""
+    made, place = guard(tmp_path / "run"), torch.zeros(shape)
+    for value in (1.0, 3.0):
+        made.observe(place.fill_(value))
+    mean = made._step_in_progress.mean_loss()
+    assert mean is not None
+    assert mean.item() == 2.0
+    made.close()
+
+
 def test_a_guard_that_is_made_in_an_except_block_keeps_nothing_of_it(tmp_path: Path) -> None:
     class Large:
         """Something that a frame holds."""
