@@ -24,7 +24,7 @@ from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.system.region import Region
 from rollback.train.snapshots.capture import bytes_of
-from rollback.train.snapshots.copy_stream import await_event
+from rollback.train.snapshots.copy_stream import await_event, current
 from rollback.train.snapshots.pinned import pin
 from rollback.train.state.state import TrainingState
 
@@ -146,10 +146,7 @@ class Device:
         raise NoAnswer(f"{self._device} has not copied {len(part) / 1e6:.1f} MB within {_ANSWER:g} s")
 
     def _copy_what_is_asked(self) -> None:
-        with contextlib.ExitStack() as there:
-            if self._stream is not None:
-                there.enter_context(torch.cuda.device(self._device))
-                there.enter_context(torch.cuda.stream(self._stream))
+        with current(self._stream) if self._stream is not None else contextlib.nullcontext():
             while (asked := self._asked.get()) is not None:
                 part, copied = asked
                 try:

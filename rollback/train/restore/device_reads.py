@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollback.checkpoints.format.contents import TensorFile
 from rollback.train.snapshots.capture import bytes_of
+from rollback.train.snapshots.copy_stream import current
 
 _ROOM = 32 << 20  # bytes: large enough for the link's full speed
 
@@ -86,4 +87,4 @@ class _Way:
         return room, copied
 
     def _in_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        return current(self._stream) if self._stream is not None else nullcontext()
