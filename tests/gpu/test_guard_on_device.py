@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from toy import facts
 
@@ -20,6 +21,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.train.comm.beat import Signs
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
+from rollback.train.updates.gradients import Gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +49,28 @@ def test_a_beat_over_nccl_carries_what_was_sent_and_names_what_is_not_finite(ncc
     assert beat.loss is not None
     assert math.isnan(beat.loss)
     assert beat.grad_norm is None
+
+
+def test_parts_of_a_sharded_gradient_are_measured_without_a_wait_for_the_device(nccl: None) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).cuda()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients, x = Gradients(optimizer, None, model), torch.randn(8, 64, device="cuda")
+    for _ in range(3):
+        gradients.expect(True)
+        model(x).square().sum().backward()
+        gradients.forget()  # so that they are measured here
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            norms = gradients.before_step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert norms is not None
+        assert norms.squares is not None
+        assert math.sqrt(norms.squares.item()) == pytest.approx(norms.total.item())
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def train(run: Path, bad: set[int], **settings: Any) -> dict[str, Tensor]:
