@@ -55,6 +55,7 @@ def on_host(item: Tensor) -> Tensor:
     if not item.is_cuda:
         return item
     with copy_stream(item.device) as stream:
+        item = item.resolve_conj().resolve_neg()  # else torch does that to a copy that has not arrived yet
         copied = torch.empty(item.shape, dtype=item.dtype, pin_memory=True).copy_(item, non_blocking=True)
         await_event(stream.record_event())
     return copied
