@@ -95,7 +95,7 @@ class Pulse:
             self._work = dist.all_reduce(vector, async_op=True)
         if self._side is not None and self._arrived is not None:
             self._side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._side):
+            with torch.cuda.device(self._device), torch.cuda.stream(self._side):  # see `copy_stream.current`
                 if self._work is not None:
                     self._work.wait()
                 vector.record_stream(self._side)
