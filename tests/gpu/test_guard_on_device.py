@@ -142,3 +142,45 @@ def test_losses_of_one_cuda_graph_are_each_what_was_observed(tmp_path: Path) -> 
     (incident,) = facts(paths.root, Incident)
     seen = next(step for step in read_evidence(paths.evidence(incident.incident, 0)).steps if step.step == 30)
     assert [math.isnan(loss) for loss in seen.losses] == [False, True]
+
+
+class Average:
+    """Of a model's weights: an object that keeps what it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = [item.detach().clone() for item in model.parameters()]
+
+    def update(self, model: nn.Module) -> None:
+        for mine, its in zip(self.weights, model.parameters(), strict=True):
+            mine.lerp_(its.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+@pytest.mark.parametrize("policy", ["balanced", "screen"])
+def test_what_objects_and_groups_keep_on_the_device_goes_back_there(tmp_path: Path, policy: str) -> None:
+    x = torch.randn(80, 8)
+    x[41] = math.nan
+    for max_steps in (30, 80):
+        model = nn.Linear(8, 1).cuda()
+        average = Average(model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-3, device="cuda"), capturable=True)
+        guard = rollback.Guard(
+            model=model, optimizer=optimizer, loader=DataLoader(TensorDataset(x)), run=tmp_path / "run",
+            average=average, policy=policy, max_steps=max_steps, **SETTINGS,
+        )  # fmt: skip
+        for (inputs,) in guard:
+            loss = model(inputs.cuda()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update(model)
+            guard.observe(loss)
+        guard.close()
+        assert all(item.is_cuda for item in average.weights)
+        assert optimizer.param_groups[0]["lr"].is_cuda
+    assert facts(tmp_path / "run", Incident)
