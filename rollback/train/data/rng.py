@@ -149,7 +149,7 @@ def derived(state: dict[str, Any], key: str) -> dict[str, Any]:
     with preserved():
         seed_all(f"{_sha256_of(state)}/{key}")
         other = capture(cuda=False)
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
     other["numpy"] = other["numpy"] if state["numpy"] is not None else None
     other["cuda"] = [torch.Generator(device="cuda").manual_seed(seed).get_state() for _ in state["cuda"]]
     return {**other, "device": state["device"]} if "device" in state else other
@@ -181,7 +181,7 @@ def seed_all(key: str) -> None:
 def _reseed() -> None:
     """Seed each library from its own next numbers, so that a library that was seeded alone stays reproducible."""
     random.seed(random.getrandbits(64))
-    torch.default_generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    torch.default_generator.manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
     if numpy := _numpy():
         numpy.random.seed(numpy.random.randint(0, 2**32, size=4, dtype=numpy.uint32))
 

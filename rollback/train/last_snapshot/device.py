@@ -87,7 +87,11 @@ class Device:
     def holding(self, told: bytes | Tensor) -> Tensor:
         """What is added, as the GPU has it."""
         if isinstance(told, bytes):
-            told = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else torch.empty(0, dtype=torch.uint8)
+            told = (
+                torch.frombuffer(bytearray(told), dtype=torch.uint8)
+                if told
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
         return told.to(self._device)
 
     def add(self, part: int, end: StepEnd, tensors: Sequence[Tensor], at: int = 0) -> None:

@@ -77,7 +77,7 @@ class _Way:
     def _next_room(self) -> tuple[Tensor, Any]:
         """A room that the device does not copy from any more, and the event of the next copy from it."""
         if len(self._rooms) < 2:
-            room = torch.empty(_ROOM, dtype=torch.uint8, pin_memory=self._cuda)
+            room = torch.empty(_ROOM, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
             copied = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
         else:
             room, copied = self._rooms.pop(0)

@@ -224,7 +224,7 @@ class Capture:
             self._copy_on_device(restless)
             for place, items in enumerate(compared):
                 if items:
-                    made = torch.zeros((), dtype=torch.int64, pin_memory=True)
+                    made = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
                     self._on_device[place] = made.copy_(drift.on_device(items), non_blocking=True)
             restless_done = stream.record_event()
             self._copy_on_device({name: item for name, item in tensors.items() if name not in restless})
@@ -243,7 +243,7 @@ class Capture:
 def view(region: Region, entry: TensorEntry) -> Tensor:
     """A tensor whose memory is a place in the region."""
     if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=tree.DTYPE[entry.dtype])
+        return torch.empty(entry.shape, dtype=tree.DTYPE[entry.dtype], device="cpu")
     flat = torch.frombuffer(region.view[entry.start : entry.end], dtype=tree.DTYPE[entry.dtype])
     return flat.reshape(entry.shape)
 

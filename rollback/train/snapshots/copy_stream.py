@@ -56,7 +56,8 @@ def on_host(item: Tensor) -> Tensor:
         return item
     with copy_stream(item.device) as stream:
         item = item.resolve_conj().resolve_neg()  # else torch does that to a copy that has not arrived yet
-        copied = torch.empty(item.shape, dtype=item.dtype, pin_memory=True).copy_(item, non_blocking=True)
+        copied = torch.empty(item.shape, dtype=item.dtype, device="cpu", pin_memory=True)
+        copied.copy_(item, non_blocking=True)
         await_event(stream.record_event())
     return copied
 

@@ -200,7 +200,9 @@ def scalar(value: Tensor | float, what: str) -> Tensor:
                 f"guard.observe got a {what} that is a {type(value).__name__}; it takes one number, or a tensor of one",
                 hint="models that return several things have the loss in one of them, for example output.loss",
             ) from error
-        return torch.tensor(number, dtype=torch.float32)  # a script's default may end at 65504, as float16 does
+        return torch.tensor(
+            number, dtype=torch.float32, device="cpu"
+        )  # a script's default may end at 65504, as float16 does
     if type(value) is Tensor and not value.dim() and value.is_floating_point():
         return value.detach().clone()
     if value.numel() != 1 or value.is_complex():

@@ -67,7 +67,8 @@ class Digest:
         if sample.device.type == "cpu":
             self._hash.update(_bytes_of(sample))
         elif sample.is_cuda:
-            host = torch.empty(sample.shape, dtype=sample.dtype, pin_memory=True).copy_(sample, non_blocking=True)
+            host = torch.empty(sample.shape, dtype=sample.dtype, device="cpu", pin_memory=True)
+            host.copy_(sample, non_blocking=True)
             # The batch may lie on another device than the one that this thread has chosen.
             self._coming.append((host, torch.cuda.current_stream(sample.device).record_event()))
 
