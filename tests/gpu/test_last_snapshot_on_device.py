@@ -97,6 +97,7 @@ def test_random_states_are_read_as_they_are_captured(device: str) -> None:
     told, parts = RawRandom().read()
     states, captured = tree_of(told, parts), rng.capture()
     assert len(states["cuda"]) == len(captured["cuda"])
+    assert states.get("device") == captured.get("device")
     assert all(map(torch.equal, states["cuda"], captured["cuda"]))
     assert states["cuda"] or device == "cpu"
 

@@ -65,7 +65,7 @@ class Pulse:
         on_cpu = ranks.distributed and ranks.world_size > 1 and ranks.device.type == "cpu"
         self._shared = share(ranks, FIELDS + LETTER) if on_cpu else None
         room = FIELDS + ranks.world_size * LETTER if self._cuda else 0
-        self._host = torch.zeros(room, dtype=torch.float64, pin_memory=self._cuda)
+        self._host = torch.zeros(room, dtype=torch.float64, device="cpu", pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event(blocking=True) if self._cuda else None  # type: ignore[no-untyped-call]
         self._sent: bytes | Tensor = b""
@@ -95,7 +95,7 @@ class Pulse:
             self._work = dist.all_reduce(vector, async_op=True)
         if self._side is not None and self._arrived is not None:
             self._side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._side):
+            with torch.cuda.device(self._device), torch.cuda.stream(self._side):  # see `copy_stream.current`
                 if self._work is not None:
                     self._work.wait()
                 vector.record_stream(self._side)
@@ -177,7 +177,12 @@ class Pulse:
             total: list[float] = rows[:, :FIELDS].sum(0).tolist()
         if not self._has_letters:
             return total
-        return torch.cat([torch.tensor(total, dtype=torch.float64), torch.tensor(rows[:, FIELDS:]).flatten()])
+        return torch.cat(
+            [
+                torch.tensor(total, dtype=torch.float64, device="cpu"),
+                torch.tensor(rows[:, FIELDS:], device="cpu").flatten(),
+            ]
+        )
 
     def _compose_on_device(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
@@ -231,7 +236,7 @@ class Pulse:
         return row
 
     def _to_device(self, numbers: list[float]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.float64).to(self._device, non_blocking=True)
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu").to(self._device, non_blocking=True)
 
     def _is_there(self, scalar: object) -> bool:
         return isinstance(scalar, Tensor) and scalar.device.type == self._device.type

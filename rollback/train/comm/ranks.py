@@ -54,8 +54,7 @@ class Ranks:
             )
         self.rank = dist.get_rank() if self.distributed else 0
         self.world_size = dist.get_world_size() if self.distributed else 1
-        on_gpu = self.distributed and "nccl" in str(dist.get_backend())
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = _device_of_group() if self.distributed else torch.device("cpu")
         self.on_this_host = list(range(self.world_size))
         """The ranks of this host, this rank included. Before `meet`, all ranks are assumed to share one."""
         self.host_count = 1
@@ -195,6 +194,15 @@ class Ranks:
         handed = Handed(buffer)
         dist.broadcast(buffer, src=source)
         handed.take_back()
+
+
+def _device_of_group() -> torch.device:
+    """Where the default group's collectives are. Over NCCL on a GPU: the one to which the script has bound the group,
+    which need not be the one that this thread has chosen."""
+    if "nccl" not in str(dist.get_backend()):
+        return torch.device("cpu")
+    bound: torch.device | None = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None)
+    return bound or torch.device("cuda", torch.cuda.current_device())
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

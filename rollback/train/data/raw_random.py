@@ -45,7 +45,7 @@ class RawRandom:
             parts.append(words)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             on_gpus = [generator.get_state() for generator in torch.cuda.default_generators]
-            told["cuda"] = len(on_gpus)
+            told["cuda"], told["device"] = len(on_gpus), torch.cuda.current_device()
             parts += [ctypes.string_at(state.data_ptr(), state.nbytes) for state in on_gpus]
         return told, parts
 
@@ -75,6 +75,8 @@ def tree_of(told: dict[str, Any], parts: list[bytes]) -> dict[str, Any]:
         "torch": _uint8(parts[0]),
         "cuda": [_uint8(state) for state in parts[len(parts) - told.get("cuda", 0) :]],
     }
+    if "device" in told:
+        tree["device"] = told["device"]
     if (rest := told.get("numpy")) is not None:
         algorithm, has_gauss, gauss = rest
         words = _int64(parts[2])

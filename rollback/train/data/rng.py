@@ -31,18 +31,34 @@ def capture(cuda: bool = True) -> dict[str, Any]:
     """The random states of this process, as a tree of JSON values and CPU tensors that nothing else refers to.
 
     Keys: `python`, `numpy` (None where NumPy has not been imported), `torch` (uint8 tensor) and `cuda` (one uint8
-    tensor for each visible device; empty when `cuda` is False or CUDA was never initialised). Reading a CUDA
-    state waits for its device.
+    tensor for each visible device; empty when `cuda` is False or CUDA was never initialised); where that is not empty,
+    `device`, the number of the one that the process works on.
     """
-    on_devices = cuda and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    return {**_to_tree(cpu_states()), "cuda": torch.cuda.get_rng_state_all() if on_devices else []}
+    tree = {**_to_tree(cpu_states()), "cuda": []}
+    if cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        tree |= {"cuda": torch.cuda.get_rng_state_all(), "device": torch.cuda.current_device()}
+    return tree
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore the states from `capture`, in this process or another; CUDA states by device number."""
+    """Restore the states from `capture`, in this process or another."""
     _set_cpu_states(_from_tree(state))
-    for device, cuda_state in enumerate(state["cuda"]):
+    for device, cuda_state in _by_device(state["cuda"], state.get("device")).items():
         torch.cuda.set_rng_state(cuda_state, device)
+
+
+def _by_device(states: list[torch.Tensor], before: int | None) -> dict[int, torch.Tensor]:
+    """The states of devices for those that are here, by number. Another machine, or another CUDA_VISIBLE_DEVICES, may
+    have fewer, and may number otherwise the one that the process works on: it gets the state of the one from before.
+
+    before: its number then; None: of a checkpoint that does not tell.
+    """
+    if not states:
+        return {}
+    found = dict(enumerate(states[: torch.cuda.device_count()]))
+    if before is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found[torch.cuda.current_device()] = states[before]
+    return found
 
 
 @contextmanager
@@ -135,10 +151,10 @@ def derived(state: dict[str, Any], key: str) -> dict[str, Any]:
     with preserved():
         seed_all(f"{_sha256_of(state)}/{key}")
         other = capture(cuda=False)
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
     other["numpy"] = other["numpy"] if state["numpy"] is not None else None
     other["cuda"] = [torch.Generator(device="cuda").manual_seed(seed).get_state() for _ in state["cuda"]]
-    return other
+    return {**other, "device": state["device"]} if "device" in state else other
 
 
 def digest_of(state: dict[str, Any], place: str) -> int:
@@ -167,7 +183,7 @@ def seed_all(key: str) -> None:
 def _reseed() -> None:
     """Seed each library from its own next numbers, so that a library that was seeded alone stays reproducible."""
     random.seed(random.getrandbits(64))
-    torch.default_generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    torch.default_generator.manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
     if numpy := _numpy():
         numpy.random.seed(numpy.random.randint(0, 2**32, size=4, dtype=numpy.uint32))
 

@@ -24,7 +24,7 @@ from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.system.region import Region
 from rollback.train.snapshots.capture import bytes_of
-from rollback.train.snapshots.copy_stream import await_event
+from rollback.train.snapshots.copy_stream import await_event, current
 from rollback.train.snapshots.pinned import pin
 from rollback.train.state.state import TrainingState
 
@@ -87,7 +87,11 @@ class Device:
     def holding(self, told: bytes | Tensor) -> Tensor:
         """What is added, as the GPU has it."""
         if isinstance(told, bytes):
-            told = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else torch.empty(0, dtype=torch.uint8)
+            told = (
+                torch.frombuffer(bytearray(told), dtype=torch.uint8)
+                if told
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
         return told.to(self._device)
 
     def add(self, part: int, end: StepEnd, tensors: Sequence[Tensor], at: int = 0) -> None:
@@ -146,10 +150,7 @@ class Device:
         raise NoAnswer(f"{self._device} has not copied {len(part) / 1e6:.1f} MB within {_ANSWER:g} s")
 
     def _copy_what_is_asked(self) -> None:
-        with contextlib.ExitStack() as there:
-            if self._stream is not None:
-                there.enter_context(torch.cuda.device(self._device))
-                there.enter_context(torch.cuda.stream(self._stream))
+        with current(self._stream) if self._stream is not None else contextlib.nullcontext():
             while (asked := self._asked.get()) is not None:
                 part, copied = asked
                 try:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollback.checkpoints.format.contents import TensorFile
 from rollback.train.snapshots.capture import bytes_of
+from rollback.train.snapshots.copy_stream import current
 
 _ROOM = 32 << 20  # bytes: large enough for the link's full speed
 
@@ -76,7 +77,7 @@ class _Way:
     def _next_room(self) -> tuple[Tensor, Any]:
         """A room that the device does not copy from any more, and the event of the next copy from it."""
         if len(self._rooms) < 2:
-            room = torch.empty(_ROOM, dtype=torch.uint8, pin_memory=self._cuda)
+            room = torch.empty(_ROOM, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
             copied = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
         else:
             room, copied = self._rooms.pop(0)
@@ -86,4 +87,4 @@ class _Way:
         return room, copied
 
     def _in_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        return current(self._stream) if self._stream is not None else nullcontext()

@@ -29,6 +29,7 @@ from rollback.train.restore.reads import fitting, fresh, reading, threads_of
 from rollback.train.sharded import is_sharded, like_of, local_of, part_of, sharded_like
 from rollback.train.snapshots.frozen import FrozenInCheckpoint
 from rollback.train.state import tree
+from rollback.train.state.image import STILL
 from rollback.train.state.state import TrainingState
 from rollback.train.state.world_size import adopt, source_of
 
@@ -71,6 +72,7 @@ class Whole:
 
     def load(self, ranks: Ranks, state: TrainingState) -> str | None:
         live, find = state.live_tensors(), state.places()
+        room = rooms(live, find)
 
         def part(key: str, like: Tensor, stored: Sequence[tuple[Part, Stored]]) -> Tensor:
             own_first = sorted(stored, key=lambda item: item[1].shard is not self._own)
@@ -78,10 +80,10 @@ class Whole:
             return sharded_like(read, like) if is_sharded(like) else read
 
         def plain(shard: ShardReader, key: str) -> Tensor:
-            like, shape = find(key), shard.entries[key].shape
-            if like is not None and is_sharded(like) and tuple(like.shape) == shape:  # it was not, then
-                return part(key, like, [(whole(shape), Stored(shard, key))])
-            return reads.want(shard, key, live.get(key))
+            like, entry = find(key), shard.entries[key]
+            if like is not None and is_sharded(like) and tuple(like.shape) == entry.shape:  # it was not, then
+                return part(key, like, [(whole(entry.shape), Stored(shard, key))])
+            return reads.want(shard, key, room(key, (entry.dtype, entry.shape)))
 
         def sharded(key: str) -> Tensor:
             if (like := find(key)) is None:
@@ -193,6 +195,7 @@ class Parted:
 
     def load(self, ranks: Ranks, state: TrainingState) -> str | None:
         live, find = state.live_tensors(), state.places()
+        room = rooms(live, find)
         sources: dict[str, int] = {}
         likes: dict[str, Tensor] = {}
         fault: str | None = None
@@ -216,7 +219,7 @@ class Parted:
             with reading(ranks) as reads:
                 for key in sorted(own):
                     mine = sources.get(key, ranks.rank) == ranks.rank  # else it is for others alone
-                    read[key] = reads.want(self._shard, key, live.get(key) if mine else None)
+                    read[key] = reads.want(self._shard, key, room(key, self._kinds[key]) if mine else None)
                 for key in self.frozen.digests.keys() - self._owner.keys():
                     read[key] = self.frozen.take(key, lambda file, key: reads.want(file, key, live.get(key)))
                 local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
@@ -227,7 +230,8 @@ class Parted:
         found = {key: item for key, item in read.items() if sources.get(key, ranks.rank) == ranks.rank}
         for source in range(ranks.world_size):
             keys = [key for key in self._wanted if self._owner[key] == source]
-            found |= self._receive(source, None, read, {key: (live.get(key), self._kinds[key]) for key in keys}, ranks)
+            plain = {key: (room(key, kind := self._kinds[key]), kind) for key in keys}
+            found |= self._receive(source, None, read, plain, ranks)
             for rank, wants in enumerate(asked):
                 keys = [key for holder, key in wants if holder == source]
                 if keys and ranks.rank in (source, rank):
@@ -271,6 +275,22 @@ class Parted:
 
 
 Reading = Whole | Parted
+
+
+def rooms(live: Mapping[str, Tensor], find: Callable[[str], Tensor | None]) -> Callable[[str, Kind], Tensor | None]:
+    """What a stored tensor of some name and kind is read into: the live one, if there is one.
+
+    Of what another object keeps, or a parameter group, a new one on the device of its own: who gets it may keep it.
+    None: a new one in the host's memory.
+    """
+
+    def room(key: str, kind: Kind) -> Tensor | None:
+        if (present := live.get(key)) is not None or key.startswith(STILL):
+            return present
+        own = find(key)
+        return None if own is None or own.is_cpu or is_sharded(own) else fresh(kind, own.device)
+
+    return room
 
 
 @contextmanager

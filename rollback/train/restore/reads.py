@@ -29,9 +29,9 @@ def fitting(present: Tensor | None, kind: Kind) -> Tensor | None:
     return present
 
 
-def fresh(kind: Kind) -> Tensor:
+def fresh(kind: Kind, device: torch.device | None = None) -> Tensor:
     dtype, shape = kind
-    return torch.empty(shape, dtype=tree.DTYPE[dtype])
+    return torch.empty(shape, dtype=tree.DTYPE[dtype], device=device or "cpu")
 
 
 class Reads:

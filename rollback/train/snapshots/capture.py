@@ -183,8 +183,8 @@ class Capture:
 
     def fence(self) -> None:
         """Make the device's training stream wait for the copy. The host does not wait."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._arrived)
 
     def note_unseen_writes(self, items: Iterable[Tensor]) -> None:
         """These were written to since the capture began, and torch did not count it."""
@@ -218,24 +218,32 @@ class Capture:
         device = next((item.device for item in (*tensors.values(), *compared[0], *compared[1])), None)
         if device is None:
             return
+        restless = {name: item for name, item in tensors.items() if not _is_still(name)}
         with copy_stream(device) as stream:
             self._stream = stream
-            for name, item in tensors.items():
-                view(self._region, self._layout.entries[name]).copy_(item, non_blocking=True)
-                item.record_stream(stream)
+            self._copy_on_device(restless)
             for place, items in enumerate(compared):
                 if items:
-                    made = torch.zeros((), dtype=torch.int64, pin_memory=True)
+                    made = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
                     self._on_device[place] = made.copy_(drift.on_device(items), non_blocking=True)
+            restless_done = stream.record_event()
+            self._copy_on_device({name: item for name, item in tensors.items() if name not in restless})
             self._arrived = stream.record_event()
-        if any(not _is_still(name) for name in tensors):
-            self.fence()  # restless ones: the next kernel may change them
+        if not all(map(_is_still, (*tensors, *self._share.replicas))):
+            # The next kernel may change them. For the others, which take most of the time, it does not wait.
+            torch.cuda.current_stream(device).wait_event(restless_done)
+
+    def _copy_on_device(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, item in tensors.items():
+            # Not a lazily conjugated one: of a copy that is not waited for torch conjugates what has not arrived yet.
+            view(self._region, self._layout.entries[name]).copy_(as_it_is_stored(item), non_blocking=True)
+            item.record_stream(self._stream)
 
 
 def view(region: Region, entry: TensorEntry) -> Tensor:
     """A tensor whose memory is a place in the region."""
     if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=tree.DTYPE[entry.dtype])
+        return torch.empty(entry.shape, dtype=tree.DTYPE[entry.dtype], device="cpu")
     flat = torch.frombuffer(region.view[entry.start : entry.end], dtype=tree.DTYPE[entry.dtype])
     return flat.reshape(entry.shape)
 

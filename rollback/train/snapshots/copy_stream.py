@@ -17,15 +17,23 @@ def copy_stream(device: torch.device) -> Iterator[Any]:
     """That stream, current in this thread; it begins behind what the thread has asked of the device so far.
 
     There is one for each device. torch hands 32 of a device out in turn, to NCCL as well, so with a new one for each
-    snapshot copies would now and then stand in front of the gradients' sums, and memory would be kept for all 32. The
-    device is named first: leaving a stream's block in a thread that has chosen no device would make a context on the
-    first one.
+    snapshot copies would now and then stand in front of the gradients' sums, and memory would be kept for all 32.
     """
-    with torch.cuda.device(device):
-        stream = _stream_of(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            yield stream
+    stream = _stream_of(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with current(stream):
+        yield stream
+
+
+@contextmanager
+def current(stream: Any) -> Iterator[None]:
+    """A stream, current in this thread, and so is its device.
+
+    The device is named first: leaving a stream's block in a thread that has chosen no device would make a context on
+    the first one, of half a gigabyte, in every rank.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 def await_event(event: Any, seconds: float = float("inf")) -> bool:
@@ -47,7 +55,9 @@ def on_host(item: Tensor) -> Tensor:
     if not item.is_cuda:
         return item
     with copy_stream(item.device) as stream:
-        copied = torch.empty(item.shape, dtype=item.dtype, pin_memory=True).copy_(item, non_blocking=True)
+        item = item.resolve_conj().resolve_neg()  # else torch does that to a copy that has not arrived yet
+        copied = torch.empty(item.shape, dtype=item.dtype, device="cpu", pin_memory=True)
+        copied.copy_(item, non_blocking=True)
         await_event(stream.record_event())
     return copied
 

@@ -104,7 +104,7 @@ def on_device(tensors: Iterable[Tensor]) -> Tensor:
     for place, tensor in enumerate(tensors):
         part = _sum_of_bits(tensor.detach().contiguous().reshape(-1).view(torch.uint8)) * (2 * place + 1)
         total = part if total is None else total + part
-    return total if total is not None else torch.zeros((), dtype=torch.int64)
+    return total if total is not None else torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def _sum_of_bits(raw: Tensor) -> Tensor:

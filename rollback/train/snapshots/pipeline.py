@@ -209,7 +209,7 @@ class Snapshots:
             flight.move(SnapshotEvent.ALL_WRITTEN)
         if flight.stage is SnapshotStage.TELLING:
             assert flight.letter is not None
-            letters = Letters(torch.tensor(self._ranks.from_each(flight.letter.words())))
+            letters = Letters(torch.tensor(self._ranks.from_each(flight.letter.words()), device="cpu"))
             if (landing := self._commit_together(flight, letters)) is not None:
                 return landing
             self._await_job(flight)

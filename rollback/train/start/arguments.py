@@ -187,7 +187,11 @@ def sentinel_for(settings: Settings) -> Sentinel:
 
 
 def scalar(value: Tensor | float, what: str) -> Tensor:
-    """The observed number, without its graph. Raises UsageError for other values."""
+    """The observed number, without its graph. Raises UsageError for other values.
+
+    A copy: it is read when the step has ended, and for an incident many steps later, and a CUDA graph writes its next
+    loss to the same memory.
+    """
     if not isinstance(value, Tensor):
         try:
             number = float(operator.pos(value))  # of a text, float() would make a number
@@ -196,13 +200,14 @@ def scalar(value: Tensor | float, what: str) -> Tensor:
                 f"guard.observe got a {what} that is a {type(value).__name__}; it takes one number, or a tensor of one",
                 hint="models that return several things have the loss in one of them, for example output.loss",
             ) from error
-        return torch.tensor(number, dtype=torch.float32)  # a script's default may end at 65504, as float16 does
+        # In float32: a script's default may end at 65504, as float16 does.
+        return torch.tensor(number, dtype=torch.float32, device="cpu")
     if type(value) is Tensor and not value.dim() and value.is_floating_point():
-        return value.detach()
+        return value.detach().clone()
     if value.numel() != 1 or value.is_complex():
         kind = "that is a complex number" if value.is_complex() else f"of shape {list(value.shape)}"
         raise UsageError(
             f"guard.observe got a {what} {kind}; it takes one real number",
             hint=f"reduce it first, for example {what}.mean()",
         )
-    return whole_of(value).detach().reshape(())
+    return whole_of(value).detach().reshape(()).clone()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rollback.train.sharded import is_sharded, like_of, local_of, sharded_like
 from rollback.train.state import tree
+from rollback.train.state.image import STILL
 from rollback.train.state.state import TrainingState
 
 
@@ -59,7 +60,8 @@ class HeldState:
                 return frozen
             if present is not None and (present.shape, present.dtype) == (held.shape, held.dtype):
                 return present.copy_(held)
-            return held.clone()
+            own = None if name.startswith(STILL) else find(name)  # as `restore.reader.rooms`
+            return held.clone() if own is None else held.to(local_of(own).device, copy=True)
 
         def sharded(name: str) -> Tensor:
             found = find(name)

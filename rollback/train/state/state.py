@@ -161,8 +161,12 @@ class TrainingState:
         """Finds the tensor of the live objects that a checkpoint has by some name, if there is one. For an optimizer's
         state, which need not be there yet: the parameter whose state it is."""
         objects = {name: item.state_dict() for name, item in self.objects.items()}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
         tensors: dict[str, Tensor] = {}
-        tree.encode({"model": self.model.state_dict(), "objects": objects}, "shared", tensors)
+        found = {"model": self.model.state_dict(), "objects": objects, "optimizer": {"param_groups": groups}}
+        tree.encode(found, "shared", tensors)
         trained = self.trained
 
         def find(name: str) -> Tensor | None:

@@ -271,8 +271,10 @@ class Gradients:
         if not self._any_sharded:
             return None
         ranks = torch.distributed.get_world_size()
-        weights = [ranks / copies_of(parameter, ranks) for parameter in parameters]
-        return (each.double().square() * torch.tensor(weights, dtype=torch.float64, device=each.device)).sum()
+        told = [ranks / copies_of(parameter, ranks) for parameter in parameters]
+        # Made on the device it would be waited for, and with it the whole backward.
+        weights = torch.tensor(told, dtype=torch.float64, device="cpu")
+        return (each.double().square() * weights.to(each.device, non_blocking=True)).sum()
 
     def _parameters(self) -> list[nn.Parameter]:
         """The optimizer's, in the order of the model: clipping gets their gradients in that order, mostly, and the sum

@@ -83,7 +83,7 @@ class Layers:
             largest = rows.max(0)
             found.append(torch.stack([largest.values, largest.indices.double(), rows.median()]).to(norms.each.device))
         device = torch.cat(found)
-        host = torch.empty(device.shape, dtype=device.dtype, pin_memory=device.is_cuda)
+        host = torch.empty(device.shape, dtype=device.dtype, device="cpu", pin_memory=device.is_cuda)
         layers = [self._names.get(id(parameter), "") for parameter in norms.parameters]
         return layers, host.copy_(device, non_blocking=True)
 

@@ -33,6 +33,48 @@ def test_a_model_on_several_gpus_of_one_process_is_refused() -> None:
     check_devices(map(torch.device, ("cpu", "cuda:1", "cuda:1")))
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_losses_that_lie_in_the_same_memory_one_after_the_other_are_each_what_was_observed(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """As what a CUDA graph gives out: its next replay writes there again."""
+    made, place = guard(tmp_path / "run"), torch.zeros(shape)
+    for value in (1.0, 3.0):
+        made.observe(place.fill_(value))
+    mean = made._step_in_progress.mean_loss()
+    assert mean is not None
+    assert mean.item() == 2.0
+    made.close()
+
+
+def test_what_the_guard_keeps_on_the_host_is_there_whatever_the_script_s_default_device(tmp_path: Path) -> None:
+    """As with `torch.set_default_device("cuda")`, of which no memory can be pinned. `meta` stands in."""
+
+    def train(run: Path, steps: int) -> torch.Tensor:
+        batches = [torch.full((2, 4), number / 24, device="cpu") for number in range(24)]
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1, device="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+        made = guard(run, model=model, optimizer=optimizer, loader=batches, snapshot_every=5, max_steps=steps)
+        for number, x in enumerate(made):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            made.observe(loss if number % 2 else loss.item())
+        made.close()
+        return model.weight.detach()
+
+    expected = train(tmp_path / "plain", 24)
+    torch.set_default_device("meta")
+    try:
+        train(tmp_path / "run", 12)
+        assert torch.equal(train(tmp_path / "run", 24), expected)
+    finally:
+        torch.set_default_device(None)
+    assert facts(tmp_path / "run", Committed)
+
+
 def test_a_guard_that_is_made_in_an_except_block_keeps_nothing_of_it(tmp_path: Path) -> None:
     class Large:
         """Something that a frame holds."""

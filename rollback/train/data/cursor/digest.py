@@ -34,29 +34,24 @@ class Digest:
         leaves.gather(batch, 0)
         self.whole = leaves.whole
         self._hash = xxhash.xxh3_64()
-        self._coming: list[Tensor] = []
-        self._event: torch.cuda.Event | None = None
+        self._coming: list[tuple[Tensor, Any]] = []
+        """Copies that devices make, and the event behind each."""
         self._any = bool(leaves.tensors or leaves.plain)
         numbers = [item for item in leaves.plain if not leaves.tensors or isinstance(item, (int, float, complex))]
         self._hash.update(repr(numbers).encode())
         for tensor in leaves.tensors:
             self._add(tensor)
-        if self._coming:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
 
     @property
     def settled(self) -> bool:
         """Whether `value` returns without waiting for a device."""
-        return self._event is None
+        return not self._coming
 
     @property
     def value(self) -> int | None:
         """64 bits, never 0; None if nothing in the batch can be hashed."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-        for sample in self._coming:
+        for sample, event in self._coming:
+            event.synchronize()
             self._hash.update(_bytes_of(sample))
         self._coming.clear()
         return (self._hash.intdigest() or 1) if self._any else None
@@ -72,8 +67,10 @@ class Digest:
         if sample.device.type == "cpu":
             self._hash.update(_bytes_of(sample))
         elif sample.is_cuda:
-            host = torch.empty(sample.shape, dtype=sample.dtype, pin_memory=True)
-            self._coming.append(host.copy_(sample, non_blocking=True))
+            host = torch.empty(sample.shape, dtype=sample.dtype, device="cpu", pin_memory=True)
+            host.copy_(sample, non_blocking=True)
+            # The batch may lie on another device than the one that this thread has chosen.
+            self._coming.append((host, torch.cuda.current_stream(sample.device).record_event()))
 
 
 def digest_of_indices(indices: Any) -> int | None:

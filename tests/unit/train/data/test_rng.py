@@ -141,3 +141,45 @@ def test_another_kind_of_global_generator_of_numpy_is_refused_by_name() -> None:
                 read()
     finally:
         np.random.set_bit_generator(before)
+
+
+class Machine:
+    """Stands in for CUDA devices: how many a process sees, which it works on, and the state of each one's generator."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: int, own: int, first: int = 0) -> None:
+        self.states = [torch.tensor([first + number], dtype=torch.uint8) for number in range(devices)]
+        for name, value in (
+            ("is_initialized", True), ("device_count", devices), ("current_device", own),
+            ("get_rng_state_all", [*self.states]),
+        ):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: self.states.__setitem__(device, state))
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "expected"),
+    [
+        ((4, 2), (4, 2), [0, 1, 2, 3]),
+        ((8, 5), (4, 1), [0, 5, 2, 3]),
+        ((4, 1), (8, 5), [0, 1, 2, 3, 104, 1, 106, 107]),
+        ((8, 6), (1, 0), [6]),
+    ],
+    ids=["as before", "fewer", "more", "one"],
+)
+def test_the_device_that_a_process_works_on_gets_the_state_of_the_one_it_worked_on_before(
+    monkeypatch: pytest.MonkeyPatch, then: tuple[int, int], now: tuple[int, int], expected: list[int]
+) -> None:
+    Machine(monkeypatch, *then)
+    state = rng.capture()
+    machine = Machine(monkeypatch, *now, first=100)
+    rng.restore(state)
+    assert [int(each) for each in machine.states] == expected
+
+
+def test_states_of_which_nobody_told_whose_they_were_go_back_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, 8, 5)
+    state = rng.capture()
+    del state["device"]
+    machine = Machine(monkeypatch, 2, 1, first=100)
+    rng.restore(state)
+    assert [int(each) for each in machine.states] == [0, 1]

@@ -1,6 +1,9 @@
 """Reading into tensors of a device. The CPU stands in for one: streams and registered memory are CUDA's alone."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from torch import Tensor
 
 from rollback.checkpoints.format.shard import ShardPiece, ShardReader, write_shard
 from rollback.train.restore import device_reads
-from rollback.train.restore.device_reads import DeviceRead, read_to_devices
+from rollback.train.restore.device_reads import DeviceRead, _Way, read_to_devices
 from rollback.train.snapshots.capture import bytes_of
 from rollback.train.state import tree
 
@@ -36,6 +39,35 @@ def test_the_tensors_are_those_of_the_shard(tmp_path: Path, in_memory: bool, mon
     for name, item in TENSORS.items():
         assert torch.equal(targets[name], item), name
         assert not item.numel() or targets[name]._version > versions[name], f"autograd is not told of {name}"
+
+
+def test_a_thread_that_reads_names_its_device_before_its_stream(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else torch would choose the first device as it leaves the stream, and make a context there."""
+    entered: list[str] = []
+
+    @contextmanager
+    def within(what: Any) -> Iterator[None]:
+        entered.append(str(what))
+        yield
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __str__(self) -> str:
+            return f"stream of {self.device}"
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "device", within)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    path, item = tmp_path / "shard", torch.randn(5)
+    written = write_shard(path, [piece("x", item)], {})
+    with ShardReader(path, written, memory=memoryview(bytearray(path.read_bytes()))) as shard:
+        _Way(torch.device("cuda", 1)).fill(DeviceRead(shard, "x", target := torch.zeros(5)))
+    assert torch.equal(target, item)
+    assert entered == ["cuda:1", "stream of cuda:1"]
 
 
 def piece(name: str, item: Tensor) -> ShardPiece:
