@@ -21,7 +21,7 @@ from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.object_buffers import apart, together
-from rollback.train.state.stateful import Stateful, load_into
+from rollback.train.state.stateful import Stateful, load_into, load_optimizer
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.wanted_gradients import WantedGradients
 from rollback.train.updates.wrappers import unwrap
@@ -262,7 +262,7 @@ class TrainingState:
         self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner]))
         if not _is_in_place(model, self.model.state_dict()):
             self.model.load_state_dict(model, strict=True)
-        self.optimizer.load_state_dict(shared["optimizer"])
+        load_optimizer(self.optimizer, shared["optimizer"])
         for name, item in self.objects.items():
             load_into(name, item, objects[name])
         for parameter in self.parameters:

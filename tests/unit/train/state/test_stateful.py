@@ -11,7 +11,7 @@ from toy import SETTINGS, files
 
 import rollback
 from rollback.errors import CheckpointDamaged, RunDoesNotFit
-from rollback.train.state.stateful import StateRefused, load_into
+from rollback.train.state.stateful import StateRefused, load_into, load_optimizer
 
 
 class Raises:
@@ -68,3 +68,41 @@ def test_what_is_not_the_state_s_fault_stays_what_it_is(error: Exception) -> Non
     with pytest.raises(type(error)) as caught:
         load_into("ema", Raises(error), {"x": 1})
     assert caught.value is error
+
+
+class InSinglePrecision(torch.optim.Optimizer):
+    """Keeps momentum and a master copy in single precision, and further tensors in a list, as Shampoo does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["factors"] = [torch.rand(3), torch.rand(3).double()]
+                state["master"] = parameter.float().clone()
+            state["master"] -= state["factors"][0].sum() * parameter.grad.float() / 3
+            parameter.copy_(state["master"])
+
+
+class RoundsByItself(InSinglePrecision):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("kind", [InSinglePrecision, RoundsByItself])
+def test_an_optimizer_s_state_comes_back_in_its_own_precision_unless_it_loads_by_itself(kind: Any) -> None:
+    torch.manual_seed(0)
+    weight, other = nn.Parameter(torch.ones(5).bfloat16()), nn.Parameter(torch.ones(5).bfloat16())
+    one, two = kind([weight]), kind([other])
+    weight.grad = torch.rand(5).bfloat16()
+    one.step()
+    load_optimizer(two, one.state_dict())
+    (then,), (now,) = one.state.values(), two.state.values()
+    exact = kind is InSinglePrecision
+    assert torch.equal(now["master"], then["master"]) is exact
+    assert [item.dtype == stored.dtype for item, stored in zip(now["factors"], then["factors"], strict=True)] == (
+        [exact, exact]
+    )
