@@ -96,8 +96,12 @@ class StepInProgress:
         return self._state.batch_in_hand if self.probe_batches is None else 1 - self.probe_batches
 
     def observe(self, loss: Tensor | float, grad_norm: Tensor | float | None) -> None:
-        """The script reports a loss. Raises UsageError where it is not one number."""
-        self._losses.append(scalar(loss, "loss"))
+        """The script reports a loss. Raises UsageError where it is not one number.
+
+        What has no graph may be a tensor in which the script adds losses up, and which it sets to zero behind this.
+        """
+        told = scalar(loss, "loss")
+        self._losses.append(told.clone() if isinstance(loss, Tensor) and not loss.requires_grad else told)
         if grad_norm is not None:
             self._grad_norm = scalar(grad_norm, "grad_norm")
 

@@ -1,5 +1,6 @@
 """What a guard is made with: refusals in their order, and what it keeps of where it is made."""
 
+import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from toy import facts
 import rollback
 from rollback.errors import UsageError
 from rollback.facts.training import Committed, Dropped
+from rollback.rundir.paths import RunPaths
 from rollback.train.start.arguments import check_devices
 
 
@@ -97,3 +99,23 @@ def test_a_snapshot_is_complete_before_an_optimizer_moves_the_weights_for_its_cl
     made.close()
     assert not facts(run, Dropped)
     assert facts(run, Committed)[0].step == 0
+
+
+def test_a_loss_is_what_it_was_when_it_was_told(tmp_path: Path) -> None:
+    """A script adds the losses of its micro-batches up in one tensor, which begins again at zero."""
+    run, model = tmp_path / "run", nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    made = guard(run, model=model, optimizer=optimizer, loader=list(torch.ones(8, 1, 4)))
+    total, level = torch.zeros(()), model(torch.ones(1, 4)).square().mean().item()
+    for place, x in enumerate(made):
+        loss = model(x).square().mean()
+        loss.backward()
+        total += loss.detach()
+        if place % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            made.observe(total)
+            total.zero_()
+    made.close()
+    lines = RunPaths(run).metrics.read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == pytest.approx([2 * level] * 4)
