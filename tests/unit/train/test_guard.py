@@ -119,3 +119,26 @@ def test_a_loss_is_what_it_was_when_it_was_told(tmp_path: Path) -> None:
     made.close()
     lines = RunPaths(run).metrics.read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == pytest.approx([2 * level] * 4)
+
+
+def test_what_a_script_draws_behind_its_guard_is_the_same_at_each_start(tmp_path: Path) -> None:
+    """A teacher with random weights, fixed noise: no checkpoint has them."""
+
+    def drawn(leave_at: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        made = guard(tmp_path / "run", loader=list(torch.ones(8, 1, 4)), snapshot_every=2)
+        assert bool(made.step) is (leave_at is None)
+        teacher = torch.randn(4)
+        for _ in made:
+            made._state.model(torch.ones(1, 4)).sum().backward()
+            made._state.optimizer.step()
+            made._checkpoints.snapshots.wait()
+            noise = torch.randn(4)
+            if made.step == leave_at:
+                break
+        made.close()
+        return teacher, noise
+
+    first, resumed = drawn(leave_at=6), drawn(leave_at=None)
+    assert torch.equal(first[0], resumed[0])
+    assert not torch.equal(first[1], resumed[1]), "the loop goes on with the random states of the checkpoint"
