@@ -177,7 +177,8 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     traces = traces_of(state.model, state.optimizer)
     drawn_so_far = rng.capture()
     chosen, source = _restore_newest(paths, found, state, ranks, settings.ring) or (None, None)
-    rng.restore(drawn_so_far)  # what the script draws before its loop begins is what it drew at the run's first start
+    if history.finished is None:  # else no loop may begin any more, and what is behind it goes on from the end
+        rng.restore(drawn_so_far)  # what the script draws before its loop begins is what it drew at the first start
     init = begin_with(settings.init, state, ranks) if settings.init and chosen is None else None
     found_so = state.finite.begin(share_of(state.image(), ranks).tensors)
     state.finite.accept(union(ranks.from_each(found_so)))
