@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from rollback.errors import UsageError
+from rollback.errors import RollbackError, UsageError
 from rollback.train.data.cursor import Cursor
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.updates.advice import of_loops
@@ -107,7 +107,7 @@ class Passes:
         self.note_end()
 
     def note_end(self) -> None:
-        self._steps_at_end = [scheduler.last_epoch for scheduler in self._schedulers]
+        self._steps_at_end = [*map(_steps_of, self._schedulers)]
 
     def rollback_applied(self, event: RollbackApplied) -> None:
         """The cursor was put back: perhaps into an earlier epoch, or, at an epoch's start, to the pass's beginning. A
@@ -128,11 +128,17 @@ class Passes:
 
     def cross(self) -> None:
         """Cross an epoch's start within a pass: repeat the learning-rate steps that the script made there, and what it
-        made of `requires_grad`."""
+        made of `requires_grad`.
+
+        Raises RollbackError where such a step was made by a metric: an attempt that resumes in the earlier epoch has
+        the script do its work between the two itself.
+        """
         self._gradients.put_back(self._gradients_at.get(self._cursor.epoch))
         for scheduler, count in zip(
             self._schedulers, self._boundary_steps.get(self._cursor.epoch, [0] * len(self._schedulers)), strict=True
         ):
+            if count and isinstance(scheduler, ReduceLROnPlateau):
+                raise _stepped_by_metric(self._cursor.epoch)
             for _ in range(count):
                 scheduler.step()
 
@@ -173,7 +179,7 @@ class Passes:
     def _note_boundary(self, number: int) -> None:
         self._gradients_at[number] = self._gradients.told()
         if self._steps_at_end is not None:
-            now = [scheduler.last_epoch for scheduler in self._schedulers]
+            now = [*map(_steps_of, self._schedulers)]
             self._boundary_steps[number] = [
                 max(0, after - before) for after, before in zip(now, self._steps_at_end, strict=True)
             ]
@@ -192,3 +198,19 @@ class Passes:
         if broken:
             self._cursor.end_epoch()
         return broken
+
+
+def _steps_of(scheduler: Any) -> int:
+    """How often it was stepped. A ChainedScheduler leaves the counting to the schedulers in it."""
+    while not hasattr(scheduler, "last_epoch"):
+        scheduler = scheduler._schedulers[0]
+    return int(scheduler.last_epoch)
+
+
+def _stepped_by_metric(epoch: int) -> RollbackError:
+    return RollbackError(
+        f"going back led over the start of epoch {epoch}, where the script had stepped ReduceLROnPlateau: its metric "
+        "was of weights that are undone, so this process cannot take that step again",
+        hint="write `for epoch in guard.epochs(n):`, which has the script do again what it does between two epochs; a "
+        "new attempt does so too: `rollback launch` starts one, else run the same command again",
+    )

@@ -189,8 +189,8 @@ def sentinel_for(settings: Settings) -> Sentinel:
 def scalar(value: Tensor | float, what: str) -> Tensor:
     """The observed number, without its graph. Raises UsageError for other values.
 
-    A copy: it is read when the step has ended, and for an incident many steps later, and a CUDA graph writes its next
-    loss to the same memory.
+    A copy: it is read when the step has ended, and for an incident many steps later. A CUDA graph writes its next loss
+    to the same memory, and a script may add losses up in a tensor that it sets to zero behind this.
     """
     if not isinstance(value, Tensor):
         try:

@@ -32,6 +32,7 @@ from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.catalogue.host_copies import HostCopies
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
+from rollback.train.data import rng
 from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun, require_first, supervised
 from rollback.train.sharded import sharding_of
@@ -174,7 +175,10 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     history, damaged = found.history, found.damaged
     state.cursor.accepts_other_length = history.other_data or settings.accept_data_change
     traces = traces_of(state.model, state.optimizer)
+    drawn_so_far = rng.capture()
     chosen, source = _restore_newest(paths, found, state, ranks, settings.ring) or (None, None)
+    if history.finished is None:  # else no loop may begin any more, and what is behind it goes on from the end
+        rng.restore(drawn_so_far)  # what the script draws before its loop begins is what it drew at the first start
     init = begin_with(settings.init, state, ranks) if settings.init and chosen is None else None
     found_so = state.finite.begin(share_of(state.image(), ranks).tensors)
     state.finite.accept(union(ranks.from_each(found_so)))

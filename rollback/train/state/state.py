@@ -250,9 +250,9 @@ class TrainingState:
         """Load a decoded state into the live objects, into their present tensors where possible.
 
         The tensors must be those of `live_tensors`, or must have no other user: an optimizer keeps the tensors that it
-        gets. Gradients are dropped, since their update will not happen. Without a position in the data, that stays as
-        it is. Random states come last, after everything that may draw. Raises StateRefused where an object refuses its
-        state.
+        gets. Gradients are dropped, since their update is made or will not happen; who had one has zeros. Without a
+        position in the data, that stays as it is. Random states come last, after everything that may draw. Raises
+        StateRefused where an object refuses its state.
         """
         if set(shared["objects"]) != set(self.objects):
             raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
@@ -273,6 +273,7 @@ class TrainingState:
         for parameter in self.parameters:
             parameter.grad = None
         self.gradients.loaded = shared.get("gradients")  # checkpoints had none once
+        self.gradients.give_zeros(self.gradients.loaded)
         self.sentinel.load_state_dict(shared["sentinel"])
         self.counters = Counters(**shared["counters"])
         if "cursor" in local:

@@ -41,6 +41,8 @@ class LoweredRate:
         self._plan = plan
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # The step before may have raised, as where memory runs out, and the script caught that.
+        self._after_step(optimizer)
         factor = self._plan.rate_at(self._step()) if self._plan is not None else 1.0
         if factor == 1.0:
             return

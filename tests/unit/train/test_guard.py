@@ -1,5 +1,6 @@
 """What a guard is made with: refusals in their order, and what it keeps of where it is made."""
 
+import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from toy import facts
 import rollback
 from rollback.errors import UsageError
 from rollback.facts.training import Committed, Dropped
+from rollback.rundir.paths import RunPaths
 from rollback.train.start.arguments import check_devices
 
 
@@ -139,3 +141,46 @@ def test_a_snapshot_is_complete_before_an_optimizer_moves_the_weights_for_its_cl
     made.close()
     assert not facts(run, Dropped)
     assert facts(run, Committed)[0].step == 0
+
+
+def test_a_loss_is_what_it_was_when_it_was_told(tmp_path: Path) -> None:
+    """A script adds the losses of its micro-batches up in one tensor, which begins again at zero."""
+    run, model = tmp_path / "run", nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    made = guard(run, model=model, optimizer=optimizer, loader=list(torch.ones(8, 1, 4)))
+    total, level = torch.zeros(()), model(torch.ones(1, 4)).square().mean().item()
+    for place, x in enumerate(made):
+        loss = model(x).square().mean()
+        loss.backward()
+        total += loss.detach()
+        if place % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            made.observe(total)
+            total.zero_()
+    made.close()
+    lines = RunPaths(run).metrics.read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == pytest.approx([2 * level] * 4)
+
+
+def test_what_a_script_draws_behind_its_guard_is_the_same_at_each_start(tmp_path: Path) -> None:
+    """A teacher with random weights, fixed noise: no checkpoint has them."""
+
+    def drawn(leave_at: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        made = guard(tmp_path / "run", loader=list(torch.ones(8, 1, 4)), snapshot_every=2)
+        assert bool(made.step) is (leave_at is None)
+        teacher = torch.randn(4)
+        for _ in made:
+            made._state.model(torch.ones(1, 4)).sum().backward()
+            made._state.optimizer.step()
+            made._checkpoints.snapshots.wait()
+            noise = torch.randn(4)
+            if made.step == leave_at:
+                break
+        made.close()
+        return teacher, noise
+
+    first, resumed = drawn(leave_at=6), drawn(leave_at=None)
+    assert torch.equal(first[0], resumed[0])
+    assert not torch.equal(first[1], resumed[1]), "the loop goes on with the random states of the checkpoint"

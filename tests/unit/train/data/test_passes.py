@@ -3,8 +3,11 @@
 from collections import deque
 
 import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, LRScheduler, ReduceLROnPlateau
 
-from rollback.errors import UsageError
+from rollback.errors import RollbackError, UsageError
 from rollback.train.data.cursor import Cursor, cursor_for
 from rollback.train.data.passes import Again, Passes
 from rollback.train.events import RollbackApplied, RollbackCause
@@ -90,6 +93,44 @@ def test_under_range_a_rollback_over_an_epoch_s_start_goes_on_in_the_same_pass()
     cursor.open_epoch()
     cursor.end_epoch()
     assert not passes.replaying
+
+
+def sent_back_over_a_step_of(scheduler: LRScheduler, *metric: float) -> Passes:
+    """The script has stepped it between epoch 0 and epoch 1, and training is put back into epoch 0, to its end."""
+    cursor = at(1)
+    passes = Passes(cursor, [scheduler], WantedGradients({}))
+    before = scheduler.state_dict()
+    passes.start_pass()
+    passes.end(final=False)
+    scheduler.step(*metric)
+    passes.start_pass()
+    cursor.load_state_dict(at(0, 2).state_dict())
+    scheduler.load_state_dict(before)
+    put_back(passes)
+    cursor.end_epoch()
+    return passes
+
+
+def rate_of(optimizer: torch.optim.Optimizer) -> float:
+    rate: float = optimizer.param_groups[0]["lr"]
+    return rate
+
+
+def test_a_chain_of_schedulers_is_stepped_again_where_an_epoch_s_start_is_crossed() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    chain = ChainedScheduler([ConstantLR(optimizer), ExponentialLR(optimizer, 0.5)])
+    optimizer.step()
+    passes = sent_back_over_a_step_of(chain)
+    before = rate_of(optimizer)
+    passes.cross()
+    assert rate_of(optimizer) == before / 2
+
+
+def test_a_step_by_a_metric_is_not_made_again_and_it_is_said_who_can() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    passes = sent_back_over_a_step_of(ReduceLROnPlateau(optimizer), 0.5)
+    with pytest.raises(RollbackError, match="start of epoch 1, where the script had stepped ReduceLROnPlateau"):
+        passes.cross()
 
 
 def test_an_epoch_that_the_script_broke_off_is_left() -> None:

@@ -1,6 +1,8 @@
-"""What a guard leaves behind in a process that goes on."""
+"""What a guard leaves behind in a process that goes on, and in what the script makes of its model."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -32,3 +34,23 @@ def test_a_closed_guard_keeps_neither_the_model_nor_the_memory_of_its_copies(tmp
     gc.collect()
     assert model() is None
     assert "slot-" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_model_that_is_saved_as_a_whole_in_the_first_updates_loads_where_there_is_no_guard(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=[*torch.randn(4, 2, 4)], run=tmp_path / "run")
+    for x in guard:
+        assert model._forward_pre_hooks, "the guard watches the script's first updates"
+        torch.save(model, tmp_path / "model.pt")
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    guard.close()
+    read = (
+        "import sys, torch; sys.modules['rollback'] = None\n"
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); print(model(torch.zeros(1, 4)).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
+    assert done.stdout == "torch.Size([1, 1])\n"

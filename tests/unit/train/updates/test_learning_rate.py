@@ -58,3 +58,18 @@ def test_a_later_plan_with_a_rate_of_its_own_counts() -> None:
     optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
     optimizer.step()
     assert optimizer.param_groups[0]["params"][0].item() == -0.25
+
+
+def test_a_step_that_raises_leaves_no_rate_behind() -> None:
+    def out_of_memory() -> float:
+        raise RuntimeError("out of memory")
+
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    lowered = LoweredRate(optimizer, lambda: 10, PLAN)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(out_of_memory)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert (weight.item(), optimizer.param_groups[0]["lr"]) == (-0.5, 1.0)
+    del lowered

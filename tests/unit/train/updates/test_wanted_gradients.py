@@ -1,4 +1,5 @@
-"""A script unfreezes layers in mid-run: what is sent back to before that trains without them again."""
+"""A script unfreezes layers in mid-run: what is sent back to before that trains without them again. And a gradient of
+zero is another thing than none."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import rollback
 from rollback.facts.training import Planned, Restored, ScreenedOut
 from rollback.train.last_snapshot.small_state import SmallStateReader
 from rollback.train.last_snapshot.write import large_state, shared_tree
+from rollback.train.updates.wanted_gradients import WantedGradients
 
 EPOCH = 12  # batches
 Loop = Literal["epochs", "range", "steps"]
@@ -141,7 +143,50 @@ def test_the_last_snapshot_has_it_as_it_was_at_the_step_s_end(tmp_path: Path) ->
     script.layer.requires_grad_(False)
     tree = shared_tree(large_state(state)[0], small, {})
     assert (
-        tree["gradients"] == expected == {"first": state.gradients.told()["first"], "changed": ["0.weight", "0.bias"]}
+        tree["gradients"]
+        == expected
+        == {"first": state.gradients.told()["first"], "changed": ["0.weight", "0.bias"], "without": None}
     )
     assert tree.keys() == state.image().shared.keys()
     script.guard.close()
+
+
+def trained_by_zeros(run: Path, broken: int | None = None, leave_at: int | None = None, **settings: Any) -> nn.Module:
+    """The second layer is used in the first batches only, and has zeros from then on: Adam moves and decays it."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = torch.randn(30, 4, 4, generator=torch.Generator().manual_seed(1))
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=list(data), run=run, **SETTINGS | settings)
+    for x in guard:
+        guard._checkpoints.snapshots.wait()
+        used = model if guard.batch < 6 else model[:1]
+        loss = torch.stack([layer(x) for layer in used]).square().mean() * (torch.nan if guard.batch == broken else 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        guard.observe(loss)
+        broken = None if guard.batch == broken else broken
+        if guard.batch == leave_at:
+            break
+    guard.close()
+    return model
+
+
+def test_a_parameter_whose_gradient_is_zero_is_trained_on_behind_a_resume_and_a_rollback(tmp_path: Path) -> None:
+    undisturbed = trained_by_zeros(tmp_path / "undisturbed")
+    trained_by_zeros(tmp_path / "left", leave_at=24)
+    require_same(trained_by_zeros(tmp_path / "left").state_dict(), undisturbed.state_dict())
+    sent_back = trained_by_zeros(tmp_path / "run", broken=25)
+    (plan,) = facts(tmp_path / "run", Planned)
+    assert plan.skip is not None
+    fresh = trained_by_zeros(tmp_path / "fresh", skip=[plan.skip])
+    require_same(sent_back.state_dict(), fresh.state_dict())
+
+
+def test_of_sparse_gradients_and_where_there_are_none_nothing_is_told() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
+    gradients = WantedGradients({"model": model})
+    assert gradients.told()["without"] is None
+    model(torch.tensor([1])).sum().backward()
+    assert gradients.told()["without"] == ["0.weight"]
