@@ -165,12 +165,14 @@ def leftovers(paths: RunPaths) -> list[str]:
 def sweep(paths: RunPaths) -> list[str]:
     """Remove what a crash left half written or half evicted. Rank 0 only, before any rank writes. Raises OSError.
 
-    A checkpoint that was pinned while it was on its way out, and of which nothing is deleted yet, is put back.
+    A checkpoint that was pinned while it was on its way out, and of which nothing is deleted yet, is put back, unless a
+    fetch has brought it again.
     """
     swept = leftovers(paths)
     for leftover in swept:
         directory, name = paths.ring / leftover, leftover.removeprefix(".evicting-")
-        if name != leftover and is_pinned(paths, name) and (directory / MANIFEST).exists():
+        there = os.path.lexists(paths.checkpoint(name))
+        if name != leftover and not there and is_pinned(paths, name) and (directory / MANIFEST).exists():
             files.rename(directory, paths.checkpoint(name))
             sync_directory(paths.ring)
         else:

@@ -50,18 +50,23 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         sync_directory(path.parent)
 
 
-def append_line(fd: int, line: bytes, end: int) -> None:
-    """Append one line to a file opened with O_APPEND, whole or not at all, where this writer has left its end.
+def append_lines(fd: int, lines: bytes, end: int) -> None:
+    """Append lines to a file opened with O_RDWR and O_APPEND, where this writer has left its end: on disk when this
+    returns, or not there at all.
 
-    A failed append (disk full) is truncated away, so that the next line does not continue a torn one. Raises OSError,
-    also where another process has written since.
+    What a disk refuses is truncated away, so that the next line does not continue a torn one, and the same lines can be
+    written again. A network file system says only when they are synced that it has no room, and has lost them then.
+    Raises OSError, also where another process has written since.
     """
     if (found := os.lseek(fd, 0, os.SEEK_END)) != end:
         raise OSError(f"another process has written to it: it has {found} bytes, and {end} when this one wrote last")
     try:
-        write_all(fd, line)
-    except OSError:
-        os.ftruncate(fd, end)
+        write_all(fd, lines)
+        os.fsync(fd)
+    except BaseException:
+        there = os.pread(fd, len(lines) + 1, end)
+        if there and lines.startswith(there):  # else they are another's, who has the lock by now
+            os.ftruncate(fd, end)
         raise
 
 

@@ -172,7 +172,7 @@ OPERATIONS = [
     (ring, "write_file"),
     (ring, "sync_directory"),
     (direct, "write_all"),
-    (journal, "append_line"),
+    (journal, "append_lines"),
     (records, "write_file"),
     (records.LineWriter, "write"),
     (records.LineWriter, "flush"),
@@ -228,9 +228,9 @@ def test_what_a_full_disk_kept_from_the_journal_is_written_when_there_is_room(
 
     def fill(_guard: object, position: int) -> None:
         if position == 15:
-            monkeypatch.setattr(journal, "append_line", full_disk)
+            monkeypatch.setattr(journal, "append_lines", full_disk)
         if position == 65:
-            monkeypatch.setattr(journal, "append_line", durable.append_line)
+            monkeypatch.setattr(journal, "append_lines", durable.append_lines)
 
     ended = train(Toy(nan=(57,)), run, hook=fill)
     assert len(facts(run, Incident)) == len(facts(run, Planned)) == len(facts(run, Restored)) == 1

@@ -13,6 +13,7 @@ from job_results import Scenarios
 from toy import Toy, facts, require_same, same_skips_from_the_start, train, weights
 
 from rollback.checkpoints import ring, tiers
+from rollback.checkpoints.format import layout, shard
 from rollback.errors import NoUsableCheckpoint
 from rollback.facts.training import (
     Advice,
@@ -31,6 +32,7 @@ from rollback.facts.training import (
     Trouble,
 )
 from rollback.rundir.paths import RunPaths
+from rollback.train.snapshots import memory as memory_of_snapshots
 
 SURGICAL = {"policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 10, "keep": 3, "horizon": 20}
 
@@ -332,3 +334,30 @@ def test_where_memory_is_lost_before_anything_had_reached_the_ring_that_is_said(
         train(toy, run)
     assert "in the ring any more" not in refused.value.message
     assert "restore" not in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["slots", "no slots"])
+def test_a_checkpoint_whose_trees_nobody_would_read_again_is_not_made(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, memory: bool
+) -> None:
+    """What the scheduler keeps grows to more than half of what is believed of a header, and then beyond it."""
+    limit = 1 << 19
+    for module, name in ((layout, "MOST_SPACE"), (memory_of_snapshots, "MOST_SPACE"), (shard, "HEADER_LIMIT")):
+        monkeypatch.setattr(module, name, limit - 4096 * (name == "MOST_SPACE"))
+    run, toy = tmp_path / "run", fast(Toy(), base) if memory else Toy()
+
+    def grow(guard: object, position: int) -> None:
+        if position in (25, 65):
+            guard._state.objects["scheduler"].notes = "x" * (10_000 * position)  # type: ignore[attr-defined]
+
+    ended = train(toy, run, hook=grow, log=tmp_path / "log")
+    require_same(weights(ended), weights(train(Toy())), "what is kept has grown")
+    kept, *beyond = facts(run, Dropped)
+    assert "what is kept has grown" in kept.reason
+    assert beyond
+    assert all("kept as arrays of NumPy" in fact.reason for fact in beyond), beyond
+    newest = max(fact.step for fact in facts(run, Committed))
+    assert 50 <= newest < 70
+    require_same(weights(train(toy, run)), weights(ended), "from the newest that can be read")
+    assert facts(run, Attached)[-1].step == newest
+    assert not facts(run, Quarantined)

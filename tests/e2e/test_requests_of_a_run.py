@@ -265,7 +265,7 @@ def without_room(disk: pytest.MonkeyPatch, asks: Hook, first: int, last: int | N
 
     def hook(guard: Guard | None, position: int) -> None:
         if position == first:
-            disk.setattr(journal, "append_line", full)
+            disk.setattr(journal, "append_lines", full)
         if position == last:
             disk.undo()
         asks(guard, position)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from rollback.system.small_json import parse_json
+from rollback.system.small_json import parse_json, require_modest
 
 ITEM_SIZE: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
@@ -29,12 +29,18 @@ DTYPE_NAME: Mapping[str, str] = {
 """What torch, and run.json with it, calls the type of a code."""
 _PAGE = 4096
 HEADER_LIMIT = 32 << 20
+MOST_SPACE = HEADER_LIMIT - _PAGE
+"""Bytes that a header is given at most."""
 
 PADDING = "padding"
 """A tensor that means nothing: it keeps a file of the fast tier at its size, whatever is in it."""
 
 Kind = tuple[str, tuple[int, ...]]
 """Dtype code and shape of a tensor."""
+
+
+class NotReadBack(ValueError):
+    """A header that no reader would believe: a checkpoint with it would be lost."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,15 @@ class Layout:
     """Bytes of the file."""
 
     def head(self, metadata: Mapping[str, str]) -> bytes:
-        """The file's first `header_space` bytes. Raises ValueError where the metadata are too long for them."""
+        """The file's first `header_space` bytes. Raises ValueError where the metadata are too long for them, and
+        NotReadBack where they are for any."""
         text, space = _header(self.entries, self.header_space, metadata), self.header_space - 8
+        try:
+            if len(text) > MOST_SPACE - 8:
+                raise ValueError(f"it has {len(text)} bytes; at most {MOST_SPACE - 8} are believed")
+            require_modest(text)
+        except ValueError as error:
+            raise NotReadBack(str(error)) from None
         if len(text) > space:
             raise ValueError(f"a header of {len(text)} bytes in a room of {space}")
         return struct.pack("<Q", space) + text + b" " * (space - len(text))

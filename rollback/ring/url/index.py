@@ -16,6 +16,7 @@ from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, READS, CheckpointNa
 
 PIECE = 4 << 20
 _LIMIT = 16 << 20
+_EVIDENCE = 1 << 14  # files in incidents/: an index with all those of thousands of incidents would exceed its limit
 # Paths that a record may hold. What is fetched is written into the run directory, so nothing else is believed.
 _PATHS = re.compile(
     r"run\.json|journal/(train|supervisor)\.jsonl|metrics/train\.jsonl|skips/rank-\d{5,9}\.jsonl"
@@ -173,7 +174,13 @@ def _parse(data: bytes, url: str) -> Index:
 
 
 def record_paths(paths: RunPaths) -> list[str]:
-    """The files of a run directory that are its record, as relative paths. Raises OSError."""
-    patterns = ("run.json", "journal/*", "metrics/*", "skips/*", "pins/*", "incidents/*/*")
-    found = (path for pattern in patterns for path in paths.root.glob(pattern) if path.is_file())
-    return sorted(name for path in found if _PATHS.fullmatch(name := path.relative_to(paths.root).as_posix()))
+    """The files of a run directory that are its record, as relative paths: of what the ranks saw of incidents, the
+    newest. Raises OSError."""
+    patterns = ("run.json", "journal/*", "metrics/*", "skips/*", "pins/*")
+    incidents = sorted(_of_a_record(paths, "incidents/*/*"), key=lambda path: (int(path.split("/")[1]), path))
+    return sorted([*(path for pattern in patterns for path in _of_a_record(paths, pattern)), *incidents[-_EVIDENCE:]])
+
+
+def _of_a_record(paths: RunPaths, pattern: str) -> list[str]:
+    found = (path.relative_to(paths.root).as_posix() for path in paths.root.glob(pattern) if path.is_file())
+    return [path for path in found if _PATHS.fullmatch(path)]

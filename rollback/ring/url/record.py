@@ -65,9 +65,9 @@ def put_again(store: Store, paths: RunPaths, index: Index) -> int:
 
 def _pieces(path: Path, known: Kept | None) -> list[tuple[RecordPiece, bytes | None]]:
     """The pieces of a file. The full pieces of a file that only grows come from `known`, without reading their
-    content."""
+    content, but the last one: what was not synced may be gone since, and other lines be in its place."""
     grows = path.suffix == ".jsonl"
-    full = [piece for piece in known.pieces if piece.size == PIECE] if known and grows else []
+    full = [piece for piece in known.pieces if piece.size == PIECE][:-1] if known and grows else []
     pieces: list[tuple[RecordPiece, bytes | None]] = [(piece, None) for piece in full]
     with open_regular(path) as file:
         end = end_of_lines(file) if grows else os.fstat(file.fileno()).st_size

@@ -22,7 +22,7 @@ from rollback.facts.training import AnyFact, Fact, JournalEntry, parse_fact
 from rollback.rundir import seal
 from rollback.rundir.journal.journal_index import IndexedLines, Indexing, read_index, write_index
 from rollback.system import files
-from rollback.system.durable import append_line, open_regular, sync_directory
+from rollback.system.durable import append_lines, open_regular, sync_directory
 from rollback.system.small_json import parse_json
 
 GENESIS = "0" * 32
@@ -147,8 +147,8 @@ class JournalTail:
         return self._read.torn_bytes
 
     def new(self) -> list[JournalEntry]:
-        """The entries after those of the last call. Raises as `read_journal`; also where the file has become shorter
-        than the part already read, which no writer causes."""
+        """The entries after those of the last call. Raises as `read_journal`; RunDirectoryError also where the file is
+        shorter than the part already read: a disk that refused to sync a line has lost it, and gets it again."""
         index = () if self._read.sound_bytes else read_index(self._path)
         self._read = _read(self._path, self._read.sound_bytes, self._read.lines, self._read.chain, index)
         if self._read.damage is not None:
@@ -200,8 +200,10 @@ def _read(
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            if not start <= size <= _LIMIT:
-                raise ValueError(f"{path} has {size} bytes; at least {start} and at most {_LIMIT} are believed")
+            if size < start:
+                raise RunDirectoryError(f"reading the journal {path}: it has {size} bytes, and had {start}")
+            if size > _LIMIT:
+                raise ValueError(f"{path} has {size} bytes; at most {_LIMIT} are believed")
             return _scan(
                 file, start, size if end is None else min(size, end), lines, chain, path.stem, index, known, only
             )
@@ -373,15 +375,13 @@ class Journal:
 
     def flush(self) -> None:
         """Write and sync the facts that earlier failures left in memory. Raises OSError."""
-        complete = False
-        while self._backlog:
-            line, chain = self._backlog[0]
-            append_line(self._fd, line, self._end)
-            self._end += len(line)
-            del self._backlog[0]
-            complete |= self._indexing.add(line, chain, sealed=seal.present() is not None)
-        os.fsync(self._fd)
-        if complete:
+        lines = b"".join(line for line, _ in self._backlog)
+        append_lines(self._fd, lines, self._end)
+        self._end += len(lines)
+        sealed = seal.present() is not None
+        complete = [self._indexing.add(line, chain, sealed=sealed) for line, chain in self._backlog]
+        self._backlog.clear()
+        if any(complete):
             write_index(self._path, self._indexing.blocks)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from rollback.checkpoints.format.layout import Layout, header_space_for, lay_out
+from rollback.checkpoints.format.layout import MOST_SPACE, Layout, header_space_for, lay_out
 from rollback.checkpoints.format.packs import place_in_run
 from rollback.facts.training import Tier
 from rollback.rundir.paths import has_packs
@@ -53,7 +53,8 @@ class SnapshotMemory:
         self.outgrown = False
         kinds = share.kinds()
         # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
-        self._head = 2 * header_space_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES + OFFSET
+        wanted = 2 * header_space_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES
+        self._head = min(wanted, MOST_SPACE) + OFFSET
         self._size = lay_out(kinds, self._head).size + _SPARE
         sizes = self._ranks.from_each(self._size) if has_packs(self._ranks.world_size) else None
         self.place = place_in_run(self._ranks.rank, sizes)

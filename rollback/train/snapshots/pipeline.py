@@ -15,6 +15,7 @@ from torch import Tensor
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.direct import write_direct
 from rollback.checkpoints.format.hashing import hash_of
+from rollback.checkpoints.format.layout import NotReadBack
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.format.packs import Place
 from rollback.checkpoints.format.shard import Written
@@ -125,6 +126,11 @@ class Snapshots:
             capture.start()
         except NoLongerFrozen as error:
             flight.outgrow(error.message)
+        except NotReadBack as error:
+            flight.fail(
+                "what loader, scheduler and guard.keep have beside tensors is too much to be read again; long lists of "
+                f"numbers may be kept as arrays of NumPy: {error}"
+            )
         except ValueError as error:
             flight.outgrow(f"what is kept has grown, and the next snapshot will have room for it: {error}")
         else:

@@ -1,6 +1,7 @@
 """The ring: what it lists, what it evicts, what it refuses."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rollback.checkpoints.format.direct import write_direct
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.format.packs import place_in_run
 from rollback.checkpoints.format.shard import ShardPiece, write_shard
+from rollback.checkpoints.pins import pin
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.paths import CheckpointName, RunPaths, has_packs
 
@@ -113,6 +115,15 @@ def test_what_is_abandoned_or_swept_leaves_nothing(paths: RunPaths) -> None:
     assert len(ring.sweep(paths)) == 2
     assert os.listdir(paths.ring) == [kept]
     assert ring.sweep(paths) == []
+
+
+def test_a_pinned_checkpoint_that_was_leaving_and_was_fetched_again_stays_once(paths: RunPaths) -> None:
+    name = write_checkpoint(paths, 0, 0)
+    shutil.copytree(paths.checkpoint(name), paths.evicting(name))
+    pin(paths, name)
+    ring.sweep(paths)
+    assert os.listdir(paths.ring) == [name]
+    assert whole(paths, name)
 
 
 def test_sweeping_before_there_is_a_ring_is_fine(paths: RunPaths) -> None:

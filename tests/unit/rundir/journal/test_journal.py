@@ -196,6 +196,55 @@ def test_a_disk_that_fills_up_at_any_byte_loses_no_fact_and_leaves_no_torn_line(
         assert facts_of(path) == FACTS
 
 
+@pytest.mark.parametrize("lost", [0, 20, None], ids=["nothing", "a part", "all"])
+def test_lines_that_the_disk_refuses_to_sync_are_written_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, lost: int | None
+) -> None:
+    """As a shared disk over its quota does: it takes them, says later that it has no room, and has lost them then."""
+    journal = Journal(path, 1)
+    journal.append(FACTS[0])
+    synced, tail = path.stat().st_size, JournalTail(path)
+
+    def refuse(fd: int) -> None:
+        tail.new()  # a reader in between
+        size = os.fstat(fd).st_size
+        os.truncate(path, synced if lost is None else size - lost)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(durable.os, "fsync", refuse)
+        for fact in FACTS[1:3]:
+            with pytest.raises(OSError, match="quota"):
+                journal.append(fact)
+            with pytest.raises(RunDirectoryError, match=f"it has {synced} bytes, and had") as told:
+                tail.new()
+            assert not isinstance(told.value, JournalDamaged)  # it passes
+            tail = JournalTail(path)
+    assert facts_of(path) == FACTS[:1]
+    journal.append(FACTS[3])
+    journal.close()
+    assert facts_of(path) == FACTS
+
+
+def test_what_another_writer_left_where_a_line_was_lost_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(path, FACTS[:1])
+    synced, first, second = path.stat().st_size, Journal(path, 1), Journal(path, 2)
+    really_sync = os.fsync
+
+    def refuse(fd: int) -> None:
+        monkeypatch.setattr(durable.os, "fsync", really_sync)
+        os.truncate(path, synced)
+        second.append(FACTS[3])
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(durable.os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        first.append(FACTS[1])
+    assert facts_of(path) == [FACTS[0], FACTS[3]]
+    for journal in (first, second):
+        journal.close()
+
+
 def test_a_writer_whose_place_another_one_has_taken_breaks_nothing(path: Path) -> None:
     """Its host was cut off from the disk for a while, and with it the lock was lost."""
     write(path, [Finished(step=1, batch=1)])
@@ -474,5 +523,5 @@ def test_a_journal_beyond_the_limit_is_refused_and_one_at_it_is_read(
     monkeypatch.setattr(journal_module, "_LIMIT", len(written))
     assert facts_of(path) == FACTS
     monkeypatch.setattr(journal_module, "_LIMIT", len(written) - 1)
-    with pytest.raises(JournalDamaged, match=f"{len(written)} bytes; at least 0 and at most {len(written) - 1}"):
+    with pytest.raises(JournalDamaged, match=f"{len(written)} bytes; at most {len(written) - 1} are believed"):
         read_journal(path)

@@ -44,7 +44,7 @@ def test_what_the_journal_could_not_take_is_known_with_the_reason_until_it_is_wr
     record = Recorder(RunPaths(tmp_path), 1, first=True)
     assert record.unwritten == ""
     with monkeypatch.context() as disk:
-        disk.setattr(journal, "append_line", full)
+        disk.setattr(journal, "append_lines", full)
         record.note(Advice(code="a", text="a"))
         record.note(Advice(code="b", text="b"))
         assert record.unwritten == "No space left on device"
