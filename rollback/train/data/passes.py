@@ -6,7 +6,8 @@ A *pass* is one `for batch in guard`. Pass p covers epoch p. Two things change t
 - A rollback goes back over an epoch's start. With `guard.epochs()` the pass ends, and the body of the earlier epoch
   begins again. A plain `range` loop cannot be sent back: the pass goes on with the rest of the earlier epoch, crosses
   the start of its own epoch again, and repeats the learning-rate steps that the script made there and what it had made
-  of `requires_grad`. Other work between epochs is not repeated; scripts with such work need `guard.epochs()`.
+  of `requires_grad`. Other work between epochs is not repeated, nor is a step of a scheduler that goes by a metric of
+  it; scripts with such work need `guard.epochs()`.
 
 A run resumes after the last batch of an epoch only if the script says that it may (`Guard.epochs`, resume_between).
 Every other resumed pass has at least one batch, and the code after its loop works. The one exception is a complete run
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from rollback.errors import UsageError
 from rollback.train.data.cursor import Cursor
@@ -42,7 +43,7 @@ class Passes:
 
     def __init__(self, cursor: Cursor, objects: Iterable[Any], gradients: WantedGradients) -> None:
         self._cursor = cursor
-        self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
+        self._schedulers = [item for item in objects if _can_be_repeated(item)]
         self._announced: int | None = None
         self._target: int | None = None
         self._target_is_over = False
@@ -107,7 +108,7 @@ class Passes:
         self.note_end()
 
     def note_end(self) -> None:
-        self._steps_at_end = [scheduler.last_epoch for scheduler in self._schedulers]
+        self._steps_at_end = [*map(_steps_of, self._schedulers)]
 
     def rollback_applied(self, event: RollbackApplied) -> None:
         """The cursor was put back: perhaps into an earlier epoch, or, at an epoch's start, to the pass's beginning. A
@@ -173,7 +174,7 @@ class Passes:
     def _note_boundary(self, number: int) -> None:
         self._gradients_at[number] = self._gradients.told()
         if self._steps_at_end is not None:
-            now = [scheduler.last_epoch for scheduler in self._schedulers]
+            now = [*map(_steps_of, self._schedulers)]
             self._boundary_steps[number] = [
                 max(0, after - before) for after, before in zip(now, self._steps_at_end, strict=True)
             ]
@@ -192,3 +193,15 @@ class Passes:
         if broken:
             self._cursor.end_epoch()
         return broken
+
+
+def _can_be_repeated(item: object) -> bool:
+    """Whether it is a scheduler whose steps are counted, and need nothing of the script's: no metric."""
+    return isinstance(item, LRScheduler) and not isinstance(item, ReduceLROnPlateau) and _steps_of(item) is not None
+
+
+def _steps_of(scheduler: LRScheduler) -> int | None:
+    """The number of its steps; None: it counts none. Chained schedulers, which step together, are counted alone."""
+    while isinstance(scheduler, ChainedScheduler):
+        scheduler = scheduler._schedulers[0]
+    return getattr(scheduler, "last_epoch", None)

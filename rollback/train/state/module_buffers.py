@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from rollback.errors import RunDoesNotFit
 from rollback.train.sharded import local_of
@@ -121,7 +122,7 @@ def marks_of_not_kept(module: nn.Module) -> list[tuple[str, int, int]]:
 
 
 def _not_kept(module: nn.Module) -> list[tuple[str, Tensor]]:
-    state = (item for item in module.state_dict().values() if isinstance(item, Tensor))
+    state = (item for item in tree_leaves(module.state_dict()) if isinstance(item, Tensor))  # also of extra states
     held = {_storage_of(item) for item in (*module.parameters(), *module.buffers(), *state) if is_kept(item)}
     odd = [(name, item) for name, item in module.named_buffers() if not is_kept(item)]
     plain = [(name, item) for name, item in _attributes(module) if not is_kept(item) or _storage_of(item) not in held]
@@ -140,7 +141,7 @@ def _device(module: nn.Module) -> torch.device:
 def _registered(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """All buffers, also those without a tensor: the full name, the owner, and the name in the owner."""
     for prefix, owner in module.named_modules():
-        for key in owner._buffers:
+        for key in list(owner._buffers.keys()):  # TorchScript's are no dict: they have keys, and no iterator
             yield f"{prefix}.{key}" if prefix else key, owner, key
 
 

@@ -1,8 +1,12 @@
 """Passes: which epoch a script's loop gets, after resumes and rollbacks. Cursor and script are as simple as can be."""
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch.optim import lr_scheduler as lr
 
 from rollback.errors import UsageError
 from rollback.train.data.cursor import Cursor, cursor_for
@@ -90,6 +94,33 @@ def test_under_range_a_rollback_over_an_epoch_s_start_goes_on_in_the_same_pass()
     cursor.open_epoch()
     cursor.end_epoch()
     assert not passes.replaying
+
+
+SCHEDULERS: dict[str, tuple[Callable[[Any], lr.LRScheduler], float]] = {
+    "StepLR": (lambda o: lr.StepLR(o, 1, 0.5), 0.25),
+    "ChainedScheduler": (lambda o: lr.ChainedScheduler([lr.StepLR(o, 1, 0.5), lr.StepLR(o, 1, 0.5)]), 0.0625),
+    "chained, chained": (lambda o: lr.ChainedScheduler([lr.ChainedScheduler([lr.StepLR(o, 1, 0.5)])]), 0.25),
+    "ReduceLROnPlateau": (lr.ReduceLROnPlateau, 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_crossing_an_epoch_s_start_again_repeats_the_steps_of_schedulers_that_need_no_metric(kind: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    make, rate = SCHEDULERS[kind]
+    cursor, scheduler = at(0), make(optimizer)
+    passes = Passes(cursor, [scheduler], WantedGradients({}))
+    passes.start_pass()
+    cursor.end_epoch()
+    passes.end(final=False)
+    optimizer.step()
+    for _ in range(1 if kind == "ReduceLROnPlateau" else 2):
+        scheduler.step(*[1.0] * (kind == "ReduceLROnPlateau"))
+    passes.start_pass()
+    optimizer.param_groups[0]["lr"] = 1.0  # as a rollback puts both back
+    scheduler.load_state_dict(make(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)).state_dict())
+    passes.cross()
+    assert optimizer.param_groups[0]["lr"] == rate
 
 
 def test_an_epoch_that_the_script_broke_off_is_left() -> None:

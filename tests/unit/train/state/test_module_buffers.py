@@ -281,3 +281,25 @@ def test_what_modules_hold_in_plain_attributes_is_named_and_views_of_what_is_kep
         "criterion.center", "inner.plain", "odd", "several", "table"
     ]  # fmt: skip
     assert state_of(nn.LSTM(2, 2), norm=nn.BatchNorm1d(2)).not_kept() == []
+
+
+class TellsMore(nn.Module):
+    """Hands out a tensor as a part of its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = torch.zeros(2)
+
+    def get_extra_state(self) -> Any:
+        return {"told": self.told, "count": 1}
+
+
+def test_what_is_in_an_extra_state_is_not_named_as_lost() -> None:
+    assert state_of(nn.Sequential(nn.Linear(2, 2), TellsMore())).not_kept() == []
+
+
+def test_buffers_of_a_part_in_torchscript_are_kept() -> None:
+    one, other = (state_of(nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.BatchNorm1d(2)))) for _ in range(2))
+    one.model(torch.ones(4, 2))
+    other.load(*through_disk(one.image()))
+    assert torch.equal(other.model[1].running_mean, one.model[1].running_mean)
