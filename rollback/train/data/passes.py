@@ -197,11 +197,17 @@ class Passes:
 
 def _can_be_repeated(item: object) -> bool:
     """Whether it is a scheduler whose steps are counted, and need nothing of the script's: no metric."""
-    return isinstance(item, LRScheduler) and not isinstance(item, ReduceLROnPlateau) and _steps_of(item) is not None
+    known = isinstance(item, LRScheduler) and not isinstance(item, ReduceLROnPlateau)
+    return known and hasattr(_counting(item), "last_epoch")
 
 
-def _steps_of(scheduler: LRScheduler) -> int | None:
-    """The number of its steps; None: it counts none. Chained schedulers, which step together, are counted alone."""
-    while isinstance(scheduler, ChainedScheduler):
-        scheduler = scheduler._schedulers[0]
-    return getattr(scheduler, "last_epoch", None)
+def _counting(item: Any) -> Any:
+    """Chained schedulers step together, and what chains them counts no steps: the first one does."""
+    while isinstance(item, ChainedScheduler):
+        item = item._schedulers[0]
+    return item
+
+
+def _steps_of(scheduler: LRScheduler) -> int:
+    steps: int = _counting(scheduler).last_epoch
+    return steps

@@ -84,11 +84,13 @@ def match(
             ) from error
 
 
-def put(module: nn.Module, stored: Mapping[str, Tensor | None]) -> list[str]:
+def put(module: nn.Module, stored: Mapping[str, Tensor | None], own: Container[object]) -> list[str]:
     """Give buffers the values of a checkpoint. Returns the names of buffers without a value, which do not change.
 
     The values are copied into the present tensor, where possible, since other objects may refer to it. Else the buffer
-    gets another tensor: its shape has changed, or it had none. Names that the module does not have are ignored.
+    gets another tensor: its shape has changed, it had none, or it is one that a forward has put there, which need not
+    be the module's alone: of `self.last = batch[-1]` a copy would write to the data. Names that the module does not
+    have are ignored. own: the memory (`memory_of`) of those that the modules were made with.
     """
     device = _device(module)
     for name, owner, key in _registered(module):
@@ -99,7 +101,11 @@ def put(module: nn.Module, stored: Mapping[str, Tensor | None]) -> list[str]:
             owner._buffers[key] = value if value is None else value.to(device)
         elif memory_of(value) == memory_of(present):
             continue  # the value was read into this very memory
-        elif (present.dtype, present.shape) == (value.dtype, value.shape) and can_be_written(present):
+        elif (
+            (present.dtype, present.shape) == (value.dtype, value.shape)
+            and memory_of(present) in own
+            and can_be_written(present)
+        ):
             with torch.no_grad():
                 present.copy_(value)
         else:

@@ -70,6 +70,8 @@ class TrainingState:
         self.broadcasts = Broadcasts({"model": model, **objects})
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""
+        self._own_memory = {memory_of(item) for item in self._kept_buffers()}
+        """Theirs. A forward may put another tensor in the place of one, which others have too."""
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
@@ -179,6 +181,10 @@ class TrainingState:
 
         return find
 
+    def _kept_buffers(self) -> list[Tensor]:
+        found = (item for module in self.modules.values() for item in module.buffers())
+        return [item for item in found if not is_lazy(item) and tree.is_kept(item)]
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Of all modules."""
@@ -247,7 +253,8 @@ class TrainingState:
         A state_dict may return copies, or what hooks make of its tensors. These are not among them. whole: without
         parts of sharded tensors.
         """
-        held = [*self.model.parameters(), *(item for module in self.modules.values() for item in module.buffers())]
+        buffers = (item for item in self._kept_buffers() if memory_of(item) in self._own_memory)
+        held = [*self.model.parameters(), *buffers]
         held += tensors_of_state(self.optimizer)
         own = {memory_of(item) for item in held if can_be_written(item)}
         image = self.image(data=False)
@@ -274,7 +281,7 @@ class TrainingState:
             persistent = local["buffers"] if owner == "model" else _tensors_of(objects[owner])
             match(module, persistent, stored[owner], self._own_buffers[owner])
         stored["model"] = {**local["buffers"], **stored["model"]}
-        self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner]))
+        self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner], self._own_memory))
         if not _is_in_place(model, self.model.state_dict()):
             load_into("model", self.model, model)
         load_optimizer(self.optimizer, shared["optimizer"])
