@@ -39,6 +39,7 @@ from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import detached
 from rollback.train.state import tree
+from rollback.train.state.nonfinite import kind_in
 from rollback.train.updates.gradients import GradientNorms, norm_of_each
 
 _STEPS = 64  # remembered; of each a few hundred numbers
@@ -202,7 +203,9 @@ class IncidentEvidence:
         kinds = {step.step: _kind(norms[step.step], step.gradients) for step in steps if step.gradients}
         exploded = next((step for step, kind in kinds.items() if kind), next(iter(kinds), None))
         weights = self._weights()
-        buffers = [name for name, value in self._model.named_buffers() if not _is_finite(value)]
+        buffers = [
+            name for name, value in self._model.named_buffers() if tree.is_kept(value) and kind_in(value) is not None
+        ]
         return RankEvidence(
             incident=incident.incident,
             rank=self._rank,

@@ -50,6 +50,11 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
             f"Guard(model=...) is a {type(model).__name__}; it takes an nn.Module",
             hint="of several models make one: torch.nn.ModuleDict({'encoder': encoder, 'decoder': decoder})",
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            "Guard(model=...) is a TorchScript module, which takes no hooks",
+            hint="put it into another module, before the optimizer is made: model = torch.nn.Sequential(model)",
+        )
     if isinstance(optimizer, list | tuple | dict):
         raise UsageError(
             f"Guard(optimizer=...) is a {type(optimizer).__name__}; it takes one optimizer",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from rollback.errors import RunDoesNotFit
 from rollback.train.sharded import local_of
@@ -83,11 +84,13 @@ def match(
             ) from error
 
 
-def put(module: nn.Module, stored: Mapping[str, Tensor | None]) -> list[str]:
+def put(module: nn.Module, stored: Mapping[str, Tensor | None], own: Container[object]) -> list[str]:
     """Give buffers the values of a checkpoint. Returns the names of buffers without a value, which do not change.
 
     The values are copied into the present tensor, where possible, since other objects may refer to it. Else the buffer
-    gets another tensor: its shape has changed, or it had none. Names that the module does not have are ignored.
+    gets another tensor: its shape has changed, it had none, or it is one that a forward has put there, which need not
+    be the module's alone: of `self.last = batch[-1]` a copy would write to the data. Names that the module does not
+    have are ignored. own: the memory (`memory_of`) of those that the modules were made with.
     """
     device = _device(module)
     for name, owner, key in _registered(module):
@@ -98,7 +101,11 @@ def put(module: nn.Module, stored: Mapping[str, Tensor | None]) -> list[str]:
             owner._buffers[key] = value if value is None else value.to(device)
         elif memory_of(value) == memory_of(present):
             continue  # the value was read into this very memory
-        elif (present.dtype, present.shape) == (value.dtype, value.shape) and can_be_written(present):
+        elif (
+            (present.dtype, present.shape) == (value.dtype, value.shape)
+            and memory_of(present) in own
+            and can_be_written(present)
+        ):
             with torch.no_grad():
                 present.copy_(value)
         else:
@@ -121,7 +128,7 @@ def marks_of_not_kept(module: nn.Module) -> list[tuple[str, int, int]]:
 
 
 def _not_kept(module: nn.Module) -> list[tuple[str, Tensor]]:
-    state = (item for item in module.state_dict().values() if isinstance(item, Tensor))
+    state = (item for item in tree_leaves(module.state_dict()) if isinstance(item, Tensor))  # also of extra states
     held = {_storage_of(item) for item in (*module.parameters(), *module.buffers(), *state) if is_kept(item)}
     odd = [(name, item) for name, item in module.named_buffers() if not is_kept(item)]
     plain = [(name, item) for name, item in _attributes(module) if not is_kept(item) or _storage_of(item) not in held]
@@ -140,7 +147,7 @@ def _device(module: nn.Module) -> torch.device:
 def _registered(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """All buffers, also those without a tensor: the full name, the owner, and the name in the owner."""
     for prefix, owner in module.named_modules():
-        for key in owner._buffers:
+        for key in list(owner._buffers.keys()):  # TorchScript's are no dict: they have keys, and no iterator
             yield f"{prefix}.{key}" if prefix else key, owner, key
 
 

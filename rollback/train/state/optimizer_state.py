@@ -57,3 +57,11 @@ def _with_strides_of(like: Tensor, value: Tensor) -> Tensor:
     if value.shape != like.shape or value.stride() == like.stride() or is_sharded(value) or is_sharded(like):
         return value
     return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def tensors_of_state(optimizer: object) -> list[Tensor]:
+    """The tensors that an optimizer keeps of each parameter. Its state may have other things beside these, as a count
+    of its own under a text; an object that is no optimizer has none."""
+    found = getattr(optimizer, "state", None)
+    states = found.values() if isinstance(found, dict) else ()
+    return [item for state in states if isinstance(state, dict) for item in state.values() if isinstance(item, Tensor)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import version_of
+from rollback.train.state.optimizer_state import tensors_of_state
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import (
     OWN_SNAPSHOT_AT_THE_START,
@@ -76,19 +77,13 @@ class WritesBehind:
     def _versions(self) -> list[tuple[int, int]]:
         """Of all tensors of the modules and of the optimizers' states. A loaded optimizer has other tensors."""
         optimizers = [self._state.optimizer, *self._state.objects.values()]
-        states = [value for item in optimizers for value in _tensors_in(getattr(item, "state", None))]
+        states = [value for item in optimizers for value in tensors_of_state(item)]
         modules = self._state.modules.values()
         own = [item for module in modules for item in (*module.parameters(), *module.buffers())]
         return [
             *((0, version_of(item)) for item in own if not item.is_inference()),  # such tensors count no writes
             *((id(item), version_of(item)) for item in states),
         ]
-
-
-def _tensors_in(state: Any) -> list[Tensor]:
-    """The tensors of an optimizer's state."""
-    found = state.values() if isinstance(state, dict) else ()
-    return [item for each in found if isinstance(each, dict) for item in each.values() if isinstance(item, Tensor)]
 
 
 def _has_updates(state: Any) -> bool:

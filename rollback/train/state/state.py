@@ -21,11 +21,13 @@ from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.object_buffers import apart, together
-from rollback.train.state.optimizer_state import load_optimizer
+from rollback.train.state.optimizer_state import load_optimizer, tensors_of_state
 from rollback.train.state.stateful import Stateful, load_into
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.wanted_gradients import WantedGradients
 from rollback.train.updates.wrappers import unwrap
+
+_SHOWN = 6
 
 
 @dataclass
@@ -68,6 +70,8 @@ class TrainingState:
         self.broadcasts = Broadcasts({"model": model, **objects})
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""
+        self._own_memory = {memory_of(item) for item in self._kept_buffers()}
+        """Theirs. A forward may put another tensor in the place of one, which others have too."""
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
@@ -177,6 +181,10 @@ class TrainingState:
 
         return find
 
+    def _kept_buffers(self) -> list[Tensor]:
+        found = (item for module in self.modules.values() for item in module.buffers())
+        return [item for item in found if not is_lazy(item) and tree.is_kept(item)]
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Of all modules."""
@@ -215,6 +223,13 @@ class TrainingState:
     def check(self) -> None:
         """Raise UsageError for what a checkpoint cannot keep, and for trained parameters that it would not keep."""
         image = self.image()
+        for name, item in self.model.named_parameters():
+            if not can_be_written(local_of(item)):
+                raise UsageError(
+                    f"the elements of the parameter {name!r} are one in memory, as expand() leaves them: no checkpoint "
+                    "can be loaded into it",
+                    hint="give it memory of its own, for example nn.Parameter(value.clone())",
+                )
         kept = {*map(id, self.parameters)}
         memory = {memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
         trained = self.trained
@@ -238,8 +253,9 @@ class TrainingState:
         A state_dict may return copies, or what hooks make of its tensors. These are not among them. whole: without
         parts of sharded tensors.
         """
-        held = [*self.model.parameters(), *(item for module in self.modules.values() for item in module.buffers())]
-        held += [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
+        buffers = (item for item in self._kept_buffers() if memory_of(item) in self._own_memory)
+        held = [*self.model.parameters(), *buffers]
+        held += tensors_of_state(self.optimizer)
         own = {memory_of(item) for item in held if can_be_written(item)}
         image = self.image(data=False)
         tensors = {**image.shared_tensors, **image.local_tensors}
@@ -256,6 +272,7 @@ class TrainingState:
         """
         if set(shared["objects"]) != set(self.objects):
             raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
+        _require_same_parameters(shared["model"], self.model)
         _require_same_groups(shared["optimizer"], self.optimizer)
         model = {**shared["model"], **local["buffers"]}
         objects = together(shared["objects"], local.get("object_buffers", {}))  # once they were shared
@@ -264,9 +281,9 @@ class TrainingState:
             persistent = local["buffers"] if owner == "model" else _tensors_of(objects[owner])
             match(module, persistent, stored[owner], self._own_buffers[owner])
         stored["model"] = {**local["buffers"], **stored["model"]}
-        self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner]))
+        self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner], self._own_memory))
         if not _is_in_place(model, self.model.state_dict()):
-            self.model.load_state_dict(model, strict=True)
+            load_into("model", self.model, model)
         load_optimizer(self.optimizer, shared["optimizer"])
         for name, item in self.objects.items():
             load_into(name, item, objects[name])
@@ -331,6 +348,19 @@ def _require_same_groups(stored: Mapping[str, Any], optimizer: torch.optim.Optim
             "in mid-run (add_param_group)",
             hint="make the optimizer with all its groups before the guard is made, from the first start of a run on "
             "(lr=0 for one whose time comes later); a rollback that was under way is carried out by the same command",
+        )
+
+
+def _require_same_parameters(stored: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise RunDoesNotFit where the model has got more parameters since the checkpoint. Where it has fewer, it refuses
+    the state itself."""
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if more := sorted(own & model.state_dict().keys() - stored.keys()):
+        raise RunDoesNotFit(
+            f"the checkpoint's model lacks parameters of this one: {', '.join(more[:_SHOWN])}. A module was added or "
+            "changed in mid-run, as by pruning",
+            hint="give the model all its parameters before the guard is made, from the first start of a run on; a "
+            "rollback that was under way is carried out by the same command",
         )
 
 

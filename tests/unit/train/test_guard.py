@@ -35,6 +35,11 @@ def test_a_model_on_several_gpus_of_one_process_is_refused() -> None:
     check_devices(map(torch.device, ("cpu", "cuda:1", "cuda:1")))
 
 
+def test_a_model_that_takes_no_hooks_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a TorchScript module, which takes no hooks"):
+        guard(tmp_path / "run", model=torch.jit.script(nn.Linear(4, 1)))
+
+
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_losses_that_lie_in_the_same_memory_one_after_the_other_are_each_what_was_observed(
     tmp_path: Path, shape: tuple[int, ...]

@@ -158,6 +158,20 @@ def test_a_loss_that_is_not_finite_comes_before_the_gradients_that_follow_from_i
     assert torch.isnan(kept["20/x"]).any(1).tolist() == [False, True, False, False]
 
 
+def test_buffers_of_any_type_are_looked_at(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for dtype in (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.uint16, torch.bool):
+        name = str(dtype).replace("torch.", "of_")
+        bench.model.register_buffer(name, torch.tensor([0.0, 1.0]).to(dtype))
+        if dtype.is_floating_point or dtype.is_complex:
+            bench.model.register_buffer(f"broken_{name}", torch.tensor([0.0, math.nan]).to(dtype))
+    bench.model.register_buffer("sparse", torch.eye(2).to_sparse())
+    bench.step(0, math.nan)
+    assert bench.account(0).nonfinite_buffers == [
+        "broken_of_float8_e5m2", "broken_of_float8_e4m3fn", "broken_of_bfloat16", "broken_of_complex64"
+    ]  # fmt: skip
+
+
 # --- three kinds of explosion -----------------------------------------------------------------------------------------
 
 

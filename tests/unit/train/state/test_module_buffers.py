@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rollback.errors import RunDoesNotFit
 from rollback.sentinel import Sentinel
 from rollback.train.data.cursor import cursor_for
+from rollback.train.state.held import HeldState
 from rollback.train.state.module_buffers import match
 from rollback.train.state.state import TrainingState
 
@@ -281,3 +282,48 @@ def test_what_modules_hold_in_plain_attributes_is_named_and_views_of_what_is_kep
         "criterion.center", "inner.plain", "odd", "several", "table"
     ]  # fmt: skip
     assert state_of(nn.LSTM(2, 2), norm=nn.BatchNorm1d(2)).not_kept() == []
+
+
+class TellsMore(nn.Module):
+    """Hands out a tensor as a part of its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = torch.zeros(2)
+
+    def get_extra_state(self) -> Any:
+        return {"told": self.told, "count": 1}
+
+
+def test_what_is_in_an_extra_state_is_not_named_as_lost() -> None:
+    assert state_of(nn.Sequential(nn.Linear(2, 2), TellsMore())).not_kept() == []
+
+
+def test_buffers_of_a_part_in_torchscript_are_kept() -> None:
+    one, other = (state_of(nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.BatchNorm1d(2)))) for _ in range(2))
+    one.model(torch.ones(4, 2))
+    other.load(*through_disk(one.image()))
+    assert torch.equal(other.model[1].running_mean, one.model[1].running_mean)
+
+
+class RemembersTheLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(2))
+        self.register_buffer("odd", torch.eye(2).to_sparse(), persistent=False)
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> None:
+        self.last = x[-1]
+
+
+def test_a_buffer_that_is_a_part_of_a_batch_now_is_restored_without_a_write_to_the_data() -> None:
+    data = torch.arange(12.0).reshape(3, 2, 2)
+    untouched, state = data.clone(), state_of(RemembersTheLast())
+    state.model(data[0])
+    held, kept = HeldState(state), through_disk(state.image())
+    for put_back in (lambda: held.put_back(state), lambda: state.load(*kept)):
+        state.model(data[2])
+        put_back()
+        assert torch.equal(state.model.last, untouched[0, -1])
+        assert torch.equal(data, untouched)

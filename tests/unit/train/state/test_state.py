@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rollback.errors import CheckpointDamaged, RunDoesNotFit
+from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
 from rollback.sentinel import Hint, Sentinel
 from rollback.train.data.cursor import cursor_for
 from rollback.train.snapshots.capture import owners
 from rollback.train.state import tree
+from rollback.train.state.held import HeldState
 from rollback.train.state.image import Image
 from rollback.train.state.state import TrainingState
+from rollback.train.state.stateful import StateRefused
 
 
 def state_of(seed: int, **objects: Any) -> TrainingState:
@@ -100,6 +102,35 @@ def test_the_optimizers_state_comes_back_in_its_types() -> None:
         assert (state["more"][0]["counted"].dtype, state["more"][1][0].dtype) == (torch.int64, torch.bool)
 
 
+class CountsForAll(torch.optim.Optimizer):
+    """Keeps a count of its own beside what it keeps of each parameter, as torch's `state_dict` allows."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["updates"] = self.state.get("updates", 0) + 1
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"moment": torch.full_like(parameter, float(self.state["updates"]))}
+
+
+def test_what_an_optimizer_keeps_of_no_parameter_comes_back() -> None:
+    def of(seed: int) -> TrainingState:
+        torch.manual_seed(seed)
+        model = nn.Linear(2, 2)
+        return TrainingState(model, CountsForAll(model.parameters(), {}), {}, cursor_for([1]), Sentinel("normal"))
+
+    one, fresh = of(1), of(2)
+    one.optimizer.step()
+    held = HeldState(one)
+    fresh.load(*through_disk(one.image()))
+    for _ in range(2):
+        one.optimizer.step()
+    held.put_back(one)
+    for state in (one, fresh):
+        state.optimizer.step()
+        assert state.optimizer.state["updates"] == 2
+        assert state.optimizer.state[state.trained[0]]["moment"].unique().tolist() == [2.0]
+        assert "shared/optimizer/state/0/moment" in state.live_tensors()
+
+
 def test_a_fused_optimizer_goes_on_with_parameters_in_another_order_in_memory() -> None:
     """It goes through the memory of parameter and state side by side. A critic's is loaded into new tensors."""
 
@@ -151,6 +182,28 @@ def test_an_optimizer_that_got_a_group_since_is_refused_before_anything_is_touch
     with pytest.raises(RunDoesNotFit, match=r"has \[6\] parameters in its groups, this job's has \[6, 1\]"):
         other.load(*through_disk(one.image()))
     assert all(torch.equal(value, before[name]) for name, value in other.model.state_dict().items())
+
+
+def test_a_model_that_got_or_lost_a_module_since_is_refused_before_anything_is_touched() -> None:
+    one, other = state_of(1), state_of(2)
+    got = through_disk(one.image())
+    before = copy.deepcopy(other.model.state_dict())
+    other.model.add_module("norm", nn.BatchNorm1d(2))
+    lost = through_disk(other.image())
+    with pytest.raises(RunDoesNotFit, match=r"model lacks parameters of this one: norm.bias, norm.weight"):
+        other.load(*got)
+    assert "norm.running_mean" in other.model.state_dict(), "a layer without its buffers could not even run"
+    assert all(torch.equal(value, other.model.state_dict()[name]) for name, value in before.items())
+    lost[1]["buffers"] = {name: item for name, item in lost[1]["buffers"].items() if "norm" not in name}
+    with pytest.raises(StateRefused, match=r"Unexpected key\(s\) in state_dict: \"norm.weight\""):
+        one.load(*lost)
+
+
+def test_a_parameter_whose_elements_are_one_in_memory_is_refused() -> None:
+    state = state_of(1)
+    state.model.register_parameter("one", nn.Parameter(torch.ones(1).expand(3), requires_grad=False))
+    with pytest.raises(UsageError, match="the elements of the parameter 'one' are one in memory"):
+        state.check()
 
 
 def test_a_job_is_known_by_its_tensors_optimizer_objects_and_data() -> None:
