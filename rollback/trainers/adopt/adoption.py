@@ -108,8 +108,10 @@ class Adoption:
             if not stays:
                 say(f"{left}; its last update was judged to demand a return. The next attempt goes on from there")
                 raise SystemExit(1)
-            why = "If a count of its own told it to: a rollback and a resume leave that count behind"
-            self._signs.say(f"{left}. {why}")
+            self._signs.say(f"{left}. {_LEFT_BEHIND}")
+        elif (loop := self._steered) is not None and loop.place + 1 < len(loop):
+            left = f"the script has left its loop over epochs by itself, in epoch {loop.place + 1} of {len(loop)}"
+            self._signs.say(f"{left}. {_LEFT_BEHIND}")
         guard.close()
 
     def leave_group(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
@@ -335,6 +337,9 @@ class Adopted:
     optimizer: Optimizer
     loader: Any
     prepared: Any
+
+
+_LEFT_BEHIND = "If a count of its own told it to: a rollback and a resume leave that count behind"
 
 
 class _Strangers:
