@@ -39,7 +39,7 @@ from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects
 from rollback.trainers.adopt.plan import plan_for
-from rollback.trainers.adopt.signs import ScriptSigns
+from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
 
 
@@ -226,7 +226,10 @@ class Adoption:
         self._move(ScriptEvent.PASS_BEGAN)
         self._handed.guard = guard
         self._handed.passes += 1
+        began = self._steered.place if self._steered is not None else 0
         while True:
+            if self._steered is not None and self._steered.place != began:
+                self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
             self.losses.tell(guard)
             try:
                 batch = self._with_guard(next, batches)

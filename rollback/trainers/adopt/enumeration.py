@@ -27,8 +27,10 @@ class Enumeration:
         self._handed, self._passes = handed, handed.passes
         self._items = iter(iterable)
         self._start, self._next = start, start
+        self._in_midst = False
+        """Whether it began in the midst of a pass: with what an iterator had left."""
         self._base: int | None = None
-        """The place in the data at which the epoch of its first pass began."""
+        """The place in the data at which it began."""
 
     def __iter__(self) -> "Enumeration":
         return self
@@ -45,6 +47,8 @@ class Enumeration:
         """Of the batch in hand, counted from the first one of this enumeration."""
         in_epoch, earlier = guard.batch_in_epoch, self._handed.passes - self._passes - 1
         if self._base is None:
+            self._in_midst = earlier < 0
             epoch_began = guard.batch - in_epoch
-            self._base = epoch_began - earlier * (epoch_began // max(1, guard.epoch))
-        return guard.batch - self._base if earlier > 0 else in_epoch
+            begun = epoch_began - earlier * (epoch_began // max(1, guard.epoch))
+            self._base = guard.batch if self._in_midst else begun
+        return in_epoch if earlier == 0 and not self._in_midst else guard.batch - self._base

@@ -52,6 +52,13 @@ def test_each_enumeration_of_one_pass_counts_the_epoch() -> None:
     assert [number for number, _ in Enumeration(handed, passes(handed, [8, 9, 7, 8]))] == [0, 1, 3, 0]
 
 
+def test_an_enumeration_that_begins_in_the_midst_of_a_pass_counts_from_there() -> None:
+    handed = HandedOut()
+    batches = passes(handed, [0, 1, 2, 3], [4, 5])
+    next(batches)
+    assert [number for number, _ in Enumeration(handed, batches)] == [0, 1, 2, 3, 4]
+
+
 def test_what_is_no_batch_of_the_guard_is_counted_as_it_comes() -> None:
     handed = HandedOut()
 
