@@ -103,6 +103,11 @@ class _Script:
                 self._put.append((told.behind.end_lineno or 0, observe))
         if (counted := self._loops.enumerated(batches)) is not None:
             name, start = counted
+            if self._loops.carries_on(batches):
+                raise self._by_hand(
+                    batches, f"counts by enumerate from {start} on, which it sets itself",
+                    "let guard.keep keep that count, and add to it in the loop",
+                )  # fmt: skip
             more = "" if start == "0" else f" + {start}"
             first = batches.body[0]
             self._put.append((first.lineno - 1, f"{self._indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))

@@ -8,7 +8,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-EPOCHS, MOVED, COUNT = "__rollback_epochs__", "__rollback_moved__", "__rollback_count__"
+EPOCHS, MOVED, ENUMERATE = "__rollback_epochs__", "__rollback_moved__", "__rollback_enumerate__"
 """Names under which a script that `steered` has changed finds what steers it."""
 _WRAPPERS = "enumerate", "tqdm"
 _DIVIDE = "chunk", "split", "tensor_split", "unbind"
@@ -138,11 +138,12 @@ class ScriptLoops:
     def counters(self, *, is_steered: bool = True) -> list[OwnCounter]:
         """Of the training loops: what is added up in their bodies, and what limits them from outside.
 
-        is_steered: what they count by `enumerate` is none of it, since `steered` has changed this file.
+        is_steered: `steered` has changed this file. What they count by `enumerate` is none of it then, unless the loop
+        itself sets what that begins with.
         """
         found: dict[str, OwnCounter] = {}
         loops: list[ast.For | ast.While] = [*self.batches, *self._drawing, *self._turning]
-        enumerated = () if is_steered else self._numbered()
+        enumerated = self._numbered(is_steered=is_steered)
         for counter in (*self._limits(), *enumerated, *(item for loop in loops for item in self._added(loop))):
             found.setdefault(counter.name, counter)
         return list(found.values())
@@ -155,9 +156,9 @@ class ScriptLoops:
                     name = ast.unparse(node.target)
                     yield OwnCounter(name, node.lineno, name in deciding)
 
-    def _numbered(self) -> Iterator[OwnCounter]:
+    def _numbered(self, *, is_steered: bool) -> Iterator[OwnCounter]:
         for loop in self.batches:
-            if (counted := self.enumerated(loop)) is not None:
+            if (counted := self.enumerated(loop)) is not None and (not is_steered or self.carries_on(loop)):
                 yield OwnCounter(counted[0], loop.lineno, counted[0] in self._deciding(loop))
 
     def _deciding(self, loop: ast.For | ast.While) -> set[str]:
@@ -184,12 +185,20 @@ class ScriptLoops:
 
     def enumerated(self, loop: ast.For) -> tuple[str, str] | None:
         """The name that a loop counts its batches in by `enumerate`, and from what on; None where it does not."""
-        match loop.target, self._enumeration(loop.iter, loop):
+        match loop.target, self.enumeration(loop.iter, loop):
             case ast.Tuple(elts=[ast.Name(id=name), *_]), ast.Call(args=[_, *starts], keywords=words):
                 return name, ast.unparse(starts[0] if starts else words[0].value) if starts or words else "0"
         return None
 
-    def _enumeration(self, value: ast.expr, where: ast.AST) -> ast.Call | None:
+    def carries_on(self, loop: ast.For) -> bool:
+        """Whether `enumerate` begins with what the loop itself sets: `for i, x in enumerate(loader, i + 1)`."""
+        if (counted := self.enumerated(loop)) is None:
+            return False
+        names = [node for node in ast.walk(loop) if isinstance(node, ast.Name)]
+        given = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        return any(isinstance(node, ast.Name) and node.id in given for node in ast.walk(ast.parse(counted[1])))
+
+    def enumeration(self, value: ast.expr, where: ast.AST) -> ast.Call | None:
         """The call of `enumerate` in what is iterated over at `where`, also by way of variables (a progress bar)."""
         calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and _is_call_of(node, "enumerate"))
         if (call := next(calls, None)) is not None:
@@ -198,9 +207,9 @@ class ScriptLoops:
             case ast.Name(id=name):
                 given = [item for item in self._given(name, where) if item.lineno < where.lineno]  # type: ignore[attr-defined]
                 last = max(given, key=lambda item: item.lineno, default=None)
-                return self._enumeration(last, last) if last is not None else None
+                return self.enumeration(last, last) if last is not None else None
             case ast.Call(args=[first, *_]):
-                return self._enumeration(first, where)
+                return self.enumeration(first, where)
         return None
 
     def _given(self, name: str, where: ast.AST) -> Iterator[ast.expr]:
@@ -254,7 +263,7 @@ class ScriptLoops:
 def steered(source: str) -> ast.Module:
     """The script, with its loops over epochs and its counts of batches steered.
 
-    EPOCHS is told the epochs' range, MOVED begins another one, COUNT knows the number of the batch in its epoch.
+    EPOCHS is told the epochs' range, MOVED begins another one, ENUMERATE knows where in the data a batch is.
 
         for epoch in range(10):         for epoch in __rollback_epochs__(range(10)):
             BODY                            try:
@@ -262,18 +271,12 @@ def steered(source: str) -> ast.Module:
                                             except __rollback_moved__:
                                                 continue
 
-        for i, batch in enumerate(loader):      for i, batch in enumerate(loader):
-            BODY                                    i = __rollback_count__(i, 0)
-                                                    BODY
+        for i, batch in enumerate(loader):      for i, batch in __rollback_enumerate__(loader):
     """
     loops = ScriptLoops(source)
     for loop in loops.batches:
-        if (counted := loops.enumerated(loop)) is not None:
-            name, start = counted
-            count = ast.parse(f"{name} = {COUNT}({name}, {start})").body[0]
-            for node in ast.walk(count):
-                ast.copy_location(node, loop.iter)
-            loop.body.insert(0, count)
+        if (call := loops.enumeration(loop.iter, loop)) is not None:
+            call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
     for loop in {id(loop): loop for loop in loops.epochs.values()}.values():
         numbers = range_of(loop)
         assert numbers is not None

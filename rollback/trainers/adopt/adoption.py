@@ -30,15 +30,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
-from rollback.source.loops import COUNT, EPOCHS, MOVED
+from rollback.source.loops import ENUMERATE, EPOCHS, MOVED
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
+from rollback.trainers.adopt.enumeration import Enumeration, HandedOut
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects
 from rollback.trainers.adopt.plan import plan_for
-from rollback.trainers.adopt.signs import ScriptSigns
+from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
 
 
@@ -56,8 +57,7 @@ class Adoption:
         """What this rank trains elsewhere, in words."""
         self._reading = False
         """Whether it is the guard that iterates, not the script."""
-        self._uncounted = False
-        """Whether the script has just been given a batch of the guard, and has not asked for its number yet."""
+        self._handed = HandedOut()
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
         self._loop: EpochLoop | None = None
@@ -75,8 +75,9 @@ class Adoption:
     # The script ------------------------------------------------------------------------------------------------------
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
-        """Compile it, with its loops over epochs steered. Raises SyntaxError as Python does."""
-        vars(builtins).update({EPOCHS: self.epochs, MOVED: EpochMoved, COUNT: self.count})
+        """Compile it, with its epochs and its counts of batches steered. Raises SyntaxError as Python does."""
+        enumerated = partial(Enumeration, self._handed)
+        vars(builtins).update({EPOCHS: self.epochs, MOVED: EpochMoved, ENUMERATE: enumerated})
         return self._sources.compiled(source, filename)
 
     def epochs(self, numbers: Any) -> Any:
@@ -85,17 +86,6 @@ class Adoption:
 
     def _begin_epochs(self, loop: EpochLoop) -> None:
         self._loop = loop
-
-    def count(self, number: int, start: int) -> int:
-        """What the script counts its batches as, in place of `number`.
-
-        One loop may go over other batches too: those of an evaluation, or of `itertools.cycle` behind its first round.
-        """
-        adopted, uncounted = self._guarded, self._uncounted
-        self._uncounted = False
-        if adopted is None or not uncounted or self._stranger is not None:
-            return number
-        return adopted.guard.batch_in_epoch + start
 
     def end(self) -> None:
         """The script is through, or leaves its process group. Collective inside a pass; nothing where it raised."""
@@ -118,8 +108,10 @@ class Adoption:
             if not stays:
                 say(f"{left}; its last update was judged to demand a return. The next attempt goes on from there")
                 raise SystemExit(1)
-            why = "If a count of its own told it to: a rollback and a resume leave that count behind"
-            self._signs.say(f"{left}. {why}")
+            self._signs.say(f"{left}. {_LEFT_BEHIND}")
+        elif (loop := self._steered) is not None and loop.place + 1 < len(loop):
+            left = f"the script has left its loop over epochs by itself, in epoch {loop.place + 1} of {len(loop)}"
+            self._signs.say(f"{left}. {_LEFT_BEHIND}")
         guard.close()
 
     def leave_group(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
@@ -232,18 +224,23 @@ class Adoption:
             adopted.loader.iteration = self._steered.place
         batches = iter(prepared if prepared is not None else self._with_guard(iter, guard))
         self._move(ScriptEvent.PASS_BEGAN)
+        self._handed.guard = guard
+        self._handed.passes += 1
+        began = self._steered.place if self._steered is not None else 0
         while True:
+            if self._steered is not None and self._steered.place != began:
+                self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
             self.losses.tell(guard)
             try:
                 batch = self._with_guard(next, batches)
             except StopIteration:
                 self._move(ScriptEvent.PASS_ENDED)
-                self._uncounted = False
                 self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
                 if guard.interrupted:
                     raise EpochMoved from None
                 return
-            self._stranger, self._uncounted = None, True
+            self._stranger = None
+            self._handed.batches += 1
             yield batch
 
     def _with_guard(self, call: Callable[..., Any], *given: Any) -> Any:
@@ -343,6 +340,9 @@ class Adopted:
     optimizer: Optimizer
     loader: Any
     prepared: Any
+
+
+_LEFT_BEHIND = "If a count of its own told it to: a rollback and a resume leave that count behind"
 
 
 class _Strangers:

@@ -40,6 +40,7 @@ REFUSED = {
     "a list after a pass": ("batches that its loader does not give it one by one", "rollback adopt"),
     "itertools.cycle": ("goes over its loader by itertools.cycle", "begin the loader anew"),
     "an optimizer that comes later": ("a second optimizer, Adam, which was not there at the start", "rollback adopt"),
+    "one pass over several epochs": ("takes the batches of one pass over its loader in several", "rollback adopt"),
     "a second training": ("trains on its loader again", "rollback adopt"),
 }
 
@@ -212,6 +213,7 @@ def refused(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedPr
         "a list of its batches",
         "itertools.cycle",
         "an optimizer that comes later",
+        "one pass over several epochs",
     ),
 )
 def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, case: str) -> None:

@@ -293,6 +293,10 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
             "for x in islice(loader, 9):\n    model(x).backward()",
             "what counts or goes beside it begins anew after a resume: guard.batch_in_epoch",
         ),
+        (
+            "for i, x in enumerate(loader, start=i + 1):\n    model(x).backward()",
+            "counts by enumerate from i + 1 on, which it sets itself; by hand: let guard.keep keep",
+        ),
         ("def rollback(step):\n    pass\n" + SIMPLE, "something of its own `rollback` (line 5)"),
         ("from db import rollback\n" + SIMPLE, "something of its own `rollback` (line 5)"),
         ("for epoch in range(0, 9, 3):\n    for x in loader:\n        model(x).backward()", "goes over range(0, 9, 3)"),

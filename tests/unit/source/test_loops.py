@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollback.source.loops import COUNT, EPOCHS, MOVED, OwnCounter, ScriptLoops, steered
+from rollback.source.loops import ENUMERATE, EPOCHS, MOVED, OwnCounter, ScriptLoops, steered
 
 PLAIN = """
 for epoch in range(3):
@@ -163,6 +163,12 @@ def test_what_enumerate_counts_is_named_where_it_is_not_steered(is_steered: bool
     assert loops.counters(is_steered=is_steered) == ([] if is_steered else [OwnCounter("i", 1, ends=True)])
 
 
+def test_what_enumerate_counts_on_from_where_it_was_is_named_though_it_is_steered() -> None:
+    loops = ScriptLoops("for i, x in enumerate(loader, i + 1):\n  f(x).backward()")
+    assert loops.counters() == [OwnCounter("i", 1, ends=False)]
+    assert not ScriptLoops("for i, x in enumerate(loader, epoch * 9):\n  f(x).backward()").counters()
+
+
 @pytest.mark.parametrize(
     ("source", "named"),
     [
@@ -199,17 +205,26 @@ def test_a_steered_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() ->
         return type("Loss", (), {"backward": lambda self: None})()
 
     source = "for epoch in range(3):\n    for x in loader(epoch):\n        f(x).backward()\n    log.append('behind')"
-    given = {EPOCHS: lambda numbers: [numbers[0], numbers[2]], MOVED: Moved, COUNT: None}
+    given = {EPOCHS: lambda numbers: [numbers[0], numbers[2]], MOVED: Moved}
     run(source, loader=lambda epoch: [epoch * 10, epoch * 10 + 1], f=f, log=log, **given)
     assert log == [0, 1, "behind"]
 
 
-def test_a_count_by_enumerate_is_asked_for_with_its_start() -> None:
+@pytest.mark.parametrize(
+    ("source", "counted"),
+    [
+        ("for i, x in enumerate(loader, 1):\n    seen.append(i)\n    f(x).backward()", [101, 102]),
+        ("i = 1\nfor i, x in enumerate(loader, start=i):\n    seen.append(i)\n    f(x).backward()", [101, 102]),
+        ("for x in (x for i, x in enumerate(loader)):\n    seen.append(x)\n    f(x).backward()", ["a", "b"]),
+    ],
+)
+def test_a_loop_counts_its_batches_by_what_steers_it_from_the_start_that_the_script_gives(
+    source: str, counted: list[Any]
+) -> None:
     loss = type("Loss", (), {"backward": lambda self: None})()
-    seen: list[int] = []
-    source = "for i, x in enumerate(loader, 1):\n    seen.append(i)\n    f(x).backward()"
-    run(source, loader="ab", f=lambda x: loss, seen=seen, **{COUNT: lambda number, start: 100 + number + start})
-    assert seen == [102, 103]
+    seen: list[Any] = []
+    run(source, loader="ab", f=lambda x: loss, seen=seen, **{ENUMERATE: from_hundred})
+    assert seen == counted
 
 
 @pytest.mark.parametrize(
@@ -231,8 +246,12 @@ def test_a_count_by_enumerate_in_a_variable_is_found_and_no_other_pair_is_taken_
     seen: list[int] = []
     given = {"loader": "ab", "pairs": [(1, "a"), (2, "b")], "tqdm": lambda items, total=0: Bar(items), "first": True}
     source = f"{before}\n{around}:\n    seen.append(i)\n    f(x).backward()"
-    run(source, **given, f=lambda x: loss, seen=seen, **{COUNT: lambda number, start: 100 + number + start})
-    assert seen == ([102, 103] if counts else [1, 2])
+    run(source, **given, f=lambda x: loss, seen=seen, **{ENUMERATE: from_hundred})
+    assert seen == ([101, 102] if counts else [1, 2])
+
+
+def from_hundred(items: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
+    return enumerate(items, 100 + start)
 
 
 class Bar:

@@ -125,4 +125,11 @@ elif case == "an update of its own":
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
+elif case == "one pass over several epochs":
+    batches = (batch for _ in range(9) for batch in loader)
+    for _epoch in range(3):
+        for i, (x,) in enumerate(batches):
+            update(x)
+            if i == 3:
+                break
 print(f"the end: {model.weight.sum().item():.9f}")

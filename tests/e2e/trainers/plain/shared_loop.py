@@ -18,15 +18,15 @@ means = []
 
 def run_epoch(phase):
     model.train(phase == "train")
-    mean = 0.0
-    for i, (inputs, targets) in enumerate(loaders[phase]):
+    mean, done = 0.0, 0
+    for done, (inputs, targets) in enumerate(loaders[phase], start=done + 1):
         with torch.set_grad_enabled(phase == "train"):
             loss = nn.functional.mse_loss(model(inputs), targets)
         if phase == "train":
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        mean += (loss.item() - mean) / (i + 1)
+        mean += (loss.item() - mean) / done
     return mean
 
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption import Adopted, Adoption
 from rollback.trainers.adopt.adoption_state import ScriptEvent
+from rollback.trainers.adopt.epochs import EpochLoop
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,21 @@ def test_the_script_is_at_its_end_when_it_leaves_all_groups_and_not_one_of_them(
 
     adoption.leave_group(original, *given, **others)
     assert done == ["closed", "destroyed"] if ends else ["destroyed"]
+
+
+@pytest.mark.parametrize(("begun", "said"), [(2, "in epoch 2 of 3"), (3, ""), (4, "")])
+def test_a_script_that_leaves_its_loop_over_epochs_early_is_told_what_that_means(
+    begun: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As early stopping does: the epochs that a rollback repeats are counted as bad ones twice."""
+    adoption = Adoption(strict=False)
+    guard = cast(Guard, SimpleNamespace(close=lambda: None))
+    adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), None, None)
+    adoption._steered = loop = EpochLoop(range(3), lambda loop: None)
+    adoption._move(ScriptEvent.GUARD_MADE)
+    for _ in range(begun):
+        next(loop, None)
+    adoption.end()
+    out = "".join(capsys.readouterr())
+    assert said in out
+    assert ("left its loop over epochs by itself" in out) is bool(said)

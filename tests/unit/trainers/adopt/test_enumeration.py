@@ -1,0 +1,72 @@
+"""What a watched script counts its batches as."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rollback.train.guard import Guard
+from rollback.trainers.adopt.enumeration import Enumeration, HandedOut
+
+LENGTH = 4
+
+
+def passes(handed: HandedOut, *places: list[int]) -> Iterator[int]:
+    """Passes over a guard that hands out the batches of these places in the data."""
+    for taken in places:
+        handed.passes += 1
+        for place in taken:
+            epoch, in_epoch = divmod(place, LENGTH)
+            handed.guard = cast(Guard, SimpleNamespace(batch=place, epoch=epoch, batch_in_epoch=in_epoch))
+            handed.batches += 1
+            yield place
+
+
+@pytest.mark.parametrize(
+    ("places", "numbers"),
+    [
+        ([[0, 1, 2, 3]], [0, 1, 2, 3]),
+        ([[0, 1, 2, 1, 2, 3]], [0, 1, 2, 1, 2, 3]),
+        ([[0, 1, 2, 3], [4, 5, 6, 7], [8]], [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        ([[0, 1, 2, 3], [4, 5, 2, 3, 4, 5]], [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]),
+        ([[], [], [9, 10], [12]], [9, 10, 12]),
+    ],
+    ids=["one pass", "a rollback", "passes without end", "a rollback over an epoch's start", "a resume"],
+)
+@pytest.mark.parametrize("start", [0, 1])
+def test_batches_are_counted_as_if_there_had_been_no_rollback_and_no_resume(
+    places: list[list[int]], numbers: list[int], start: int
+) -> None:
+    handed = HandedOut()
+    assert [*Enumeration(handed, passes(handed, *places), start)] == [
+        (start + number, place)
+        for number, place in zip(numbers, (place for taken in places for place in taken), strict=True)
+    ]
+
+
+def test_each_enumeration_of_one_pass_counts_the_epoch() -> None:
+    handed = HandedOut()
+    assert [*Enumeration(handed, passes(handed, []))] == []
+    assert [number for number, _ in Enumeration(handed, passes(handed, [6, 7]))] == [2, 3]
+    assert [number for number, _ in Enumeration(handed, passes(handed, [8, 9, 7, 8]))] == [0, 1, 3, 0]
+
+
+def test_an_enumeration_that_begins_in_the_midst_of_a_pass_counts_from_there() -> None:
+    handed = HandedOut()
+    batches = passes(handed, [0, 1, 2, 3], [4, 5])
+    next(batches)
+    assert [number for number, _ in Enumeration(handed, batches)] == [0, 1, 2, 3, 4]
+
+
+def test_what_is_no_batch_of_the_guard_is_counted_as_it_comes() -> None:
+    handed = HandedOut()
+
+    def both() -> Iterator[Any]:
+        yield "looked at"
+        yield from passes(handed, [2, 3])
+        yield "evaluated"
+
+    counted = Enumeration(handed, both())
+    assert [number for number, _ in counted] == [0, 2, 3, 4]
+    assert [*Enumeration(handed, "ab")] == [(0, "a"), (1, "b")]
