@@ -42,6 +42,7 @@ from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
 from rollback.train.state.image import PARAMETERS
 from rollback.train.state.module_buffers import all_of
+from rollback.train.state.optimizer_state import tensors_of_state
 from rollback.train.state.state import TrainingState
 
 SLOTS = (90, 91)
@@ -122,8 +123,7 @@ def versions_of(parameters: Sequence[Tensor], optimizer: Optimizer) -> int:
     try:
         of_optimizer: int = sum(map(_version, kept))
     except (AttributeError, TypeError):  # a number, None, a list, or a state that is no dict
-        states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
-        of_optimizer = sum(item._version for item in chain.from_iterable(states) if isinstance(item, Tensor))
+        of_optimizer = sum(map(_version, tensors_of_state(optimizer)))
     return ours + of_optimizer
 
 

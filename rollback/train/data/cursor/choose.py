@@ -7,10 +7,10 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from rollback.errors import UsageError
 from rollback.train.data.cursor.base import Cursor
 from rollback.train.data.cursor.drawn import DrawnCursor
-from rollback.train.data.cursor.hf_stream import HuggingFaceStream
 from rollback.train.data.cursor.mapstyle import MapStyleCursor
 from rollback.train.data.cursor.reiterated import ReiteratedCursor
 from rollback.train.data.cursor.stateful import StatefulCursor
+from rollback.train.data.hf_stream import HuggingFaceStream
 
 _ACCEPTED = (
     "accepted are: a torch DataLoader; an iterable with state_dict and load_state_dict; a callable without arguments "

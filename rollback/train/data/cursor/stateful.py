@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 
 from rollback.train.data import rng
 from rollback.train.data.cursor.base import cannot_ask_again
-from rollback.train.data.cursor.hf_stream import HuggingFaceStream
 from rollback.train.data.cursor.inorder import InOrderCursor
+from rollback.train.data.hf_stream import HuggingFaceStream
 
 
 class StatefulCursor(InOrderCursor):
