@@ -203,14 +203,14 @@ def lag_behind(guard: rollback.Guard | None, folder: str, *methods: str) -> None
     lag(guard, spoken.exists)
     if method:
         setattr(
-            Exchange, method, partialmethod(speak_then_move, getattr(Exchange, method), last, last._changes, spoken)
+            Exchange, method, partialmethod(speak_then_move, getattr(Exchange, method), last, last._held.changes, spoken)
         )
 
 
 def speak_then_move(exchange: Exchange, really: Any, last: Any, changes: int, spoken: Path, *given: Any) -> Any:
     told = really(exchange, *given)
     spoken.touch()
-    while last._changes == changes:
+    while last._held.changes == changes:
         time.sleep(0.001)
     return told
 

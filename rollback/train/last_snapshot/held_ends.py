@@ -1,11 +1,14 @@
 """Where a rank stands: at the end of a step, behind which nothing has begun to change the state."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollback.checkpoints.fast_tier.end_marks import StepEnd
+from rollback.train.last_snapshot.device import Read
 from rollback.train.last_snapshot.peers import HostMarks
 from rollback.train.last_snapshot.small_state import SharedState
+from rollback.train.last_snapshot.write import NotProved, digest_of_large_state, versions_of
+from rollback.train.state.state import TrainingState
 
 
 class HeldEnd(NamedTuple):
@@ -24,5 +27,58 @@ class HeldEnd(NamedTuple):
 class CommonEnd(NamedTuple):
     """A step's end at which this rank stands and of which all ranks of its host have told."""
 
-    standing: HeldEnd
+    held: HeldEnd
     marks: HostMarks
+
+
+class HeldEnds:
+    """The ends whose state this rank holds, newest first: more than one behind an epoch's last step, before and behind
+    the work between two epochs. The main thread adds and counts; any thread asks."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._parameters = list(state.model.parameters())
+        self._ends: tuple[HeldEnd, ...] = ()
+        self.changes = 0
+        """How often something has begun to change the state."""
+
+    def note_change(self) -> None:
+        """The state is about to change, or what belongs to the last step's end is."""
+        self.changes += 1
+
+    def add(self, end: StepEnd, small: SharedState, alike: Mapping[str, Any], digest: int | None) -> None:
+        """The state is that of this end."""
+        before = self._ends[:1] if self.still and self._ends[0].end != end else ()
+        self._ends = HeldEnd(end, self.changes, self._versions(), small, alike, digest), *before
+
+    @property
+    def newest(self) -> HeldEnd | None:
+        """Whether or not the state is still that one."""
+        return next(iter(self._ends), None)
+
+    @property
+    def still(self) -> tuple[HeldEnd, ...]:
+        """Those that are held still: none once something has begun to change the state."""
+        ends = self._ends
+        return ends if ends and self.is_still(ends[0]) else ()
+
+    def is_still(self, held: HeldEnd) -> bool:
+        return held.changes == self.changes
+
+    def require_unchanged(self, held: HeldEnd) -> None:
+        """Raise NotProved if anything has been written since that end."""
+        if not self.is_still(held) or held.versions != self._versions():
+            raise NotProved(f"the state of step {held.end.step} was changed while it was read")
+
+    def as_they_were(self, ends: Sequence[CommonEnd], read: Read) -> Sequence[CommonEnd]:
+        """Those of these ends whose weights and optimizer this rank still has. Raises NotProved: it has none."""
+        if all(held.digest is None for held, _ in ends):
+            return ends
+        digest = digest_of_large_state(self._state, read)
+        if not (same := [each for each in ends if each.held.digest in (None, digest)]):
+            step = ends[0].held.end.step
+            raise NotProved(f"weights or optimizer are not those of step {step} any more")
+        return same
+
+    def _versions(self) -> int:
+        return versions_of(self._parameters, self._state.optimizer)

@@ -248,7 +248,7 @@ def test_ranks_with_other_buffers_keep_nothing(tmp_path: Path, memory: Path, oth
         local = last._small_state.local()
         del model.late
         second = as_one_of_two(guard, other, ended=False)
-        second.write(last._standings[0].end, mark_body(last._sent(), local.body({})), local.stays)
+        second.write(last._held.newest.end, mark_body(last._sent(), local.body({})), local.stays)
         os.kill(other, 9)
         keep(guard)
         guard._run.ranks.world_size = 1
@@ -307,7 +307,7 @@ def test_nothing_is_kept_within_an_update(
     tmp_path: Path, memory: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the parameters are about to change, or have changed and the step has not ended."""
-    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", 0.05)
+    monkeypatch.setattr("rollback.train.last_snapshot.keeper._SETTLE", 0.05)
     found: list[LastAccount] = []
 
     def in_the_update(guard: rollback.Guard) -> None:
@@ -330,7 +330,7 @@ def test_nothing_is_kept_within_an_update(
 def test_a_change_during_the_copy_is_noticed(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", 0.05)
+    monkeypatch.setattr("rollback.train.last_snapshot.keeper._SETTLE", 0.05)
     ordinary = write.write_shard
 
     def and_change(guard: rollback.Guard, *given: Any) -> Any:
@@ -396,7 +396,7 @@ def test_nothing_stands_while_a_step_is_judged_though_its_update_was_dropped(
     send = Pulse.send
 
     def watched(pulse: Pulse, *given: Any) -> None:
-        stands.append(guards[0]._last._stands)
+        stands.append(guards[0]._last._held.still)
         send(pulse, *given)
 
     monkeypatch.setattr(Pulse, "send", watched)
@@ -424,7 +424,7 @@ def test_nothing_stands_within_a_return_and_what_follows_it_are_other_steps(
 
     def watched(what: str, ordinary: Callable[..., Any]) -> Callable[..., Any]:
         def go_back(*given: Any) -> Any:
-            assert not guards[0]._last._stands, what
+            assert not guards[0]._last._held.still, what
             within.append(what)
             return ordinary(*given)
 
@@ -433,7 +433,7 @@ def test_nothing_stands_within_a_return_and_what_follows_it_are_other_steps(
     def hook(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
         guards.append(guard)
-        ends.append(guard._last._standings[0].end._replace(timeline=0))
+        ends.append(guard._last._held.newest.end._replace(timeline=0))
 
     monkeypatch.setattr(returns, "restore", watched("restore", returns.restore))
     monkeypatch.setattr(HeldState, "put_back", watched("undo", HeldState.put_back))
@@ -446,7 +446,7 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
     """Another rank, with a mark of the same step's end. The guard itself stays alone in the end. ended: else that rank
     has come to the step's end before, and has told early of this one."""
     last = guard._last
-    end = last._standings[0].end
+    end = last._held.newest.end
     body = end_marks.read_ends(last._paths, 0)[end]
     second = EndMark(last._paths, 1)
     if ended:
@@ -464,7 +464,7 @@ def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
         digest = write.together(write.digests_of_parameters(guard._state))
-        second.tell_digest(guard._last._standings[0].end, digest ^ differs)
+        second.tell_digest(guard._last._held.newest.end, digest ^ differs)
         keep(guard)
         guard._run.ranks.world_size = 1
 
@@ -490,7 +490,7 @@ def test_a_digest_that_another_rank_told_at_another_step_s_end_says_nothing(
     """That rank is stopped, say, and does not answer."""
 
     def act(guard: rollback.Guard) -> None:
-        second, end = as_one_of_two(guard, other), guard._last._standings[0].end
+        second, end = as_one_of_two(guard, other), guard._last._held.newest.end
         second.tell_digest(end._replace(returns=1), write.together(write.digests_of_parameters(guard._state)) ^ 1)
         keep(guard)
         guard._run.ranks.world_size = 1
@@ -528,11 +528,11 @@ def test_weights_that_were_exchanged_between_two_epochs_are_not_kept(
 def test_a_mark_of_another_step_or_of_an_earlier_return_does_not_count(
     tmp_path: Path, memory: Path, other: int, end: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", 0.05)
+    monkeypatch.setattr("rollback.train.last_snapshot.keeper._SETTLE", 0.05)
 
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
-        own = guard._last._standings[0].end
+        own = guard._last._held.newest.end
         body = end_marks.read_ends(guard._last._paths, 0)[own]
         for number in range(2):
             second.write(own._replace(**end, batch=own.batch + number), body)
@@ -743,7 +743,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
     tmp_path: Path, memory: Path, other: int, monkeypatch: pytest.MonkeyPatch, died: str
 ) -> None:
     """Before and behind the work between two epochs. Only of the first of them there is an early mark."""
-    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", 0.05)
+    monkeypatch.setattr("rollback.train.last_snapshot.keeper._SETTLE", 0.05)
     found: list[LastAccount] = []
 
     def hook(guard: rollback.Guard | None, position: int) -> None:
@@ -753,7 +753,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
             tell_early(guard)
         if position != 10:
             return
-        second_end, first_end = (standing.end for standing in last._standings)
+        second_end, first_end = (held.end for held in last._held.still)
         second, body = EndMark(last._paths, 1), end_marks.read_ends(last._paths, 0)[first_end]
         if died == "a step further":
             second.write(second_end, end_marks.read_ends(last._paths, 0)[second_end])
@@ -809,7 +809,7 @@ def test_an_early_mark_of_a_rank_that_lives_counts_only_where_it_has_stopped(
     counts: bool,
 ) -> None:
     """It may still come to the step's end, with something else, if it computes on."""
-    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", settle)
+    monkeypatch.setattr("rollback.train.last_snapshot.keeper._SETTLE", settle)
     account = died_in_its_update(tmp_path / "run", memory, other, says, lives=True)
     assert (account.checkpoint is not None) is counts
     assert counts or "rank 1 had not come to the end of step 17" in (account.why_not or "")

@@ -1,0 +1,186 @@
+"""Keeping: the ranks that live agree on a step's end that they hold, and one of each host writes its state."""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from rollback.checkpoints.fast_tier import last_account, last_locks
+from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, REASONS
+from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.format.manifest import Manifest
+from rollback.facts.training import Tier
+from rollback.train.comm.ranks import ranks_in_words
+from rollback.train.last_snapshot.begin import MarkAndPeers
+from rollback.train.last_snapshot.device import NoAnswer, as_it_is
+from rollback.train.last_snapshot.exchange import Exchange, keep_together
+from rollback.train.last_snapshot.held_ends import CommonEnd, HeldEnds
+from rollback.train.last_snapshot.hosts import Hosts
+from rollback.train.last_snapshot.lost_hosts import speaking_for_lost_hosts
+from rollback.train.last_snapshot.peers import POLL, in_words
+from rollback.train.last_snapshot.write import Foreseen, LastWrite, NotProved, digests_of_parameters, together
+from rollback.train.run import AttachedRun
+from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.state.state import TrainingState
+
+_SETTLE = 2.0  # seconds for ranks that still live to come to the end of the step that they are in
+_PATIENCE = 30.0  # for all of it: as long as torchrun gives its ranks
+_AMONG_HOSTS = _PATIENCE - 2.0  # the rest is for the other ranks of a host when the hosts could not agree
+_LEAST_WAIT = 0.5  # for the digests of the others
+
+
+class Keeper:
+    """One rank's part in one last snapshot. reason: why the attempt is about to end. foresee: see `LastSnapshot`.
+
+    Any thread; it needs neither the group nor the main thread.
+    """
+
+    def __init__(
+        self,
+        run: AttachedRun,
+        state: TrainingState,
+        snapshots: Snapshots,
+        met: MarkAndPeers,
+        held: HeldEnds,
+        foresee: Callable[[Sequence[bytes]], Foreseen],
+        reason: str,
+    ) -> None:
+        self._run, self._state, self._snapshots, self._held, self._foresee = run, state, snapshots, held, foresee
+        self._paths, self._mark, self._peers, self._hosts = met.paths, met.mark, met.peers, met.hosts
+        self._read = met.device.read if met.device is not None else as_it_is
+        self._tier = snapshots.memory.slots_of_host.paths
+        self._reason = reason
+        self._began = time.monotonic()
+        self._gone: tuple[int, ...] = ()
+
+    def keep(self) -> None:
+        """Keep the state of a step's end if it can be proved to be that, or wait for whoever is at it. Leaves an
+        account."""
+        speaking = speaking_for_lost_hosts(self._hosts, self._tier, _AMONG_HOSTS)
+        with contextlib.suppress(OSError), last_locks.busy(self._paths), speaking:
+            self._keep_or_tell_why_not()
+
+    def _keep_or_tell_why_not(self) -> None:
+        known = next((why for why, words in REASONS.items() if words == self._reason), b"!")
+        self._peers.ring(known)
+        self._gone = tuple(self._peers.lost(known == b"!"))
+        reason = in_words(self._gone) if self._gone else self._reason  # then what this rank has met follows from it
+        account = LastAccount(attempt=self._run.attempt, rank=self._run.ranks.rank, reason=reason)
+        try:
+            if self._hosts is not None and known != ELSEWHERE:
+                self._hosts.ring()
+            account = self._keep(account)
+        except (NotProved, NoAnswer) as error:
+            account = account.model_copy(update={"why_not": str(error)})
+            if self._hosts is not None:
+                self._hosts.refuse(str(error))
+        except Exception as error:  # noqa: BLE001 - the rank ends either way; the record says why nothing was kept
+            account = account.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
+        if account.checkpoint is None:  # else it is written already
+            last_account.write_account(self._paths, account)
+
+    def _keep(self, account: LastAccount) -> LastAccount:
+        """Again, if this rank has come to another step's end meanwhile: it was behind the one that is gone."""
+        while True:
+            try:
+                ends = self._await_common_ends(time.monotonic() + _SETTLE)
+            except NotProved:
+                if self._hosts is None or not self._peers.all_ends(self._began, over=True):
+                    raise
+                return self._keep_by_marks(self._hosts, account)
+            try:
+                return self._keep_one(ends, account)
+            except NotProved:
+                if self._held.is_still(ends[0].held) or time.monotonic() > self._began + _PATIENCE:
+                    raise
+
+    def _keep_one(self, ends: Sequence[CommonEnd], account: LastAccount) -> LastAccount:
+        """Keep the state of the first of these ends; of several hosts, of that one which all have."""
+        told = time.monotonic()
+        ends = self._held.as_they_were(ends, self._read)
+        first = ends[0].held
+        digests = digests_of_parameters(self._state, self._read)
+        digest = together(digests)
+        self._held.require_unchanged(first)
+        self._mark.tell_digest(first.end, digest)
+        wait = max(_LEAST_WAIT, 3 * (time.monotonic() - told))
+        with last_locks.alone(self._paths, self._began + _PATIENCE):
+            if self._another_has_kept():
+                return account
+            self._peers.require_same(first.end, digest, time.monotonic() + wait)
+            writes = {each.held.end: self._write_of(each, digests) for each in ends}
+            if self._hosts is None:
+                foreseen = self._foresee(ends[0].marks.sent)
+                write = writes[first.end]
+                manifest, tier = write.write_alone(foreseen.sentinel)
+                return self._tell(account, manifest, write.metrics(foreseen), tier=tier)
+            exchange = self._exchange(self._hosts)
+            here = {held.end: marks for held, marks in ends}
+            plan, manifest = keep_together(
+                exchange, self._tier, self._run.ranks.on_this_host, self._gone,
+                lambda late: self._peers.all_ends(self._began, over=late) | here, writes=writes, digest=digest,
+                next_seq=self._snapshots.next_seq, stands=lambda: self._held.is_still(first),
+            )  # fmt: skip
+            kept = writes.get(plan.at)
+            metrics = kept.metrics(exchange.foreseen) if kept is not None else plan.metrics
+            return self._tell(account, manifest, metrics, plan.gone)
+
+    def _keep_by_marks(self, hosts: Hosts, account: LastAccount) -> LastAccount:
+        """No rank of this host stands at these ends. Those of other hosts may, and lack nothing but these marks."""
+        with last_locks.alone(self._paths, self._began + _PATIENCE):
+            if self._another_has_kept():
+                return account
+            plan, manifest = keep_together(
+                self._exchange(hosts), self._tier, self._run.ranks.on_this_host, self._gone,
+                lambda late: self._peers.all_ends(self._began, over=True),
+            )  # fmt: skip
+            return self._tell(account, manifest, plan.metrics, plan.gone)
+
+    def _exchange(self, hosts: Hosts) -> Exchange:
+        return Exchange(hosts, self._foresee, self._began + _AMONG_HOSTS - time.monotonic())
+
+    def _another_has_kept(self) -> bool:
+        return any(other.checkpoint for other in last_account.read_accounts(self._paths, self._run.attempt))
+
+    def _tell(
+        self, account: LastAccount, manifest: Manifest, metrics: Sequence[str],
+        gone: Sequence[int] = (), tier: Tier = "fast",
+    ) -> LastAccount:  # fmt: skip
+        """Before another rank is let in. metrics: the newest lines. gone: as all hosts know of them."""
+        told = {
+            "checkpoint": manifest.name, "step": manifest.step, "tier": tier, "metrics": tuple(metrics),
+            "seconds": round(time.monotonic() - self._began, 4), "reason": in_words(gone) if gone else account.reason,
+        }  # fmt: skip
+        account = account.model_copy(update=told)
+        last_account.write_account(self._paths, account)
+        return account
+
+    def _write_of(self, common: CommonEnd, digests: dict[str, bytes]) -> LastWrite:
+        held = common.held
+        return LastWrite(
+            self._run, self._state, self._snapshots, held.end, common.marks.bodies, held.small,
+            held.alike, digests, self._read, lambda: self._held.require_unchanged(held),
+        )  # fmt: skip
+
+    def _await_common_ends(self, deadline: float) -> list[CommonEnd]:
+        """The steps' ends at which this rank stands and which all ranks of this host have told of, and what they told;
+        newest first. Where another rank is further, this one will be there in a moment."""
+        why = "this rank has not come to the end of a step"
+        while True:
+            over, newest, ends = time.monotonic() > deadline, self._held.newest, self._held.still
+            found: list[CommonEnd] = []
+            for held in ends:
+                end, first = held.end, held is ends[-1]  # early marks tell of the first of these ends
+                marks, missing = self._peers.marks_of(end, self._began, early=first, over=over)
+                if not missing and (over or not self._peers.any_is_beyond(end)):
+                    found.append(CommonEnd(held, marks))
+                    if self._hosts is None:
+                        break
+                else:
+                    why = f"{ranks_in_words(missing)} had not come to the end of step {end.step}"
+            if found:
+                return found
+            if newest is not None and not ends:
+                why = f"this rank was in its update behind step {newest.end.step}, or had not ended that step"
+            if over:
+                raise NotProved(why)
+            time.sleep(POLL)
