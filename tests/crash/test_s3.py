@@ -97,3 +97,28 @@ def test_what_is_wrong_with_s3_is_said_before_anything_is_touched(
     with pytest.raises(RingUnavailable, match="credentials"):
         train(TOY, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_credentials_that_have_run_out_are_read_anew(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Temporary ones live for hours, and something renews the file in which they are."""
+    credentials = tmp_path / "credentials"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+
+    def renew(key: str) -> None:
+        credentials.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
+
+    renew("first")
+    store = Store(URL)
+    store.put("one", b"1")
+    s3.expired.add("first")
+    for _ in range(2):  # it stays refused, and is not tried again at once
+        with pytest.raises(RingUnavailable, match="token has expired"):
+            store.put("two", b"2")
+    assert s3.refused == 2
+    renew("second")
+    store.put("two", b"2")
+    assert (store.get("one", 9), store.get("two", 9), s3.refused) == (b"1", b"2", 2)

@@ -202,9 +202,8 @@ def lag_behind(guard: rollback.Guard | None, folder: str, *methods: str) -> None
     method, spoken, last = methods[hosts.hosts.index(hosts.own)], Path(folder, f"spoken-{hosts.own}"), guard._last
     lag(guard, spoken.exists)
     if method:
-        setattr(
-            Exchange, method, partialmethod(speak_then_move, getattr(Exchange, method), last, last._held.changes, spoken)
-        )
+        moving = partialmethod(speak_then_move, getattr(Exchange, method), last, last._held.changes, spoken)
+        setattr(Exchange, method, moving)
 
 
 def speak_then_move(exchange: Exchange, really: Any, last: Any, changes: int, spoken: Path, *given: Any) -> Any:

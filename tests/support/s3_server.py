@@ -1,6 +1,7 @@
 """A real S3 protocol server on the loopback (moto), which answers some requests with 503 SlowDown."""
 
 import logging
+import re
 import threading
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
@@ -11,19 +12,19 @@ import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
-_SLOW_DOWN = (
-    b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>SlowDown</Code><Message>Please reduce your request rate.'
-    b"</Message><RequestId>1</RequestId></Error>"
-)
+_ERROR = "<Error><Code>{}</Code><Message>{}</Message><RequestId>1</RequestId></Error>"
+_SLOW_DOWN = "503 Slow Down", _ERROR.format("SlowDown", "Please reduce your request rate.").encode()
+_EXPIRED = "403 Forbidden", _ERROR.format("ExpiredToken", "The provided token has expired.").encode()
 
 
 class S3Server:
     """host: the address at which it listens. `refuses`: given `METHOD PATH` of a request, whether it is answered with
-    503. `requests`: all of them."""
+    503. `expired`: names of access keys that are answered with 403. `requests`: all of them."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self.refuses: Callable[[str], bool] = lambda request: False
+        self.expired: set[str] = set()
         self.requests: list[str] = []
         self.refused = 0
         self._moto = DomainDispatcherApplication(create_backend_app)
@@ -35,11 +36,13 @@ class S3Server:
     def _answer(self, environment: dict[str, Any], start: Any) -> Iterable[bytes]:
         request = f"{environment['REQUEST_METHOD']} {environment['PATH_INFO']}"
         self.requests.append(request)
-        if self.refuses(request):
+        key = re.search("Credential=([^/]+)", environment.get("HTTP_AUTHORIZATION", ""))
+        if (expired := key is not None and key[1] in self.expired) or self.refuses(request):
             self.refused += 1
             environment["wsgi.input"].read(int(environment.get("CONTENT_LENGTH") or 0))
-            start("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(_SLOW_DOWN)))])
-            return [_SLOW_DOWN]
+            status, body = _EXPIRED if expired else _SLOW_DOWN
+            start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+            return [body]
         answer: Iterable[bytes] = self._moto(environment, start)
         return answer
 

@@ -133,16 +133,19 @@ class Store:
     """
 
     def __init__(self, url: str, *, patience: float | None = None) -> None:
-        import fsspec
-
         require_url(url)
         self.url = url.rstrip("/")
         self.patience = PATIENCE if patience is None else patience
         self._given_up = threading.Event()
         self.progress = StoreProgress()
-        protocol = urlsplit(url).scheme
-        self._makes_directories = protocol in _WITH_DIRECTORIES
-        options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+        self._protocol = urlsplit(url).scheme
+        self._connect()
+
+    def _connect(self) -> None:
+        """Read the credentials, among other things."""
+        import fsspec
+
+        options = {"auto_mkdir": True} if self._protocol in ("file", "local") else {}
         try:
             # An instance of its own without a cache of listings: whether an object is there is asked, not remembered.
             self._fs, self._root = fsspec.core.url_to_fs(
@@ -150,6 +153,7 @@ class Store:
             )
         except Exception as error:
             raise self._explain("opening the ring", "", error) from error
+        self._refused = False
         _leave_random_numbers_alone()
 
     def give_up(self) -> None:
@@ -297,7 +301,7 @@ class Store:
 
     def _writing(self, key: str, size: int) -> Any:
         path = self._path(key)
-        if self._makes_directories:
+        if self._protocol in _WITH_DIRECTORIES:
             self._fs.makedirs(self._fs._parent(path), exist_ok=True)
         return _synced(self._fs.open(path, "wb", block_size=max(_BLOCK, size // _MOST_PARTS)), path)
 
@@ -311,6 +315,8 @@ class Store:
 
         def once() -> _T:
             self.require_not_given_up()
+            if self._refused:  # somebody may have put new credentials in the place of those that had run out
+                self._connect()
             try:
                 return act()
             except RollbackError:
@@ -319,6 +325,7 @@ class Store:
                 raise _Missing(key) from error
             except Exception as error:
                 if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_BY_NAME:
+                    self._refused = True
                     raise self._explain(doing, key, error) from error
                 raise _Transient(key) from error
 
