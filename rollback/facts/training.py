@@ -49,6 +49,8 @@ Action = Literal["rollback", "retry", "stop", "observe"]
 Order = Literal["rewind", "skip", "stop", "quarantine", "release"]
 THE_SUPERVISOR = "the supervisor"  # who added a skip window
 
+Wrapping = Literal["bare", "ddp", "sharded"]
+
 
 class Attached(Fact):
     """The ranks of an attempt have agreed where to begin."""
@@ -69,6 +71,8 @@ class Attached(Fact):
     """Where the checkpoint was read: from the slots of all hosts, or from the ring."""
     writes: int | None = None
     """How often the script had written to the parameters in place before it made the guard, as torch counts."""
+    wrapped: Wrapping | None = None
+    """What the script has made of the model before. That writes to the parameters too, or makes others."""
     init: InitialState | None = None
     """The checkpoint of others that a new run began with: its files, their hash, and how much of it was read."""
     sharding: Sharding | None = None
