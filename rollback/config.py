@@ -67,13 +67,14 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         1000, ge=1, description="updates that the answers to one trouble may undo; after that it is structural"
     )
     max_skipped: str = Field(
-        "5%", pattern=r"^(100|\d{1,2}(\.\d{1,6})?)%$", examples=["5%"], json_schema_extra={"metavar": "X%"},
+        "5%", pattern=r"^(100|\d{1,2}(\.\d{1,6})?)%$", examples=["5%"],
+        json_schema_extra={"metavar": "X%", "bounds": " with X from 0 to 100"},
         description="share of the batches that incidents may cost; instead of a dearer window, updates are screened, "
         "and where that does not help the run stops",
     )  # fmt: skip
     lr_after: str | None = Field(
         None, pattern=r"^0\.\d{1,6}:[1-9]\d{0,8}$", examples=["0.5:200"],
-        json_schema_extra={"metavar": "FACTOR:STEPS"},
+        json_schema_extra={"metavar": "FACTOR:STEPS", "bounds": " with a FACTOR below 1"},
         description="before a trouble is called structural, replay it with the learning rate times FACTOR for STEPS "
         "steps, then back over as many; lower still if it comes back",
     )  # fmt: skip
@@ -258,4 +259,5 @@ def fault_of(error: ValidationError) -> str:
     if first["type"] != "string_pattern_mismatch":
         return f"{first['msg']} (got {first['input']!r})"
     schema = Settings.model_json_schema()["properties"][first["loc"][0]]
-    return f"{first['input']!r} is not of the form {schema['metavar']}, such as {schema['examples'][0]}"
+    form = schema["metavar"] + schema.get("bounds", "")
+    return f"{first['input']!r} is not of the form {form}, such as {schema['examples'][0]}"

@@ -10,6 +10,7 @@ At the end come the audit of the protected run, a table of validation losses, an
 was skipped with what was really bad. Exit status 0 if all of it is as it should be. Everything is kept under runs/.
 """
 
+import argparse
 import json
 import math
 import os
@@ -312,6 +313,7 @@ def make_jobs(folder: Path) -> list[Job]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     began = time.monotonic()
     console = Console(highlight=False)
     folder = Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -110,8 +110,7 @@ def export(
         with readable(run) as place:
             done = export_model(place, name, output, force=force, max_shard_size=largest)
         what = f"{done.tensors} tensors" + (f" in {done.files} files" if done.files > 1 else "")
-    if done.notice:
-        say(f"notice: {done.notice}")
+    say_notices(done.notices)
     say(f"{dcp or output}: {what}, {size(done.bytes)}, of step {done.step} ({done.checkpoint})")
     if done.left_out:
         say(f"notice: left out, since they are not tensors: {', '.join(map(str, done.left_out))}")

@@ -63,7 +63,7 @@ def export_dcp(run: ReadableRun, word: str | None, output: Path, *, force: bool 
             except CheckpointException as error:
                 raise _first_cause(error) from error
             size = sum(path.stat().st_size for path in temporary.iterdir())
-    return Exported(found.name, found.manifest.step, len(stand_ins), size, left_out, found.notice)
+    return Exported(found.name, found.manifest.step, len(stand_ins), size, left_out, found.notices)
 
 
 class _Planner(DefaultSavePlanner):

@@ -14,7 +14,8 @@ class Stopped(Fact):
 
     kind: Literal["stopped"] = "stopped"
     reason: Literal["preempted"] | GivingUp
-    """`structural`: more skipping would not help, or would cost too much. `no_checkpoint`: no good one is left."""
+    """`preempted`: they were told to stop. `structural`: more skipping would not help, or would cost too much.
+    `no_checkpoint`: no good one is left."""
     step: Count
     batch: Count
     checkpoint: str | None

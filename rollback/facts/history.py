@@ -40,6 +40,7 @@ from rollback.facts.training import (
     SkipAdded,
     Stopped,
     Window,
+    Wrapping,
 )
 
 
@@ -99,8 +100,8 @@ class History:
     answers: dict[str, Answered] = field(default_factory=dict)
     init: InitialState | None = None
     """What the run began with; None: with what the script made."""
-    first_writes: int | None = None
-    """`Attached.writes` of the first attempt."""
+    first_writes: dict[Wrapping, int] = field(default_factory=dict)
+    """`Attached.writes` of the first attempt with a model wrapped so."""
     finished: Finished | None = None
     """The last `finished` fact, until a later checkpoint exists or the run goes back."""
     timeline: int = 0
@@ -269,8 +270,8 @@ def _note_attached(history: History, fact: Attached) -> None:
     history.settings, history.given_up, history.attached = fact.settings, None, True
     history.stood = (fact.step, fact.batch)
     history.init = fact.init or history.init
-    if history.first_writes is None:
-        history.first_writes = fact.writes
+    if fact.writes is not None and fact.wrapped is not None:
+        history.first_writes.setdefault(fact.wrapped, fact.writes)
 
 
 def _note_stopped(history: History, fact: Stopped) -> None:

@@ -49,7 +49,7 @@ class AttemptEnded(Fact):
     step: Count | None
     seconds: float
     why: Why | None = None
-    """The class of the cause; null: the attempt ended as it should."""
+    """The class of the cause (see "Why an attempt ended"); null: the attempt ended as it should."""
     rank: int | None = None
     """The rank of the first cause: not always the one that failed first."""
     batch: Count | None = None
@@ -146,7 +146,7 @@ class NodeReplaced(Fact):
     rank: int
     """The rank among the nodes that the spare takes over."""
     why: Literal["lost", "failing"]
-    """`failing`: its ranks failed again and again, without progress in between."""
+    """`lost`: its supervisor fell silent. `failing`: its ranks failed again and again, without progress in between."""
 
     def in_words(self) -> str:
         why = {"lost": "is lost", "failing": "fails again and again"}[self.why]

@@ -48,6 +48,7 @@ Outcome = Literal["recovered", "repeated", "not_reproduced", "observed", "carrie
 Action = Literal["rollback", "retry", "stop", "observe"]
 Order = Literal["rewind", "skip", "stop", "quarantine", "release"]
 THE_SUPERVISOR = "the supervisor"  # who added a skip window
+Wrapping = Literal["bare", "ddp", "sharded"]
 
 
 class Attached(Fact):
@@ -69,6 +70,9 @@ class Attached(Fact):
     """Where the checkpoint was read: from the slots of all hosts, or from the ring."""
     writes: int | None = None
     """How often the script had written to the parameters in place before it made the guard, as torch counts."""
+    wrapped: Wrapping | None = None
+    """What the script has made of the model by then, which writes to the parameters too, or makes others: in `ddp`,
+    `sharded`, or `bare`. `writes` of two attempts can be compared if it is the same."""
     init: InitialState | None = None
     """The checkpoint of others that a new run began with: its files, their hash, and how much of it was read."""
     sharding: Sharding | None = None
@@ -125,8 +129,8 @@ class Incident(Fact):
     kind: Literal["incident"] = "incident"
     incident: Count
     verdict: Literal["spike", "nonfinite", "damaged", "requested"]
-    """What the sentinel said; `damaged` where the model did worse on a probe batch; `requested` where an operator asked
-    for a rewind."""
+    """`spike` or `nonfinite`: what the sentinel said; `damaged`: the model did worse on a probe batch; `requested`: an
+    operator asked for a rewind."""
     cause: str
     """The witness: `loss` or `grad_norm`; of a request, the operator."""
     rule: str
@@ -248,6 +252,7 @@ class Restored(Fact):
     """Updates that do not count any more."""
     seconds: float
     route: Literal["in_process", "relaunch"]
+    """`relaunch`: by the next attempt, which found the plan; else `in_process`."""
     tier: Tier | None = None
     """As in `attached`."""
 
@@ -258,6 +263,8 @@ class Concluded(Fact):
     kind: Literal["outcome"] = "outcome"
     incident: Count
     outcome: Outcome
+    """`recovered`: no incident within the horizon; after a replay without a skip `not_reproduced`. `repeated`: the same
+    trouble came back. `observed`: nothing was done. `carried_out`: a request. Else a `reason` of `stopped`."""
     step: Count
 
 

@@ -109,8 +109,10 @@ def change_in_words(before: Sequence[str], now: Sequence[str]) -> str:
     """What the user asked for otherwise, by torchrun's command lines."""
     before, now = _words(before), _words(now)
     gone, new = ([word for word in one if word not in other] for one, other in ((before, now), (now, before)))
+    if gone and new:
+        return f"{' '.join(new)} instead of {' '.join(gone)}"
     if gone or new:
-        return f"{' '.join(new) or 'nothing'} instead of {' '.join(gone) or 'nothing'}"
+        return f"the same, {'with' if new else 'without'} {' '.join(new or gone)}"
     return "the same, with another setting, or with a file that is not what it was"
 
 

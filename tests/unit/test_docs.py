@@ -3,6 +3,7 @@
 import difflib
 import re
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
@@ -10,6 +11,7 @@ import typer
 
 import cli_reference
 import guard_reference
+from facts import FACTS
 from rollback.cli import app
 from rollback.errors import ExitCode
 from rollback.train.last_snapshot.agreement import Commitment, HostOffer, HostShards, JointPlan
@@ -149,6 +151,30 @@ def test_what_hosts_tell_each_other_of_a_last_snapshot_is_named_in_the_format() 
         row = re.search(rf"^\| `N/{key}\b.*$", page, re.MULTILINE)
         assert row, key
         assert [name for name in told.model_fields if f"`{name}`" not in row[0]] == [], key
+
+
+def words_of(hint: object) -> list[str]:
+    """The texts that a type with a Literal in it allows."""
+    own = [word for word in get_args(hint) if isinstance(word, str)]
+    return own + [word for part in get_args(hint) if part not in own for word in words_of(part)]
+
+
+def test_each_word_that_a_fact_may_have_is_named_in_the_format() -> None:
+    page = (ROOT / "docs/format.md").read_text()
+    words = {word for kind in FACTS for field in kind.model_fields.values() for word in words_of(field.annotation)}
+    assert "lost_peer" in words
+    assert sorted(word for word in words if f"`{word}`" not in page) == []
+
+
+def test_a_link_leads_to_a_heading_that_is_there() -> None:
+    def anchors(page: Path) -> set[str]:
+        lines = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+        return {re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in lines}
+
+    for document in DOCUMENTS:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", document.read_text()):
+            page = document.parent / target if target else document
+            assert anchor in anchors(page), f"{document.name} links to {target}#{anchor}, which is no heading"
 
 
 def test_code_of_ours_that_a_docstring_names_is_there() -> None:

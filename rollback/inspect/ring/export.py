@@ -34,8 +34,8 @@ class OpenCheckpoint:
     manifest: Manifest
     contents: Contents
     run_id: str | None
-    notice: str | None
-    """What the choice of the checkpoint passed over."""
+    notices: list[str]
+    """About the record, such as a seal that is not verified; and what the choice of the checkpoint passed over."""
 
     def model(self) -> tuple[dict[str, Stored | StoredParts], list[str]]:
         """The model's tensors as rank 0 has them, and the names of what is in its state and is no tensor."""
@@ -52,8 +52,7 @@ class Exported:
     bytes: int
     left_out: list[str]
     """Names in the model's state that are not tensors; the format cannot hold these."""
-    notice: str | None = None
-    """What the choice of the checkpoint passed over."""
+    notices: list[str]
     files: int = 1
     """That hold tensors; more than one have an index beside them."""
 
@@ -97,7 +96,7 @@ def export(
             if index is not None:
                 placed = {path.name: listed for path, listed in zip(targets, names, strict=True)}
                 huggingface.write_index(index, placed, kinds)
-    return Exported(found.name, found.manifest.step, len(stored), size, left_out, found.notice, len(names))
+    return Exported(found.name, found.manifest.step, len(stored), size, left_out, found.notices, len(names))
 
 
 @contextmanager
@@ -140,9 +139,10 @@ def open_checkpoint(run: ReadableRun, word: str | None) -> Iterator[OpenCheckpoi
     chosen = word or best_word(listing)
     name = choose(listing, chosen)
     identity = read_identity(RunPaths(run.root))
-    notice = None
+    notices = list(listing.notices)
     if word is None and listing.final is not None and chosen != FINAL:
-        notice = f"the last step of the run was not judged healthy; its final state is {listing.final} (`{FINAL}`)"
+        judged = "the last step of the run was not judged healthy"
+        notices.append(f"{judged}; its final state is {listing.final} (`{FINAL}`)")
     with ExitStack() as stack:
         try:
             with reporting(OutputNotWritten, f"reading the checkpoint {name} of {run.name}", "nothing was written"):
@@ -152,7 +152,7 @@ def open_checkpoint(run: ReadableRun, word: str | None) -> Iterator[OpenCheckpoi
                 f"{error.message}; nothing was written",
                 hint="`rollback ring verify` tells which checkpoints are intact",
             ) from error
-        yield OpenCheckpoint(name, manifest, contents, identity.run_id if identity else None, notice)
+        yield OpenCheckpoint(name, manifest, contents, identity.run_id if identity else None, notices)
 
 
 def _open(run: ReadableRun, name: str, identity: Identity | None, stack: ExitStack) -> tuple[Manifest, Contents]:

@@ -174,7 +174,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     """Collective: restore, and write the first lines of this attempt."""
     history, damaged = found.history, found.damaged
     state.cursor.accepts_other_length = history.other_data or settings.accept_data_change
-    traces = traces_of(state.model, state.optimizer)
+    traces = traces_of(state)
     drawn_so_far = rng.capture()
     chosen, source = _restore_newest(paths, found, state, ranks, settings.ring) or (None, None)
     if history.finished is None:  # else no loop may begin any more, and what is behind it goes on from the end
@@ -203,12 +203,13 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
             ranks_before=ranks_before,
             tier=source.tier if source else None,
             writes=traces.writes,
+            wrapped=traces.wrapped,
             init=init,
             sharding=sharding_of(state.model),
         ),
         where_it_goes_on(history, chosen, there) if chosen else f"begins with {init.in_words()}" if init else None,
     )  # fmt: skip
-    if advice := traces.advice(history.first_writes, chosen.step if chosen else None):
+    if advice := traces.advice(history.first_writes.get(traces.wrapped), chosen.step if chosen else None):
         record.advise(*advice)
     record.advise_of(NOT_KEPT, state.not_kept())
     if chosen is not None:

@@ -21,6 +21,11 @@ class Broadcasts:
         }  # fmt: skip
         self._wrappers = {owner: wrappers for owner, wrappers in found.items() if wrappers}
 
+    @property
+    def of_model(self) -> bool:
+        """Whether a DDP is around the model, or in it."""
+        return "model" in self._wrappers
+
     def told(self) -> dict[str, list[bool]]:
         """For a checkpoint: by module, whether the next forward of each DDP in it begins so."""
         return {

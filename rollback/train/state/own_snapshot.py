@@ -1,8 +1,9 @@
 """Finds a script that loads a snapshot of its own although the guard resumes the run.
 
 torch is not patched, so a call of `load_state_dict` is not seen. It leaves traces. It writes to every parameter in
-place, so a resumed start has one write more to each than the run's first start. A new optimizer has no updates in its
-state. And a script that begins with a later epoch calls `set_epoch` with it (see `Passes`).
+place, so a resumed start has one write more to each than the run's first start had; of those that wrap the model alike,
+since DDP writes to each parameter when it is made, and a model that is sharded has new ones. A new optimizer has no
+updates in its state. And a script that begins with a later epoch calls `set_epoch` with it (see `Passes`).
 
 Behind the guard such a loading would stand in the checkpoint's place, as would an initialization of the weights. What
 the guard has restored is written to there, so this shows in the same count.
@@ -11,11 +12,11 @@ the guard has restored is written to there, so this shows in the same count.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from rollback.facts.training import Wrapping
 from rollback.train.run import AttachedRun
-from rollback.train.sharded import version_of
+from rollback.train.sharded import sharding_of, version_of
 from rollback.train.state.optimizer_state import tensors_of_state
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import (
@@ -31,14 +32,15 @@ class Traces:
 
     writes: int
     """In-place writes to all parameters, as torch counts them."""
+    wrapped: Wrapping
     parameters: int
     """Number of parameters."""
     updated: bool
     """Whether the optimizer's state is that of an optimizer that has made updates."""
 
     def advice(self, first_writes: int | None, step: int | None) -> tuple[str, str] | None:
-        """Advice about the traces. first_writes: writes at the run's first start; None: not on record. step: of the
-        restored checkpoint; None: the run begins."""
+        """Advice about the traces. first_writes: writes at the run's first start that wrapped the model alike; None:
+        not on record. step: of the restored checkpoint; None: the run begins."""
         if step is None:
             return OWN_SNAPSHOT_AT_THE_START if self.updated else None
         reloaded = first_writes is not None and 0 < self.parameters <= self.writes - first_writes
@@ -49,10 +51,12 @@ class Traces:
         return code, text.format(done=done, step=step)
 
 
-def traces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Traces:
+def traces_of(state: TrainingState) -> Traces:
     """The traces. Call it before anything is restored."""
-    writes = [parameter._version for parameter in model.parameters()]
-    return Traces(sum(writes), len(writes), any(_has_updates(state) for state in optimizer.state.values()))
+    writes = [parameter._version for parameter in state.model.parameters()]
+    wrapped: Wrapping = "sharded" if sharding_of(state.model) else "ddp" if state.broadcasts.of_model else "bare"
+    updated = any(_has_updates(each) for each in state.optimizer.state.values())
+    return Traces(sum(writes), wrapped, len(writes), updated)
 
 
 class WritesBehind:

@@ -278,12 +278,12 @@ def test_a_structural_stop_stands_until_the_run_goes_on() -> None:
 
 
 def test_settings_are_those_of_the_last_attempt_and_how_often_the_script_had_written_that_of_the_first() -> None:
-    def attach(writes: int | None, **settings: object) -> Attached:
-        return attached(C1, 20).model_copy(update={"writes": writes, "settings": settings})
+    def attach(writes: int | None, wrapped: str | None = "bare", **settings: object) -> Attached:
+        return attached(C1, 20).model_copy(update={"writes": writes, "wrapped": wrapped, "settings": settings})
 
     history = told(attach(7, keep=3), attach(9, keep=4))
-    assert (history.first_writes, history.settings) == (7, {"keep": 4})
-    assert told(attach(None), attach(9)).first_writes == 9
+    assert (history.first_writes, history.settings) == ({"bare": 7}, {"keep": 4})
+    assert told(attach(None), attach(8, None), attach(9), attach(17, "ddp")).first_writes == {"bare": 9, "ddp": 17}
 
 
 def test_how_far_a_run_has_come_is_the_furthest_that_any_fact_reaches_whatever_was_undone() -> None:

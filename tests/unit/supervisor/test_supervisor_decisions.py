@@ -439,4 +439,5 @@ def test_what_the_supervisor_adds_to_the_command_line_is_no_change_of_the_order(
     flags = {"nproc-per-node": "2"}
     done = LaunchedJob({**flags, "logs-specs": LOGS_SPECS, "log-dir": "/tmp/of-that-attempt"}, "a.py", ["--log-dir=x"])
     now = LaunchedJob(flags, "a.py", ["--log-dir=x", "--epochs=5"])
-    assert change_in_words(torchrun_command(done), torchrun_command(now)) == "--epochs=5 instead of nothing"
+    assert change_in_words(torchrun_command(done), torchrun_command(now)) == "the same, with --epochs=5"
+    assert change_in_words(torchrun_command(now), torchrun_command(done)) == "the same, without --epochs=5"

@@ -33,6 +33,7 @@ from rollback.inspect.ring.verify import verify
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
+from rollback.rundir.seal import ENV_SEAL
 
 OLD, MIDDLE, NEW = "c000000-s00000010", "c000001-s00000020", "c000002-s00000030"
 JOB = JobIdentity(
@@ -469,6 +470,21 @@ def test_what_is_in_memory_of_another_host_is_told(paths: RunPaths, tier: SlotPa
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_taken_out_of_a_sealed_run_are_told_to_be_verified_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, paths = tmp_path / "key", RunPaths(tmp_path / "run")
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    paths.root.mkdir()
+    monkeypatch.setenv(ENV_SEAL, str(key))
+    write_identity(paths, new_identity(JOB))
+    write(paths, 0, 10)
+    assert "its seal is verified" in command("export", paths.root, "newest", "-o", tmp_path / "with").stderr
+    monkeypatch.delenv(ENV_SEAL)
+    assert "it is not verified" in command("export", paths.root, "newest", "-o", tmp_path / "without").stderr
 
 
 def test_the_exported_model_is_read_by_the_library(paths: RunPaths, tmp_path: Path) -> None:

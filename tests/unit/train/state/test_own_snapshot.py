@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from toy import facts
 
@@ -15,6 +18,10 @@ import rollback
 from rollback.facts.training import Advice, Attached
 
 EPOCHS, BATCHES = 4, 6
+
+
+def layers() -> tuple[nn.Module, ...]:
+    return nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
 
 
 @dataclass
@@ -30,13 +37,15 @@ class Script:
     sets_epoch: bool = True
     behind: Callable[[nn.Module, torch.optim.Optimizer], object] = lambda *_: None
     """What it does between the guard and its loop."""
+    wrap: Callable[[nn.Module], Any] = lambda model: model
     kept: dict[str, Any] = field(default_factory=dict)
     trained: list[torch.Tensor] = field(default_factory=list)
 
     def start(self, leave_in: int | None = None, run: str = "run") -> list[str]:
         """Train to the end, or until the middle of an epoch: the codes of advice that the run has got so far."""
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        model: Any = nn.Sequential(*layers())
+        model = self.wrap(model)
         optimizer = self.optimizer(model.parameters())
         data = TensorDataset(torch.randn(4 * BATCHES, 4, generator=torch.Generator().manual_seed(1)))
         sampler = DistributedSampler(data, num_replicas=1, rank=0)
@@ -114,6 +123,20 @@ def test_a_script_that_leaves_it_to_the_guard_is_told_nothing(tmp_path: Path, op
     script = Script(tmp_path, optimizer, own_loop=own_loop)
     for leave_in in (1, 2, None):
         assert script.start(leave_in) == []
+
+
+def test_a_model_that_is_wrapped_otherwise_than_at_the_first_start_is_no_sign_of_a_snapshot(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        script = Script(tmp_path)
+        plain = script.wrap
+        for leave_in, wrap in enumerate((fully_shard, plain, DistributedDataParallel, fully_shard)):
+            script.wrap = wrap
+            assert script.start(leave_in) == []
+        script.wrap, script.loads, script.kept["model"] = plain, ("model",), nn.Sequential(*layers()).state_dict()
+        assert script.start() == ["own-snapshot"], "the first start with such a model is the measure"
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("first_epoch", "sets_epoch"), [(1, True), (0, False)])
