@@ -1,9 +1,11 @@
 """Both ways in which hosts meet do the same: by a directory that they share, and by a store of torch's."""
 
 import contextlib
+import errno
 import json
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -312,6 +314,35 @@ def test_who_meets_nobody_is_told_why_the_store_was_not_reached(
     signals = SimpleNamespace(received=[])
     with pytest.raises(NodesMissing, match=r"to h:29500 \(connection refused\) or to "):
         meeting.find_meeting(RunPaths(tmp_path), place, "s3://bucket/run", print, signals)  # type: ignore[arg-type]
+
+
+def test_where_no_process_can_be_started_for_the_store_that_is_told_with_what_to_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    place = place_among_nodes({"nnodes": "2", "node-rank": "1", "rdzv-endpoint": "h:29500"}, timeout=0.2)
+    assert place is not None
+    signals = SimpleNamespace(received=[])
+    with pytest.raises(NodesMissing, match=r"the store at h: Resource temporarily .*\n  hint: raise"):
+        meeting.find_meeting(RunPaths(tmp_path), place, "s3://bucket/run", print, signals)  # type: ignore[arg-type]
+
+
+def test_a_store_that_cannot_be_made_anew_at_present_is_told_once_and_again_when_it_is_there() -> None:
+    store = SimpleNamespace(role="host", gone=None, place="h:29500", renew=lambda: None)
+    meets = EndpointMeeting(store)  # type: ignore[arg-type]
+    told = [meets.keep_up()]
+    store.gone = "no descriptor is to be had"
+    told += [meets.keep_up() for _ in range(3)]
+    store.gone, store.role = None, None
+    told += [meets.keep_up()]
+    store.role = "host"
+    told += [meets.keep_up() for _ in range(2)]
+    lost, back = filter(None, told)
+    assert "was lost (no descriptor is to be had)" in lost
+    assert back == "the store at h:29500 is there again"
 
 
 def test_a_store_that_is_lost_while_nobody_has_come_is_made_anew_with_the_orders_in_it(
