@@ -21,6 +21,7 @@ from rollback.instructions import MeetingPoint
 from rollback.rundir.beacon import LIMIT, SILENT_AFTER, Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.elsewhere import write_elsewhere
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import LineWriter
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes import meeting
 from rollback.supervisor.nodes.lead import Leader
@@ -410,14 +411,12 @@ def test_the_leader_keeps_the_small_files_of_a_follower_and_nothing_else(tmp_pat
     there.stacks(1).mkdir(parents=True)
     there.rank_stacks(1, 3).write_text("x" * (1 << 19))
     assert gatherer.new() == {}
-    assert said == [f"1 files of the record stay on this host, as {there.rank_stacks(1, 3)}"]
+    assert said == [f"1 files of the record stay on this host, or lines of them, as {there.rank_stacks(1, 3)}"]
 
 
 def test_a_file_that_cannot_be_kept_costs_no_other_one(tmp_path: Path) -> None:
     paths, said = RunPaths(tmp_path), list[str]()
-    paths.skip_record(3).parent.mkdir()
-    with paths.skip_record(3).open("wb") as file:
-        file.truncate(17 << 20)
+    paths.skip_record(3).mkdir(parents=True)
     keep_files(paths, {"skips/rank-00003.jsonl": "two\n", "skips/rank-00004.jsonl": "two\n"}, "node-1", said.append)
     assert paths.skip_record(4).read_text() == "two\n"
     assert len(said) == 1
@@ -433,7 +432,24 @@ def test_files_that_are_handed_over_fit_into_the_record_whatever_is_in_them(tmp_
     paths.rank_stacks(1, 3).write_bytes(bytes(200 << 10))
     found = gatherer.new()
     assert [*found] == ["stacks/attempt-0001/rank-00002.txt"]
-    assert said == [f"1 files of the record stay on this host, as {paths.rank_stacks(1, 3)}"]
+    assert said == [f"1 files of the record stay on this host, or lines of them, as {paths.rank_stacks(1, 3)}"]
+
+
+def test_of_skip_records_of_any_size_the_new_lines_are_handed_over(tmp_path: Path) -> None:
+    here, there, said = RunPaths(tmp_path / "here"), RunPaths(tmp_path / "there"), list[str]()
+    lines = [f'{{"batch": {batch}, "indices": [{", ".join(["12345"] * 64)}]}}\n' for batch in range(5000)]
+    gatherer = RecordFiles(there, said.append)
+    for first in range(0, 5000, 250):
+        there.skip_record(3).parent.mkdir(parents=True, exist_ok=True)
+        with there.skip_record(3).open("a") as file:
+            file.writelines([*lines[first : first + 250], '{"batch": 7, "ind'])  # the rank was killed in a line
+        keep_files(here, gatherer.new(), "node-1", said.append)
+        LineWriter(there.skip_record(3)).close()  # as the next one begins
+    assert here.skip_record(3).read_text() == "".join(lines)
+    assert said == []
+    keep_files(here, RecordFiles(there, said.append).new(), "node-1", said.append)  # by another supervisor
+    assert here.skip_record(3).read_text() == "".join(lines)
+    assert said == [f"1 files of the record stay on this host, or lines of them, as {there.skip_record(3)}"]
 
 
 def test_what_has_not_arrived_is_handed_over_again_also_by_another_supervisor(tmp_path: Path) -> None:
