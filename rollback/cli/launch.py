@@ -37,6 +37,7 @@ from rollback.supervisor.attempts import LaunchOrder, Result
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import UNGUARDED
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
+from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.supervise import supervise
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.flags import FLAGS, read_flags
@@ -98,14 +99,24 @@ def launch(
     )  # fmt: skip
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with _audience(paths.root) as screen, trackers_beside(paths.root, trackers, screen.say):
+    with (
+        _audience(paths.root) as screen,
+        trackers_beside(paths.root, trackers, screen.say),
+        StopSignals(str(flags.get("signals-to-handle", ""))) as signals,
+    ):
         try:
-            result = supervise(order, screen)
+            result = supervise(order, screen, signals)
         except RollbackError as error:
             if adopt != "notice" or error.exit_code != ExitCode.USAGE:
                 raise
-            screen.say(f"not protected: {error.message}\n{error.hint}\nstarting the script as torchrun would")
-            result = supervise(_unprotected(order), screen)
+            screen.say(f"not protected: {error.message}\n{error.hint}")
+            if signals.received:
+                raise RollbackError(
+                    "told to stop before the script was started without protection",
+                    hint="the same command starts it", exit_code=ExitCode.RESUMABLE,
+                ) from None  # fmt: skip
+            screen.say("starting the script as torchrun would")
+            result = supervise(_unprotected(order), screen, signals)
     say(closing_line(result, paths.root, redacted(["rollback", *sys.argv[1:]], names)))
     raise typer.Exit(result.exit_code)
 

@@ -90,7 +90,7 @@ def now() -> str:
 def submit(paths: RunPaths, request: Request) -> str:
     """Write a request and return its name. Durable on return; no other request is ever overwritten.
 
-    Raises RunDirectoryError where the run directory cannot be written.
+    Raises RunDirectoryError where the run directory cannot be written, or has more files than are looked at.
     """
     temporary = paths.requests / f".{uuid.uuid4().hex}"
     hint = "check the permissions and free space of the run directory"
@@ -98,6 +98,7 @@ def submit(paths: RunPaths, request: Request) -> str:
         try:
             files.make_directory(paths.requests)
             sync_directory(paths.root)
+            _require_one_more_is_seen(paths.requests)
             fd = files.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 write_all(fd, request.model_dump_json().encode())
@@ -113,6 +114,17 @@ def submit(paths: RunPaths, request: Request) -> str:
             with contextlib.suppress(OSError):
                 files.unlink(temporary)
     return name
+
+
+def _require_one_more_is_seen(directory: Path) -> None:
+    with os.scandir(directory) as entries:
+        count = sum(1 for _ in islice(entries, _FILES))
+    if count == _FILES:
+        raise RunDirectoryError(
+            f"{directory} has {count} files or more, and no further one would be seen by the ranks",
+            hint="move the older ones elsewhere: the journal has what was answered. To stop the run, send SIGTERM to "
+            "`rollback launch`",
+        )
 
 
 def names(paths: RunPaths) -> list[str]:

@@ -13,7 +13,9 @@ _ECHO = 0.2  # seconds
 
 
 class StopSignals:
-    """Catches the stop signals inside its `with` block. A signal that was ignored before (nohup) stays ignored.
+    """Catches the stop signals inside its `with` block. A signal that was ignored before (nohup) stays ignored. One
+    that was blocked does not stay blocked: programs that wait for signals (`sigwait`, signalfd) block them, and who is
+    started by them inherits that, and would be deaf with all its ranks.
 
     The second SIGTERM or SIGINT means: end now. A SIGTERM after a SIGUSR1 does not: schedulers send SIGUSR1 as a
     warning and SIGTERM at the end of that time. Nor does one within `_ECHO` of the first: Ctrl-C reaches all that runs
@@ -33,6 +35,7 @@ class StopSignals:
         self._taken = 0
         self._breaking_off = False
         self._before: dict[signal.Signals, Any] = {}
+        self._blocked: set[int] = set()
 
     @property
     def insistent(self) -> bool:
@@ -62,9 +65,11 @@ class StopSignals:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP, which nobody can catch
                     self._before[signum] = signal.signal(signum, self._note)
+        self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 

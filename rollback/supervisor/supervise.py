@@ -45,8 +45,8 @@ from rollback.supervisor.torchrun.output import Audience
 _POLL = 0.1
 
 
-def supervise(order: LaunchOrder, audience: Audience) -> Result:
-    """Run the job to its end, over as many attempts as the budget allows.
+def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> Result:
+    """Run the job to its end, over as many attempts as the budget allows, or until one of the signals comes.
 
     Raises RollbackError, with the run directory unchanged, where the directory cannot be used or the ranks refuse it;
     also where processes of an attempt cannot be ended.
@@ -60,8 +60,7 @@ def supervise(order: LaunchOrder, audience: Audience) -> Result:
             hint="leave it out, or say with --nnodes how many there are",
         )
     store = reach(order.settings.ring, writing=place is None)
-    others = str(order.job.flags.get("signals-to-handle", ""))
-    with _private_directory() as private, StopSignals(others) as signals:
+    with _private_directory() as private:
         claim: Claim | None = None
         environment = dict(os.environ)
         if place is None:

@@ -24,6 +24,8 @@ from typing import Any
 import transformers.trainer
 
 from rollback.errors import UsageError
+from rollback.rundir.identity import read_identity
+from rollback.rundir.paths import RunPaths
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
@@ -144,7 +146,9 @@ class _GuardedLoop:
             **{**following, **self._settings},
         )  # fmt: skip
         self.guard.without_probes("the Trainer counts every batch as one of its own")
-        self._callback.run = str(self.guard.run)
+        identity = read_identity(RunPaths(self.guard.run))
+        assert identity is not None  # a guard has attached
+        self._callback.run = identity.run_id  # not its directory, which may be moved
         return prepared
 
     def _run_epoch(self, **given: Any) -> None:

@@ -19,7 +19,7 @@ from rollback.rundir.records import LineWriter
 from rollback.system import files
 from rollback.train.comm.recorder import say
 
-_LIMIT = 1 << 24  # bytes that are read
+_LIMIT = 1 << 24  # bytes that are read, of the end: a file counts as it was saved last
 _ASIDE = 0, None, False
 """In place of where a file was saved: it was set aside."""
 
@@ -74,7 +74,8 @@ class SavedFiles:
         epochs."""
         found: dict[str, tuple[int, int | None, bool]] = {}
         try:
-            with os.fdopen(files.open_file(self._path, os.O_RDONLY), encoding="utf-8", errors="replace") as lines:
+            with os.fdopen(files.open_file(self._path, os.O_RDONLY), "rb") as lines:
+                lines.seek(max(0, os.fstat(lines.fileno()).st_size - _LIMIT))
                 for line in lines.read(_LIMIT).splitlines():
                     try:
                         entry = json.loads(line)
@@ -82,7 +83,7 @@ class SavedFiles:
                         count = None if batches is None else int(batches)
                         found[str(entry["file"])] = step, count, bool(entry.get("ended"))
                     except (ValueError, KeyError, TypeError):
-                        continue  # a line that was being written when the process died
+                        continue  # a line that was being written when the process died, or the end of one
         except FileNotFoundError:
             pass
         except OSError as error:

@@ -402,8 +402,14 @@ def test_a_record_that_somebody_removes_is_put_there_again(
         sooner.setattr(at_url_ring, "_LOOK_EVERY", 0.0)
         at_url.keep_record()
     remove()
+    at_url.keep_record()
+    assert len(told) == 2, "it looks again at once where something was gone: who removes may still be at it"
+    at_url.keep_record()
+    remove()
+    at_url.keep_record()
+    assert len(told) == 2, "and once an hour where nothing was"
     opened(run.paths, told.append).keep_record()
-    assert len(told) == 2
+    assert len(told) == 3
     assert all("had lost 5 objects of the run's record" in line for line in told)
     new = fetched(tmp_path / "new")
     for path in (run.paths.identity, run.paths.train_journal, run.paths.metrics, run.paths.pin(NAMES[0])):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from rollback.errors import UsageError
 from rollback.inspect.audit.samples import COLUMNS, ColumnType, Row
 from rollback.rundir.records import json_number
 from rollback.terminal.escape import printable
@@ -53,7 +54,8 @@ def write_jsonl(rows: Iterable[Row], file: IO[str]) -> None:
 
 
 def write_parquet(rows: Iterable[Row], path: Path) -> None:
-    """Write row groups of 65,536 rows. Raises UsageError where pyarrow is missing, OSError where the disk refuses."""
+    """Write row groups of 65,536 rows. Raises UsageError where pyarrow is missing, or a number does not fit; OSError
+    where the disk refuses."""
     require_pyarrow()
     import pyarrow
     from pyarrow import parquet
@@ -72,7 +74,14 @@ def write_parquet(rows: Iterable[Row], path: Path) -> None:
         left = iter(rows)
         while group := list(itertools.islice(left, _ROW_GROUP)):
             columns = [list(values) for values in zip(*group, strict=True)]
-            writer.write_table(pyarrow.table(columns, schema=schema))
+            try:
+                table = pyarrow.table(columns, schema=schema)
+            except (OverflowError, pyarrow.ArrowInvalid) as error:  # a sampler may give hashes of 64 bits
+                raise UsageError(
+                    f"a number does not fit Parquet's integers of 64 bits with a sign ({error})",
+                    hint="take --format csv or jsonl, which have any number",
+                ) from error
+            writer.write_table(table)
 
 
 def require_pyarrow() -> None:

@@ -348,8 +348,8 @@ def _present_point(past: RunRecord, judged: LastJudged | None, heartbeats: Seque
     """The position of the run: from present heartbeats, else from the last judged step, else from facts."""
     if heartbeats:
         slowest = min((Point(step=h.step, batch=h.batch) for h in heartbeats), key=lambda point: point.step)
-        # A rank that is starting is at step 0, and a fact may be newer than a heartbeat.
-        return past.point if past.point is not None and past.point.step > slowest.step else slowest
+        # A rank that is starting is at step 0, one that has ended names its last batch, and a fact may be newer.
+        return max(filter(None, (slowest, past.point)), key=lambda point: (point.step, point.batch))
     if judged is not None:
         return Point(step=judged.step + 1, batch=judged.batch + 1)
     return past.point

@@ -11,7 +11,7 @@ from rollback.ring.url.index import PIECE, Index, Kept, RecordPiece, describe, p
 from rollback.ring.url.store import Store, require_room
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
-from rollback.system.durable import end_of_lines, open_regular, write_file
+from rollback.system.durable import end_of_lines, open_regular, sync_directory, write_file
 
 Relation = Literal["same", "ahead", "behind", "diverged"]
 """How a local file compares with the one at the URL: the same, longer with the whole other file as its beginning,
@@ -127,6 +127,7 @@ def download(store: Store, kept: Kept, root: Path) -> None:
         sink.flush()
         os.fsync(sink.fileno())
     files.rename(arriving, target)
+    sync_directory(target.parent)
 
 
 @contextmanager

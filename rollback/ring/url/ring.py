@@ -169,7 +169,8 @@ class RingAtUrl:
 
     def _look_for_pieces(self) -> None:
         """Put again, once in a while, what others have removed of the record: without it nobody could go on from
-        here, and nobody would know before the machine is lost."""
+        here, and nobody would know before the machine is lost. Where something was gone, the next index looks again:
+        who removes objects may still be at it, and come to those that were there a moment ago."""
         assert self._index is not None
         if self._looked is not None and time.monotonic() - self._looked < _LOOK_EVERY:
             return
@@ -178,7 +179,7 @@ class RingAtUrl:
                 f"the durable ring {self.place} had lost {gone} objects of the run's record: they are put there again. "
                 "See whether a rule of the bucket removes old objects, which must not apply to a ring"
             )
-        self._looked = time.monotonic()
+        self._looked = None if gone else time.monotonic()
 
     def _require_ours(self) -> None:
         """Raise RunDoesNotFit where another process has written an index since: this process must not overwrite it.

@@ -360,17 +360,18 @@ class Journal:
         if self._indexing.blocks != read_index(path):
             write_index(path, self._indexing.blocks)
 
-    def append(self, fact: Fact) -> None:
-        """Append a fact; it is on disk when this returns.
+    def append(self, *facts: Fact) -> None:
+        """Append facts, with one sync for all of them; they are on disk when this returns.
 
-        Raises OSError where the disk refuses. The fact is then kept in memory and written before the next one, so that
+        Raises OSError where the disk refuses. They are then kept in memory and written before the next one, so that
         a disk that was full for an hour costs no line. Also where another process has written since: the lock of a host
         that is cut off from a shared disk goes to another one, and what the first still says must not break the chain.
         """
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        line, self._chain = journal_line(fact, self._next, at, self.attempt, self._chain, self._what)
-        self._next += 1
-        self._backlog.append((line, self._chain))
+        for fact in facts:
+            line, self._chain = journal_line(fact, self._next, at, self.attempt, self._chain, self._what)
+            self._next += 1
+            self._backlog.append((line, self._chain))
         self.flush()
 
     def flush(self) -> None:

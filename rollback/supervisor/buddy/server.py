@@ -1,6 +1,7 @@
 """A buddy: keeps a copy of another host's part of the newest snapshot in this host's memory, and gives it back."""
 
 import hmac
+import socket
 import socketserver
 import threading
 import time
@@ -36,6 +37,7 @@ from rollback.supervisor.buddy.wire import (
 from rollback.terminal.quantities import size
 
 _STRANGERS = 5.0  # seconds in which who calls says the secret
+_PAUSE = 0.1  # seconds
 _CONNECTIONS = 32  # at a time: no stranger takes more descriptors and threads than that
 
 
@@ -58,6 +60,13 @@ class BuddyServer(socketserver.ThreadingTCPServer):
     @property
     def port(self) -> int:
         return int(self.server_address[1])
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # no descriptor is to be had: who calls waits, and would be asked for again at once
+            time.sleep(_PAUSE)
+            raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         return self.connections.acquire(blocking=False)

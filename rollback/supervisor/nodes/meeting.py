@@ -19,7 +19,7 @@ from typing import Protocol
 
 import filelock
 
-from rollback.errors import NodesMissing
+from rollback.errors import NodesMissing, reporting
 from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import RunPaths
@@ -116,6 +116,7 @@ class EndpointMeeting:
 
     def __init__(self, store: StoreTransport) -> None:
         self.store = store
+        self._is_lost = False
 
     @property
     def transport(self) -> Transport:
@@ -135,7 +136,13 @@ class EndpointMeeting:
         leader by that, and come again; this one would see them for ever as they were."""
         if (gone := self.store.gone) is not None:
             self.store.renew()
+            if self._is_lost:  # it cannot be made at present: that is tried at every look, and told once
+                return None
+            self._is_lost = True
             return f"the store at {self.store.place} was lost ({gone}): it is made anew, and the other hosts come again"
+        if self._is_lost and self.store.role == "host":
+            self._is_lost = False
+            return f"the store at {self.store.place} is there again"
         if self.store.role == "guest":
             raise NodesMissing(
                 f"the store at {self.store.place} was lost, and another process has it now, which leads",
@@ -175,7 +182,9 @@ def find_meeting(
     if ring is None or place.endpoint is None:
         return SharedMeeting(paths, place.most), True
     shared = SharedMeeting(paths, place.most)
-    store = StoreTransport(place.endpoint)
+    hint = "raise the limits of processes and open files (ulimit -u, ulimit -n), or make room in memory"
+    with reporting(NodesMissing, f"starting the process that reaches the store at {place.endpoint.host}", hint):
+        store = StoreTransport(place.endpoint)
     own = Orders(leader=place.launch, host=place.host, pid=place.pid)
     beacon, other = Beacon(shared.transport, ORDERS, own, say), None
     chosen: tuple[Meeting, bool] | None = None

@@ -2,7 +2,8 @@
 
 A follower hands them to its leader when an attempt has ended there, and the leader keeps them in its own run directory.
 
-What is large stays where it is: the output of the ranks, the tensors of incidents, checkpoints.
+What is large stays where it is: the output of the ranks, the tensors of incidents, checkpoints. Of a file that grows
+(skip records) the new lines are handed over, and added to those that the leader has.
 """
 
 import json
@@ -13,8 +14,9 @@ from pathlib import Path
 from rollback.errors import RollbackError
 from rollback.rundir.elsewhere import read_handed_over
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import LineWriter
 from rollback.system import files
-from rollback.system.durable import read_small_file, write_file
+from rollback.system.durable import end_of_lines, open_regular, read_small_file, write_file
 
 _LIMIT = 1 << 18  # bytes of all files of a node together, as JSON: they go in one record
 # What comes from another host is written into the run directory, so nothing else is believed.
@@ -23,6 +25,8 @@ _FILES = re.compile(
     r"|stacks/attempt-\d{4,9}/(rank-\d{5,9}\.txt|processes-node-[A-Za-z0-9_.-]{1,200}\.json)"
     r"|incidents/\d{4,9}/rank-\d{5,9}\.json|skips/rank-\d{5,9}\.jsonl"
 )
+_GROWS = ".jsonl"
+_KNOWN = 16 << 20  # bytes of the end of a file that grows, in which the leader looks for what it has already
 _PATTERNS = ("failures/*/*", "stacks/*/*", "incidents/*/*", "skips/*")
 
 
@@ -37,6 +41,7 @@ class RecordFiles:
         self._paths, self._say = paths, say
         self.handed_over = read_handed_over(paths)
         stamps = {name: self._stamp(name) for name in self._names()}
+        self._ends: dict[str, int] = {}  # of the lines that were handed over, of each file that grows
         self._known = {name: stamp for name, stamp in stamps.items() if stamp and stamp[1] <= self.handed_over}
 
     def new(self) -> dict[str, str]:
@@ -46,8 +51,14 @@ class RecordFiles:
         }
         found, room, left_out = {}, _LIMIT, []
         for name in sorted(stamps, key=lambda name: stamps[name][0]):
+            whole, end = True, 0
             try:
-                text = read_small_file(self._paths.root / name, room).decode("utf-8", "replace")
+                if name.endswith(_GROWS):
+                    since = self._ends.get(name, 0)
+                    text, start, end = _lines(self._paths.root / name, since, room // 2)  # JSON escapes their quotes
+                    whole = start <= since
+                else:
+                    text = read_small_file(self._paths.root / name, room).decode("utf-8", "replace")
             except (OSError, ValueError):
                 left_out.append(name)
                 continue
@@ -56,8 +67,11 @@ class RecordFiles:
                 continue
             found[name], room = text, room - size
             self._known[name] = stamps[name]
+            self._ends[name] = end
+            left_out += [] if whole else [name]
         if left_out:
-            self._say(f"{len(left_out)} files of the record stay on this host, as {self._paths.root / left_out[0]}")
+            what = f"{len(left_out)} files of the record stay on this host, or lines of them"
+            self._say(f"{what}, as {self._paths.root / left_out[0]}")
         return found
 
     def arrived(self) -> None:
@@ -89,9 +103,32 @@ def keep_files(paths: RunPaths, given: Mapping[str, str], who: str, say: Callabl
 
 
 def _keep(target: Path, text: str) -> None:
-    if target.suffix == ".jsonl" and target.exists():  # it grows, and a host that is new has only the end of it
-        before = read_small_file(target, 16 << 20).decode("utf-8", "replace")
-        known = {*before.splitlines()}
-        text = before + "".join(f"{line}\n" for line in text.splitlines() if line not in known)
-    files.make_directory(target.parent)
-    write_file(target, text.encode(), durable=False)
+    if target.suffix != _GROWS:
+        files.make_directory(target.parent)
+        write_file(target, text.encode(), durable=False)
+        return
+    try:
+        there, _, _ = _lines(target, 0, _KNOWN)
+    except FileNotFoundError:
+        there = ""
+    known = {*there.splitlines()}  # a host that hands its files over anew has handed over some of them before
+    writer = LineWriter(target)
+    try:
+        for line in text.splitlines():
+            if line not in known:
+                writer.write(line)
+    finally:
+        writer.close()
+
+
+def _lines(path: Path, since: int, most: int) -> tuple[str, int, int]:
+    """The whole lines of a file from byte `since` on, of more than `most` bytes the last ones; where they begin and
+    end."""
+    with open_regular(path) as file:
+        end = end_of_lines(file)
+        start = max(since if since <= end else 0, end - most)
+        file.seek(max(0, start - 1))  # one byte before it tells whether a line begins there
+        text = file.read(end - file.tell())
+    if start:
+        text = text.partition(b"\n")[2]
+    return text.decode("utf-8", "replace"), end - len(text), end

@@ -90,16 +90,21 @@ class Recorder:
 
     def note(self, fact: Fact, notice: str | None = None) -> None:
         """Append a fact to the journal, and show `notice`. Durable on return, unless the disk refuses."""
-        if self._journal is None:
+        self.note_all([(fact, notice)])
+
+    def note_all(self, noted: Sequence[tuple[Fact, str | None]]) -> None:
+        """As `note`, of many facts in the time that the disk needs for one."""
+        if self._journal is None or not noted:
             return
         journal = self._journal
         with self._lock:
-            if notice:
-                say(notice)
-            entry = JournalEntry(seq=0, at="", attempt=self._attempt, fact=fact)  # type: ignore[arg-type]
-            with contextlib.suppress(JournalDamaged):  # a fact that does not fit ends no training
-                fold([entry], self.history)
-            self._try(_JOURNALLING, lambda: journal.append(fact))
+            for fact, notice in noted:
+                if notice:
+                    say(notice)
+                entry = JournalEntry(seq=0, at="", attempt=self._attempt, fact=fact)  # type: ignore[arg-type]
+                with contextlib.suppress(JournalDamaged):  # a fact that does not fit ends no training
+                    fold([entry], self.history)
+            self._try(_JOURNALLING, lambda: journal.append(*(fact for fact, _ in noted)))
 
     @property
     def unwritten(self) -> str:

@@ -128,11 +128,14 @@ def leave_out_what_is_new(
     for crash in blamed:
         if not leaves_out(settings, crash):
             added.append(SkipAdded(window=crash.window, who=THE_SUPERVISOR, why=crash.in_words()))
-    passed_over = merge_windows(history.skip_list)
+    passed_over, known = merge_windows(history.skip_list), {fact.window for fact in history.added}
+    new: list[tuple[SkipAdded, str | None]] = []
     for fact in added:
-        if fact.window not in [known.window for known in history.added]:
-            history.added.append(fact)
-            record.note(fact, given_too_late(fact.window, passed_over, batch))
+        if fact.window not in known:
+            known.add(fact.window)
+            new.append((fact, given_too_late(fact.window, passed_over, batch)))
+    history.added.extend(fact for fact, _ in new)
+    record.note_all(new)
 
 
 def given_too_late(window: Window, passed_over: Sequence[Window], batch: int) -> str | None:

@@ -11,6 +11,8 @@ from trainer_job import LIMIT, MODULES
 from warm_server import ENV_MODULES, run_warm
 
 from rollback.facts.training import Attached, Finished, Restored
+from rollback.rundir.identity import read_identity
+from rollback.rundir.paths import RunPaths
 
 JOB = Path(__file__).parents[1] / "jobs" / "best_model_deleted.py"
 
@@ -31,3 +33,8 @@ def test_a_run_whose_best_model_was_deleted_for_one_that_is_undone_ends_with_the
         ended = json.loads((tmp_path / f"ended-{rank}.json").read_text())
         assert ended["best"] == [4.0, 20, "output/checkpoint-20"]
     assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["checkpoint-20", "undone-checkpoint-20"]
+    saved = json.loads((tmp_path / "output" / "checkpoint-20" / "trainer_state.json").read_text())
+    identity = read_identity(RunPaths(tmp_path / "run"))
+    assert identity is not None
+    mark = {"run": identity.run_id}  # by which the folder is known as one of this run, wherever the run directory is
+    assert saved["stateful_callbacks"]["RollbackCallback"]["attributes"] == mark

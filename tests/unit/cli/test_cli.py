@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
 from rollback.rundir.seal import ENV_SEAL
 from rollback.supervisor.attempts import LaunchOrder, Result
+from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.flags import FLAGS
 from rollback.terminal.messages import printable
 
@@ -33,7 +35,7 @@ def orders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchOrder]
     """What `rollback launch` would have carried out; the folder has a train.py."""
     taken: list[LaunchOrder] = []
 
-    def take(order: LaunchOrder, say: object) -> Result:
+    def take(order: LaunchOrder, *_: object) -> Result:
         taken.append(order)
         return Result(ExitCode.DONE, "")
 
@@ -41,6 +43,21 @@ def orders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchOrder]
     monkeypatch.setattr(sys.modules["rollback.cli.launch"], "supervise", take)
     Path("train.py").write_text("raise SystemExit")
     return taken
+
+
+def test_a_stop_while_an_adopted_script_is_refused_is_one_for_the_launch_without_protection_too(
+    orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(order: LaunchOrder, *_: object) -> Result:
+        assert not orders, "started once more"
+        orders.append(order)
+        signal.raise_signal(signal.SIGTERM)
+        raise UsageError("two loaders", hint="one will do")
+
+    monkeypatch.setattr(sys.modules["rollback.cli.launch"], "supervise", refuse)
+    with StopSignals():  # in its place a stop would end the tests
+        assert run(monkeypatch, "launch", "--adopt", "train.py") == ExitCode.RESUMABLE
+    assert "told to stop before the script was started without protection" in capsys.readouterr().err
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -214,6 +214,18 @@ def test_requests_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     assert names(paths) == handed_in
 
 
+def test_a_request_that_nobody_would_see_among_very_many_files_is_refused(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "_FILES", 3)
+    live(run)
+    for batch in (90, 92, 94):
+        assert CliRunner().invoke(app, ["skip", str(run.paths.root), f"{batch}:{batch}", "--no-wait"]).exit_code == 0
+    refused = CliRunner().invoke(app, ["stop", str(run.paths.root), "--no-wait"])
+    assert "has 3 files or more, and no further one would be seen by the ranks" in str(refused.exception)
+    assert len(names(run.paths)) == len(list(run.paths.requests.iterdir())) == 3
+
+
 def test_an_inbox_sees_what_comes_within_one_tick_of_the_directory_s_clock(tmp_path: Path) -> None:
     paths, now = RunPaths(tmp_path), 0.0
     inbox = Inbox(paths, (), clock=lambda: now)

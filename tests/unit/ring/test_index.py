@@ -7,7 +7,7 @@ import pytest
 
 from rollback.ring.url import index as index_module
 from rollback.ring.url.index import PIECE, describe, first_index, next_index, read_indexes, record_paths
-from rollback.ring.url.record import read_kept, upload
+from rollback.ring.url.record import download, read_kept, upload
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import RunPaths
 
@@ -45,3 +45,23 @@ def test_metrics_whose_end_a_power_loss_took_are_at_the_url_as_they_went_on(tmp_
         metrics.write((b"y" * 700 + b"\n") * 200)
     (kept,) = upload(store, paths, index)
     assert read_kept(store, kept, 4 * PIECE) == paths.metrics.read_bytes()
+
+
+def test_a_file_of_several_pieces_that_was_fetched_is_there_by_its_name_after_a_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, new = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "new")
+    paths.metrics.parent.mkdir(parents=True)
+    paths.metrics.write_bytes((b"x" * 1023 + b"\n") * (PIECE // 1024 + 1))
+    store = Store((tmp_path / "ring").as_uri())
+    (kept,) = upload(store, paths, first_index("a-run-id", "w"))
+    synced: list[tuple[str, bool]] = []
+    really = os.fsync
+
+    def sync(fd: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{fd}"), new.metrics.exists()))
+        really(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    download(store, kept, new.root)
+    assert synced[-1] == (str(new.metrics.parent), True)

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -433,6 +434,20 @@ class TestInsistence:
                 assert signals.received == []
         finally:
             signal.signal(signal.SIGHUP, before)
+
+    def test_a_signal_that_was_blocked_at_the_start_is_heard_here_and_in_what_is_started_from_here(self) -> None:
+        blocked = {signal.SIGTERM, signal.SIGUSR1}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            with StopSignals() as signals:
+                assert not blocked & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+                signal.raise_signal(signal.SIGTERM)
+                assert signals.received == [signal.SIGTERM]
+                ended = subprocess.run(["sh", "-c", "kill -TERM $$; echo deaf"], stdout=subprocess.PIPE, check=False)
+                assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, b"")
+            assert blocked <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_what_the_supervisor_adds_to_the_command_line_is_no_change_of_the_order() -> None:

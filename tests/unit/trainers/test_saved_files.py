@@ -5,6 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from rollback.ring.url.index import first_index
+from rollback.ring.url.record import download, upload
+from rollback.ring.url.store import Store
+from rollback.rundir.paths import RunPaths
+from rollback.trainers import saved_files
 from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 
@@ -71,6 +76,26 @@ def test_of_what_an_older_run_has_noted_the_step_says_whether_it_is_undone(tmp_p
     notes.write_text(re.sub(r', "batches": \d+, "ended": false', "", notes.read_text()))
     files.set_aside(SavedAt(10, 20), [str(folder)])
     assert names(folder) == ["10.ckpt", "undone-20.ckpt"]
+
+
+def test_of_very_many_notes_the_last_ones_count(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = SavedFiles(tmp_path / "run")
+    for step in (20, 30, 40):
+        save(files, folder / f"{step}.ckpt", step)
+    monkeypatch.setattr(saved_files, "_LIMIT", (tmp_path / "run" / "saved-files.jsonl").stat().st_size * 5 // 6)
+    files.set_aside(SavedAt(10, 20), [str(folder)])
+    assert names(folder) == ["20.ckpt", "undone-30.ckpt", "undone-40.ckpt"]
+
+
+def test_a_run_that_comes_back_from_a_url_knows_what_was_saved_of_steps_that_are_undone(
+    tmp_path: Path, folder: Path
+) -> None:
+    paths, new, store = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "new"), Store((tmp_path / "ring").as_uri())
+    save(SavedFiles(paths.root), folder / "20.ckpt", 20)
+    for kept in upload(store, paths, first_index("a-run-id", "w")):
+        download(store, kept, new.root)
+    SavedFiles(new.root).set_aside(SavedAt(10, 20), [str(folder)])
+    assert names(folder) == ["undone-20.ckpt"]
 
 
 def test_a_note_of_somebody_else_renames_nothing_outside_of_the_folders(tmp_path: Path, folder: Path) -> None:

@@ -107,6 +107,23 @@ def test_every_format_holds_the_same_rows(eventful: RecordedRun, tmp_path: Path)
     assert cli("audit", eventful.paths.root, "--format", "csv").stdout == (tmp_path / "csv").read_text()
 
 
+@pytest.mark.parametrize("sample", [1 << 63, 1 << 70])
+def test_an_index_that_parquet_cannot_hold_is_refused_with_what_can(
+    run: RecordedRun, tmp_path: Path, sample: int
+) -> None:
+    """As of a sampler that gives hashes."""
+    run.attach(0, 1, None, 0)
+    writer = LineWriter(run.paths.skip_record(0))
+    writer.write(SkippedBatch(batch=50, epoch=0, offset=50, indices=[sample], timeline=0).model_dump_json())
+    writer.close()
+    run.tell(2, PassedOver(first=50, last=50, step=25, timeline=0))
+    assert [row["sample"] for row in rows_of(run)] == [sample]
+    result = cli("audit", run.paths.root, "--format", "parquet", "-o", tmp_path / "skipped.parquet")
+    assert isinstance(result.exception, UsageError)
+    assert "--format csv or jsonl" in (result.exception.hint or "")
+    assert not (tmp_path / "skipped.parquet").exists()
+
+
 def test_the_user_s_windows_and_data_without_indices_have_rows_too(run: RecordedRun) -> None:
     run.attach(0, 1, None, 0)
     run.tell(1, SkipAdded(window=Window(first=50, last=51), who="settings", why="duplicates"))

@@ -246,6 +246,13 @@ def test_an_epoch_s_end_is_not_the_end_of_a_run_that_was_killed_later(run: Recor
     assert (status_of(run).state, status_of(run).ending) == ("died", None)
 
 
+def test_a_run_that_has_ended_stands_behind_its_last_batch(run: RecordedRun) -> None:
+    run.commit(36, "c000009-s00000036", 36)
+    run.tell(37, Finished(step=36, batch=72))
+    beat(run, 0, batch=71, pid=gone())
+    assert (status_of(run).step, status_of(run).batch) == (36, 72)
+
+
 def test_a_run_that_has_just_been_started_again_stands_at_its_checkpoint(run: RecordedRun) -> None:
     run.attach(40, 2, C1, 20)
     beat(run, 0, attempt=2, step=0, batch=0, doing="starting")

@@ -1,16 +1,19 @@
 """Copies of snapshots in another host's memory: hosts are directories here, the connections are real."""
 
+import errno
 import json
 import os
 import re
 import secrets
 import shutil
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -704,3 +707,25 @@ def test_a_connection_passes_files_of_many_pieces(tmp_path: Path, monkeypatch: p
             here.send_file(tmp_path / "file", len(data) + 1, lambda count: None)
     assert sum(pieces) == len(data)
     assert max(pieces) <= 1000
+
+
+def test_a_buddy_that_can_open_no_further_file_pauses_and_then_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, pauses = socketserver.TCPServer.get_request, list[float]()
+
+    def refuse_at_first(self: socketserver.TCPServer) -> Any:
+        if len(pauses) < 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(self)
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", refuse_at_first)
+    monkeypatch.setattr(server, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
+    with (
+        closing(server.BuddyServer(RunPaths(tmp_path / "run"))) as listening,
+        socket.create_connection(("127.0.0.1", listening.port), SOON) as caller,
+    ):
+        caller.settimeout(SOON)
+        caller.sendall(bytes(wire.SECRET))
+        assert caller.recv(1) == b"", "a stranger is hung up on"
+    assert pauses == [server._PAUSE] * 3

@@ -1,9 +1,11 @@
 """Both ways in which hosts meet do the same: by a directory that they share, and by a store of torch's."""
 
 import contextlib
+import errno
 import json
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from rollback.instructions import MeetingPoint
 from rollback.rundir.beacon import LIMIT, SILENT_AFTER, Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.elsewhere import write_elsewhere
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import LineWriter
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes import meeting
 from rollback.supervisor.nodes.lead import Leader
@@ -314,6 +317,35 @@ def test_who_meets_nobody_is_told_why_the_store_was_not_reached(
         meeting.find_meeting(RunPaths(tmp_path), place, "s3://bucket/run", print, signals)  # type: ignore[arg-type]
 
 
+def test_where_no_process_can_be_started_for_the_store_that_is_told_with_what_to_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    place = place_among_nodes({"nnodes": "2", "node-rank": "1", "rdzv-endpoint": "h:29500"}, timeout=0.2)
+    assert place is not None
+    signals = SimpleNamespace(received=[])
+    with pytest.raises(NodesMissing, match=r"the store at h: Resource temporarily .*\n  hint: raise"):
+        meeting.find_meeting(RunPaths(tmp_path), place, "s3://bucket/run", print, signals)  # type: ignore[arg-type]
+
+
+def test_a_store_that_cannot_be_made_anew_at_present_is_told_once_and_again_when_it_is_there() -> None:
+    store = SimpleNamespace(role="host", gone=None, place="h:29500", renew=lambda: None)
+    meets = EndpointMeeting(store)  # type: ignore[arg-type]
+    told = [meets.keep_up()]
+    store.gone = "no descriptor is to be had"
+    told += [meets.keep_up() for _ in range(3)]
+    store.gone, store.role = None, None
+    told += [meets.keep_up()]
+    store.role = "host"
+    told += [meets.keep_up() for _ in range(2)]
+    lost, back = filter(None, told)
+    assert "was lost (no descriptor is to be had)" in lost
+    assert back == "the store at h:29500 is there again"
+
+
 def test_a_store_that_is_lost_while_nobody_has_come_is_made_anew_with_the_orders_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,14 +411,12 @@ def test_the_leader_keeps_the_small_files_of_a_follower_and_nothing_else(tmp_pat
     there.stacks(1).mkdir(parents=True)
     there.rank_stacks(1, 3).write_text("x" * (1 << 19))
     assert gatherer.new() == {}
-    assert said == [f"1 files of the record stay on this host, as {there.rank_stacks(1, 3)}"]
+    assert said == [f"1 files of the record stay on this host, or lines of them, as {there.rank_stacks(1, 3)}"]
 
 
 def test_a_file_that_cannot_be_kept_costs_no_other_one(tmp_path: Path) -> None:
     paths, said = RunPaths(tmp_path), list[str]()
-    paths.skip_record(3).parent.mkdir()
-    with paths.skip_record(3).open("wb") as file:
-        file.truncate(17 << 20)
+    paths.skip_record(3).mkdir(parents=True)
     keep_files(paths, {"skips/rank-00003.jsonl": "two\n", "skips/rank-00004.jsonl": "two\n"}, "node-1", said.append)
     assert paths.skip_record(4).read_text() == "two\n"
     assert len(said) == 1
@@ -402,7 +432,24 @@ def test_files_that_are_handed_over_fit_into_the_record_whatever_is_in_them(tmp_
     paths.rank_stacks(1, 3).write_bytes(bytes(200 << 10))
     found = gatherer.new()
     assert [*found] == ["stacks/attempt-0001/rank-00002.txt"]
-    assert said == [f"1 files of the record stay on this host, as {paths.rank_stacks(1, 3)}"]
+    assert said == [f"1 files of the record stay on this host, or lines of them, as {paths.rank_stacks(1, 3)}"]
+
+
+def test_of_skip_records_of_any_size_the_new_lines_are_handed_over(tmp_path: Path) -> None:
+    here, there, said = RunPaths(tmp_path / "here"), RunPaths(tmp_path / "there"), list[str]()
+    lines = [f'{{"batch": {batch}, "indices": [{", ".join(["12345"] * 64)}]}}\n' for batch in range(5000)]
+    gatherer = RecordFiles(there, said.append)
+    for first in range(0, 5000, 250):
+        there.skip_record(3).parent.mkdir(parents=True, exist_ok=True)
+        with there.skip_record(3).open("a") as file:
+            file.writelines([*lines[first : first + 250], '{"batch": 7, "ind'])  # the rank was killed in a line
+        keep_files(here, gatherer.new(), "node-1", said.append)
+        LineWriter(there.skip_record(3)).close()  # as the next one begins
+    assert here.skip_record(3).read_text() == "".join(lines)
+    assert said == []
+    keep_files(here, RecordFiles(there, said.append).new(), "node-1", said.append)  # by another supervisor
+    assert here.skip_record(3).read_text() == "".join(lines)
+    assert said == [f"1 files of the record stay on this host, or lines of them, as {there.skip_record(3)}"]
 
 
 def test_what_has_not_arrived_is_handed_over_again_also_by_another_supervisor(tmp_path: Path) -> None:

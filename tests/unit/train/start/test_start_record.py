@@ -1,5 +1,6 @@
 """What a start refuses, what it puts aside, and what it adds to the record."""
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -279,6 +280,17 @@ def test_what_is_new_is_left_out_and_on_record_once(paths: RunPaths, record: Rec
         assert history.skip_list == [Window(first=30, last=33), Window(first=8, last=8)]
         assert [order.samples for order in history.quarantine] == [(5,), (5, 7)]
     assert [type(fact) for fact in noted(paths)] == [SampleQuarantine, SampleQuarantine, SkipAdded, SkipAdded]
+
+
+def test_thousands_of_windows_are_on_disk_with_one_sync(
+    paths: RunPaths, record: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = tuple(Window(first=first, last=first) for first in range(10, 8010, 2))
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    leave_out_what_is_new(History(), [], settings().model_copy(update={"skip": windows}), 4, record)
+    assert len(synced) == 1
+    assert tuple(fact.window for fact in noted(paths) if isinstance(fact, SkipAdded)) == windows
 
 
 def test_where_quarantine_is_off_the_window_of_a_blamed_sample_is_skipped(paths: RunPaths, record: Recorder) -> None:
