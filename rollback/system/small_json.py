@@ -18,6 +18,14 @@ _DEPTH = 64
 _VALUES = 2_000_000
 _OBJECTS = 400_000  # one takes as much memory as several other values
 _Model = TypeVar("_Model", bound=BaseModel)
+_NO_BRACKETS, _AS_LISTS = bytes({*range(256)} - {*b"[]{}"}), bytes.maketrans(b"{}", b"[]")
+
+
+class TooDeep(ValueError):
+    """A text is nested deeper than allowed."""
+
+    def __init__(self) -> None:
+        super().__init__(f"it is nested deeper than {_DEPTH} levels")
 
 
 def parse_json(data: bytes | str) -> Any:
@@ -26,7 +34,7 @@ def parse_json(data: bytes | str) -> Any:
     try:
         body = _parsed(data)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {_DEPTH} levels") from None
+        raise TooDeep from None
     if openings <= _DEPTH:
         return body
     level = [body]
@@ -34,7 +42,7 @@ def parse_json(data: bytes | str) -> Any:
         level = [inner for item in level if type(item) in (dict, list) for inner in _members(item)]
         if not level:
             return body
-    raise ValueError(f"it is nested deeper than {_DEPTH} levels")
+    raise TooDeep
 
 
 def _parsed(data: bytes | str) -> Any:
@@ -58,6 +66,21 @@ def require_modest(data: bytes | str) -> int:
     if objects > _OBJECTS or objects + lists + text.count(b",") > _VALUES:
         raise ValueError(f"it has more than {_VALUES:,} values or {_OBJECTS:,} objects")
     return objects + lists
+
+
+def require_shallow(text: str) -> None:
+    """Raises TooDeep where `parse_json` would, and nothing else. Much quicker where all is well."""
+    brackets = text.encode("utf-8", "surrogatepass").translate(_AS_LISTS, _NO_BRACKETS)
+    for _ in range(_DEPTH - 1):
+        if not brackets:
+            return
+        brackets = brackets.replace(b"[]", b"")  # the innermost level, or some of it
+    try:
+        parse_json(text)  # there may be brackets in its strings
+    except TooDeep:
+        raise
+    except ValueError:
+        return  # it is no JSON
 
 
 def parse_model(data: bytes, model: type[_Model]) -> _Model:

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -137,7 +138,9 @@ class Guard(ScriptSide):
         self._state.cursor.begin_pass()
         for code, text in self._passes.advice():
             self._run.record.advise(code, text)
-        return PassIterator(self)
+        loop = PassIterator(self)
+        self._step_in_progress.heartbeat.loop = weakref.ref(loop)
+        return loop
 
     @refusing
     def __next__(self) -> Any:
@@ -146,7 +149,7 @@ class Guard(ScriptSide):
         Collective. StopIteration: the epoch or the training is over. SystemExit: the ranks stop together, on request.
         """
         if not self._passes.count:
-            iter(self)  # a script may call next() alone
+            self._loop_by_next = iter(self)  # a script may call next() alone
         if (batch := self._prober.next_batch()) is not NO_BATCH:
             return batch
         self._act(self._prober.end())
@@ -195,8 +198,9 @@ class Guard(ScriptSide):
             return
         if (raised := self._end.raised) is not None and not isinstance(raised, SystemExit):
             self._last.raised(f"rank {self._run.ranks.rank} raised {type(raised).__name__}")
-        self._last.leave()
         step = self._step_in_progress
+        step.heartbeat.record_exit()
+        self._last.leave()
         if not step.heartbeat.raised:
             self._prober.abandon()
             self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)

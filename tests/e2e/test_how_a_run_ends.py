@@ -26,6 +26,7 @@ from rollback.facts.history import fold
 from rollback.facts.training import (
     Attached,
     AttemptStarted,
+    Blamed,
     Committed,
     Evicted,
     FinalStateLost,
@@ -34,6 +35,7 @@ from rollback.facts.training import (
     Saving,
     ScriptLeft,
     StuckAtExit,
+    Window,
 )
 from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.export import export
@@ -306,6 +308,21 @@ def test_no_way_to_leave_in_mid_run_is_told_as_finished(tmp_path: Path, how: str
         assert code == ExitCode.FAILED, output
         assert ("as if all were done" in output) == how.endswith("exit(0)")
         assert not facts(job.run, Finished)
+
+
+def test_a_batch_at_which_the_script_ends_itself_with_an_error_is_skipped_and_no_crash_loop(tmp_path: Path) -> None:
+    script = tmp_path / "leaving.py"
+    text = TINY.read_text().replace(
+        "    loss = (model", "    if guard.batch == 3:\n        sys.exit(1)\n    loss = (model"
+    )
+    script.write_text(f"import sys\n{text}")
+    with launching(tmp_path, with_torchrun=False, script=script) as job:
+        code, output = job.finish("", "--restart-budget", "2")
+        assert code == ExitCode.DONE, output
+        (blamed,) = job.facts(Blamed)
+        assert isinstance(blamed, Blamed)
+        assert blamed.window == Window(first=3, last=3)
+        assert "SystemExit: 1" in blamed.error
 
 
 def test_a_rank_that_leaves_its_loop_alone_is_named_where_its_peers_have_lost_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from rollback.system.small_json import parse_json, require_modest
+from rollback.system.small_json import parse_json, require_modest, require_shallow
 
 ITEM_SIZE: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
@@ -67,12 +67,14 @@ class Layout:
 
     def head(self, metadata: Mapping[str, str]) -> bytes:
         """The file's first `header_space` bytes. Raises ValueError where the metadata are too long for them, and
-        NotReadBack where they are for any."""
+        NotReadBack where no header can have them."""
         text, space = _header(self.entries, self.header_space, metadata), self.header_space - 8
         try:
             if len(text) > MOST_SPACE - 8:
                 raise ValueError(f"it has {len(text)} bytes; at most {MOST_SPACE - 8} are believed")
             require_modest(text)
+            for part in metadata.values():
+                require_shallow(part)
         except ValueError as error:
             raise NotReadBack(str(error)) from None
         if len(text) > space:

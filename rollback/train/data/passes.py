@@ -6,7 +6,8 @@ A *pass* is one `for batch in guard`. Pass p covers epoch p. Two things change t
 - A rollback goes back over an epoch's start. With `guard.epochs()` the pass ends, and the body of the earlier epoch
   begins again. A plain `range` loop cannot be sent back: the pass goes on with the rest of the earlier epoch, crosses
   the start of its own epoch again, and repeats the learning-rate steps that the script made there and what it had made
-  of `requires_grad`. Other work between epochs is not repeated; scripts with such work need `guard.epochs()`.
+  of `requires_grad` and of modes. Other work between epochs is not repeated; scripts with such work need
+  `guard.epochs()`.
 
 A run resumes after the last batch of an epoch only if the script says that it may (`Guard.epochs`, resume_between).
 Every other resumed pass has at least one batch, and the code after its loop works. The one exception is a complete run

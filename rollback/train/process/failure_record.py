@@ -1,4 +1,5 @@
-"""Writes the failure record of a rank when an exception ends it (`rollback.rundir.failures`)."""
+"""Writes the failure record of a rank when an exception, or an exit in the loop's body, ends it
+(`rollback.rundir.failures`)."""
 
 import os
 import sys
@@ -26,6 +27,7 @@ from rollback.rundir.failures import (
 )
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
+from rollback.train.process.exits import watch_exits
 
 _OURS = Path(__file__).parents[2]
 _LIBRARIES = [_OURS, *(Path(module.__file__).parent for module in (torch, threading) if module.__file__)]
@@ -64,7 +66,11 @@ class Standing(NamedTuple):
 
 
 class FailureRecorder:
-    """Records every exception that nobody catches, before the earlier hook prints it."""
+    """Records every exception that nobody catches, before the earlier hook prints it; and, when the guard is closed, an
+    exit with an error in the loop's body, such as `if not math.isfinite(loss): sys.exit(1)`.
+
+    in_loop: whether the script's loop over the guard is still there.
+    """
 
     def __init__(
         self,
@@ -74,9 +80,10 @@ class FailureRecorder:
         standing: Callable[[], Standing],
         cursor: Cursor,
         empty_pass: Callable[[], int | None],
+        in_loop: Callable[[], bool],
     ) -> None:
         self._path, self._rank, self._attempt, self._standing = path, rank, attempt, standing
-        self._cursor, self._empty_pass = cursor, empty_pass
+        self._cursor, self._empty_pass, self._in_loop = cursor, empty_pass, in_loop
         self._pid = os.getpid()
         self.before_the_end: Callable[[str], object] = lambda reason: None
         """Called behind the record, with what happened."""
@@ -84,19 +91,43 @@ class FailureRecorder:
         """Whether there was an exception that nobody caught."""
         self._before = sys.excepthook
         sys.excepthook = self._on_error
+        self._exit: FailureRecord | None = None
+        watch_exits(self._on_exit)
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.spoken |= os.getpid() == self._pid
         try:
             if isinstance(error, Exception) and os.getpid() == self._pid:  # not in a process that the script forked
-                write_failure(self._path, self._account(error))
-        except OSError as failure:
-            say(f"the error could not be recorded in {self._path} ({failure})")
+                self._write(self._account(error))
         finally:
             self._before(kind, error, trace)
             self.before_the_end(f"rank {self._rank} raised {kind.__name__}")
             if (remark := self._remark(error)) is not None:
                 say(remark)
+
+    def _on_exit(self, error: SystemExit) -> None:
+        """The script is about to leave. It may still catch this: with the next batch it counts for nothing."""
+        standing = self._standing()
+        self._exit = (
+            self._account(error) if standing.in_hand and standing.doing == "training" and self._in_loop() else None
+        )
+
+    def record_exit(self) -> None:
+        """The guard is closed: record the exit in the loop's body that this comes of, if it does."""
+        standing, left = self._standing(), self._exit
+        if self.spoken or left is None or (left.step, left.batch, left.doing) != (
+            standing.step, standing.batch, standing.doing
+        ):  # fmt: skip
+            return
+        self.spoken = True
+        self._write(left)
+        self.before_the_end(f"rank {self._rank} left by {left.error}: {left.message}")
+
+    def _write(self, record: FailureRecord) -> None:
+        try:
+            write_failure(self._path, record)
+        except OSError as failure:
+            say(f"the error could not be recorded in {self._path} ({failure})")
 
     def _remark(self, error: BaseException) -> str | None:
         """What a user should know of an error that comes of how the guard loops; None: nothing."""
@@ -105,7 +136,7 @@ class FailureRecorder:
             return None
         return _EMPTY_PASS.format(epoch=epoch, so=_BEHIND_THE_LOOP if isinstance(error, NameError) else _TAKEN_BY_NEXT)
 
-    def _account(self, error: Exception) -> FailureRecord:
+    def _account(self, error: Exception | SystemExit) -> FailureRecord:
         standing, name, message = self._standing(), qualified_name(type(error)), text_of(error)
         frames = frames_of(error, _LIBRARIES)
         said = message if (remark := self._remark(error)) is None else f"{message} ({remark})"

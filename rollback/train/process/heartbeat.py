@@ -56,11 +56,13 @@ class HeartbeatWriter:
         self.standing = Standing("attaching", 0, 0, first=0, last=0)
         self.empty_pass: int | None = None
         """The epoch of a pass over the guard that had no batch, until the next batch."""
+        self.loop: Callable[[], object | None] = lambda: None
+        """The script's loop over the guard; None where it is over or broken off."""
         self._write()
-        failure = paths.failure(attempt, ranks.rank)
         self._last_words = FailureRecorder(
-            failure, ranks.rank, attempt, lambda: self.standing, cursor, lambda: self.empty_pass
-        )
+            paths.failure(attempt, ranks.rank), ranks.rank, attempt, lambda: self.standing, cursor,
+            lambda: self.empty_pass, lambda: self.loop() is not None,
+        )  # fmt: skip
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2, all_threads=False)  # then a crash in native code shows its place on stderr
@@ -87,6 +89,10 @@ class HeartbeatWriter:
         """Call this where an exception that nobody caught ends the process, with what happened."""
         self._last_words.before_the_end = act
 
+    def record_exit(self) -> None:
+        """The guard is closed, perhaps because the script leaves with an error in the loop's body."""
+        self._last_words.record_exit()
+
     def end(self, *, in_hand: bool, unrecorded: str = "") -> None:
         """The guard is closed. in_hand: because of an exception, perhaps, so that a failure record can still name the
         batch in hand. unrecorded: see `Heartbeat`."""
@@ -97,7 +103,7 @@ class HeartbeatWriter:
 
     @property
     def raised(self) -> bool:
-        """Whether an exception that nobody caught has ended the script."""
+        """Whether an exception that nobody caught, or an exit in the loop's body, has ended the script."""
         return self._last_words.spoken
 
     def _leave(self) -> None:

@@ -128,8 +128,8 @@ class Snapshots:
             flight.outgrow(error.message)
         except NotReadBack as error:
             flight.fail(
-                "what loader, scheduler and guard.keep have beside tensors is too much to be read again; long lists of "
-                f"numbers may be kept as arrays of NumPy: {error}"
+                "what loader, scheduler and guard.keep have beside tensors is too much, or nested too deep, to be read "
+                f"again; long lists of numbers may be kept as arrays of NumPy: {error}"
             )
         except ValueError as error:
             flight.outgrow(f"what is kept has grown, and the next snapshot will have room for it: {error}")

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_leaves
 
 from rollback.errors import RunDoesNotFit
@@ -153,12 +156,20 @@ def _registered(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, owner in module.named_modules():
+        others = {"_parameters", "_buffers", "_modules", *_rebuilt(owner)}
         for key, value in vars(owner).items() if KEPT_ELSEWHERE not in vars(owner) else ():
-            if key in ("_parameters", "_buffers", "_modules"):
+            if key in others:
                 continue
             name = f"{prefix}.{key}" if prefix else key
             items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
             yield from ((name, item) for item in (value, *islice(items, _LOOKED_INTO)) if isinstance(item, Tensor))
+
+
+def _rebuilt(owner: nn.Module) -> set[str]:
+    """The attributes that each forward of a module computes anew, by torch, before anything reads them."""
+    hooks = getattr(owner, "_forward_pre_hooks", {}).values()  # TorchScript's may have none
+    names = {hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
+    return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}
 
 
 def _storage_of(item: Tensor) -> object:

@@ -1,6 +1,6 @@
 """The state of training: the live objects, as the image that a checkpoint keeps, and back."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ class TrainingState:
         places = ("shared/objects", "local/object_buffers")
         others = tuple(f"{place}/{tree.escape(name)}/" for name in modules for place in places)
         self.finite = FiniteCheck((*IN_PLACE, *others), lambda name: tensor_in_words(name, self.trained_names()))
-        self._of_trained: list[str | None] = []
+        self._of_trained: tuple[list[int], list[str | None]] = [], []
         self._loaded_at = 0
         self._random: dict[str, Any] = {}
 
@@ -197,17 +197,19 @@ class TrainingState:
 
     def trained_names(self) -> list[str | None]:
         """Their names in the model's state; None for those of other modules."""
-        if len(self._of_trained) != len(self.trained):
+        trained = self.trained
+        if self._of_trained[0] != (present := [*map(id, trained)]):
             names: dict[Any, str] = {}
             for name, item in self.model.state_dict(keep_vars=True).items():
                 if isinstance(item, Tensor) and not is_lazy(item):  # a state_dict may have other objects
                     names.setdefault(id(item), name)
                     if local_of(item).numel():  # what is empty has no memory
                         names.setdefault(memory_of(item), name)
-            self._of_trained = [
-                None if is_lazy(item) else names.get(id(item), names.get(memory_of(item))) for item in self.trained
-            ]
-        return self._of_trained
+            self._of_trained = (
+                present,
+                [None if is_lazy(item) else names.get(id(item), names.get(memory_of(item))) for item in trained],
+            )
+        return self._of_trained[1]
 
     def not_kept(self) -> list[str]:
         """Names of the modules' tensors that no checkpoint keeps."""
@@ -273,6 +275,7 @@ class TrainingState:
         if set(shared["objects"]) != set(self.objects):
             raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
         _require_same_parameters(shared["model"], self.model)
+        _require_same_order(shared.get("trained", []), self.trained_names())  # checkpoints had none once
         _require_same_groups(shared["optimizer"], self.optimizer)
         model = {**shared["model"], **local["buffers"]}
         objects = together(shared["objects"], local.get("object_buffers", {}))  # once they were shared
@@ -335,6 +338,20 @@ class TrainingState:
 def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Of the parameters among them a module has all from the beginning."""
     return {name: item for name, item in state.items() if isinstance(item, Tensor)}
+
+
+def _require_same_order(stored: Sequence[str | None], present: Sequence[str | None]) -> None:
+    """Raise RunDoesNotFit where the optimizer has the parameters of the checkpoint in another order: it knows their
+    states by their numbers, so each would get that of another one."""
+    each = zip(stored, present, strict=False)
+    if len(stored) == len(present) and (other := [(a, b) for a, b in each if a and b and a != b]):
+        then, now = other[0]
+        raise RunDoesNotFit(
+            f"the optimizer has its parameters in another order than in the checkpoint: {now!r} in the place of "
+            f"{then!r}. Its groups were put into another order, in the script or in mid-run",
+            hint="make the optimizer with its groups in one order, and leave it so; a rollback that was under way is "
+            "carried out by the same command",
+        )
 
 
 def _require_same_groups(stored: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:

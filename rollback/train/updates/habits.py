@@ -5,7 +5,6 @@ Everything is read on the host: versions of tensors, flags, the order of calls. 
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from rollback.system.frames import frame_of
 from rollback.train.sharded import is_sharded, local_of, version_of
 from rollback.train.updates.backward import BackwardWatch
 from rollback.train.updates.gradients import mark_of
-from rollback.train.updates.hooks import weak_hook
+from rollback.train.updates.hooks import watch_method, weak_hook
 from rollback.train.updates.wrappers import ddp_inside
 
 _SAMPLED = 16  # updates of a process; a look at a loss's graph costs microseconds, one at late writes may wait for CUDA
@@ -84,8 +83,9 @@ class Habits:
         if ddp is not None and ddp.process_group.size() > 1:  # one rank alone exchanges nothing
             self._averages = True
             ddp.register_forward_pre_hook(weak_hook(self._before_forward))
+        self._optimizer = optimizer
         if scaler is not None and hasattr(scaler, "unscale_"):
-            self._watch_unscaling(scaler, optimizer)
+            watch_method(scaler, "unscale_", weak_hook(self._before_unscaling))
 
     def before_step(self, written: bool | None) -> None:
         """The optimizer, or its scaler, is about to begin. `Updates` calls it. written: as in `Habit`."""
@@ -158,14 +158,8 @@ class Habits:
             else:
                 self._now.unaveraged += 1
 
-    def _watch_unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        original: Callable[..., Any] = scaler.unscale_
-
-        def unscale_(given: Any, *args: Any, **kwargs: Any) -> Any:
-            self._now.unscaled |= given is optimizer
-            return original(given, *args, **kwargs)
-
-        scaler.unscale_ = unscale_
+    def _before_unscaling(self, optimizer: Any, **_: Any) -> None:
+        self._now.unscaled |= optimizer is self._optimizer
 
     def _loss_is_undivided(self) -> bool | None:
         """Whether the present loss is divided or multiplied by nothing, apart from the scaler."""

@@ -1,6 +1,5 @@
 """Notices optimizer updates: made ones, those that a gradient scaler dropped, and their gradient norms."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from rollback.train.comm.beat import Gauges
 from rollback.train.updates.closures import before_update
 from rollback.train.updates.gradients import GradientNorms, Gradients
 from rollback.train.updates.habits import Habit, Habits
-from rollback.train.updates.hooks import weak_hook
+from rollback.train.updates.hooks import watch_method, weak_hook
 from rollback.train.updates.layers import Layers
 
 
 class Updates:
-    """The updates between two step ends. It hooks the optimizer, and `step` of a GradScaler, if there is one."""
+    """The updates between two step ends. It hooks the optimizer, and `step` and `update` of a GradScaler, if there
+    is one."""
 
     def __init__(
         self,
@@ -35,8 +35,10 @@ class Updates:
         self._sensed = Gradients(optimizer, scaler, model)
         self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
         before_update(optimizer, weak_hook(self._before_update))
-        if scaler is not None and hasattr(scaler, "step"):
-            self._count_attempts(scaler)
+        self._scale_is_due = False
+        if scaler is not None and hasattr(scaler, "step") and hasattr(scaler, "update"):
+            watch_method(scaler, "step", weak_hook(self._before_scaled_update))
+            watch_method(scaler, "update", weak_hook(self._before_scale))
 
     @property
     def telltale(self) -> nn.Parameter | None:
@@ -53,7 +55,11 @@ class Updates:
         return self.gradients.total if self.gradients is not None and self.happened else None
 
     def end_step(self, batches: int) -> Habit:
-        """What was noticed of the update. batches: its number of batches. Call it once for each update."""
+        """What was noticed of the update. batches: its number of batches. Call it once for each update.
+
+        Raises UsageError where the gradient scaler is not done with it.
+        """
+        self._require_scale()
         if self._layers is not None:
             self._layers.look(self.gradients)
         return self._habits.end_step(batches)
@@ -77,7 +83,7 @@ class Updates:
         self._sensed.expect(last)
 
     def forget(self) -> None:
-        self.happened = self.attempted = False
+        self.happened = self.attempted = self._scale_is_due = False
         self.gradients = self.found_inf = None
         self._sensed.forget()
         self._habits.forget()
@@ -88,19 +94,27 @@ class Updates:
         self.gradients = self._sensed.before_step()
         self._habits.before_step(self._sensed.written)
 
-    def _count_attempts(self, scaler: Any) -> None:
-        original: Callable[..., Any] = scaler.step
+    def _before_scaled_update(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if optimizer is self._optimizer:
+            self.attempted = self._scale_is_due = True
+            self._sensed.look()
+            self._habits.before_step(self._sensed.written)
+            # If the scaler drops the update, the optimizer's own hook is not called.
+            self.gradients = self._sensed.seen
 
-        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if optimizer is self._optimizer:
-                self.attempted = True
-                self._sensed.look()
-                self._habits.before_step(self._sensed.written)
-                # If the scaler drops the update, the optimizer's own hook is not called.
-                self.gradients = self._sensed.seen
-            return original(optimizer, *args, **kwargs)
+    def _before_scale(self, *_: Any, **__: Any) -> None:
+        self._scale_is_due = False
 
-        scaler.step = step
+    def _require_scale(self) -> None:
+        """Raise UsageError where the gradient scaler was not told that its update is over. What it has found in the
+        gradients is in no checkpoint: a resumed script would end with an assertion of torch, and one that is sent back
+        would change the scale by what an undone update had found."""
+        if self._scale_is_due and self._sensed.scale is not None:
+            raise UsageError(
+                "scaler.step(optimizer) was not followed by scaler.update() when the loop took its next batch: no "
+                "checkpoint has what the scaler has found in the gradients since its last update()",
+                hint="call scaler.update() behind scaler.step(optimizer), in the same pass through the loop's body",
+            )
 
 
 def require_even_inputs(*joinable: object) -> None:

@@ -17,10 +17,11 @@ from open_files import open_below
 from safetensors.numpy import load_file, save_file
 
 from rollback.checkpoints.format.hashing import hash_of
-from rollback.checkpoints.format.layout import ITEM_SIZE, PADDING, lay_out
+from rollback.checkpoints.format.layout import ITEM_SIZE, PADDING, NotReadBack, lay_out
 from rollback.checkpoints.format.shard import ShardPiece, ShardReader, Written, write_shard
 from rollback.errors import CheckpointDamaged
 from rollback.system import durable
+from rollback.system.small_json import parse_json
 
 NUMPY = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "I16": np.int16, "U16": np.uint16, "F16": np.float16,
@@ -311,3 +312,20 @@ with contextlib.ExitStack() as opened:
 def test_more_shards_than_the_soft_limit_of_open_files_are_read_and_others_can_open_files(tmp_path: Path) -> None:
     """In a process of its own, whose limit and open files are no other test's."""
     subprocess.run([sys.executable, "-c", READS_MANY, str(tmp_path / "shard")], check=True)
+
+
+@pytest.mark.parametrize("beside", ["", "[[{", "}]"])
+@pytest.mark.parametrize("inner", [[], {}])
+def test_a_tree_nested_deeper_than_a_reader_believes_is_not_written(beside: str, inner: object) -> None:
+    def head(levels: int) -> bytes:
+        tree = inner
+        for _ in range(levels - 2):
+            tree = [beside, tree]
+        text = json.dumps({"kept": tree})
+        made = lay_out({}, 1 << 16).head({"local": text})
+        assert parse_json(text), "it would be read"
+        return made
+
+    head(64)  # the innermost one is empty
+    with pytest.raises(NotReadBack, match="nested deeper than 64 levels"):
+        head(65)

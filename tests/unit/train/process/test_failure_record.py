@@ -1,6 +1,8 @@
 """What a rank's failure record says of where an exception came from."""
 
+import contextlib
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from torch import nn
 from toy import SETTINGS
 
 import rollback
+from rollback.facts.training import ScriptLeft
 from rollback.rundir.failures import FailureRecord, raised_in, read_failures
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 PACKAGE = Path(rollback.__file__).parent
@@ -21,8 +25,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
 
 
-def record_of(run: Path, script: Callable[[rollback.Guard, Callable[[torch.Tensor], None]], object]) -> FailureRecord:
-    """What the script leaves that nobody catches the exception of."""
+def train(run: Path, script: Callable[[rollback.Guard, Callable[[torch.Tensor], None]], object]) -> None:
+    """Run a script as Python would, and close its guard as its end does."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -41,7 +45,14 @@ def record_of(run: Path, script: Callable[[rollback.Guard, Callable[[torch.Tenso
         script(guard, update)
     except Exception as error:  # noqa: BLE001 - as Python itself would
         sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit:
+        pass
     guard.close()
+
+
+def record_of(run: Path, script: Callable[[rollback.Guard, Callable[[torch.Tensor], None]], object]) -> FailureRecord:
+    """What the script leaves that nobody catches the exception of."""
+    train(run, script)
     (record,) = read_failures(RunPaths(run).failures(1)).values()
     return record
 
@@ -100,6 +111,62 @@ def test_a_batch_is_in_hand_in_the_loop_s_body_alone(
 ) -> None:
     record = record_of(tmp_path / "run", script)
     assert (record.in_hand, record.ours, bool(record.samples)) == (in_hand, False, False)
+
+
+def in_a_thread() -> None:
+    def end() -> None:
+        with contextlib.suppress(SystemExit):
+            sys.exit(1)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+
+
+def leaves(
+    tmp_path: Path, leave: Callable[[], object], *, behind: bool = False, goes_on: bool = False
+) -> list[FailureRecord]:
+    """What a script leaves that calls `leave` at its fourth batch; behind: behind a `break` there."""
+
+    def script(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
+        for x in guard:
+            if guard.batch == 3 and behind:
+                break
+            with contextlib.suppress(*[SystemExit] * goes_on):
+                if guard.batch == 3:
+                    leave()
+            update(x)
+        if behind:
+            leave()
+
+    train(tmp_path / "run", script)
+    return [*read_failures(RunPaths(tmp_path / "run").failures(1)).values()]
+
+
+@pytest.mark.parametrize("leave", [lambda: sys.exit(1), lambda: sys.exit("the loss is nan"), lambda: exit(3)])
+def test_an_exit_with_an_error_in_the_loop_s_body_is_recorded_as_an_exception_is(
+    tmp_path: Path, leave: Callable[[], object]
+) -> None:
+    (record,) = leaves(tmp_path, leave)
+    assert (record.error, record.batch, record.in_hand, record.ours) == ("SystemExit", 3, True, False)
+    assert record.frames[-1].function == "<lambda>", "as the traceback of an exception, innermost last"
+    assert "in script" in record.traceback
+    assert not any(
+        isinstance(line.fact, ScriptLeft) for line in read_journal(RunPaths(tmp_path / "run").train_journal).records
+    )
+
+
+@pytest.mark.parametrize(
+    ("leave", "where"),
+    [
+        (lambda: sys.exit(0), {}), (lambda: sys.exit(None), {}), (lambda: sys.exit(1), {"behind": True}),
+        (lambda: sys.exit(1), {"goes_on": True}), (in_a_thread, {}),
+    ],
+)  # fmt: skip
+def test_any_other_exit_is_no_failure_of_a_batch(
+    tmp_path: Path, leave: Callable[[], object], where: dict[str, bool]
+) -> None:
+    assert leaves(tmp_path, leave, **where) == []
 
 
 def test_what_rollback_itself_raises_is_told_to_be_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,13 @@ import pytest
 import torch
 from test_state import through_disk
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from rollback.errors import RunDoesNotFit
 from rollback.sentinel import Sentinel
 from rollback.train.data.cursor import cursor_for
 from rollback.train.state.held import HeldState
-from rollback.train.state.module_buffers import match
+from rollback.train.state.module_buffers import match, not_kept
 from rollback.train.state.state import TrainingState
 
 
@@ -327,3 +328,22 @@ def test_a_buffer_that_is_a_part_of_a_batch_now_is_restored_without_a_write_to_t
         put_back()
         assert torch.equal(state.model.last, untouched[0, -1])
         assert torch.equal(data, untouched)
+
+
+@pytest.mark.parametrize(
+    "applied",
+    [
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: prune.random_unstructured(prune.l1_unstructured(layer, "weight", 0.5), "weight", 0.5),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_weight_that_each_forward_computes_anew_need_not_be_kept(applied: Any) -> None:
+    layer = applied(nn.Linear(4, 3))
+    layer(torch.ones(2, 4))
+    assert isinstance(vars(layer)["weight"], torch.Tensor)
+    assert not_kept(layer) == []
+    layer.last = torch.ones(2)
+    assert not_kept(layer) == ["last"]

@@ -184,6 +184,20 @@ def test_an_optimizer_that_got_a_group_since_is_refused_before_anything_is_touch
     assert all(torch.equal(value, before[name]) for name, value in other.model.state_dict().items())
 
 
+def test_an_optimizer_whose_parameters_are_in_another_order_since_is_refused_before_anything_is_touched() -> None:
+    """Of the same shapes the moments of each would be another one's, and nothing would show it."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.Adam([{"params": layer.parameters()} for layer in model])
+    state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
+    got = through_disk(state.image())
+    optimizer.param_groups.reverse()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RunDoesNotFit, match=r"another order .*: '1\.weight' in the place of '0\.weight'"):
+        state.load(*got)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    state.load(*through_disk(state.image()))
+
+
 def test_a_model_that_got_or_lost_a_module_since_is_refused_before_anything_is_touched() -> None:
     one, other = state_of(1), state_of(2)
     got = through_disk(one.image())

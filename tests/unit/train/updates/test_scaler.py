@@ -1,6 +1,8 @@
 """A gradient scaler whose updates are dropped now and then is left alone; one whose scale collapses is an incident."""
 
+import copy
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import rollback
+from rollback.errors import UsageError
 from rollback.facts.training import Fact, Incident, PhaseAnnounced, ScalerSkipped
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
@@ -99,6 +102,39 @@ def test_a_collapsing_scale_is_an_incident(tmp_path: Path, fused: bool) -> None:
     )  # fmt: skip
     assert found.value == 2.0 ** (15 - DROPPED)
     assert "dropped 20 of the last 20 updates" in found.explanation
+
+
+def test_a_script_that_updates_its_scaler_at_the_top_of_the_body_is_told_so_at_once(tmp_path: Path) -> None:
+    """What the scaler has found would be in no checkpoint."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=DataLoader(torch.randn(8, 4), 2), scaler=scaler, run=tmp_path / "run"
+    )
+    scaler.scale(model(next(guard)).square().mean()).backward()
+    scaler.step(optimizer)
+    with pytest.raises(UsageError, match=r"was not followed by scaler\.update"):
+        next(guard)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])  # noqa: S301
+def test_a_copy_of_a_scaler_scales_by_itself(tmp_path: Path, copied: Any) -> None:
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=DataLoader(torch.randn(8, 4), 2), scaler=scaler, run=tmp_path / "run"
+    )
+    of_another = torch.optim.SGD(other.parameters(), lr=1e-3)
+    its_own = copied(scaler)
+    for _ in range(2):
+        its_own.scale(other(torch.ones(1, 4)).sum()).backward()
+        its_own.step(of_another)
+        its_own.update(2.0)
+        of_another.zero_grad()
+    assert (its_own.get_scale(), scaler.get_scale()) == (2.0, 8.0)
+    guard.close()
 
 
 # --- announced phases -------------------------------------------------------------------------------------------------
