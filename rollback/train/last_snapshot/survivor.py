@@ -22,7 +22,6 @@ from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, REASONS, EndMark
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.training import NoLastSnapshot, Tier
-from rollback.train.comm.ranks import ranks_in_words
 from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
@@ -50,6 +49,7 @@ from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.closures import before_update
 from rollback.train.updates.hooks import weak_hook
+from rollback.wording import ranks_in_words
 
 _SETTLE = 2.0  # seconds for ranks that still live to come to the end of the step that they are in
 _PATIENCE = 30.0  # for all of it: as long as torchrun gives its ranks
