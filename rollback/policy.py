@@ -32,11 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollback.config import PRESETS, Reach, Settings
+from rollback.data_stream import SINGLE_BATCHES, DataStream
 from rollback.facts.training import Action, GivingUp, Incident, Planned, Window
-
-FIRST_ANSWER = 60
-"""Updates that a first answer may always cost, besides `rewind` and `skip_after`: checkpoints are 50 apart in a run
-that has just begun, and a trouble is a few steps old when it is called."""
 
 LEVEL_KNOWN = 48
 """A screen stands in for a window from this step on: the sentinel learns from the first 24 observations what is good,
@@ -60,38 +57,12 @@ class PolicyCheckpoint:
     good: bool
 
 
-@dataclass(frozen=True)
-class DataStream:
-    """The data in the units of the script."""
-
-    batches_per_step: int = 1
-    """Batches of a whole update."""
-    epoch_end: int | None = None
-    """The batch after the last one of an epoch; None where epochs have no length, or updates ignore the end of an
-    epoch."""
-    epoch_batches: int | None = None
-    """Batches of each epoch; None as above."""
-    skipped: tuple[Window, ...] = ()
-    """Windows that incidents have cost so far; they do not overlap."""
-    total: int = 0
-    """Number of batches that the run will have at least, as far as known."""
-
-    def end_of_update(self, first: int, last: int) -> int:
-        """The last batch of the shortest window from `first` through `last` that leaves whole updates after it."""
-        per_step = self.batches_per_step
-        if self.epoch_end is None or not self.epoch_batches:
-            return first + -(-(last + 1 - first) // per_step) * per_step - 1
-        epochs = -(-(last + 1 - self.epoch_end) // self.epoch_batches)
-        left = self.epoch_end + epochs * self.epoch_batches - (last + 1)  # of the epoch in which the window ends
-        return last + left % per_step
-
-
 def plan(
     incident: Incident,
     previous: Planned | None,
     held: Sequence[PolicyCheckpoint],
     settings: Settings,
-    stream: DataStream = DataStream(),
+    stream: DataStream = SINGLE_BATCHES,
     *,
     suspected: bool = False,
 ) -> Planned:
@@ -306,7 +277,7 @@ class _Trouble:
         """Skip what did it: a window, or what a screen finds in it. A stop, where the least would cost too much."""
         bounded = self.action == "rollback"
         wide, least = self._window(target), self._narrowest(target)
-        dear = bounded and excess_of(wide, self.stream, self.settings) is not None
+        dear = bounded and self.stream.excess_of(wide, self.settings) is not None
         if self._screens(target, dear=dear):
             if dear:
                 reason += "; updates are screened, since a window would exceed max_skipped"
@@ -315,10 +286,10 @@ class _Trouble:
             answer = _Answer(self.action, reason, target, screen=screen)
         elif dear:
             reason += "; no wider window, since that would exceed max_skipped"
-            answer = _Answer(self.action, reason, target, _cut_down(wide, least, self.stream, self.settings))
+            answer = _Answer(self.action, reason, target, self.stream.cut_down(wide, least, self.settings))
         else:
             answer = _Answer(self.action, reason, target, wide)
-        excess = excess_of(least, self.stream, self.settings) if bounded else None
+        excess = self.stream.excess_of(least, self.settings) if bounded else None
         return _Answer("stop", excess, target, giving_up="structural") if excess else answer
 
     def _screens(self, target: PolicyCheckpoint, *, dear: bool) -> bool:
@@ -363,37 +334,3 @@ def _structural(back: Planned, undone: int, settings: Settings) -> str:
         f"{settings.max_undone}; {again} did not cure it, so the cause is not in the skipped data: look at the "
         "learning rate, the precision, the model or the code"
     )
-
-
-def excess_of(window: Window, stream: DataStream, settings: Settings) -> str | None:
-    """The reason in words, where incidents would cost more batches than allowed with this window; else None."""
-    skipped, of, allowed = _cost(window, stream, settings)
-    if skipped <= allowed:
-        return None
-    return (
-        f"skipping batches {window} would make it {skipped} of {of} batches that incidents have cost, and max_skipped "
-        f"({settings.max_skipped}) allows {allowed}: too much of the data is bad, or the windows are too coarse for so "
-        "short a run, or the cause is not in the data"
-    )
-
-
-def _cost(window: Window, stream: DataStream, settings: Settings) -> tuple[int, int, int]:
-    """The batches that incidents cost with this window, the batches of the run, and how many incidents may cost.
-
-    The limit is `max_skipped` of the batches that the run has, as far as known, and at least of those through the
-    window. One first answer is always allowed.
-    """
-    known = sum(max(0, min(w.last, window.last) - max(w.first, window.first) + 1) for w in stream.skipped)
-    skipped = sum(map(len, stream.skipped)) + len(window) - known
-    of = max(stream.total, window.last + 1)
-    reach = settings.reach
-    least = max((reach.rewind + FIRST_ANSWER) * stream.batches_per_step + reach.skip_after, reach.skip_min)
-    return skipped, of, max(int(settings.max_skipped_share * of), least) if settings.max_skipped_share < 1 else skipped
-
-
-def _cut_down(wide: Window, narrow: Window, stream: DataStream, settings: Settings) -> Window:
-    """A window within `max_skipped`, given that `narrow` is: from there on, with half of what is left."""
-    skipped, _, allowed = _cost(narrow, stream, settings)
-    last = stream.end_of_update(narrow.first, narrow.last + (allowed - skipped) // 2)
-    cut = Window(first=narrow.first, last=max(narrow.last, min(wide.last, last)))
-    return narrow if excess_of(cut, stream, settings) else cut

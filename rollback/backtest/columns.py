@@ -10,6 +10,7 @@ from rollback.backtest.steps import counted_on
 from rollback.backtest.table import Cell, Table
 from rollback.errors import UsageError
 from rollback.sentinel import Hint, Observation, learning_rate_hint
+from rollback.wording import first_few
 
 # Most telling first. Names are compared in lower case with everything but letters and digits as one underscore.
 _EXACT = {
@@ -69,9 +70,7 @@ def find_columns(path: Path, table: Table, overrides: Overrides) -> Columns:
 
 
 def _listed(table: Table) -> str:
-    names = list(table)
-    shown = ", ".join(repr(name) for name in names[:12])
-    return f"{shown} and {len(names) - 12} more" if len(names) > 12 else shown or "no columns"
+    return first_few([*map(repr, table)], 12) or "no columns"
 
 
 def _guess(meaning: str, table: Table) -> str | None:

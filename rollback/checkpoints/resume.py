@@ -98,7 +98,7 @@ def newest_good_on_record(history: History) -> str | None:
     return None
 
 
-def is_on_record(history: History, taken: Taken, ahead: Collection[str] = ()) -> bool:
+def is_on_record(history: History, taken: Taken, ahead: Collection[str]) -> bool:
     """Whether the record has what led to a checkpoint: the rollback with which its timeline began, and all that was on
     record when it was committed. Without any record of the ranks that cannot be told.
 

@@ -33,10 +33,10 @@ from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
 from rollback.rundir.seal import ENV_SEAL, use
-from rollback.supervisor.attempts import LaunchOrder, Result
+from rollback.supervisor.attempts import LaunchOrder
 from rollback.supervisor.diagnosis.hang import HangLimits
-from rollback.supervisor.diagnosis.outcome import UNGUARDED
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
+from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.supervise import supervise
 from rollback.supervisor.torchrun.command import LaunchedJob
@@ -329,7 +329,7 @@ def hang_limits(after: str | None, stall: float | None) -> HangLimits:
     return HangLimits(seconds, stall)
 
 
-def closing_line(result: Result, run: Path, command: Sequence[str]) -> str:
+def closing_line(result: RunResult, run: Path, command: Sequence[str]) -> str:
     """What to do next."""
     again = shlex.join(command)
     if not result.recorded and result.exit_code == ExitCode.RESUMABLE:  # before any rank could make a guard
@@ -340,7 +340,7 @@ def closing_line(result: Result, run: Path, command: Sequence[str]) -> str:
     host, directory = result.record or (None, str(run))
     audit = f"`rollback audit {shlex.quote(directory)}`" + (f" on {host}" if host else "")
     match result.exit_code:
-        case ExitCode.DONE if result.reason == UNGUARDED:  # a flag or an earlier run has announced one
+        case ExitCode.DONE if not result.guarded:  # a flag or an earlier run has announced one
             return f"done, without protection: no rank made a rollback.Guard, so nothing was saved; see also {audit}"
         case ExitCode.DONE:
             return f"done; {audit} tells what happened on the way"

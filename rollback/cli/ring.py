@@ -30,11 +30,10 @@ def list_checkpoints(run: _RunOrUrl, json: _Json = False) -> None:
     running run is not disturbed.
     """
     from rollback.inspect.ring.at_url import readable
-    from rollback.inspect.ring.checkpoints import listing_of
     from rollback.inspect.ring.text import print_listing
 
     with readable(run) as place:
-        listing = listing_of(place)
+        listing = place.listing()
     show(listing, print_listing, json=json)
     say_notices(listing.notices)
 

@@ -9,6 +9,7 @@ from rollback.inspect.audit.report import AuditReport, IncidentEntry
 from rollback.inspect.audit.text import OUTCOMES, VERDICTS, answer_in_words, indices_in_words
 from rollback.rundir.evidence import RankEvidence
 from rollback.terminal.quantities import duration, number
+from rollback.wording import first_few
 
 _TENSORS = 24
 _BATCHES = 16
@@ -77,7 +78,7 @@ def _rows(entry: IncidentEntry) -> Iterator[tuple[str, str]]:
         lost = "unknown" if entry.steps_lost is None else f"{entry.steps_lost:,}"
         yield "cost", f"{lost} steps, {duration(entry.seconds_lost)}"
     if entry.evidence and (files := [batch.file for batch in entry.evidence.batches if batch.file]):
-        yield "batch kept", ", ".join(files[:2]) + (f" and {len(files) - 2} more" if len(files) > 2 else "")
+        yield "batch kept", first_few(files, 2)
 
 
 def _window(values: Sequence[float], threshold: float | None) -> dict[str, Any] | None:

@@ -32,6 +32,7 @@ from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.lead import Nodes
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
+from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.stop_request import StopRequests
 from rollback.supervisor.torchrun.command import LaunchedJob
@@ -65,18 +66,6 @@ class LaunchOrder:
     """Whether the order is about a guard, so that the script must have one."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """How a run ended: the exit code of `rollback launch`, and the reason in words."""
-
-    exit_code: ExitCode
-    reason: str
-    recorded: bool = True
-    """Whether there is a record in a run directory."""
-    record: tuple[str, str] | None = None
-    """Host and directory of the record, where this host has none."""
-
-
 class Attempts:
     """One launch, from its first attempt to its last."""
 
@@ -103,7 +92,7 @@ class Attempts:
         self._draining = Draining(order.paths, ledger, say, nodes.transport)
         self._salt = new_salt()
 
-    def run(self, past: EarlierAttempts) -> Result:
+    def run(self, past: EarlierAttempts) -> RunResult:
         if (last := past.last_start) is not None:
             self._last_start, self._salt = last, last.salt or self._salt
             self._nodes.resume(last.nodes)
@@ -337,7 +326,7 @@ class Attempts:
             self._end(error.exit_code, error.message)
         raise error
 
-    def _finish(self, end: Ending, evidence: AttemptEvidence, first: FirstCause | None) -> Result:
+    def _finish(self, end: Ending, evidence: AttemptEvidence, first: FirstCause | None) -> RunResult:
         """End a run whose last attempt did not fail, or failed behind its training."""
         if end == "failed" and evidence.finished is not None:
             return self._end_behind(evidence.finished, evidence, cause(evidence, first))
@@ -347,7 +336,7 @@ class Attempts:
             if evidence.finished is not None and not self._draining.has(evidence.finished.checkpoint):
                 end, undrained = "unkept", self._draining.why_not()
         if (account := account_of(end, evidence, undrained)) is not None:
-            return self._end(EXIT_CODES[end], account)
+            return self._end(EXIT_CODES[end], account, guarded=end != "done" or evidence.finished is not None)
         if evidence.stopped is not None:
             none = "" if end != "ended" else "; no checkpoints are taken, so there is none to go on from"
             return self._end(EXIT_CODES[end], evidence.stopped.account + none)
@@ -360,7 +349,7 @@ class Attempts:
             why = f"resumable at step {evidence.kept} of at least {evidence.step}: {why}"
         return self._end(EXIT_CODES[end], why)
 
-    def _end_behind(self, finished: facts.Finished, evidence: AttemptEvidence, why: str) -> Result:
+    def _end_behind(self, finished: facts.Finished, evidence: AttemptEvidence, why: str) -> RunResult:
         """End a run whose script has raised behind its training."""
         self._tell_failure(evidence, why)
         self._drain_the_rest()
@@ -373,11 +362,11 @@ class Attempts:
             f"its final state {kept} ({finished.checkpoint}): the same command does only what comes behind it",
         )
 
-    def _end(self, exit_code: ExitCode, reason: str) -> Result:
+    def _end(self, exit_code: ExitCode, reason: str, *, guarded: bool = True) -> RunResult:
         self._drain_the_rest()
         self._ledger.note(facts.RunEnded(exit_code=exit_code, reason=reason))
         self._draining.close()
-        return Result(exit_code, reason, recorded=self._ledger.opened)
+        return RunResult(exit_code=exit_code, reason=reason, guarded=guarded, recorded=self._ledger.opened)
 
     def _drain_the_rest(self) -> None:
         """Also what an earlier launch has left in memory, where the ranks of this one never came to attach."""

@@ -14,6 +14,7 @@ from rollback.rundir.lock import HOLDER_LIMIT, RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import read_small_file, temporary_of
+from rollback.wording import first_few
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def _require_run_directory(paths: RunPaths) -> None:
     others = sorted({entry.name for entry in os.scandir(paths.root)} - {path.name for path in ours})
     if others:
         raise RunDoesNotFit(
-            f"{paths.root} is not a run directory: it has neither run.json nor journal/, but {others[0]!r}"
-            + (f" and {len(others) - 1} more" if len(others) > 1 else ""),
+            f"{paths.root} is not a run directory: it has neither run.json nor journal/, but "
+            + first_few([*map(repr, others)], 1),
             hint="name a new or empty directory with --run DIR; nothing was changed",
         )
 

@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollback.checkpoints.fast_tier import slots
@@ -27,7 +27,7 @@ from rollback.ring.url.store import Store
 from rollback.rundir.elsewhere import forget_elsewhere
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.attempts import Attempts, LaunchOrder, Result
+from rollback.supervisor.attempts import Attempts, LaunchOrder
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
 from rollback.supervisor.complete import nothing_left
@@ -45,7 +45,7 @@ from rollback.supervisor.torchrun.output import Audience
 _POLL = 0.1
 
 
-def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> Result:
+def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> RunResult:
     """Run the job to its end, over as many attempts as the budget allows, or until one of the signals comes.
 
     Raises RollbackError, with the run directory unchanged, where the directory cannot be used or the ranks refuse it;
@@ -75,10 +75,11 @@ def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> R
             node=place.name if place else None,
         )  # fmt: skip
         with closing(host), _buddy(order, place, audience.say) as buddy:
-            if place is None:
-                assert claim is not None
-                return _lead(order, None, store, audience.say, host, signals, claim)
-            return _take_part(order, place, store, audience.say, host, signals, buddy)
+            launch = HostLaunch(order, place, store, audience.say, host, signals, buddy)
+            if place is not None:
+                return launch.take_part(place)
+            assert claim is not None
+            return launch.lead(claim)
 
 
 @contextmanager
@@ -96,114 +97,113 @@ def _private_directory() -> Iterator[Path]:
             os.close(fd)
 
 
-def _take_part(
-    order: LaunchOrder,
-    place: NodePlace,
-    store: Store | None,
-    say: Callable[[str], None],
-    host: Host,
-    signals: StopSignals,
-    buddy: Buddy | None,
-) -> Result:
-    """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
-    paths, ring = order.paths, order.settings.ring
-    beside = Follower(paths, place, host, order.grace, signals, say, SharedMeeting(paths, place.most), buddy=buddy)
-    while True:
-        follower = beside
-        past = read_past(paths)
-        try:
-            claim = Claim(paths, past)
-        except RunInUse as in_use:
-            with membership(paths, place):
-                verdict = follower.follow(in_use)
-        else:
+@dataclass(frozen=True)
+class HostLaunch:
+    """What a launch has on this host. place: among the nodes; None: there is one. store: the ring's URL, from which a
+    run may be fetched."""
+
+    order: LaunchOrder
+    place: NodePlace | None
+    store: Store | None
+    say: Callable[[str], None]
+    host: Host
+    signals: StopSignals
+    buddy: Buddy | None
+
+    def take_part(self, place: NodePlace) -> RunResult:
+        """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
+        paths = self.order.paths
+        beside = self._follower(place, SharedMeeting(paths, place.most))
+        while True:
+            follower = beside
+            past = read_past(paths)
             try:
-                meeting, leads = find_meeting(paths, place, ring, say, signals)
-            except BaseException:
-                _let_go(claim, paths)
-                raise
-            with _staying_apart(meeting, host):
-                if leads:
-                    return _lead(order, place, store, say, host, signals, claim, meeting, buddy)
+                claim = Claim(paths, past)
+            except RunInUse as in_use:
+                with membership(paths, place):
+                    verdict = follower.follow(in_use)
+            else:
                 try:
-                    follower = Follower(paths, place, host, order.grace, signals, say, meeting, ring, buddy)
-                    verdict = follower.follow()
-                finally:
+                    meeting, leads = find_meeting(paths, place, self.order.settings.ring, self.say, self.signals)
+                except BaseException:
                     _let_go(claim, paths)
-        if verdict is not None and verdict.refused:
-            raise verdict.as_error()
-        if verdict is not None:
-            return Result(verdict.exit_code, verdict.reason, verdict.recorded, follower.record)
-
-
-def _lead(
-    order: LaunchOrder,
-    place: NodePlace | None,
-    store: Store | None,
-    say: Callable[[str], None],
-    host: Host,
-    signals: StopSignals,
-    claim: Claim,
-    meeting: Meeting | None = None,
-    buddy: Buddy | None = None,
-) -> Result:
-    """Decide about attempts, then release the run directory. store: the ring's URL, from which a run may be fetched."""
-    ledger = SupervisorJournal(order.paths, say)
-    try:
-        with _all_nodes(order.paths, place, say, meeting, ledger, buddy) as nodes:
-            brought: tuple[str, ...] = ()
-            verdict = RunResult(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
-            try:
-                if store is not None:
+                    raise
+                with _staying_apart(meeting, self.host):
+                    if leads:
+                        return self.lead(claim, meeting)
                     try:
-                        with signals.breaking_off():  # a checkpoint may take hours
-                            if place is not None:  # of many nodes, the one that leads asks whether it may write
-                                store.probe()
-                            brought = fetch(store, order.paths, say)
-                    except KeyboardInterrupt:
-                        raise RollbackError(
-                            f"told to stop while the newest state was fetched from {store.url}",
-                            hint="the same command goes on", exit_code=ExitCode.RESUMABLE,
-                        ) from None  # fmt: skip
-                past = read_past(order.paths, claim.before)
-                forget_elsewhere(order.paths)
-                if (told := nothing_left(order.paths, past, order.job, order.settings, say)) is not None:
-                    verdict = RunResult(exit_code=ExitCode.DONE, reason=told)
-                    return Result(ExitCode.DONE, told)
-                result = Attempts(order, say, host, ledger, signals, nodes).run(past)
+                        follower = self._follower(place, meeting)
+                        verdict = follower.follow()
+                    finally:
+                        _let_go(claim, paths)
+            if verdict is not None and verdict.refused:
+                raise verdict.as_error()
+            if verdict is not None:
+                return verdict.model_copy(update={"record": follower.record})
+
+    def _follower(self, place: NodePlace, meeting: Meeting) -> Follower:
+        order, ring = self.order, self.order.settings.ring
+        return Follower(order.paths, place, self.host, order.grace, self.signals, self.say, meeting, ring, self.buddy)
+
+    def lead(self, claim: Claim, meeting: Meeting | None = None) -> RunResult:
+        """Decide about attempts, then release the run directory."""
+        ledger = SupervisorJournal(self.order.paths, self.say)
+        try:
+            with self._all_nodes(meeting, ledger) as nodes:
                 verdict = RunResult(
-                    exit_code=result.exit_code, reason=result.reason, recorded=result.recorded,
-                    durable=_durable(order.paths),
-                )  # fmt: skip
-                return result
-            except RollbackError as error:
-                verdict = RunResult.of_error(error)
-                if error.exit_code == ExitCode.UNFIT and not ledger.opened:
-                    with suppress(OSError, RollbackError):
-                        unfetch(order.paths, brought)
-                raise
-            finally:
-                nodes.farewell(verdict)
-    finally:
-        let_go = claim.release if ledger.opened else claim.undo
-        ledger.close()
-        let_go()
+                    exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how"
+                )
+                try:
+                    verdict = self._run(claim, ledger, nodes)
+                    return verdict
+                except RollbackError as error:
+                    verdict = RunResult.of_error(error)
+                    raise
+                finally:
+                    nodes.farewell(verdict)
+        finally:
+            let_go = claim.release if ledger.opened else claim.undo
+            ledger.close()
+            let_go()
 
+    def _run(self, claim: Claim, ledger: SupervisorJournal, nodes: Nodes) -> RunResult:
+        order = self.order
+        brought = self._fetch()
+        try:
+            past = read_past(order.paths, claim.before)
+            forget_elsewhere(order.paths)
+            if (told := nothing_left(order.paths, past, order.job, order.settings, self.say)) is not None:
+                return RunResult(exit_code=ExitCode.DONE, reason=told)
+            result = Attempts(order, self.say, self.host, ledger, self.signals, nodes).run(past)
+            return result.model_copy(update={"durable": _durable(order.paths)})
+        except RollbackError as error:
+            if error.exit_code == ExitCode.UNFIT and not ledger.opened:
+                with suppress(OSError, RollbackError):
+                    unfetch(order.paths, brought)
+            raise
 
-@contextmanager
-def _all_nodes(
-    paths: RunPaths,
-    place: NodePlace | None,
-    say: Callable[[str], None],
-    meeting: Meeting | None,
-    ledger: SupervisorJournal,
-    buddy: Buddy | None,
-) -> Iterator[Nodes]:
-    if place is None or meeting is None:
-        yield Nodes()
-        return
-    with membership(paths, place):
-        yield Leader(paths, place, say, meeting, ledger.note, buddy)
+    def _fetch(self) -> tuple[str, ...]:
+        """Bring the newest state from the ring's URL. Returns what was brought."""
+        if self.store is None:
+            return ()
+        try:
+            with self.signals.breaking_off():  # a checkpoint may take hours
+                if self.place is not None:  # of many nodes, the one that leads asks whether it may write
+                    self.store.probe()
+                return fetch(self.store, self.order.paths, self.say)
+        except KeyboardInterrupt:
+            raise RollbackError(
+                f"told to stop while the newest state was fetched from {self.store.url}",
+                hint="the same command goes on", exit_code=ExitCode.RESUMABLE,
+            ) from None  # fmt: skip
+
+    @contextmanager
+    def _all_nodes(self, meeting: Meeting | None, ledger: SupervisorJournal) -> Iterator[Nodes]:
+        if self.place is None or meeting is None:
+            yield Nodes()
+            return
+        with membership(self.order.paths, self.place):
+            yield Leader(self.order.paths, self.place, self.say, meeting, ledger.note, self.buddy)
 
 
 @contextmanager

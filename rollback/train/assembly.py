@@ -11,7 +11,7 @@ from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
-from rollback.train.catalogue.catalogue import Catalogue
+from rollback.train.catalogue.catalogue import Catalogue, HeldAtStart
 from rollback.train.catalogue.draining import start_draining
 from rollback.train.catalogue.host_copies import HostCopies
 from rollback.train.catalogue.remote import RemoteRing
@@ -78,7 +78,7 @@ def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str]
         _tell_what_is_out_of_reach(out_of_reach, tier[1], ranks)
     snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
     in_slots = run.slots if fast is not None else {}
-    catalogue = Catalogue(settings.probation, held, run.history.good, in_slots, _probation_behind(run, held))
+    catalogue = Catalogue(settings.probation, [_as_held(run, item, in_slots.get(item.name)) for item in held])
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
     copies = HostCopies(paths, ranks, settings.ring, show) if ranks.apart else None
     manager = CheckpointManager(paths, ranks, snapshots, catalogue, record, settings.keep, remote, copies)
@@ -88,12 +88,10 @@ def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str]
     return CheckpointSide(snapshots, manager, schedule, drainer)
 
 
-def _probation_behind(run: AttachedRun, held: list[Manifest]) -> dict[str, int]:
-    """The healthy verdicts that checkpoints have had when this attempt starts: the steps behind them that it does not
-    train again."""
-    if (restored := run.restored) is None:
-        return {}
-    return {manifest.name: min(run.healthy_before, max(0, restored.step - manifest.step)) for manifest in held}
+def _as_held(run: AttachedRun, manifest: Manifest, slot: int | None) -> HeldAtStart:
+    """The healthy verdicts that it has had are those of the steps behind it that this attempt does not train again."""
+    behind = max(0, run.restored.step - manifest.step) if run.restored is not None else 0
+    return HeldAtStart(manifest, manifest.name in run.history.good, slot, min(run.healthy_before, behind))
 
 
 def _tell_what_is_out_of_reach(names: list[str], why: str, ranks: Ranks) -> None:

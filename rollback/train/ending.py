@@ -8,6 +8,8 @@ when another batch is handed out. The state that is kept when the guard is close
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from rollback.errors import ExitCode
@@ -26,6 +28,25 @@ _GIVING_UP: dict[GivingUp, ExitCode] = {
     "no_checkpoint": ExitCode.NO_CHECKPOINT,
 }
 _MADE_UNDER = "_rollback_made_under"
+
+
+class EndStage(Enum):
+    """What is to be put on record when the guard is closed."""
+
+    UNTRAINED = "nothing but a possible end: no batch has been handed out"
+    TRAINED = "that the script has left its loop, or a possible end"
+    RECORDED = "nothing: it is done"
+    STOPPED = "nothing: the ranks have stopped together, and that is on record"
+
+
+@dataclass(frozen=True)
+class PossibleEnd:
+    """The end of training, unless another batch is handed out."""
+
+    by: str
+    checkpoint: str | None
+    calm: bool
+    left_over: int
 
 
 class TrainingEnd:
@@ -50,22 +71,18 @@ class TrainingEnd:
         """Called when the guard has ended the loop at `max_steps`."""
         self._keeps = run.settings.snapshot_every != 0
         self._before = run.history.finished
-        self._kept: str | None = None
-        self._by: str | None = None
-        self._calm = True
-        self._noted = self._trained = self._stopped = False
+        self._possible: PossibleEnd | None = None
+        self._stage = EndStage.UNTRAINED
         self.unrecorded = ""
         """See `Heartbeat.unrecorded`."""
-        self._left_over = 0
         self._number = next(_NUMBERS)
         if (handled := sys.exc_info()[1]) is not None:
             # The script's loop may stand in an `except`, and a process be forked in one. That exception is marked and
             # not kept: it would keep all frames that it has passed through.
             vars(handled).setdefault(_MADE_UNDER, []).append(self._number)
         restored = run.restored
-        if self._before is not None and restored is not None and restored.name == run.history.final:
-            self._kept, self._by, self._calm = restored.name, self._before.by, self._before.calm
-            self._left_over = self._before.left_over
+        if (before := self._before) is not None and restored is not None and restored.name == run.history.final:
+            self._possible = PossibleEnd(before.by, restored.name, before.calm, before.left_over)
 
     @property
     def is_due(self) -> bool:
@@ -77,24 +94,25 @@ class TrainingEnd:
         """The exception that is ending the script: not one that was being handled when the guard was made, nor the end
         of an epoch's batches, within which the ranks may stop together."""
         raised = sys.exc_info()[1]
-        return None if self._stopped or raised is None or self._number in vars(raised).get(_MADE_UNDER, ()) else raised
+        if raised is None or self._stage is EndStage.STOPPED or self._number in vars(raised).get(_MADE_UNDER, ()):
+            return None
+        return raised
 
     def keep_state(self, by: str, *, left_over: int, left: bool = False) -> None:
         """Collective: keep the state at a possible end. All steps are judged. by: what ended the training.
 
         left_over: batches after the last update. left: the script has done its work after the last epoch.
         """
-        self._left_over = left_over
-        self._by, self._calm = by, self._judge.calm
-        self._state.counters.epoch_left = left
-        self._kept = self._schedule.take_end(self._judge.timeline)
+        calm, self._state.counters.epoch_left = self._judge.calm, left
+        self._possible = PossibleEnd(by, self._schedule.take_end(self._judge.timeline), calm, left_over)
 
     def go_on(self) -> None:
         """Collective: a batch is handed out, so that was not the end."""
-        self._trained = True
-        kept, self._kept, self._by = self._kept, None, None
-        if kept is not None:
-            self._schedule.go_on(kept)
+        if self._stage is EndStage.UNTRAINED:
+            self._stage = EndStage.TRAINED
+        passed, self._possible = self._possible, None
+        if passed is not None and passed.checkpoint is not None:
+            self._schedule.go_on(passed.checkpoint)
 
     def stop(self, halt: Halt) -> ExitCode:
         """Collective: the ranks stop together before the end. Returns the exit code for a run without a supervisor."""
@@ -109,7 +127,7 @@ class TrainingEnd:
             self._record.note(failed)
         stopped = Stopped(**where, reason=halt.giving_up or "preempted", account=account)
         self._record.note(stopped, f"stopped at step {stopped.step}: {account}")
-        self._noted = self._stopped = True
+        self._stage = EndStage.STOPPED
         if halt.giving_up is not None:
             return _GIVING_UP[halt.giving_up]
         if stopped.checkpoint is not None:
@@ -126,12 +144,12 @@ class TrainingEnd:
         changed: it has made an update since its last batch. judge: ends that step, where this needs no other rank. A
         plan that follows is for the next start.
         """
-        if self._noted or self.raised is not None:  # `finally` and `with` close the guard in an exception too
+        if self._is_on_record or self.raised is not None:  # `finally` and `with` close the guard in an exception too
             return
-        if self._by is not None and not changed:
+        if self._possible is not None and not changed:
             self.note_finished()
             return
-        if not self._trained:
+        if self._stage is EndStage.UNTRAINED:
             return
         if changed and judge is not None:
             judge()
@@ -141,24 +159,28 @@ class TrainingEnd:
 
     def note_finished(self) -> None:
         """Journal the end of training, once, after `keep_state`. Not collective."""
-        if self._noted:
+        if self._is_on_record:
             return
-        self._noted = True
-        self._note_complete()
+        self._stage = EndStage.RECORDED
+        assert self._possible is not None
+        self._note_complete(self._possible)
         self.unrecorded = self._record.unwritten
 
-    def _note_complete(self) -> None:
+    @property
+    def _is_on_record(self) -> bool:
+        return self._stage in (EndStage.RECORDED, EndStage.STOPPED)
+
+    def _note_complete(self, end: PossibleEnd) -> None:
         step, batch = self._state.counters.step, self._state.cursor.batch
-        if self._kept is not None or not self._keeps:
+        if end.checkpoint is not None or not self._keeps:
             notice = None
-            if self._before is not None and (self._before.step, self._before.checkpoint) == (step, self._kept):
+            if self._before is not None and (self._before.step, self._before.checkpoint) == (step, end.checkpoint):
                 notice = f"nothing was left to train behind step {step}; ask for more steps or epochs to go on"
             elif not step:  # else "done" would be taken for trained
                 notice = "training has ended without an update by the optimizer that the guard was handed"
             finished = Finished(
-                step=step, batch=batch, checkpoint=self._kept, by=self._by or "", calm=self._calm,
-                left_over=self._left_over,
-            )  # fmt: skip
+                step=step, batch=batch, checkpoint=end.checkpoint, by=end.by, calm=end.calm, left_over=end.left_over
+            )
             self._record.note(finished, notice)
             return
         where, unsaved = self._standing()
@@ -176,7 +198,7 @@ class TrainingEnd:
         return where, step - (newest.step if newest else 0)
 
     def _note_left(self, unjudged: int) -> None:
-        self._noted = True
+        self._stage = EndStage.RECORDED
         left = ScriptLeft(**self._standing()[0], unjudged=unjudged)
         what = f"; its last {unjudged} updates were not judged" if unjudged > 1 else ""
         what = "; its last update was not judged" if unjudged == 1 else what

@@ -13,7 +13,7 @@ from rollback.errors import RollbackError
 from rollback.train import drill
 from rollback.train.catalogue.draining import at_exit, end_draining
 from rollback.train.data.cursor import cursor_for
-from rollback.train.data.passes import Again
+from rollback.train.data.passes import Again, PassState
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, Undo
 from rollback.train.prober import NO_BATCH
@@ -148,7 +148,7 @@ class Guard(ScriptSide):
 
         Collective. StopIteration: the epoch or the training is over. SystemExit: the ranks stop together, on request.
         """
-        if not self._passes.count:
+        if self._passes.state is PassState.NONE:
             self._loop_by_next = iter(self)  # a script may call next() alone
         if (batch := self._prober.next_batch()) is not NO_BATCH:
             return batch

@@ -32,6 +32,7 @@ from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_all_ranks, require_known_loader
 from rollback.trainers.huggingface_state import LoopState, RunMark
 from rollback.trainers.huggingface_trl import end_update, followers, require_completions_of_one_update
+from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from
 _NONE = object()
@@ -51,9 +52,8 @@ def protect(trainer: Any, **settings: Any) -> Any:
 def _require_known(trainer: Any) -> None:
     """Raises UsageError for what the Trainer is set to do, and a guard cannot go along with."""
     args = trainer.args
-    if isinstance(getattr(trainer.train, "__self__", None), _GuardedLoop):
-        raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
-    for met, what, instead in (
+    require_unprotected(trainer.train, _GuardedLoop)
+    require_none_of((
         (trainer.state.global_step > 0, f"it has made {trainer.state.global_step} steps already, unprotected",
          "call rollback.protect before trainer.train(); what was trained so far can begin the run of another Trainer"),
         (args.auto_find_batch_size, "auto_find_batch_size=True begins the training anew with smaller batches",
@@ -67,9 +67,7 @@ def _require_known(trainer: Any) -> None:
         (trainer.is_fsdp_enabled, "the Trainer trains with FSDP", _REPLICATED),
         (args.n_gpu > 1, f"the Trainer trains with torch's DataParallel on {args.n_gpu} GPUs",
          "start one process for each GPU: rollback launch --nproc N, or torchrun"),
-    ):  # fmt: skip
-        if met:
-            raise UsageError(f"rollback.protect cannot guard this Trainer: {what}", hint=instead)
+    ))  # fmt: skip
     require_all_ranks(trainer.accelerator)
     require_completions_of_one_update(trainer)
 
@@ -125,11 +123,7 @@ class _GuardedLoop:
             raise UsageError(
                 "hyperparameter_search of a Trainer under rollback.protect", hint="protect the Trainer of the final run"
             )
-        if hasattr(self, "guard"):
-            raise UsageError(
-                "trainer.train() a second time: rollback.protect guards one training",
-                hint="train with another Trainer in a launch of its own: rollback launch --run DIR",
-            )
+        require_first_training(self, "trainer.train()")
 
     def _prepare_for_training(self, max_steps: int, loader: Any, *given: Any, **others: Any) -> Any:
         trainer = self._trainer

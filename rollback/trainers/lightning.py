@@ -29,6 +29,7 @@ from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.first_batches import first_batches
 from rollback.trainers.lightning_limits import require_known, require_known_module
 from rollback.trainers.lightning_state import FitState
+from rollback.trainers.refusals import require_first_training, require_unprotected
 from rollback.trainers.saved_files import SavedFiles
 
 _NONE = object()
@@ -36,8 +37,7 @@ _NONE = object()
 
 def protect(trainer: Any, **settings: Any) -> Any:
     """See `rollback.protect`."""
-    if isinstance(getattr(trainer.fit, "__self__", None), _GuardedFit):
-        raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
+    require_unprotected(trainer.fit, _GuardedFit)
     require_known(trainer)
     _GuardedFit(trainer, settings).install()
     return trainer
@@ -103,11 +103,7 @@ class _GuardedFit:
                 hint="leave it out: the same command goes on where the run was. To begin a new run with the weights of "
                 "such a file, load the model from it: load_from_checkpoint",
             )
-        if hasattr(self, "guard"):
-            raise UsageError(
-                "trainer.fit() a second time: rollback.protect guards one training",
-                hint="train with another Trainer in a launch of its own: rollback launch --run DIR",
-            )
+        require_first_training(self, "trainer.fit()")
 
     def save_checkpoint(self, filepath: Any, *given: Any, **others: Any) -> None:
         if self._state.saved is not None and self._trainer.is_global_zero:

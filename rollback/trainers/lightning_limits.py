@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from rollback.errors import UsageError
+from rollback.trainers.refusals import require_none_of
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 _REPLICATED = 'the guard keeps models of which every rank has all: strategy="ddp", or one device'
@@ -26,7 +27,7 @@ def require_known(trainer: Any) -> None:
     kind, launcher = type(strategy).__name__, type(strategy.launcher).__name__
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     found = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
-    for met, what, instead in (
+    require_none_of((
         (trainer.fit_loop.epoch_progress.current.ready > 0, "it has trained already, unprotected",
          "call rollback.protect before trainer.fit(); what was trained so far can begin the run of another Trainer"),
         (kind not in _STRATEGIES, f"its strategy is {kind}", _REPLICATED),
@@ -42,9 +43,7 @@ def require_known(trainer: Any) -> None:
          "val_check_interval is a time: a run that goes back would validate elsewhere",
          "a number of batches, or a share of the epoch"),
         *((name in found, f"the callback {name} changes what is trained", hint) for name, hint in _CALLBACKS.items()),
-    ):  # fmt: skip
-        if met:
-            raise UsageError(f"rollback.protect cannot guard this Trainer: {what}", hint=instead)
+    ))  # fmt: skip
 
 
 def require_known_module(module: Any) -> None:

@@ -25,6 +25,7 @@ from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.sharded import local_of
 from rollback.train.start import attach
+from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected
 from rollback.trainers.torchtitan_state import JoinedOptimizer, TrainState, as_it_lies, data_sets_of, let_go_back
 
 _NOT_FINITE = "Loss is not finite"
@@ -36,8 +37,7 @@ _LOOP = {"train": "a loop", "should_continue_training": "an end"}
 
 def protect(trainer: Any, **settings: Any) -> Any:
     """See `rollback.protect`."""
-    if isinstance(getattr(trainer.train, "__self__", None), _GuardedTraining):
-        raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
+    require_unprotected(trainer.train, _GuardedTraining)
     _require_known(trainer)
     _GuardedTraining(trainer, settings).install()
     return trainer
@@ -49,7 +49,7 @@ def _require_known(trainer: Any) -> None:
     own = [what for name, what in _LOOP.items() if getattr(kind, name) is not getattr(torchtitan.trainer.Trainer, name)]
     data = data_sets_of(trainer.dataloader)
     ending = sorted({type(item).__name__ for item in data if getattr(item, "infinite", None) is False})
-    for met, what, instead in (
+    require_none_of((
         (hasattr(trainer, "ft_manager"), "it trains with torchft",
          "take torchtitan.trainer.Trainer: rollback launch starts ranks that are lost again, and all go on together"),
         (own, f"{kind.__name__} has {' and '.join(own)} of its own ({kind.__module__})",
@@ -75,9 +75,7 @@ def _require_known(trainer: Any) -> None:
          "torch loads in another precision", 'optimizer.implementation="fused"'),
         (ending, f"its data set ends ({', '.join(ending)} with infinite=False), and near its end its position is not "
          "exact", "dataloader.infinite=True; training.steps says where training ends"),
-    ):  # fmt: skip
-        if met:
-            raise UsageError(f"rollback.protect cannot guard this Trainer: {what}", hint=instead)
+    ))  # fmt: skip
 
 
 class _GuardedTraining:
@@ -117,11 +115,7 @@ class _GuardedTraining:
 
     def train(self) -> None:
         try:
-            if hasattr(self, "guard"):
-                raise UsageError(
-                    "trainer.train() a second time: rollback.protect guards one training",
-                    hint="train with another Trainer in a launch of its own: rollback launch --run DIR",
-                )
+            require_first_training(self, "trainer.train()")
             _require_known(self._trainer)
         except UsageError as error:
             attach.refuse(error)

@@ -252,8 +252,8 @@ class SecondHost:
     def from_first(self, value: Any) -> Any:
         return self._content
 
-    def from_each(self, value: Any) -> list[Any]:
-        return [{"fault": None}, value]
+    def first_fault(self, fault: str | None) -> str | None:
+        return fault
 
     def all_of(self, condition: bool) -> bool:
         return condition

@@ -34,8 +34,8 @@ import psutil
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from warm_server import ENV_MODULES
 
-from rollback.agent.entry import name_methods_quickly
 from rollback.agent.fork_server import import_ahead
+from rollback.agent.overrides import name_methods_quickly
 from rollback.supervisor.nodes import store
 from rollback.supervisor.torchrun import host, processes, standby
 from rollback.system.processes import start_of

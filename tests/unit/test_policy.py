@@ -8,9 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollback.config import Settings
+from rollback.data_stream import DataStream
 from rollback.facts.history import merge_windows
 from rollback.facts.training import Incident, Planned, Window
-from rollback.policy import DataStream, PolicyCheckpoint, horizon_end, plan, plan_request, repeats
+from rollback.policy import PolicyCheckpoint, horizon_end, plan, plan_request, repeats
 from rollback.rundir.paths import CheckpointName
 
 

@@ -19,6 +19,7 @@ from rollback.checkpoints.format.shard import ShardReader, Written
 from rollback.checkpoints.outside import dcp_files, huggingface
 from rollback.errors import CheckpointDamaged, UsageError
 from rollback.facts.fact import InitialLayout
+from rollback.wording import first_few
 
 StoredTensor = Sequence[tuple[Part, Stored]]
 """Parts that are the whole of a tensor together."""
@@ -81,7 +82,7 @@ def _open_safetensors(path: Path) -> OutsideCheckpoint:
                     raise ValueError(f"{file.name} has the tensor {name!r}, which is in another file by the index")
                 tensors[name] = [(whole(entry.shape), Stored(shard, name))]
         if missing := sorted((found.index or {}).keys() - tensors.keys()):
-            raise ValueError(f"the index names tensors that its files have not: {_list(missing)}")
+            raise ValueError(f"the index names tensors that its files have not: {first_few(missing, _LISTED)}")
     except BaseException:
         for shard in shards:
             shard.close()
@@ -151,7 +152,7 @@ def fit(found: OutsideCheckpoint, job: JobTensors) -> Fitting:
     if any(faults.values()):
         raise UsageError(
             f"init: what is in {found.path} does not fit this job; "
-            + "; ".join(f"{len(names)} {what}: {_list(names)}" for what, names in faults.items() if names),
+            + "; ".join(f"{len(names)} {what}: {first_few(names, _LISTED)}" for what, names in faults.items() if names),
             hint="make the model that it was saved from, under the names of its state_dict(), and in the same types",
         )
     model = {name: held[name] for name in job.model if name in held}
@@ -176,7 +177,7 @@ def _model_prefix(found: OutsideCheckpoint, job: JobTensors) -> str:
     most = [prefix for prefix, count in counts.items() if count == max(counts.values())]
     if len(most) > 1 and "model." not in most:
         raise UsageError(
-            f"init: {found.path} has this model more than once, under {_list(sorted(most))}",
+            f"init: {found.path} has this model more than once, under {first_few(sorted(most), _LISTED)}",
             hint="save one of them under the name `model`",
         )
     return "model." if len(most) != 1 else most[0]
@@ -205,8 +206,3 @@ def _kind_of(stored: StoredTensor) -> Kind:
 
 def _words(kind: Kind) -> str:
     return f"{DTYPE_NAME[kind[0]]}{list(kind[1])}"
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

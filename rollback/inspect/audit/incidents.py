@@ -6,6 +6,7 @@ from typing import get_args
 from rollback.inspect.audit.report import BatchFile, EvidenceEntry, LeadingTensor, said
 from rollback.rundir.evidence import MOST_WITNESSES, Explosion, Norms, Origin, RankEvidence, Where
 from rollback.rundir.paths import shard_name
+from rollback.wording import ranks_in_words
 
 _ORDER = get_args(Where)
 _KINDS: tuple[Explosion, ...] = ("nonfinite", "overflow", "large")
@@ -28,7 +29,8 @@ def put_together(seen: Mapping[int, RankEvidence], world_size: int | None) -> Ev
     origin = origins[ranks[0]] if ranks else None
     count = world_size or len(seen)
     everywhere = len(ranks) > 1 and len(ranks) == min(count, MOST_WITNESSES)
-    who = _named(ranks) if not everywhere else "every rank" if len(ranks) == count else _WITNESSES.format(len(ranks))
+    named = ranks_in_words(ranks, _NAMED)
+    who = named if not everywhere else "every rank" if len(ranks) == count else _WITNESSES.format(len(ranks))
     teller = seen[ranks[0] if ranks else min(seen)]
     norms = teller.gradients
     kinds = {step.kind for step in teller.steps if step.step == teller.gradients_step}
@@ -90,11 +92,6 @@ def _began(origin: Origin, who: str) -> str:
     }[origin.where]
     step = "" if origin.step is None else f", in step {origin.step}"
     return f"began in {where} on {who}{step}"
-
-
-def _named(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def _large(kind: Explosion | None, norms: Norms | None, teller: RankEvidence, leading: list[LeadingTensor]) -> str:

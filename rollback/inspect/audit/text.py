@@ -15,6 +15,7 @@ from rollback.inspect.audit.metrics import as_observed
 from rollback.inspect.audit.quarantine import sample_in_words
 from rollback.terminal.escape import printable, quoted
 from rollback.terminal.quantities import at_least, duration, number, or_unknown
+from rollback.wording import first_few
 
 SHOWN_BATCHES = 12
 _LATEST = 200  # incidents, attempts and so on, unless all are asked for: nobody reads more
@@ -166,9 +167,7 @@ def _evidence_rows(evidence: report.EvidenceEntry) -> Iterator[tuple[str, str | 
         leading = ", ".join(f"{tensor.name} {number(tensor.norm)}" for tensor in evidence.leading)
         yield "gradients", quoted(f"{'; '.join(counts) + '; ' if counts else ''}leading: {leading}")
     if kept := [batch.file for batch in evidence.batches if batch.file]:
-        yield "batch", quoted(f"step {evidence.batches[0].step}, kept in {', '.join(kept[:_SHOWN_FILES])}" + (
-            f" and {len(kept) - _SHOWN_FILES} more" if len(kept) > _SHOWN_FILES else ""
-        ))  # fmt: skip
+        yield "batch", quoted(f"step {evidence.batches[0].step}, kept in {first_few(kept, _SHOWN_FILES)}")
     if missing := [f"rank {batch.rank}: {why}" for batch in evidence.batches for why in batch.left_out]:
         yield "not kept", quoted(missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
 

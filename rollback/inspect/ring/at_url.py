@@ -9,6 +9,7 @@ from pathlib import Path
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import MANIFEST_LIMIT, read_manifest
 from rollback.errors import OutputNotWritten, UsageError, reporting
+from rollback.inspect.ring.checkpoints import Listing, read_listing
 from rollback.ring.url import record
 from rollback.ring.url.index import Index, checkpoint_key, frozen_key, read_indexes
 from rollback.ring.url.store import Store
@@ -27,6 +28,11 @@ class ReadableRun:
     """As the user wrote it."""
     store: Store | None = None
     """Where the shards still are; None: in the directory."""
+
+    def listing(self) -> Listing:
+        """As `read_listing`, under the name that the user has given: a URL, not the temporary copy of its record."""
+        at_url = {} if self.store is None else {"ring": self.name}
+        return read_listing(self.root).model_copy(update={"directory": self.name, **at_url})
 
     @contextmanager
     def shards(self, checkpoint: str) -> Iterator[None]:

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -31,9 +31,6 @@ from rollback.ring.recorded import good_ones_at
 from rollback.rundir import seal
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
-
-if TYPE_CHECKING:
-    from rollback.inspect.ring.at_url import ReadableRun
 
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
@@ -146,12 +143,6 @@ def read_listing(root: Path) -> Listing:
         leftovers=leftovers,
         notices=notices,
     )
-
-
-def listing_of(run: "ReadableRun") -> Listing:
-    """As `read_listing`, under the name that the user has given: a URL, and not the temporary copy of its record."""
-    at_url = {} if run.store is None else {"ring": run.name}
-    return read_listing(run.root).model_copy(update={"directory": run.name, **at_url})
 
 
 def read_held(root: Path) -> list[Checkpoint]:

@@ -15,7 +15,7 @@ from rollback.checkpoints.outside import huggingface
 from rollback.checkpoints.tiers import held, locate
 from rollback.errors import CheckpointDamaged, OutputNotWritten, UsageError, reporting
 from rollback.inspect.ring.at_url import ReadableRun
-from rollback.inspect.ring.checkpoints import FINAL, best_word, choose, listing_of
+from rollback.inspect.ring.checkpoints import FINAL, best_word, choose
 from rollback.inspect.ring.verify import misfits
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.paths import RunPaths
@@ -135,7 +135,7 @@ def _layout(
 def open_checkpoint(run: ReadableRun, word: str | None) -> Iterator[OpenCheckpoint]:
     """The checkpoint of that word (default: `best_word`), verified: from the ring, else from memory, whose slot is then
     held. Raises as `export`; CheckpointDamaged where every place has it damaged."""
-    listing = listing_of(run)
+    listing = run.listing()
     chosen = word or best_word(listing)
     name = choose(listing, chosen)
     identity = read_identity(RunPaths(run.root))

@@ -23,7 +23,7 @@ from rollback.errors import CheckpointDamaged, ExitCode
 from rollback.facts.training import Tier
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.ring.at_url import ReadableRun
-from rollback.inspect.ring.checkpoints import PLACES, DamagedSlot, Status, choose, listing_of
+from rollback.inspect.ring.checkpoints import PLACES, DamagedSlot, Status, choose
 from rollback.rundir.identity import JobIdentity, read_identity
 from rollback.rundir.paths import MANIFEST, RunPaths
 
@@ -77,7 +77,7 @@ def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
     Raises UsageError, NoUsableCheckpoint, RunDirectoryError or RunDoesNotFit.
     """
     run = run if isinstance(run, ReadableRun) else ReadableRun(run, str(run))
-    listing = listing_of(run)
+    listing = run.listing()
     paths = RunPaths(run.root)
     identity = read_identity(paths)
     notices = list(listing.notices)

@@ -52,9 +52,6 @@ EXIT_CODES: dict[Ending, ExitCode] = {
     "failed": ExitCode.FAILED,
 }
 
-UNGUARDED = "the job ended by itself, and no rank made a rollback.Guard"
-"""How a job ended that was done without a guard, in words."""
-
 
 class Refusal(BaseModel, frozen=True):
     """The reason why the ranks refused a job, as rank 0 wrote it."""
@@ -217,7 +214,7 @@ def account_of(end: Ending, evidence: AttemptEvidence, undrained: str | None = N
     at = "" if evidence.step is None else f" at step {evidence.step}"
     match end:
         case "done" if evidence.finished is None:
-            return UNGUARDED
+            return "the job ended by itself, and no rank made a rollback.Guard"
         case "done":
             return f"training is complete{at}"
         case "unkept" if evidence.final_state_lost is not None:

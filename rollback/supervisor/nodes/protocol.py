@@ -44,14 +44,18 @@ LeadersMove = Literal["wait", "end", "settled"]
 
 
 class RunResult(BaseModel, frozen=True):
-    """How a run ended, for all nodes."""
+    """How a run ended, for all nodes: the exit code of `rollback launch`, and the reason in words."""
 
     exit_code: ExitCode
     reason: str
     hint: str | None = None
     refused: bool = False
+    guarded: bool = True
+    """False: the job was done, and no rank made a guard."""
     recorded: bool = True
-    """As `Result.recorded`."""
+    """Whether there is a record in a run directory."""
+    record: tuple[str, str] | None = None
+    """Host and directory of the record, where this host has none."""
     durable: tuple[str, ...] = ()
     """The checkpoints in the durable ring. Hosts without the journals give their memory back by this."""
 

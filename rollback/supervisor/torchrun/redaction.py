@@ -63,7 +63,7 @@ def is_secret(name: str) -> bool:
     return bool(words) and (words[-1] in _SECRET_AT_THE_END or not _SECRET_ANYWHERE.isdisjoint(words))
 
 
-def without_secrets(value: str, salt: str | None = None) -> str:
+def without_secrets(value: str, salt: str | None) -> str:
     """A value without the parts of it that look like secrets."""
     value = _FIELD.sub(lambda m: f"{m[1]}={_hidden(m[2], salt)}" if is_secret(m[1]) else m[0], value)
     return _PARTS.sub(lambda match: _hidden(match[0], salt), value)

@@ -4,10 +4,11 @@ It never looks at the disk. Its input is the same on all ranks: landings, verdic
 others. So all ranks have the same catalogue.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
@@ -61,30 +62,29 @@ class CatalogueEntry:
     """As the ring at the URL offers it, of what is not held here."""
 
 
+class HeldAtStart(NamedTuple):
+    """A checkpoint that is held when an attempt starts; healthy: the verdicts that it has had in earlier ones."""
+
+    manifest: Manifest
+    good: bool = False
+    slot: int | None = None
+    healthy: int = 0
+
+
 class Catalogue:
     """Checkpoints of the present timeline. Those that were committed and lie here are *held*: candidates and good ones.
 
-    probation: the number of healthy verdicts after a checkpoint that make it good. manifests: of the checkpoints that
-    are held at the start. The names of the good ones, the slots of those in slots, and the healthy verdicts that others
-    have had in earlier attempts come with them.
+    probation: the number of healthy verdicts after a checkpoint that make it good. held: at the start.
     """
 
-    def __init__(
-        self,
-        probation: int,
-        manifests: Iterable[Manifest],
-        good: Collection[str],
-        slots: Mapping[str, int] | None = None,
-        healthy: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, probation: int, held: Iterable[HeldAtStart] = ()) -> None:
         self._probation = probation
         self._entries: dict[str, CatalogueEntry] = {}
         self._on_probation: dict[str, CatalogueEntry] = {}
         """The snapshots and candidates of them. Every step asks for these, and a long run has thousands of entries."""
-        for manifest in manifests:
-            status = CheckpointStatus.GOOD if manifest.name in good else CheckpointStatus.CANDIDATE
-            self._add(manifest, status, (slots or {}).get(manifest.name))
-            self._entries[manifest.name].healthy = (healthy or {}).get(manifest.name, 0)
+        for item in held:
+            status = CheckpointStatus.GOOD if item.good else CheckpointStatus.CANDIDATE
+            self._add(item.manifest, status, item.slot, item.healthy)
 
     # What comes and goes -------------------------------------------------------------------------------------------
 
@@ -101,8 +101,8 @@ class Catalogue:
             del self._on_probation[manifest.name]
         return good
 
-    def _add(self, manifest: Manifest, status: CheckpointStatus, slot: int | None = None) -> None:
-        entry = self._entries[manifest.name] = CatalogueEntry(manifest, status, slot)
+    def _add(self, manifest: Manifest, status: CheckpointStatus, slot: int | None = None, healthy: int = 0) -> None:
+        entry = self._entries[manifest.name] = CatalogueEntry(manifest, status, slot, healthy)
         if status is not CheckpointStatus.GOOD:
             self._on_probation[manifest.name] = entry
 

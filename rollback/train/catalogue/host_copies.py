@@ -12,7 +12,7 @@ from rollback.checkpoints.format.manifest import read_manifest
 from rollback.errors import RollbackError
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
-from rollback.train.catalogue.remote import CheckpointDownload
+from rollback.train.catalogue.remote import CheckpointDownload, end_of
 from rollback.train.comm.ranks import Ranks
 
 
@@ -25,10 +25,7 @@ class HostCopies:
         self._paths, self._ranks, self._url, self._show = paths, ranks, url, show
 
     def bring(self, name: str) -> str | None:
-        """Collective: make sure that every host has a checkpoint. Returns the fault in words; None: all have it.
-
-        All ranks meet several times a second meanwhile, so that no collective takes as long as a download.
-        """
+        """Collective: make sure that every host has a checkpoint. Returns the fault in words; None: all have it."""
         # One that this host has from elsewhere, of another run that was wiped on the other hosts, may have that name.
         own = self._whole(name) if self._ranks.first_in_directory else None
         first = self._ranks.from_first(own)
@@ -45,12 +42,9 @@ class HostCopies:
                 download = CheckpointDownload(self._paths, self._url, name)
             except OSError as error:
                 fault = f"making room for {name} in {self._paths.ring}: {error}"
-        while True:
-            seen = download.look() if download is not None else {"fault": fault}
-            ended = self._ranks.from_each(seen or None)
-            if all(ended):
-                self._show("restoring")
-                return next((end["fault"] for end in ended if end.get("fault")), None)
+        fault = self._ranks.first_fault(end_of(download, self._ranks, fault).get("fault"))
+        self._show("restoring")
+        return fault
 
     def _whole(self, name: str) -> str | None:
         """Which checkpoint it is (`Manifest.content`); None: it is not here, or not whole."""

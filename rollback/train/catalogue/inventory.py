@@ -31,7 +31,7 @@ class Inventory:
     ahead: frozenset[str] = frozenset()
 
 
-def take_inventory(paths: RunPaths, ranks: Ranks, in_ring: Collection[str] = ()) -> Inventory:
+def take_inventory(paths: RunPaths, ranks: Ranks, in_ring: Collection[str]) -> Inventory:
     """Collective: take the inventory, the same on all ranks. The first rank of each host looks into the slots.
 
     in_ring: names of the checkpoints in the run directory, which are these and not what memory has ahead of it.

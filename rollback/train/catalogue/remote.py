@@ -57,10 +57,7 @@ class RemoteRing:
         )
         if self._ranks.first:
             self._tried.add(name)
-        while True:
-            seen = self._ranks.from_first(download.look() if download else {"fault": self._unreachable})
-            if seen:
-                break
+        seen = self._ranks.from_first(end_of(download, self._ranks, self._unreachable))
         if download is not None:
             self._note(name, download, seen)
         self._show("rewinding")
@@ -143,3 +140,12 @@ class CheckpointDownload:
             raise CheckpointDamaged(f"{self._url} has no checkpoint {self._name} any more")
         bring(store, manifest, self._paths, say)
         return manifest
+
+
+def end_of(download: CheckpointDownload | None, ranks: Ranks, fault: str | None) -> dict[str, Any]:
+    """Collective: what becomes of this rank's download, as `look` tells it; `fault` where it has none. All ranks meet
+    several times a second meanwhile, so that no collective takes as long as a download."""
+    while True:
+        seen = download.look() if download is not None else {"fault": fault}
+        if ranks.all_of(bool(seen)):
+            return seen

@@ -205,10 +205,6 @@ def _device_of_group() -> torch.device:
     return bound or torch.device("cuda", torch.cuda.current_device())
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
 def _parcels(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The bytes in order, as lists of pieces with at most _PARCEL bytes in each list."""
     parcel: list[Tensor] = []

@@ -16,6 +16,7 @@ pass begins.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -38,73 +39,105 @@ class Again(Enum):
     EVERYTHING = "everything"
 
 
+class PassState(Enum):
+    """Of a pass."""
+
+    NONE = "none has begun in this process"
+    OPEN = "it has batches"
+    OVER = "it has no batches left"
+    INTERRUPTED = "it ends because guard.epochs() goes back to an earlier epoch"
+    LAST = "it has no batches left, and later passes have none either"
+
+
+class OuterLoop(Enum):
+    """What drives the script's loop over epochs, and where that stands."""
+
+    SCRIPT = "the script, by itself: a resumed run must go through the epochs that are over"
+    HANDED_OUT = "guard.epochs(): it has handed out an epoch, whose body has not begun a pass yet"
+    IN_BODY = "guard.epochs(): a pass has begun in that body"
+    ASKING = "guard.epochs(): it asks whether training ends here"
+
+
+@dataclass(frozen=True)
+class SoughtPass:
+    """The pass with which training goes on; those before it are empty."""
+
+    number: int
+    over: bool
+    """Whether it begins again only for what the script does behind it."""
+    strayed: Callable[[], bool]
+    """Whether the script has changed by then what was restored."""
+
+
 class Passes:
     """Counts passes. The same on all ranks, since the script's loops are the same."""
 
     def __init__(self, cursor: Cursor, objects: Iterable[Any], gradients: WantedGradients) -> None:
         self._cursor = cursor
         self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
-        self._announced: int | None = None
-        self._target: int | None = None
-        self._target_is_over = False
-        self._strayed = False
-        self._has_strayed: Callable[[], bool] = lambda: False
-        self._finished = False
+        self._gradients = gradients
+        self._sought: SoughtPass | None = None
+        self._loop = OuterLoop.SCRIPT
         self._behind_the_end = 0  # passes that have begun there
-        self._by_epochs = self._between = False
         self._steps_at_end: list[int] | None = None
         self._boundary_steps: dict[int, list[int]] = {}
-        self._gradients = gradients
         self._gradients_at: dict[int, Mapping[str, Any]] = {}
-        self.count = 0
-        """Number of passes that have begun in this process; with epochs(), the number of the next one."""
+        self._next = 0  # number of the pass that begins next
+        self._own_epoch: int | None = None  # the epoch of the first pass, by the script's own count
+        self.state = PassState.NONE
+        """Of the present pass."""
         self.epoch = 0
         """Number of the present pass."""
-        self.over = False
-        """Whether the present pass has no batches left."""
-        self.interrupted = False
-        """Whether the present pass ends because epochs() goes back to an earlier epoch."""
-        self.uncounted = False
-        """Whether the script loops over epochs by itself: a resumed run must go through the epochs that are over."""
-        self._own_epoch: int | None = None  # the epoch of the first pass, by the script's own count
 
     def resume(self, *, left: bool = False, strayed: Callable[[], bool] = lambda: False) -> None:
         """The cursor is at the position of an earlier attempt. left: the script has done its work after the epoch.
         strayed: asked when the first pass begins, whether the script has changed since then what was restored."""
-        self._has_strayed = strayed
-        self._target_is_over = self._stands_behind_an_epoch() and not left
-        self._target = self._cursor.epoch - self._target_is_over
+        self._seek(over=self._stands_behind_an_epoch() and not left, strayed=strayed)
+
+    def _seek(self, *, over: bool, strayed: Callable[[], bool]) -> None:
+        self._sought = SoughtPass(self._cursor.epoch - over, over, strayed)
+
+    @property
+    def over(self) -> bool:
+        """Whether the present pass has no batches left."""
+        return self.state in (PassState.OVER, PassState.LAST)
+
+    @property
+    def interrupted(self) -> bool:
+        return self.state is PassState.INTERRUPTED
 
     def start_pass(self) -> Again:
         """A `for batch in guard` begins."""
-        number = self.count if self._announced is None else self._announced
-        self.count, self._announced = number + 1, None
-        self.interrupted = False
-        self._require_an_end()
-        self.uncounted = not self._by_epochs and number > 0 and self._cursor.has_epochs
-        self._own_epoch = None if self._by_epochs or number > 0 else self._cursor.told_epoch
+        number, self._next = self._next, self._next + 1
+        if self._loop is OuterLoop.HANDED_OUT:
+            self._loop = OuterLoop.IN_BODY
+        by_script = self._loop is OuterLoop.SCRIPT
+        self._own_epoch = self._cursor.told_epoch if by_script and number == 0 else None
         self._note_boundary(number)
-        if self._finished or (self._target is not None and number < self._target):
-            self.over, self._strayed = True, True
+        if self.state is PassState.LAST:
+            self._require_an_end()
             return Again.NOTHING
-        self.epoch, self.over = number, False
-        if self._target is None:
+        sought, self.state = self._sought, PassState.OPEN
+        if sought is None:
+            self.epoch = number
             self.leave_broken_epoch(number)
             return Again.NOTHING
-        strayed, self._has_strayed = self._strayed or self._has_strayed(), lambda: False
-        again = Again.EVERYTHING if strayed else Again.RANDOM_STATES
-        self.over = self._target_is_over
-        self._target, self._target_is_over, self._strayed = None, False, False
-        return again
+        if number < sought.number:
+            self._sought, self.state = replace(sought, strayed=lambda: True), PassState.OVER
+            return Again.NOTHING
+        self._sought, self.epoch = None, number
+        if sought.over:
+            self.state = PassState.OVER
+        return Again.EVERYTHING if sought.strayed() else Again.RANDOM_STATES
 
     def advice(self) -> Iterator[tuple[str, str]]:
         """Advice about the pass that has begun: code and text."""
-        return of_loops(uncounted=self.uncounted, own_epoch=self._own_epoch, epoch=self._cursor.epoch)
+        uncounted = self._loop is OuterLoop.SCRIPT and self._next > 1 and self._cursor.has_epochs
+        return of_loops(uncounted=uncounted, own_epoch=self._own_epoch, epoch=self._cursor.epoch)
 
     def end(self, *, final: bool) -> None:
         """The present pass has no more batches. final: later passes have none either."""
-        self.over = True
-        self._finished = final
+        self.state = PassState.LAST if final else PassState.OVER
         self.note_end()
 
     def note_end(self) -> None:
@@ -116,9 +149,10 @@ class Passes:
         if event.cause in (RollbackCause.EPOCH_START, RollbackCause.PROBE):
             return
         behind = self._stands_behind_an_epoch() and not event.epoch_left
-        if self._by_epochs and (self._between or self._cursor.epoch - behind < self.epoch):
-            self._target, self._target_is_over = self._cursor.epoch - behind, behind
-            self._strayed, self.interrupted = True, True
+        can_go_back = self._loop is not OuterLoop.SCRIPT and self._cursor.epoch - behind < self.epoch
+        if can_go_back or self._loop is OuterLoop.ASKING:
+            self._seek(over=behind, strayed=lambda: True)
+            self.state = PassState.INTERRUPTED
         elif behind:
             self.cross()
 
@@ -145,30 +179,28 @@ class Passes:
 
     def epochs(self, count: int, end: Callable[[str], bool] = lambda by: True) -> Iterator[int]:
         """See `Guard.epochs`. end: `Guard.finish`, called after the last epoch; False: training has moved."""
-        self._by_epochs = True
         try:
-            while not self._finished:
-                number = self._cursor.epoch + self._in_broken_epoch() if self._target is None else self._target
+            while self.state is not PassState.LAST:
+                number = self._sought.number if self._sought else self._cursor.epoch + self._in_broken_epoch()
                 if number >= count:
-                    self._between = True
+                    self._loop = OuterLoop.ASKING
                     if end(f"guard.epochs({count})"):
                         return
-                    self._between = False
                     continue
-                self._announced = number
+                self._loop, self._next = OuterLoop.HANDED_OUT, number
                 yield number
-                if self._announced is not None:
+                if self._loop is OuterLoop.HANDED_OUT:
                     raise UsageError(
                         f"the body of guard.epochs() did not iterate over the guard in epoch {number}",
                         hint="write `for epoch in guard.epochs(n):` and inside it `for batch in guard:`",
                     )
         finally:
-            self._by_epochs = self._between = False
+            self._loop = OuterLoop.SCRIPT
 
     def _require_an_end(self) -> None:
         """Raise UsageError where the script begins passes behind the end of training for ever: it would be at work, by
         all that can be seen from outside, and do nothing."""
-        self._behind_the_end += self._finished
+        self._behind_the_end += 1
         if self._behind_the_end >= _BEHIND_THE_END:
             raise UsageError(
                 f"training is complete, and the script has looped over the guard {_BEHIND_THE_END:,} times since then "

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from rollback import policy
 from rollback.config import Settings
+from rollback.data_stream import DataStream
 from rollback.facts.history import Case, History, merge_windows
 from rollback.facts.training import Concluded, Incident, Outcome, Planned, SampleQuarantine, ScreenedOut, Window
-from rollback.policy import DataStream, PolicyCheckpoint
+from rollback.policy import PolicyCheckpoint
 from rollback.rundir.requests import Request
 from rollback.sentinel import NORM_COLLAPSE, Kind, Verdict
 from rollback.suspects import left_out_at, quarantine_after, suspects
@@ -61,7 +62,7 @@ class Cases:
         assert plan.screen is not None
         window = Window(first=batches.first, last=stream.end_of_update(batches.first, batches.last))
         stream = replace(stream, skipped=tuple(merge_windows(self._skipped)))
-        if policy.excess_of(window, stream, self._settings):
+        if stream.excess_of(window, self._settings):
             return None
         through = max(plan.screen.last, window.last + self._settings.reach.skip_after)
         fact = ScreenedOut(

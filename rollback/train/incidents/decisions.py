@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rollback.data_stream import DataStream
 from rollback.facts.ending import GivingUp
 from rollback.facts.training import Incident, Planned, Window
-from rollback.policy import DataStream
 from rollback.sentinel import Hint, Observation
 from rollback.train.comm.beat import Beat
 from rollback.train.updates.habits import Habit

@@ -14,8 +14,9 @@ from dataclasses import asdict
 
 from torch import Tensor
 
+from rollback.data_stream import DataStream
 from rollback.facts.training import Incident, Noticed, PhaseAnnounced, ScalerSkipped, Window
-from rollback.policy import DataStream, PolicyCheckpoint
+from rollback.policy import PolicyCheckpoint
 from rollback.rundir.evidence import MOST_WITNESSES, witnesses
 from rollback.rundir.records import metric_line
 from rollback.rundir.requests import Request

@@ -9,7 +9,6 @@ from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, REASONS
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.training import Tier
-from rollback.train.comm.ranks import ranks_in_words
 from rollback.train.last_snapshot.begin import MarkAndPeers
 from rollback.train.last_snapshot.device import NoAnswer, as_it_is
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
@@ -21,6 +20,7 @@ from rollback.train.last_snapshot.write import Foreseen, LastWrite, NotProved, d
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.state import TrainingState
+from rollback.wording import ranks_in_words
 
 _SETTLE = 2.0  # seconds for ranks that still live to come to the end of the step that they are in
 _PATIENCE = 30.0  # for all of it: as long as torchrun gives its ranks

@@ -14,8 +14,9 @@ import xxhash
 from torch import Tensor
 
 from rollback.errors import UsageError
-from rollback.train.comm.ranks import Ranks, ranks_in_words
+from rollback.train.comm.ranks import Ranks
 from rollback.train.state import tree
+from rollback.wording import ranks_in_words
 
 BITS = 52  # of a digest: a whole number that a float64 of the pulse carries exactly
 _MASK = (1 << BITS) - 1

@@ -195,7 +195,7 @@ class SnapshotSchedule:
         self._snapshots.memory.use_slots(allotted.slots)
         if before is None:  # a death between a commit and the eviction behind it left all slots taken
             self._checkpoints.evict_surplus()
-        on_device = any(item.is_cuda for item in (*image.shared_tensors.values(), *image.local_tensors.values()))
+        on_device = any(item.is_cuda for item in image.tensors)
         mode, why = usual_capture_mode(on_device, self._ranks)
         if before is None:
             self._snapshots.mode = mode  # later it may be another one: see `Snapshots.advance`

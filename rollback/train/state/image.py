@@ -40,6 +40,10 @@ class Image:
     frozen: frozenset[str] = frozenset()
     """Names of `shared_tensors` that nothing trains, as far as torch can tell: see `TrainingState._frozen_memory`."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.shared_tensors.values(), *self.local_tensors.values())
+
 
 def take_parts(shared: dict[str, Tensor], local: dict[str, Tensor]) -> tuple[dict[str, Part], dict[str, Tensor]]:
     """Of the sharded tensors among `shared`, put this rank's parts into `local` instead, and say where they lie. And

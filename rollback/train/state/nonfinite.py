@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rollback.train.comm.ranks import ranks_in_words
+from rollback.wording import ranks_in_words
 
 NonFiniteKind = Literal["Inf", "NaN", "NaN and Inf"]
 

@@ -233,7 +233,7 @@ class TrainingState:
                     hint="give it memory of its own, for example nn.Parameter(value.clone())",
                 )
         kept = {*map(id, self.parameters)}
-        memory = {memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
+        memory = {memory_of(item) for item in image.tensors}
         trained = self.trained
         lost = [item for item in trained if id(item) not in kept and memory_of(item) not in memory]
         if not lost:

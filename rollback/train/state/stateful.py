@@ -8,6 +8,7 @@ from rollback.errors import RollbackError
 from rollback.rundir.failure_class import class_of_exception
 from rollback.rundir.failures import qualified_name, text_of
 from rollback.train.state.optimizer_state import load_optimizer
+from rollback.wording import first_few
 
 _SHOWN = 6
 
@@ -35,11 +36,9 @@ def load_into(name: str, item: Stateful, state: dict[str, Any]) -> None:
         kind = qualified_name(type(error))
         if class_of_exception(kind, text_of(error)) != "exception":
             raise
-        keys = [repr(key) for key in state]
-        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
         raise StateRefused(
             f"the {type(item).__name__} {name!r} did not load the state that the checkpoint has by this name: its "
-            f"load_state_dict raised {kind}: {text_of(error)}. That state has {', '.join(keys[:_SHOWN])}{more}: it "
-            "may be of an object of another kind",
+            f"load_state_dict raised {kind}: {text_of(error)}. That state has "
+            f"{first_few([*map(repr, state)], _SHOWN)}: it may be of an object of another kind",
             hint=f"make {name!r} as the run made it, or start this job with its own run directory (--run DIR)",
         ) from error

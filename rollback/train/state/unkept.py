@@ -121,7 +121,7 @@ class Unkept:
             if not isinstance(item, Optimizer) and any(value is optimizer for value in _attributes(item)):
                 return False  # it may hand out copies
         image = self._state.image(data=False)
-        kept = {memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
+        kept = {memory_of(item) for item in image.tensors}
         keeps = [item for item in tree_leaves([*optimizer.state.values()]) if isinstance(item, Tensor)]
         return any(memory_of(item) not in kept for item in (*keeps, *_trained_by(optimizer)))
 

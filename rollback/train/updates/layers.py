@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rollback.train.sharded import is_sharded
 from rollback.train.updates.gradients import GradientNorms
+from rollback.wording import first_few
 
 EVERY = 100
 """Updates between two looks."""
@@ -106,9 +107,8 @@ class Layers:
             self._vanished[layer] = self._vanished[layer] + 1 if sqrt(square / total) < VANISHED else 0
         if LOOKS in self._vanished.values():
             gone = [layer for layer, looks in self._vanished.items() if looks >= LOOKS]
-            named = ", ".join(gone[:_NAMED]) + (f" and {len(gone) - _NAMED} more" if gone[_NAMED:] else "")
             code, text = VANISHING
-            self._advice.append((code, text.format(layers=named, looks=LOOKS, updates=LOOKS * EVERY)))
+            self._advice.append((code, text.format(layers=first_few(gone, _NAMED), looks=LOOKS, updates=LOOKS * EVERY)))
 
     def _judge_rows(self, layer: str, norm: float, row: float, median: float) -> None:
         past = self._largest[layer]

@@ -15,7 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.run import get_args_parser
 
-from rollback.agent.entry import WrongUse, check_configuration, describe, method_name, read_arguments
+from rollback.agent.entry import describe
+from rollback.agent.overrides import WrongUse, check_configuration, method_name, read_arguments
 from rollback.cli import app, command_line
 from rollback.cli.command_line import flags_of, spell_out
 from rollback.config import Settings

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from job_results import LAUNCH
@@ -24,7 +24,8 @@ from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
 from rollback.rundir.seal import ENV_SEAL
-from rollback.supervisor.attempts import LaunchOrder, Result
+from rollback.supervisor.attempts import LaunchOrder
+from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.flags import FLAGS
 from rollback.terminal.messages import printable
@@ -35,9 +36,9 @@ def orders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchOrder]
     """What `rollback launch` would have carried out; the folder has a train.py."""
     taken: list[LaunchOrder] = []
 
-    def take(order: LaunchOrder, *_: object) -> Result:
+    def take(order: LaunchOrder, *_: object) -> RunResult:
         taken.append(order)
-        return Result(ExitCode.DONE, "")
+        return RunResult(exit_code=ExitCode.DONE, reason="")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["rollback.cli.launch"], "supervise", take)
@@ -48,7 +49,7 @@ def orders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchOrder]
 def test_a_stop_while_an_adopted_script_is_refused_is_one_for_the_launch_without_protection_too(
     orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(order: LaunchOrder, *_: object) -> Result:
+    def refuse(order: LaunchOrder, *_: object) -> RunResult:
         assert not orders, "started once more"
         orders.append(order)
         signal.raise_signal(signal.SIGTERM)
@@ -382,16 +383,20 @@ class TestSkipsOf:
         assert read_settings({"skip": None}, tmp_path).skip == (Window(first=3, last=5),)
 
 
+def ended(code: ExitCode, reason: str = "because", **more: Any) -> RunResult:
+    return RunResult(exit_code=code, reason=reason, **more)
+
+
 class TestClosingLine:
     @pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.RESUMABLE, ExitCode.STRUCTURAL, ExitCode.FAILED])
     def test_it_always_names_the_audit_and_the_reason(self, code: ExitCode) -> None:
-        line = closing_line(Result(code, "because"), Path("runs/my run"), ["rollback", "launch", "train.py", "a b"])
+        line = closing_line(ended(code), Path("runs/my run"), ["rollback", "launch", "train.py", "a b"])
         assert "`rollback audit 'runs/my run'`" in line
         assert ("because" in line) is (code != ExitCode.DONE)
         assert ("`rollback launch train.py 'a b'`" in line) is (code in (ExitCode.RESUMABLE, ExitCode.FAILED))
 
     def test_a_stop_while_nodes_are_waited_for_says_nothing_of_guards(self) -> None:
-        told = Result(ExitCode.RESUMABLE, "told to stop while nodes were waited for", recorded=False)
+        told = ended(ExitCode.RESUMABLE, "told to stop while nodes were waited for", recorded=False)
         line = closing_line(told, Path("run"), ["rollback", "launch", "train.py"])
         assert "Guard" not in line
         assert line.startswith("stopped, resumable (told to stop")
@@ -408,7 +413,7 @@ class TestClosingLine:
 
     @pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.RESUMABLE, ExitCode.STRUCTURAL, ExitCode.FAILED])
     def test_where_another_host_keeps_the_record_it_names_that_host(self, code: ExitCode) -> None:
-        line = closing_line(Result(code, "because", record=("head", "/data/my run")), Path("runs/run"), ["rollback"])
+        line = closing_line(ended(code, record=("head", "/data/my run")), Path("runs/run"), ["rollback"])
         assert "`rollback audit '/data/my run'` on head" in line
         assert "runs/run" not in line
 

@@ -7,6 +7,7 @@ import pytest
 
 from recorded_run import incident, rollback_plan
 from rollback.config import Settings
+from rollback.data_stream import DataStream
 from rollback.facts.history import Case, fold
 from rollback.facts.training import (
     Concluded,
@@ -18,7 +19,7 @@ from rollback.facts.training import (
     ScreenedOut,
     Window,
 )
-from rollback.policy import DataStream, PolicyCheckpoint
+from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import Request
 from rollback.sentinel import NORM_COLLAPSE, Kind, Verdict

@@ -41,7 +41,7 @@ class Steps:
             directory.mkdir(parents=True)
         self.record = record = Recorder(self.paths, 1, first=True)
         self.snapshots = Snapshots(self.paths, ranks, 0, 1)
-        self.catalogue = Catalogue(settings.probation, [], [])
+        self.catalogue = Catalogue(settings.probation)
         self.checkpoints = CheckpointManager(self.paths, ranks, self.snapshots, self.catalogue, record, settings.keep)
         run = AttachedRun(self.paths, ranks, settings, record, History())
         model = torch.nn.Linear(1, 1)

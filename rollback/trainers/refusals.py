@@ -1,0 +1,29 @@
+"""What is refused alike of every Trainer. All raise UsageError."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rollback.errors import UsageError
+
+
+def require_unprotected(entry: Any, guarded: type) -> None:
+    """entry: the method that trains; `guarded` puts its own in that place."""
+    if isinstance(getattr(entry, "__self__", None), guarded):
+        raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
+
+
+def require_first_training(training: object, call: str) -> None:
+    """training: has a guard once it has begun."""
+    if hasattr(training, "guard"):
+        raise UsageError(
+            f"{call} a second time: rollback.protect guards one training",
+            hint="train with another Trainer in a launch of its own: rollback launch --run DIR",
+        )
+
+
+def require_none_of(cases: Iterable[tuple[object, str, str]]) -> None:
+    """What a Trainer is set to do, and a guard cannot go along with. Each case: whether it is so, what, and what to do
+    instead."""
+    for met, what, instead in cases:
+        if met:
+            raise UsageError(f"rollback.protect cannot guard this Trainer: {what}", hint=instead)

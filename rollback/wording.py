@@ -1,0 +1,14 @@
+"""Lists in sentences."""
+
+from collections.abc import Sequence
+
+
+def first_few(names: Sequence[str], most: int) -> str:
+    """`a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def ranks_in_words(ranks: Sequence[int], most: int | None = None) -> str:
+    """`rank 3`, `ranks 0, 1`; of many ranks the first few."""
+    return f"rank{'s' * (len(ranks) > 1)} {first_few([*map(str, ranks)], len(ranks) if most is None else most)}"
