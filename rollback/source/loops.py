@@ -8,7 +8,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-EPOCHS, MOVED, ENUMERATE = "__rollback_epochs__", "__rollback_moved__", "__rollback_enumerate__"
+EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
+ENUMERATE, LIMIT = "__rollback_enumerate__", "__rollback_limit__"
 """Names under which a script that `steered` has changed finds what steers it."""
 _WRAPPERS = "enumerate", "tqdm"
 _DIVIDE = "chunk", "split", "tensor_split", "unbind"
@@ -20,7 +21,7 @@ _OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
 
 @dataclass(frozen=True)
 class OwnCounter:
-    """What counts the script's batches or updates beside the guard: a variable that it adds 1 to, `islice(loader, 10)`.
+    """What counts the script's batches or updates beside the guard: a variable that it adds 1 to, a `range`.
 
     ends: it decides when the loop is left.
     """
@@ -139,12 +140,13 @@ class ScriptLoops:
         """Of the training loops: what is added up in their bodies, and what limits them from outside.
 
         is_steered: `steered` has changed this file. What they count by `enumerate` is none of it then, unless the loop
-        itself sets what that begins with.
+        itself sets what that begins with, and neither is what `limits` them.
         """
         found: dict[str, OwnCounter] = {}
         loops: list[ast.For | ast.While] = [*self.batches, *self._drawing, *self._turning]
         enumerated = self._numbered(is_steered=is_steered)
-        for counter in (*self._limits(), *enumerated, *(item for loop in loops for item in self._added(loop))):
+        limits = self._limiting(is_steered=is_steered)
+        for counter in (*limits, *enumerated, *(item for loop in loops for item in self._added(loop))):
             found.setdefault(counter.name, counter)
         return list(found.values())
 
@@ -173,11 +175,16 @@ class ScriptLoops:
             ast.unparse(item) for test in ends for item in ast.walk(test) if isinstance(item, ast.Name | ast.Attribute)
         }
 
-    def _limits(self) -> Iterator[OwnCounter]:
-        """`islice(loader, 10)`, `zip(range(10), loader)`; `range(10)` of a loop that takes its batches by `next`."""
+    def limits(self, loop: ast.For) -> list[ast.Call]:
+        """The calls by which a loop has so many batches and no more: `islice(loader, 10)`, `zip(range(10), loader)`."""
+        return [call for call in ast.walk(loop.iter) if isinstance(call, ast.Call) and _limits(call)]
+
+    def _limiting(self, *, is_steered: bool) -> Iterator[OwnCounter]:
+        """What else limits a loop over batches from outside, or counts; the `range` of one that goes by `next`."""
         for batches in self.batches:
+            ours = self.limits(batches) if is_steered else []
             for call in ast.walk(batches.iter):
-                if isinstance(call, ast.Call) and _limits_or_counts(call):
+                if isinstance(call, ast.Call) and _limits_or_counts(call) and call not in ours:
                     yield OwnCounter(ast.unparse(call), call.lineno, not _is_call_of(call, "zip") or _has_range(call))
         for loop in self._drawing:
             if self.around(loop) is None:  # a loop over the parts of an update is begun anew for each
@@ -263,7 +270,7 @@ class ScriptLoops:
 def steered(source: str) -> ast.Module:
     """The script, with its loops over epochs and its counts of batches steered.
 
-    EPOCHS is told the epochs' range, MOVED begins another one, ENUMERATE knows where in the data a batch is.
+    EPOCHS is told the epochs' range, MOVED begins another one, ENUMERATE and LIMIT know where in the data a batch is.
 
         for epoch in range(10):         for epoch in __rollback_epochs__(range(10)):
             BODY                            try:
@@ -272,9 +279,13 @@ def steered(source: str) -> ast.Module:
                                                 continue
 
         for i, batch in enumerate(loader):      for i, batch in __rollback_enumerate__(loader):
+        for batch in islice(loader, 10):        for batch in __rollback_limit__(islice, loader, 10):
     """
     loops = ScriptLoops(source)
     for loop in loops.batches:
+        for limit in loops.limits(loop):
+            limit.args.insert(0, limit.func)
+            limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
         if (call := loops.enumeration(loop.iter, loop)) is not None:
             call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
     for loop in {id(loop): loop for loop in loops.epochs.values()}.values():
@@ -315,6 +326,15 @@ def _limits_or_counts(call: ast.Call) -> bool:
     name = ast.unparse(call.func).rpartition(".")[2]
     counts = any(isinstance(item, ast.Call) and ast.unparse(item.func).endswith("count") for item in call.args)
     return name == "islice" or (name == "zip" and (counts or _has_range(call)))
+
+
+def _limits(call: ast.Call) -> bool:
+    match call:
+        case ast.Call(func=ast.Name(id="zip"), args=[first, _], keywords=words):
+            return _is_call_of(first, "range") and all(ast.unparse(word) == "strict=False" for word in words)
+        case ast.Call(func=ast.Name(id="islice") | ast.Attribute(attr="islice"), args=[_, _]):
+            return True
+    return False
 
 
 def _has_range(call: ast.Call) -> bool:

@@ -424,3 +424,21 @@ def test_a_loss_that_is_a_number_is_seen_as_it_is_whatever_the_script_s_default_
         assert scalar(70000.0, "loss").item() == 70000.0
     finally:
         torch.set_default_dtype(before)
+
+
+def test_a_script_that_its_own_workers_run_again_is_refused_by_the_reason(tmp_path: Path) -> None:
+    script = tmp_path / "unprotected.py"
+    script.write_text(
+        "import torch\n"
+        "import rollback\n"
+        "workers = {'num_workers': 1, 'multiprocessing_context': 'spawn'}\n"
+        "loader = torch.utils.data.DataLoader(torch.randn(8, 2), **workers)\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"next(iter(rollback.Guard(model=model, optimizer=optimizer, loader=loader, run={str(tmp_path / 'run')!r})))\n"
+    )
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "UsageError: the script trains where it is imported" in done.stderr
+    assert "__main__" in done.stderr

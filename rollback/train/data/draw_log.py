@@ -150,7 +150,9 @@ def _other_data(batch: int, what: str) -> RunDoesNotFit:
         "train on some samples twice and on others never. It was not trained on",
         hint="the loader, or what it reads, depends on something that does not come back after a restart: a data set "
         "that was changed, a split or a random generator without a seed, a counter of its own. Seed it, or give the "
-        "loader a state_dict and load_state_dict; to go on with the data as they are now: --accept-data-change",
+        "loader a state_dict and load_state_dict. Samples that the script chooses anew for each epoch must follow from "
+        "its number, in the body of `for epoch in guard.epochs(n):` (with --adopt of `for epoch in range(n):`), which "
+        "is begun again there. To go on with the data as they are now: --accept-data-change",
     )
 
 

@@ -5,6 +5,7 @@ Every refusal comes before anything in the directory is changed, and on all rank
 
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -20,7 +21,14 @@ from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, is_on_record, is_provisional, next_seq, of_present_timeline
 from rollback.config import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, Settings, guard_mark
-from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, RunDirectoryError, RunDoesNotFit
+from rollback.errors import (
+    CheckpointDamaged,
+    NoUsableCheckpoint,
+    RollbackError,
+    RunDirectoryError,
+    RunDoesNotFit,
+    UsageError,
+)
 from rollback.facts.history import History
 from rollback.facts.training import Attached
 from rollback.ring.helper import drained
@@ -67,8 +75,10 @@ def run_paths(given: str | os.PathLike[str] | None) -> RunPaths:
 def meet() -> Ranks:
     """Collective. Tell the supervisor, if there is one, that the script has a guard. A guard does this first.
 
-    Raises RollbackError, on all ranks, where the supervisor could not use the run directory.
+    Raises RollbackError, on all ranks, where the supervisor could not use the run directory; UsageError in a process
+    that a rank starts.
     """
+    _require_rank()
     if destination := os.environ.get(ENV_REFUSAL):
         with contextlib.suppress(OSError):  # then the supervisor finds the guard by the run directory
             guard_mark(destination).touch()
@@ -77,6 +87,17 @@ def meet() -> Ranks:
     ranks = Ranks()
     ranks.meet()
     return ranks
+
+
+def _require_rank() -> None:
+    """Raises UsageError where this is a process of spawn or forkserver that imports the script of a rank: it would
+    train a second time, on the same run."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "the script trains where it is imported: each process that it starts by spawn or forkserver, as workers of "
+            "a DataLoader, runs it again",
+            hint='put what trains into a function, and call that under `if __name__ == "__main__":`',
+        )
 
 
 def refuse(error: RollbackError, *, status: int = 0) -> NoReturn:

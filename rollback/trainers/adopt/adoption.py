@@ -30,11 +30,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
-from rollback.source.loops import ENUMERATE, EPOCHS, MOVED
+from rollback.source.loops import ENUMERATE, EPOCHS, LIMIT, MOVED
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
-from rollback.trainers.adopt.enumeration import Enumeration, HandedOut
+from rollback.trainers.adopt.enumeration import Enumeration, HandedOut, limit
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects
@@ -76,8 +76,8 @@ class Adoption:
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """Compile it, with its epochs and its counts of batches steered. Raises SyntaxError as Python does."""
-        enumerated = partial(Enumeration, self._handed)
-        vars(builtins).update({EPOCHS: self.epochs, MOVED: EpochMoved, ENUMERATE: enumerated})
+        counts = {ENUMERATE: partial(Enumeration, self._handed), LIMIT: partial(limit, self._handed)}
+        vars(builtins).update({EPOCHS: self.epochs, MOVED: EpochMoved, **counts})
         return self._sources.compiled(source, filename)
 
     def epochs(self, numbers: Any) -> Any:

@@ -1,9 +1,11 @@
-"""`enumerate(loader)` of a script: the numbers that it would give in a run that never resumed and never went back."""
+"""`enumerate(loader)` and `islice(loader, n)` of a script: what they give in a run that never resumed or went back."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from rollback.errors import RollbackError
 from rollback.train.guard import Guard
 
 
@@ -52,3 +54,43 @@ class Enumeration:
             begun = epoch_began - earlier * (epoch_began // max(1, guard.epoch))
             self._base = guard.batch if self._in_midst else begun
         return in_epoch if earlier == 0 and not self._in_midst else guard.batch - self._base
+
+
+def limit(handed: HandedOut, function: Callable[..., Any], *given: Any, **others: Any) -> Any:
+    """In place of `function(...)`, of which the source says that it gives a training loop so many batches."""
+    match given:
+        case [items, int(count)] if function is islice and count >= 0:
+            return (item for _, item in _limited(handed, items, range(count)))
+        case [range() as numbers, items] if function is zip:
+            return _limited(handed, items, numbers)
+    return function(*given, **others)
+
+
+def _limited(handed: HandedOut, items: Iterable[Any], numbers: range) -> Iterator[tuple[int, Any]]:
+    """The first items, as many as `numbers`, by their places in the data: those that are skipped count, too.
+
+    None is drawn behind the last one, unless that one is skipped. Raises RollbackError where this is a pass that has
+    gone back into an earlier epoch: what is left of that one ends here, and this process cannot go on to its own.
+    """
+    if not numbers:
+        return
+    began = 0
+    for place, item in Enumeration(handed, items):
+        guard = handed.guard
+        epoch_began = guard.batch - guard.batch_in_epoch if guard is not None else 0
+        began = max(began, epoch_began)
+        if place < len(numbers):
+            yield numbers[place], item
+        if place >= len(numbers) - 1:
+            if epoch_began < began:
+                raise _ends_in_earlier_epoch(len(numbers))
+            return
+
+
+def _ends_in_earlier_epoch(count: int) -> RollbackError:
+    return RollbackError(
+        f"going back led into an earlier epoch, of which the script takes {count} batches: its loop over epochs has "
+        "begun a later one, and cannot be sent back in this process",
+        hint="`for epoch in range(n):` in the script's own file is sent back. A new attempt goes on from there, too: "
+        "`rollback launch` starts one, else run the same command again",
+    )

@@ -296,13 +296,47 @@ def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
     [
         ("a count beside next", "`taken` by itself (line 109), and ends its loop by it"),
         ("a loop in another file", "`i` by itself (engine.py, line 5)"),
-        ("a limit of its own", "`itertools.islice(loader, 4)` by itself (line 113), and ends its loop by it"),
+        ("a limit of its own", "`itertools.islice(loader, 0, 4)` by itself (line 113), and ends its loop by it"),
     ],
 )
 def test_what_a_script_counts_by_itself_is_named_when_training_begins(tmp_path: Path, what: str, named: str) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), what)
     assert done.returncode == ExitCode.DONE, done.stdout
     assert f"counts with {named}" in done.stdout
+
+
+def test_a_limit_of_the_batches_of_an_epoch_holds_behind_a_rollback(tmp_path: Path) -> None:
+    """Two epochs of 14 of 20 batches; the rollback in the last one leads to its middle, and none of it is left out."""
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED)
+    common = ("--snapshot-every", "4", "--probation", "6")
+    first = refused(tmp_path, "--adopt=strict", *common, "--run", "a", str(script), "25")
+    again = refused(tmp_path, "--adopt=strict", *common, "--run", "b", "--skips-of", "a", str(script), "-1")
+    assert [done.returncode for done in (first, again)] == [ExitCode.DONE] * 2, first.stdout + again.stdout
+    assert [restored.step > 14 for restored in facts(tmp_path / "a", Restored)] == [True]
+    ends = [line for done in (first, again) for line in done.stdout.splitlines() if line.startswith("weights")]
+    assert ends == [ends[0]] * 2
+    assert facts(tmp_path / "a", Finished)[-1].step == 27  # of 28 batches one is skipped
+
+
+LIMITED = """
+import itertools, sys
+import torch
+
+torch.manual_seed(7)
+loader = torch.utils.data.DataLoader(torch.randn(40, 2), batch_size=2, shuffle=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+taken = 0
+for epoch in range(2):
+    for x in itertools.islice(loader, 14):
+        loss = model(x).square().mean() * (float("nan") if taken == int(sys.argv[1]) else 1)
+        taken = taken + 1
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print("weights", model.weight.tolist(), torch.get_rng_state().sum())
+"""
 
 
 def test_a_script_with_a_guard_keeps_it(tmp_path: Path) -> None:

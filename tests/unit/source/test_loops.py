@@ -172,8 +172,10 @@ def test_what_enumerate_counts_on_from_where_it_was_is_named_though_it_is_steere
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        ("for x in itertools.islice(loader, 10):\n    f(x).backward()", [("itertools.islice(loader, 10)", 1, True)]),
-        ("for i, x in zip(range(10), loader):\n    f(x).backward()", [("zip(range(10), loader)", 1, True)]),
+        ("for x in itertools.islice(loader, 10):\n    f(x).backward()", []),
+        ("for x in islice(loader, 2, 10):\n    f(x).backward()", [("islice(loader, 2, 10)", 1, True)]),
+        ("for i, x in zip(range(10), loader, strict=False):\n    f(x).backward()", []),
+        ("for x, i in zip(loader, range(10)):\n    f(x).backward()", [("zip(loader, range(10))", 1, True)]),
         ("for i, x in zip(count(), loader):\n    f(x).backward()", [("zip(count(), loader)", 1, False)]),
         ("for x, y in zip(loader, other):\n    f(x).backward()", []),
         ("for s in range(60):\n    f(next(batches)).backward()", [("s", 1, True)]),
@@ -183,6 +185,11 @@ def test_what_enumerate_counts_on_from_where_it_was_is_named_though_it_is_steere
 )
 def test_what_limits_a_training_loop_from_outside_is_named_too(source: str, named: list[tuple[str, int, bool]]) -> None:
     assert ScriptLoops(source).counters() == [OwnCounter(name, line, ends) for name, line, ends in named]
+
+
+def test_what_limits_a_training_loop_from_outside_is_named_where_it_is_not_steered() -> None:
+    loops = ScriptLoops("for x in islice(loader, 10):\n    f(x).backward()")
+    assert loops.counters(is_steered=False) == [OwnCounter("islice(loader, 10)", 1, ends=True)]
 
 
 def run(source: str, **names: object) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
-from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from rollback.errors import RunDoesNotFit, UsageError
@@ -66,6 +65,8 @@ class Cursor(ABC):
         self._opening: dict[str, Any] | None = None
         """The random states (`rng`) at the epoch's opening, for kinds whose data depend on them."""
         self._opening_digest: tuple[Any, int] = (None, 0)
+        self._counted: tuple[int, int | None] | None = None
+        """An epoch, and its number of batches: it may be another one in each, as with buckets of lengths."""
 
     def open_epoch(self) -> None:
         """Begins `epoch` at its first batch. The user's own `set_epoch` for it was called before.
@@ -107,9 +108,15 @@ class Cursor(ABC):
         """Whether `at_end` has to read a batch to know. Ranks may then get different answers."""
         return False
 
-    @cached_property
+    @property
     def epoch_batches(self) -> int | None:
-        """Number of batches of an epoch; None if it is not known beforehand."""
+        """Number of batches of the open epoch, else of the one before; None if it is not known beforehand."""
+        if self._counted is None or (self.opened and self._counted[0] != self.epoch):
+            self._counted = self.epoch, self._count_batches()
+        return self._counted[1]
+
+    def _count_batches(self) -> int | None:
+        """By the loader's own word. Asked once in each epoch: a sampler may have to make its batches to know."""
         batches: int | None = self.describe().get("batches")
         return batches
 

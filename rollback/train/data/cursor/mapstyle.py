@@ -107,6 +107,9 @@ class MapStyleCursor(Cursor):
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, **description_of(self._loader)}
 
+    def _count_batches(self) -> int | None:
+        return length_of(self._loader)
+
     def close(self) -> None:
         if self._clone is not None:
             shut_down(self._clone._iterator)

@@ -110,7 +110,7 @@ elif case == "a count beside next":
         if taken == 4:
             break
 elif case == "a limit of its own":
-    for (x,) in itertools.islice(loader, 4):
+    for (x,) in itertools.islice(loader, 0, 4):
         update(x)
 elif case == "a guard of its own":
     import rollback

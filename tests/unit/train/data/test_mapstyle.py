@@ -911,3 +911,34 @@ def test_batches_are_refused_while_no_epoch_is_open() -> None:
     cursor = cursor_for(make_loader("shuffled"))
     with pytest.raises(RuntimeError, match="open_epoch"):
         cursor.next()
+
+
+class Growing(Sampler[list[int]]):
+    """Of epoch e it has e + 1 batches."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.epoch + 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[2 * place, 2 * place + 1] for place in range(len(self))])
+
+
+def test_each_epoch_ends_where_its_sampler_says_also_behind_a_way_back() -> None:
+    sampler = Growing()
+    cursor = cursor_for(DataLoader(Numbers(), batch_sampler=sampler))
+    ends, states = [], []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        cursor.open_epoch()
+        states.append(cursor.state_dict())
+        ends.append((cursor.epoch_batches, cursor.epoch_end))
+        skip_to_the_end(cursor)
+        assert cursor.epoch_end == cursor.batch
+    assert ends == [(1, 1), (2, 3), (3, 6)]
+    cursor.load_state_dict(states[1])
+    assert (cursor.epoch_batches, cursor.epoch_end) == ends[1]

@@ -1,13 +1,15 @@
-"""What a watched script counts its batches as."""
+"""What a watched script counts its batches as, and how many of them it takes."""
 
 from collections.abc import Iterator
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from rollback.errors import RollbackError
 from rollback.train.guard import Guard
-from rollback.trainers.adopt.enumeration import Enumeration, HandedOut
+from rollback.trainers.adopt.enumeration import Enumeration, HandedOut, limit
 
 LENGTH = 4
 
@@ -70,3 +72,43 @@ def test_what_is_no_batch_of_the_guard_is_counted_as_it_comes() -> None:
     counted = Enumeration(handed, both())
     assert [number for number, _ in counted] == [0, 2, 3, 4]
     assert [*Enumeration(handed, "ab")] == [(0, "a"), (1, "b")]
+
+
+@pytest.mark.parametrize(
+    ("places", "taken"),
+    [
+        ([[0, 1, 2, 3]], [0, 1, 2]),
+        ([[0, 1, 0, 1, 2, 3]], [0, 1, 0, 1, 2]),
+        ([[], [], [9, 10, 11]], [9, 10]),
+        ([[0, 3]], [0]),
+    ],
+    ids=["one pass", "a rollback", "a resume", "the last one is skipped"],
+)
+def test_a_limit_holds_for_places_in_the_epoch_and_not_for_what_was_handed_out(
+    places: list[list[int]], taken: list[int]
+) -> None:
+    limited, numbered = HandedOut(), HandedOut()
+    empty = iter(passes(limited, *places[:-1])), iter(passes(numbered, *places[:-1]))
+    assert [[*batches] for batches in empty] == [[], []]
+    batches = passes(limited, places[-1])
+    assert [*limit(limited, islice, batches, 3)] == taken
+    assert [*batches] == places[-1][len(taken) + (taken == [0]) :]  # none is drawn behind the last one
+    pairs = limit(numbered, zip, range(5, 8), passes(numbered, places[-1]), strict=False)
+    assert [*pairs] == [(5 + place % LENGTH, place) for place in taken]
+
+
+def test_a_limit_of_many_passes_is_one_of_the_whole_data() -> None:
+    handed = HandedOut()
+    places = [0, 1, 2, 3], [4, 5, 2, 3, 4, 5, 6]
+    assert [*limit(handed, islice, passes(handed, *places), 6)] == [0, 1, 2, 3, 4, 5]
+    assert [*limit(HandedOut(), islice, "abc", 2)] == ["a", "b"]
+    assert [*limit(HandedOut(), islice, "abc", None)] == ["a", "b", "c"]
+
+
+def test_a_limit_of_one_pass_that_has_gone_back_over_its_start_ends_this_attempt() -> None:
+    handed = HandedOut()
+    assert [*limit(handed, islice, passes(handed, [0, 1, 2, 3]), 3)] == [0, 1, 2]
+    batches = limit(handed, islice, passes(handed, [4, 5, 1, 2, 3]), 3)
+    assert [next(batches) for _ in range(4)] == [4, 5, 1, 2]
+    with pytest.raises(RollbackError, match="into an earlier epoch"):
+        next(batches)
