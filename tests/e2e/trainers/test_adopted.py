@@ -306,14 +306,15 @@ def test_what_a_script_counts_by_itself_is_named_when_training_begins(tmp_path: 
 
 
 def test_a_limit_of_the_batches_of_an_epoch_holds_behind_a_rollback(tmp_path: Path) -> None:
-    """Two epochs of 14 of 20 batches; the rollback in the last one leads to its middle, and none of it is left out."""
+    """Two epochs of 14 of 20 batches. The rollback in the last one leads to its middle, or with a slow disk into the
+    first one; in neither is anything left out."""
     script = tmp_path / "limited.py"
     script.write_text(LIMITED)
-    common = ("--snapshot-every", "4", "--probation", "6")
+    common = ("--snapshot-every", "1", "--probation", "6")
     first = refused(tmp_path, "--adopt=strict", *common, "--run", "a", str(script), "25")
     again = refused(tmp_path, "--adopt=strict", *common, "--run", "b", "--skips-of", "a", str(script), "-1")
     assert [done.returncode for done in (first, again)] == [ExitCode.DONE] * 2, first.stdout + again.stdout
-    assert [restored.step > 14 for restored in facts(tmp_path / "a", Restored)] == [True]
+    assert len(facts(tmp_path / "a", Restored)) == 1
     ends = [line for done in (first, again) for line in done.stdout.splitlines() if line.startswith("weights")]
     assert ends == [ends[0]] * 2
     assert facts(tmp_path / "a", Finished)[-1].step == 27  # of 28 batches one is skipped

@@ -217,7 +217,8 @@ def test_what_a_host_said_before_it_came_anew_does_not_replace_what_it_says_now(
 
 
 class Cable:
-    """A connection to a port, which can be cut: what is sent then arrives when it is mended."""
+    """A connection to a port, which can be cut: what is sent there then arrives when it is mended. Answers to what was
+    sent before still come: whoever waits for one says nothing more."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -233,13 +234,13 @@ class Cable:
             while True:
                 near, _ = self._listening.accept()
                 far = socket.create_connection(("127.0.0.1", self._port))
-                for ends in ((near, far), (far, near)):
+                for ends in ((near, far, True), (far, near, False)):
                     threading.Thread(target=self._carry, args=ends, daemon=True).start()
 
-    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+    def _carry(self, source: socket.socket, target: socket.socket, is_cut: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                if not self._mended.is_set():
+                if is_cut and not self._mended.is_set():
                     self.held += data
                     self._mended.wait()
                 target.sendall(data)
