@@ -138,13 +138,23 @@ def _tells_its_state(value: Any) -> bool:
 
 def _plain(value: Any, name: str) -> Any:
     """`value` as numbers, texts, lists, tuples and dicts. Raises UsageError for anything else in it."""
+    try:
+        return _rebuilt(value, name)
+    except RecursionError:
+        raise UsageError(
+            f"guard.keep: {name!r} contains itself, or is nested too deep to be kept",
+            hint="keep what is flat, as a list of pairs in place of a tree",
+        ) from None
+
+
+def _rebuilt(value: Any, name: str) -> Any:
     kind = type(value)
     if kind in _AS_IT_IS:
         return value
     if kind is dict and {*map(type, value)} <= _KEYS:
-        return {key: item if type(item) in _AS_IT_IS else _plain(item, name) for key, item in value.items()}
+        return {key: item if type(item) in _AS_IT_IS else _rebuilt(item, name) for key, item in value.items()}
     if kind in (list, tuple):
-        return kind([item if type(item) in _AS_IT_IS else _plain(item, name) for item in value])
+        return kind([item if type(item) in _AS_IT_IS else _rebuilt(item, name) for item in value])
     if isinstance(value, _OF_NUMBERS) and math.prod(value.shape) == 1 and type(one := value.item()) in _AS_IT_IS:
         return one
     raise UsageError(

@@ -84,8 +84,16 @@ class Phase(enum.IntEnum):
     WARM = 1
 
 
+within_itself: list[Any] = []
+within_itself.append({"again": within_itself})
+
+
 @pytest.mark.parametrize(
-    "value", [torch.zeros(3), {1, 2}, object(), [print], {"deep": torch.zeros(2)}, b"raw", {(1, 2): 3}, Phase.WARM],
+    "value",
+    [
+        torch.zeros(3), {1, 2}, object(), [print], {"deep": torch.zeros(2)}, b"raw", {(1, 2): 3}, Phase.WARM,
+        within_itself,
+    ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_where_it_is_said(value: Any) -> None:
