@@ -212,10 +212,15 @@ class Adoption:
         loader = adopted.loader if adopted.prepared is None else adopted.loader.base_dataloader
         places = adopted.guard.epochs(epochs, rehearse=lambda: next(iter(loader)))
         try:
-            while (place := self._with_guard(next, places, None)) is not None:
+            while (place := self._next_place(adopted.guard, places)) is not None:
                 yield place
         except UsageError as error:
             self._signs.refuse(error)
+
+    def _next_place(self, guard: Guard, places: Iterator[int]) -> int | None:
+        self.losses.tell(guard)  # the script may have left its loop over the batches, and this may end the training
+        place: int | None = self._with_guard(next, places, None)
+        return place
 
     def _pass(self, adopted: "Adopted") -> Iterator[Any]:
         """A pass over the guard."""

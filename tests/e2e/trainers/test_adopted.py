@@ -4,6 +4,7 @@ A few cases at one rank and at two; `scripts/test --soak tests/e2e/trainers` tri
 state that is compared: a buffer of its model.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -318,6 +319,8 @@ def test_a_limit_of_the_batches_of_an_epoch_holds_behind_a_rollback(tmp_path: Pa
     ends = [line for done in (first, again) for line in done.stdout.splitlines() if line.startswith("weights")]
     assert ends == [ends[0]] * 2
     assert facts(tmp_path / "a", Finished)[-1].step == 27  # of 28 batches one is skipped
+    *_, last = (tmp_path / "a" / "metrics" / "train.jsonl").read_text().splitlines()
+    assert json.loads(last)["loss"] is not None, "what the script left its last loop behind is judged with its loss"
 
 
 LIMITED = """
