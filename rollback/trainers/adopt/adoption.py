@@ -99,7 +99,7 @@ class Adoption:
                 self._signs.nothing_guarded()
             return
         self._move(ScriptEvent.LEAVES)
-        guard = adopted.guard
+        guard, breaks_off = adopted.guard, state is AdoptionState.IN_PASS and not self._handed.limited
         if state is AdoptionState.IN_PASS:
             self._signs.share()
             self.losses.tell(guard)
@@ -108,8 +108,9 @@ class Adoption:
             if not stays:
                 say(f"{left}; its last update was judged to demand a return. The next attempt goes on from there")
                 raise SystemExit(1)
-            self._signs.say(f"{left}. {_LEFT_BEHIND}")
-        elif (loop := self._steered) is not None and loop.place + 1 < len(loop):
+            if breaks_off:
+                self._signs.say(f"{left}. {_LEFT_BEHIND}")
+        if not breaks_off and (loop := self._steered) is not None and loop.place + 1 < len(loop):
             left = f"the script has left its loop over epochs by itself, in epoch {loop.place + 1} of {len(loop)}"
             self._signs.say(f"{left}. {_LEFT_BEHIND}")
         guard.close()
@@ -231,6 +232,7 @@ class Adoption:
         self._move(ScriptEvent.PASS_BEGAN)
         self._handed.guard = guard
         self._handed.passes += 1
+        self._handed.limited = False
         began = self._steered.place if self._steered is not None else 0
         while True:
             if self._steered is not None and self._steered.place != began:

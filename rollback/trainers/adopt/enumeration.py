@@ -11,11 +11,13 @@ from rollback.train.guard import Guard
 
 @dataclass
 class HandedOut:
-    """What the script was given of a guard in this process. passes: those that it has begun, empty ones too."""
+    """What the script was given of a guard in this process. passes: those that it has begun, empty ones too. limited:
+    whether the newest one had as many batches as `limit` allows, so that the script has not broken it off."""
 
     guard: Guard | None = None
     batches: int = 0
     passes: int = 0
+    limited: bool = False
 
 
 class Enumeration:
@@ -84,6 +86,7 @@ def _limited(handed: HandedOut, items: Iterable[Any], numbers: range) -> Iterato
         if place >= len(numbers) - 1:
             if epoch_began < began:
                 raise _ends_in_earlier_epoch(len(numbers))
+            handed.limited = True
             return
 
 

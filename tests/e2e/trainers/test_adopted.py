@@ -316,6 +316,7 @@ def test_a_limit_of_the_batches_of_an_epoch_holds_behind_a_rollback(tmp_path: Pa
     again = refused(tmp_path, "--adopt=strict", *common, "--run", "b", "--skips-of", "a", str(script), "-1")
     assert [done.returncode for done in (first, again)] == [ExitCode.DONE] * 2, first.stdout + again.stdout
     assert len(facts(tmp_path / "a", Restored)) == 1
+    assert "by itself" not in first.stdout, "its limit is led as its epochs are"
     ends = [line for done in (first, again) for line in done.stdout.splitlines() if line.startswith("weights")]
     assert ends == [ends[0]] * 2
     assert facts(tmp_path / "a", Finished)[-1].step == 27  # of 28 batches one is skipped
