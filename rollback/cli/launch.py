@@ -33,6 +33,7 @@ from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
 from rollback.rundir.seal import ENV_SEAL, use
+from rollback.source.own_ranks import line_of_spawn
 from rollback.supervisor.attempts import LaunchOrder
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
@@ -104,6 +105,8 @@ def launch(
         trackers_beside(paths.root, trackers, screen.say),
         StopSignals(str(flags.get("signals-to-handle", ""))) as signals,
     ):
+        if (line := _starts_ranks_at(script, flags)) is not None:
+            screen.say(_STARTS_RANKS.format(script=script, line=line))
         try:
             result = supervise(order, screen, signals)
         except RollbackError as error:
@@ -255,6 +258,23 @@ def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
                 f"there is no training script {script!r}",
                 hint="flags come before the script: rollback launch [FLAGS] train.py [ARGUMENTS OF train.py]",
             )
+
+
+_STARTS_RANKS = (
+    "notice: {script}, line {line}, starts processes by torch.multiprocessing.spawn. As ranks they wait for each other "
+    "in vain, under torchrun too: --nproc N starts the ranks, and each calls the function itself, as in "
+    'main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])), with MASTER_ADDR and MASTER_PORT as they are'
+)
+
+
+def _starts_ranks_at(script: str, flags: Mapping[str, str | bool]) -> int | None:
+    """The line in which a Python script starts ranks by itself."""
+    if flags.get("module") or flags.get("no-python"):
+        return None
+    try:
+        return line_of_spawn(Path(script).read_bytes())
+    except OSError:
+        return None  # a folder or an archive, or its rank will say what is wrong with it
 
 
 def default_run(script: str, flags: Mapping[str, str | bool]) -> Path:

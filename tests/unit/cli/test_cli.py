@@ -254,6 +254,17 @@ class TestLaunchFlags:
         run(monkeypatch, "launch", "--grace=3", "--hang-after=9", "--max-restarts=3", "--no-preload", "train.py")
         assert [order.expects_guard for order in orders] == [True, False]
 
+    @pytest.mark.parametrize(("words", "said"), [(["train.py"], True), (["--no-python", "./train.py"], False)])
+    def test_a_script_that_starts_its_ranks_by_itself_is_told_what_comes_of_that(
+        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+        words: list[str], said: bool,
+    ) -> None:  # fmt: skip
+        Path("train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
+        Path("train.py").chmod(0o700)
+        assert run(monkeypatch, "launch", *words) == ExitCode.DONE
+        assert ("train.py, line 2, starts processes by torch.multiprocessing.spawn" in capfd.readouterr().err) is said
+        assert len(orders) == 1
+
     def test_torchruns_restarts_become_the_budget(
         self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -1,0 +1,34 @@
+"""Whether a script is seen to start its ranks by itself."""
+
+import pytest
+
+from rollback.source.own_ranks import line_of_spawn
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.multiprocessing as mp\nmp.spawn(main, nprocs=2)",
+        "import torch.multiprocessing\ntorch.multiprocessing.start_processes(main, nprocs=2)",
+        "from torch import multiprocessing\nmultiprocessing.spawn(main, nprocs=2)",
+        "from torch.multiprocessing import spawn as begin\nbegin(main, nprocs=2)",
+        "from torch.multiprocessing.spawn import spawn\nspawn(main, nprocs=2)",
+    ],
+)
+def test_whatever_the_name_of_spawn_it_is_found(source: str) -> None:
+    assert line_of_spawn(source.encode()) == 2
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import multiprocessing as mp\nmp.spawn(main)",
+        "import torch.multiprocessing as mp\nmp.set_start_method('spawn')\nmp.Process(target=main).start()",
+        "from .torch.multiprocessing import spawn\nspawn(main)",
+        "spawn(main)",
+        "this is no Python",
+        "\0",
+    ],
+)
+def test_nothing_else_is_taken_for_it(source: str) -> None:
+    assert line_of_spawn(source.encode()) is None
