@@ -59,7 +59,8 @@ def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> R
             f"--replicas {order.replicas}: the copy is kept by another host, and this job has one node",
             hint="leave it out, or say with --nnodes how many there are",
         )
-    store = reach(order.settings.ring, writing=place is None)
+    with _until_told(signals, f"{order.settings.ring} was looked at"):
+        store = reach(order.settings.ring, writing=place is None)
     with _private_directory() as private:
         claim: Claim | None = None
         environment = dict(os.environ)
@@ -80,6 +81,18 @@ def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> R
                 return launch.take_part(place)
             assert claim is not None
             return launch.lead(claim)
+
+
+@contextmanager
+def _until_told(signals: StopSignals, doing: str) -> Iterator[None]:
+    """For what waits for a URL: a checkpoint may take hours, and a store that does not answer the whole patience."""
+    try:
+        with signals.breaking_off():
+            yield
+    except KeyboardInterrupt:
+        raise RollbackError(
+            f"told to stop while {doing}", hint="the same command goes on", exit_code=ExitCode.RESUMABLE
+        ) from None
 
 
 @contextmanager
@@ -186,16 +199,10 @@ class HostLaunch:
         """Bring the newest state from the ring's URL. Returns what was brought."""
         if self.store is None:
             return ()
-        try:
-            with self.signals.breaking_off():  # a checkpoint may take hours
-                if self.place is not None:  # of many nodes, the one that leads asks whether it may write
-                    self.store.probe()
-                return fetch(self.store, self.order.paths, self.say)
-        except KeyboardInterrupt:
-            raise RollbackError(
-                f"told to stop while the newest state was fetched from {self.store.url}",
-                hint="the same command goes on", exit_code=ExitCode.RESUMABLE,
-            ) from None  # fmt: skip
+        with _until_told(self.signals, f"the newest state was fetched from {self.store.url}"):
+            if self.place is not None:  # of many nodes, the one that leads asks whether it may write
+                self.store.probe()
+            return fetch(self.store, self.order.paths, self.say)
 
     @contextmanager
     def _all_nodes(self, meeting: Meeting | None, ledger: SupervisorJournal) -> Iterator[Nodes]:

@@ -159,6 +159,7 @@ class Guard(ScriptSide):
                 return self._pass_rehearsal.begin()
             self._passes.note_end()
             raise StopIteration
+        self._step_in_progress.updates.require_scale()
         self._act(Attend() if self._requests.starting else self._end_step())
         while not self._passes.interrupted:
             if self._end.is_due:

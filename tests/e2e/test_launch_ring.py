@@ -132,6 +132,23 @@ def test_a_stop_signal_ends_a_launch_that_still_fetches(
         assert (status, "fetching the record of run" in output) == (ExitCode.DONE, True), output
 
 
+def test_a_stop_signal_ends_a_launch_whose_url_does_not_answer_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        serving_s3(monkeypatch, "bucket") as server,
+        launching(tmp_path, with_torchrun=False, script=TINY) as launch,
+    ):
+        server.refuses = lambda request: True
+        process = launch.start("", "--ring", "s3://bucket/run")
+        wait_for(lambda: server.refused)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == ExitCode.RESUMABLE, output
+        assert "told to stop while s3://bucket/run was looked at" in output
+        assert not launch.run.exists()
+
+
 def test_a_ring_that_cannot_be_used_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
     with launching(tmp_path, with_torchrun=False, script=TINY) as launch:
         for url, status, words in (

@@ -32,12 +32,12 @@ def watch_exits(listener: Callable[[SystemExit], object]) -> None:
 
 def _watched(original: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(original)
-    def watched(code: Any = None, /) -> object:
-        listener = _listeners.get(os.getpid())
+    def watched(*given: Any, **named: Any) -> object:
+        listener, (code, *_) = _listeners.get(os.getpid()), (*given, *named.values(), None)  # exit(code=1) is said, too
         is_error = not (code is None or (isinstance(code, int) and code == 0))
         if is_error and listener is not None and threading.current_thread() is threading.main_thread():
             listener(SystemExit(code).with_traceback(_calls_so_far()))
-        return original(code)
+        return original(*given, **named)
 
     return watched
 

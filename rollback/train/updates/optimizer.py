@@ -55,11 +55,7 @@ class Updates:
         return self.gradients.total if self.gradients is not None and self.happened else None
 
     def end_step(self, batches: int) -> Habit:
-        """What was noticed of the update. batches: its number of batches. Call it once for each update.
-
-        Raises UsageError where the gradient scaler is not done with it.
-        """
-        self._require_scale()
+        """What was noticed of the update. batches: its number of batches. Call it once for each update."""
         if self._layers is not None:
             self._layers.look(self.gradients)
         return self._habits.end_step(batches)
@@ -105,10 +101,10 @@ class Updates:
     def _before_scale(self, *_: Any, **__: Any) -> None:
         self._scale_is_due = False
 
-    def _require_scale(self) -> None:
-        """Raise UsageError where the gradient scaler was not told that its update is over. What it has found in the
-        gradients is in no checkpoint: a resumed script would end with an assertion of torch, and one that is sent back
-        would change the scale by what an undone update had found."""
+    def require_scale(self) -> None:
+        """Raise UsageError where the gradient scaler was not told that its update is over, and the script goes on. What
+        it has found in the gradients is in no checkpoint: a resumed script would end with an assertion of torch, and
+        one that is sent back would change the scale by what an undone update had found."""
         if self._scale_is_due and self._sensed.scale is not None:
             raise UsageError(
                 "scaler.step(optimizer) was not followed by scaler.update() when the loop took its next batch: no "

@@ -1,9 +1,10 @@
 """`enumerate(loader)` and `islice(loader, n)` of a script: what they give in a run that never resumed or went back."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, SupportsIndex
 
 from rollback.errors import RollbackError
 from rollback.train.guard import Guard
@@ -61,8 +62,8 @@ class Enumeration:
 def limit(handed: HandedOut, function: Callable[..., Any], *given: Any, **others: Any) -> Any:
     """In place of `function(...)`, of which the source says that it gives a training loop so many batches."""
     match given:
-        case [items, int(count)] if function is islice and count >= 0:
-            return (item for _, item in _limited(handed, items, range(count)))
+        case [items, SupportsIndex() as count] if function is islice and operator.index(count) >= 0:  # NumPy's, too
+            return (item for _, item in _limited(handed, items, range(operator.index(count))))
         case [range() as numbers, items] if function is zip:
             return _limited(handed, items, numbers)
     return function(*given, **others)

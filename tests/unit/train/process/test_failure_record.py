@@ -143,7 +143,7 @@ def leaves(
     return [*read_failures(RunPaths(tmp_path / "run").failures(1)).values()]
 
 
-@pytest.mark.parametrize("leave", [lambda: sys.exit(1), lambda: sys.exit("the loss is nan"), lambda: exit(3)])
+@pytest.mark.parametrize("leave", [lambda: sys.exit(1), lambda: sys.exit("the loss is nan"), lambda: exit(code=3)])
 def test_an_exit_with_an_error_in_the_loop_s_body_is_recorded_as_an_exception_is(
     tmp_path: Path, leave: Callable[[], object]
 ) -> None:

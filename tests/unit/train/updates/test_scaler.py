@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import rollback
 from rollback.errors import UsageError
-from rollback.facts.training import Fact, Incident, PhaseAnnounced, ScalerSkipped
+from rollback.facts.training import Fact, Finished, Incident, PhaseAnnounced, ScalerSkipped, ScriptLeft
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.updates.scaler import DROPPED, WINDOW, ScaleWatch
@@ -116,6 +116,28 @@ def test_a_script_that_updates_its_scaler_at_the_top_of_the_body_is_told_so_at_o
     scaler.step(optimizer)
     with pytest.raises(UsageError, match=r"was not followed by scaler\.update"):
         next(guard)
+
+
+@pytest.mark.parametrize("by_epochs", [False, True])
+def test_a_script_that_ends_before_the_last_update_of_its_scaler_is_done(tmp_path: Path, by_epochs: bool) -> None:
+    """Nothing comes behind it that would need what the scaler has found."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=DataLoader(torch.randn(8, 4), 2), scaler=scaler, run=tmp_path / "run"
+    )
+    for _ in guard.epochs(1) if by_epochs else range(1):
+        for x in guard:
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            if guard.batch == 2:
+                break
+            scaler.update()
+            optimizer.zero_grad()
+    guard.close()
+    (end,) = (fact for fact in facts_of(tmp_path / "run") if isinstance(fact, Finished | ScriptLeft))
+    assert end.step == 3
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])  # noqa: S301

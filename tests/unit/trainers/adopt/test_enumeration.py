@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
+import numpy as np
 import pytest
 
 from rollback.errors import RollbackError
@@ -74,6 +75,7 @@ def test_what_is_no_batch_of_the_guard_is_counted_as_it_comes() -> None:
     assert [*Enumeration(handed, "ab")] == [(0, "a"), (1, "b")]
 
 
+@pytest.mark.parametrize("count", [3, np.int64(3)])
 @pytest.mark.parametrize(
     ("places", "taken"),
     [
@@ -85,13 +87,13 @@ def test_what_is_no_batch_of_the_guard_is_counted_as_it_comes() -> None:
     ids=["one pass", "a rollback", "a resume", "the last one is skipped"],
 )
 def test_a_limit_holds_for_places_in_the_epoch_and_not_for_what_was_handed_out(
-    places: list[list[int]], taken: list[int]
+    places: list[list[int]], taken: list[int], count: SupportsIndex
 ) -> None:
     limited, numbered = HandedOut(), HandedOut()
     empty = iter(passes(limited, *places[:-1])), iter(passes(numbered, *places[:-1]))
     assert [[*batches] for batches in empty] == [[], []]
     batches = passes(limited, places[-1])
-    assert [*limit(limited, islice, batches, 3)] == taken
+    assert [*limit(limited, islice, batches, count)] == taken
     assert [*batches] == places[-1][len(taken) + (taken == [0]) :]  # none is drawn behind the last one
     pairs = limit(numbered, zip, range(5, 8), passes(numbered, places[-1]), strict=False)
     assert [*pairs] == [(5 + place % LENGTH, place) for place in taken]
