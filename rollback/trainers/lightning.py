@@ -23,10 +23,10 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.errors import UsageError
+from rollback.train.data.first_batches import first_batches
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.first_batches import first_batches
 from rollback.trainers.lightning_limits import require_known, require_known_module
 from rollback.trainers.lightning_state import FitState
 from rollback.trainers.refusals import require_first_training, require_unprotected

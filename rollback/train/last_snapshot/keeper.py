@@ -49,7 +49,7 @@ class Keeper:
         self._read = met.device.read if met.device is not None else as_it_is
         self._tier = snapshots.memory.slots_of_host.paths
         self._reason = reason
-        self._began = time.monotonic()
+        self._began = 0.0
         self._gone: tuple[int, ...] = ()
 
     def keep(self) -> None:
@@ -62,6 +62,7 @@ class Keeper:
     def _keep_or_tell_why_not(self) -> None:
         known = next((why for why, words in REASONS.items() if words == self._reason), b"!")
         self._peers.ring(known)
+        self._began = time.monotonic()
         self._gone = tuple(self._peers.lost(known == b"!"))
         reason = in_words(self._gone) if self._gone else self._reason  # then what this rank has met follows from it
         account = LastAccount(attempt=self._run.attempt, rank=self._run.ranks.rank, reason=reason)

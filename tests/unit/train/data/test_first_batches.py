@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from rollback.trainers.first_batches import first_batches
+from rollback.train.data.first_batches import first_batches
 
 
 @pytest.mark.parametrize("batch_size", [3, None])
