@@ -7,7 +7,7 @@ from rollback.rundir.failure_class import in_order_of_blame, merely_noticed
 from rollback.rundir.failures import read_failures
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.hang import GONE, HangLimits, HangWatch, suspect
-from rollback.supervisor.nodes.lead import Nodes
+from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.torchrun.host import Running
 
 _EVERY = 1.0

@@ -34,9 +34,10 @@ from rollback.supervisor.complete import nothing_left
 from rollback.supervisor.draining import reach
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
-from rollback.supervisor.nodes.lead import Leader, Nodes
+from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting, find_meeting
 from rollback.supervisor.nodes.membership import NodePlace, command_of, membership, place_among_nodes
+from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.host import Host

@@ -50,7 +50,7 @@ def test_a_node_whose_ranks_die_twice_is_replaced_by_the_spare_and_everybody_is_
         assert (replaced.node, replaced.by, replaced.rank, replaced.why) == ("node-1", "node-2", 1, "failing")
         told = "node-1 fails again and again: node-2 takes its place (node rank 1)"
         assert f"rollback: {told}" in nodes.output()
-        assert read_account(nodes.run, 2).nodes == [told]
+        assert read_account(nodes.run, 2).nodes == [told], nodes.output()
         assert compile_ledger(read_material(nodes.run)).attempts[1].nodes == [told]
         assert read_status(nodes.run).spare_nodes == "node-1"
 

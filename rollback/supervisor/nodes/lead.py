@@ -15,6 +15,7 @@ from rollback.supervisor.diagnosis.outcome import KeptOnHost, Left, merged_kept
 from rollback.supervisor.nodes.copies import Copies
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting
 from rollback.supervisor.nodes.membership import Namesakes, NodePlace, Unlike, differences
+from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
     NodeReport,
@@ -26,100 +27,17 @@ from rollback.supervisor.nodes.protocol import (
     ready,
 )
 from rollback.supervisor.nodes.record_files import keep_files
-from rollback.supervisor.nodes.seats import FAILURES, failures_of_nodes, rank_by_name, replacements, seats
+from rollback.supervisor.nodes.seats import FAILURES, awaited, failures_of_nodes, rank_by_name, replacements, seats
 from rollback.supervisor.torchrun.command import NodeGroup
 
 _POLL = 0.1
 _SAY_AFTER = 10.0  # seconds of waiting for other nodes after which the user is told
 _STACKS = 15.0  # seconds that followers have for the stacks of their ranks
 _FAREWELL = 15.0  # seconds that followers have to read how the run ended
-# Seconds that a new leader waits for a node with a seat before a spare gets it. At an endpoint a try to meet takes ten.
+# Seconds that a new leader waits for a node with a seat before a spare gets it, and that a spare has to come in for a
+# node that fails. At an endpoint a try to meet takes ten.
 _RETURN, _RETURN_APART = 5.0, 15.0
 _ENDS = 120.0  # that it has to end its ranks before a spare gets its seat: torchrun and a last snapshot take 30 each
-
-
-class Nodes:
-    """The nodes of a job, for the supervisor that decides. This class is for a job on one node.
-
-    Calls do not wait unless they say so.
-    """
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the nodes in the attempt; empty for a job on one node."""
-        return ()
-
-    @property
-    def group(self) -> NodeGroup | None:
-        """How torchrun on this node takes part in the attempt; None: as its flags say."""
-        return None
-
-    @property
-    def transport(self) -> Transport | None:
-        """Reaches the other hosts where each has a run directory of its own."""
-        return None
-
-    def attached(self) -> None:
-        """Tell all nodes that the ranks have attached, so that there is a record."""
-
-    def resume(self, nodes: Sequence[str]) -> None:
-        """Tell which nodes took part in the last attempt on record. Call it before the first `gather`."""
-
-    def failed(self, rank: int | None, *, progressed: bool) -> None:
-        """Tell with which rank the last attempt failed, and whether it had got further than all before it."""
-
-    def wait_for_more(self) -> bool:
-        """The job does not fit so few nodes: begin the next attempt with more. False: there can be no more."""
-        return False
-
-    def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
-        """Wait until every node is ready for this attempt, and let them start. False: `interrupted` came true.
-
-        Raises NodesMissing where a known node does not come back, RunDirectoryError where nodes never came.
-        """
-        return True
-
-    def move(self, own: int | None) -> LeadersMove:
-        """What the leader does now. own: the status of this node's torchrun."""
-        return "wait" if own is None else "settled"
-
-    def stop(self) -> None:
-        """Make all ranks stop and save."""
-
-    def states(self) -> dict[int, str]:
-        """The ranks on other nodes that are stopped, in an uninterruptible call or gone: as `Running.look`."""
-        return {}
-
-    def beats(self) -> dict[int, Heartbeat]:
-        """The last heartbeats of the ranks on other nodes."""
-        return {}
-
-    def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Make the ranks of all nodes write their stacks. Returns the ranks that did. Waits some seconds.
-
-        own: takes the stacks on this node; may raise OSError.
-        """
-        return own()
-
-    def signals(self) -> list[tuple[str, str]]:
-        """Stop signals of other nodes since the last call: node and signal."""
-        return []
-
-    @property
-    def insistent(self) -> bool:
-        """Whether another node was told to stop twice."""
-        return False
-
-    def left(self, own: Left) -> Left:
-        """What the attempt left on all nodes, once it is over everywhere."""
-        return own
-
-    def kept(self, own: KeptOnHost | None, attempt: int) -> KeptOnHost | None:
-        """What the ranks of all nodes that have gathered kept at the end of an attempt. own: those of this node."""
-        return own
-
-    def farewell(self, verdict: RunResult) -> None:
-        """Tell all nodes how the run ended, and wait until they have read it."""
 
 
 class Leader(Nodes):
@@ -214,19 +132,27 @@ class Leader(Nodes):
         return True
 
     def _awaited(self, there: Mapping[str, NodeReport], waited: float) -> list[str]:
-        """The nodes that have a seat and will be ready soon, so that no spare may have it yet."""
+        """The nodes that will be ready soon, and without which a seat would get another node than it should."""
         if not self._place.spares or waited > _ENDS:
             return []
-        here = {report.node for report in there.values()} | {self._place.name}
-        patience = _RETURN_APART if self._meeting.apart else _RETURN
-        coming = {report.node for report in self._fit()} | (set() if waited > patience else {*self._seats} - self._ever)
-        return [node for node in self._seats if node in coming and node not in here]
+        late = waited > (_RETURN_APART if self._meeting.apart else _RETURN)
+        fit = {report.node for report in self._fit()}
+        return awaited(
+            self._seats,
+            {report.node for report in there.values()} | {self._place.name},
+            fit if late else fit | ({*self._seats} - self._ever),
+            spares=() if late else fit,
+            failing=self._failing(),
+        )
+
+    def _failing(self) -> set[str]:
+        return {report.node for launch, report in self._reports.items() if self._failures.get(launch, 0) >= FAILURES}
 
     def _seat(self, there: Mapping[str, NodeReport]) -> None:
         """Give the nodes of the attempt their ranks, and order them to start. What is new is journalled first."""
         before, own = self._seats, self._place
         launches = {report.node: launch for launch, report in there.items()} | {own.name: own.launch}
-        failing = {report.node for launch, report in there.items() if self._failures.get(launch, 0) >= FAILURES}
+        failing = self._failing()
         apart = self._meeting.apart
         self._seats = seats(before, own.name, launches, own.most, failing=failing, leader_first=apart)
         self._members = {launches[node]: node for node in self._seats if node != own.name}
@@ -375,7 +301,7 @@ class Leader(Nodes):
 
     def _who_is_missing(self, there: dict[str, NodeReport], awaited: Sequence[str]) -> str:
         if awaited:
-            return f"waiting for {', '.join(awaited)}, where the last attempt has not ended yet"
+            return f"waiting for {', '.join(awaited)}, still getting ready for this attempt"
         names = ", ".join([self._place.name, *sorted(report.node for report in there.values())])
         return (
             f"waiting for {self._place.most - 1 - len(there)} of {self._place.most} nodes (here: {names}); "

@@ -9,6 +9,7 @@ ranks have in memory is of use to the ranks of that seat only. Whoever is left o
 | is lost | yes | the spare gets its seat at once |
 | has not come yet, since the leader is new | yes | it is waited for a moment, then as above |
 | has failed twice without progress in between | yes | the spare gets its seat; it waits, and is taken last |
+| has failed twice without progress in between | no, but soon | the spare is waited for a moment, then as without |
 | any of these | no | as without spares: the nodes that are there go on if they are enough, or wait |
 """
 
@@ -57,6 +58,26 @@ def replacements(before: Sequence[str], after: Sequence[str]) -> list[tuple[str,
     rest = iter([node for node in new if node not in by_seat.values()])
     pairs = [(node, by_seat[node] if by_seat.get(node) in new else next(rest, "")) for node in out]
     return [(node, other) for node, other in pairs if other]
+
+
+def awaited(
+    before: Sequence[str],
+    ready: Collection[str],
+    coming: Collection[str],
+    *,
+    spares: Iterable[str],
+    failing: Collection[str],
+) -> list[str]:
+    """The nodes to wait for though enough are ready: without them a seat would get another node than it should.
+
+    before: the seats of the last attempt. ready: the leader too. coming: with a seat, and not known to be lost. spares:
+    which are ready or will be in a moment.
+    """
+    able = [node for node in spares if node not in before and node not in failing]
+    able.sort(key=lambda node: (node not in ready, rank_by_name(node)))
+    replaced = [node for node in before if node in failing][: len(able)]
+    wanted = [node for node in before if node in coming and node not in replaced] + able[: len(replaced)]
+    return [node for node in wanted if node not in ready]
 
 
 def failures_of_nodes(before: Mapping[str, int], node: str | None, *, progressed: bool) -> dict[str, int]:

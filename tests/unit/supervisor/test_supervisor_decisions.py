@@ -36,7 +36,7 @@ from rollback.supervisor.complete import change_in_words
 from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure, Refusal, ending
 from rollback.supervisor.journal import SupervisorJournal
-from rollback.supervisor.nodes.lead import Nodes
+from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, rank_environment, torchrun_command
 

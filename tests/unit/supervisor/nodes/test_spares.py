@@ -21,7 +21,7 @@ from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, own_address, place_among_nodes
 from rollback.supervisor.nodes.protocol import NodeReport
-from rollback.supervisor.nodes.seats import failures_of_nodes, replacements, seats
+from rollback.supervisor.nodes.seats import awaited, failures_of_nodes, replacements, seats
 from rollback.train.data.cursor.description import description_of
 
 NODES = st.lists(st.sampled_from([f"node-{number}" for number in range(12)]), unique=True)
@@ -73,6 +73,17 @@ def test_only_failures_in_a_row_count_against_a_node() -> None:
     ):
         counts = failures_of_nodes(counts, node, progressed=progressed)
         assert counts == expected
+
+
+def test_a_node_that_fails_is_not_waited_for_where_a_spare_is_but_the_spare_is() -> None:
+    before = ("a", "b", "c")
+    everybody = {"a", "b", "c", "d", "e"}
+    assert awaited(before, {"a", "b", "c"}, everybody, spares=everybody, failing={"b"}) == ["d"]
+    assert awaited(before, {"a", "c", "e"}, everybody, spares=everybody, failing={"b"}) == []
+    assert awaited(before, {"a", "b", "c"}, everybody, spares=everybody, failing={"b", "c", "d"}) == ["e"]
+    assert awaited(before, {"a", "d", "e"}, everybody, spares=everybody, failing={"b"}) == ["c"]
+    assert awaited(before, {"a", "c"}, {"a", "b", "c"}, spares=(), failing={"b"}) == ["b"]
+    assert awaited(before, {"a", "d", "e"}, {"a", "b"}, spares=everybody, failing=()) == ["b"]
 
 
 COMMAND = {"script": "1", "arguments": "2", "torch": "2.13"}
@@ -155,7 +166,7 @@ def test_a_node_that_is_only_slow_to_end_its_ranks_keeps_its_seat(crew: Crew, mo
         crew.tell(rank, 2)
     monkeypatch.setattr(lead, "_SAY_AFTER", 0.1)
     assert crew.gather(2, limit=1.0) is None, "the spare is ready, and it must not have the seat of who is not"
-    assert crew.said[-1] == "waiting for node-1, where the last attempt has not ended yet"
+    assert crew.said[-1] == "waiting for node-1, still getting ready for this attempt"
     assert crew.replaced == []
     monkeypatch.setattr(lead, "_ENDS", 0.2)
     assert crew.gather(2) == ("node-0", "node-3", "node-2"), "its ranks do not end at all"
@@ -176,7 +187,7 @@ def test_two_supervisors_of_one_name_are_told_once_and_one_that_is_started_again
     assert "--node-rank" in told
 
 
-def test_a_node_whose_ranks_fail_twice_without_progress_is_replaced(crew: Crew) -> None:
+def fail_twice(crew: Crew) -> None:
     for attempt in (1, 2):
         for rank in (1, 2, 3):
             crew.tell(rank, attempt)
@@ -186,11 +197,28 @@ def test_a_node_whose_ranks_fail_twice_without_progress_is_replaced(crew: Crew) 
         crew.tell(1, attempt, state="ended", left=left)
         crew.leader.move(1)
         crew.leader.failed(1, progressed=attempt == 1)
-    for rank in (1, 2, 3):
+
+
+def test_a_node_whose_ranks_fail_twice_without_progress_is_replaced(crew: Crew) -> None:
+    fail_twice(crew)
+    for rank in (1, 2):
         crew.tell(rank, 3)
+    assert crew.gather(3, limit=0.5) is None, "the spare reports, and is ready a moment later than the node that fails"
+    crew.tell(3, 3)
     assert crew.gather(3) == ("node-0", "node-3", "node-2")
     assert crew.replaced == [("node-1", "node-3", 1, "failing")]
     assert crew.waiting.nodes == ("node-1",)
+
+
+def test_a_node_that_fails_trains_again_where_its_spare_does_not_get_ready(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lead, "_RETURN", 0.5)
+    fail_twice(crew)
+    for rank in (1, 2):
+        crew.tell(rank, 3)
+    assert crew.gather(3) == ("node-0", "node-1", "node-2")
+    assert crew.replaced == []
 
 
 def test_a_spare_that_dies_is_told_and_more_spares_than_asked_for_wait(crew: Crew) -> None:
