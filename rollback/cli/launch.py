@@ -261,9 +261,10 @@ def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
 
 
 _STARTS_RANKS = (
-    "notice: {script}, line {line}, starts processes by torch.multiprocessing.spawn. As ranks they wait for each other "
-    "in vain, under torchrun too: --nproc N starts the ranks, and each calls the function itself, as in "
-    'main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])), with MASTER_ADDR and MASTER_PORT as they are'
+    "notice: {script}, line {line}, starts processes by torch.multiprocessing.spawn. Where a rank comes to that line, "
+    "they wait for each other in vain, under torchrun too: --nproc N starts the ranks, and each calls the function "
+    'itself, as in main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])), with MASTER_ADDR and MASTER_PORT as '
+    "they are"
 )
 
 
