@@ -3,7 +3,7 @@
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollback.config import Settings
@@ -107,7 +107,7 @@ class Attempts:
             if not self._gather(attempt):
                 return self._end(ExitCode.RESUMABLE, "told to stop while nodes were waited for")
             if attempt == earlier + 1:
-                self._tell_what_was_kept(earlier, past.supervisor)
+                self._tell_what_was_kept(earlier, past)
             evidence, first = self._attempt(attempt)
             end, output = ending(evidence), self._host.output
             if end != "failed" or first is None or first.rank == output.held_of:
@@ -160,13 +160,14 @@ class Attempts:
         self._hear_signals()
         return False
 
-    def _tell_what_was_kept(self, attempt: int, record: Sequence[facts.JournalEntry]) -> None:
+    def _tell_what_was_kept(self, attempt: int, past: EarlierAttempts) -> None:
         """Journal what the ranks of the last attempt have kept, where their supervisor was gone before they were."""
-        told = (entry.fact for entry in record if entry.attempt == attempt)
+        told = (entry.fact for entry in past.supervisor if entry.attempt == attempt)
         if any(isinstance(fact, facts.AttemptEnded | facts.LastSnapshotMade) for fact in told):
             return
         if (kept := self._nodes.kept(kept_on_host(self._paths, attempt), attempt)) is not None:
-            self._ledger.note(last := kept.as_fact(newest_there(self._paths)))
+            newest, reached = newest_there(self._paths, past.train.history), furthest_step(self._paths, None, attempt)
+            self._ledger.note(last := kept.as_fact(newest, reached))
             self._say(last.in_words())
 
     def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
@@ -186,7 +187,7 @@ class Attempts:
         first = first_cause(evidence, rank_ends(self._paths, attempt, left))
         record = first.record if first else None
         if left.kept is not None:
-            self._ledger.note(last := left.kept.as_fact(evidence.kept))
+            self._ledger.note(last := left.kept.as_fact(evidence.kept, evidence.step))
             self._say(last.in_words())
         self._ledger.note(
             facts.AttemptEnded(

@@ -22,11 +22,12 @@ from rollback.facts.training import (
     Attached,
     AttemptEnded,
     Committed,
+    Evicted,
     Incident,
     LastSnapshotMade,
     NoLastSnapshot,
 )
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import CheckpointName, RunPaths
 
 LIMIT = 200.0
 # Random states of three libraries, a buffer that moves in every forward, a scheduler; 30 steps.
@@ -191,6 +192,19 @@ def test_a_rank_that_dies_in_an_evaluation_between_two_epochs_costs_no_step(
     launched.finish()
     assert launched.resumed_at == [2 * EPOCH], launched.outcomes
     launched.require(undisturbed_epochs)
+
+
+def test_what_is_lost_is_said_where_the_newest_checkpoint_is_of_an_epoch_s_end_and_none_to_go_on_from(
+    tmp_path: Path,
+) -> None:
+    """It is kept for the case that training was over there; the run goes on from the one before it."""
+    launched = Launched(tmp_path, EPOCHS.but(loop="epochs"), evaluates=[1, 2, 0.5])
+    launched.finish()
+    (resumed,), (outcome,) = launched.resumed_at, launched.outcomes
+    assert outcome.checkpoint is None
+    assert outcome.steps_lost == 2 * EPOCH - resumed > 0
+    left = [fact for fact in facts(launched.run, Evicted) if fact.reason == "beyond where the run goes on"]
+    assert [(fact.tier, CheckpointName(fact.checkpoint).step) for fact in left] == [("fast", 2 * EPOCH)]
 
 
 @pytest.mark.soak

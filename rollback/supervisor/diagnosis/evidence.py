@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollback.checkpoints import tiers
+from rollback.checkpoints.resume import is_provisional
 from rollback.facts.history import History, fold, furthest_of
 from rollback.facts.training import (
     Attached,
@@ -129,7 +130,7 @@ def gather(
         finished=finished,
         final_state_lost=lost,
         save_failed=_last(records, LastSaveFailed),
-        kept=newest_there(paths),
+        kept=newest_there(paths, journal.history),
         failures=left.failures,
         oom_killed=left.oom_kills > 0,
         lost_nodes=left.lost_nodes,
@@ -140,8 +141,8 @@ def gather(
     )
 
 
-def newest_there(paths: RunPaths) -> int | None:
-    """The step of the newest checkpoint, here or in the durable ring; None: there is none.
+def newest_there(paths: RunPaths, history: History) -> int | None:
+    """The step of the newest checkpoint from which the run may go on, here or in the durable ring; None: there is none.
 
     Where the ring cannot be looked into, it is that of the newest one in memory, or that was seen to reach the ring.
     """
@@ -150,6 +151,7 @@ def newest_there(paths: RunPaths) -> int | None:
     except OSError:
         here = tiers.in_slots(paths)
     names = {place.name for place in here} | drained(read_journal(paths.supervisor_journal).records)
+    names -= {place.name for place in here if is_provisional(history, place.manifest)}
     return max((CheckpointName(name).step for name in names), default=None)
 
 

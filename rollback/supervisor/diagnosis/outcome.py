@@ -102,9 +102,11 @@ class KeptOnHost(BaseModel, frozen=True):
     furthest: int | None
     """The furthest step that a rank has come to the end of."""
 
-    def as_fact(self, kept: int | None) -> LastSnapshotMade:
-        """kept: the step of the newest checkpoint."""
-        lost = max(0, self.furthest - kept) if self.furthest is not None and kept is not None else None
+    def as_fact(self, kept: int | None, reached: int | None) -> LastSnapshotMade:
+        """kept: the step of the newest checkpoint. reached: the furthest step of the attempt by its other traces; its
+        end is not marked where an epoch ends with it."""
+        furthest = max((step for step in (self.furthest, reached) if step is not None), default=None)
+        lost = max(0, furthest - kept) if furthest is not None and kept is not None else None
         return LastSnapshotMade(steps_lost=lost, **self.model_dump(exclude={"attempt", "furthest"}))
 
 

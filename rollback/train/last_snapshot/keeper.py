@@ -181,7 +181,10 @@ class Keeper:
             if found:
                 return found
             if newest is not None and not ends:
-                why = f"this rank was in its update behind step {newest.end.step}, or had not ended that step"
+                why = (
+                    f"this rank was in its update behind step {newest.end.step}, had not ended that step, or stood at "
+                    "an epoch's end, where no run goes on unless the script says that it may"
+                )
             if over:
                 raise NotProved(why)
             time.sleep(POLL)

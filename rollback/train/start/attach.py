@@ -243,8 +243,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
         if manifest == chosen or not is_provisional(history, manifest)
     ]  # fmt: skip
     if ranks.first:
-        cut_off = [m.name for m in sound if m not in held and m.name in found.in_ring]
-        evict_what_was_cut_off(paths, cut_off, record)
+        evict_what_was_cut_off(paths, [m.name for m in sound if m not in held], found.in_ring, record)
     seq = next_seq(
         history,
         [*damaged, *found.strays, *(m.name for m in found.at_url), *(manifest.name for manifest in found.manifests)],

@@ -246,13 +246,19 @@ def put_aside(
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
 
 
-def evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Recorder) -> None:
-    """Rank 0: evict what a plan discards, where a crash prevented it."""
+def evict_what_was_cut_off(paths: RunPaths, names: Sequence[str], in_ring: Collection[str], record: Recorder) -> None:
+    """Rank 0: evict what a plan discards, where a crash prevented it, and what was taken at the end of an epoch behind
+    which no attempt has come. in_ring: the checkpoints in the run directory; the others lie in memory alone, where
+    nobody counts on their slots."""
+    reason = "beyond where the run goes on"
     for name in names:
+        if name not in in_ring:
+            record.note(Evicted(checkpoint=name, reason=reason, tier="fast"))
+            continue
         try:
             evicted = ring.evict(paths, name)
         except OSError as error:
             say(f"evicting checkpoint {name} failed ({error}); it stays where it is and is not used")
             continue
         if evicted:
-            record.note(Evicted(checkpoint=name, reason="beyond where the run goes on"))
+            record.note(Evicted(checkpoint=name, reason=reason))

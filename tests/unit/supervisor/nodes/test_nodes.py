@@ -141,15 +141,15 @@ def test_what_the_hosts_made_of_the_last_snapshot_is_one_fact() -> None:
 
     whole = merged(left(0, None, 21), {"node-1": left(2, 21, None), "node-2": Left(status=0), "node-3": None}).kept
     assert whole is not None
-    assert whole.as_fact(21) == LastSnapshotMade(
+    assert whole.as_fact(21, None) == LastSnapshotMade(
         reason="rank 3 is gone", checkpoint="c", step=21, rank=2, seconds=0.5, steps_lost=0
     )
     none = merged(left(0, None, 19), {"node-1": left(2, None, 21)}).kept
     assert none is not None
-    assert none.as_fact(10).in_words() == (
+    assert none.as_fact(10, None).in_words() == (
         "the state of the last step could not be kept (rank 3 is gone): it was in its update; 11 steps are lost"
     )
-    assert none.as_fact(None).steps_lost is None
+    assert none.as_fact(None, None).steps_lost is None
     assert merged(Left(status=1), {"node-1": None}).kept is None
 
 

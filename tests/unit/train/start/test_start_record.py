@@ -396,7 +396,10 @@ def test_what_a_plan_has_cut_off_is_evicted_but_for_what_is_pinned_or_stuck(
     for seq in (1, 2, 3):
         write_checkpoint(paths, seq, 20 * seq)
     pins.pin(paths, C2)
-    evict_what_was_cut_off(paths, ["c000009-s00000099", C1, C2], record)
+    evict_what_was_cut_off(paths, ["c000009-s00000099", C1, C2, C0], ["c000009-s00000099", C1, C2], record)
     assert "evicting checkpoint c000009-s00000099 failed" in capsys.readouterr().err
     assert [*map(str, ring.names(paths))] == [C2, manifest_of(3, 60).name]
-    assert noted(paths) == [Evicted(checkpoint=C1, reason="beyond where the run goes on")]
+    cut_off = "beyond where the run goes on"
+    assert noted(paths) == [
+        Evicted(checkpoint=C1, reason=cut_off), Evicted(checkpoint=C0, reason=cut_off, tier="fast")
+    ]  # fmt: skip
