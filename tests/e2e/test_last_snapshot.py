@@ -198,7 +198,7 @@ def test_what_is_lost_is_said_where_the_newest_checkpoint_is_of_an_epoch_s_end_a
     tmp_path: Path,
 ) -> None:
     """It is kept for the case that training was over there; the run goes on from the one before it."""
-    launched = Launched(tmp_path, EPOCHS.but(loop="epochs"), evaluates=[1, 2, 0.5])
+    launched = Launched(tmp_path, EPOCHS.but(loop="epochs"), evaluates=[0, 2, 0.0])
     launched.finish()
     (resumed,), (outcome,) = launched.resumed_at, launched.outcomes
     assert outcome.checkpoint is None
