@@ -308,6 +308,7 @@ class Guard(ScriptSide):
         if not self._keep_end(by, left_over=self._step_in_progress.batches):
             return False
         self._passes.end(final=final)
+        self._step_in_progress.end_pass()
         if final:
             self._requests.stop.withdraw()  # nobody reads the flag any more: SIGTERM gets its old meaning
             self._end.note_finished()

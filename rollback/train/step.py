@@ -84,6 +84,10 @@ class StepInProgress:
             batch = change(batch)
         return batch
 
+    def end_pass(self) -> None:
+        """There is no further batch in this pass."""
+        self._prefetch.pass_ended()
+
     @property
     def batch(self) -> int:
         """Position of the batch in hand; of the next batch, if there is none. A probe batch has that of the batch in

@@ -1,4 +1,4 @@
-"""Finds a script that draws its next batch before the update of the present one.
+"""Finds a script that draws its next batch before the update of the present one, in an open update or behind the last.
 
 nanoGPT does so: forward, draw the next batch, backward, step. For the guard, the batches that it handed out before an
 update went into that update. With such a script it would count the wrong batches as trained, and a resumed run would be
@@ -15,6 +15,8 @@ leaves out a batch, or that draws all batches of an update first:
 | forward, hand out, backward (no forward between) | nanoGPT's loop                       | yes    |
 | forward, backward, hand out, step, twice running | drawn between backward and step      | yes    |
 | hand out, step (in its closure: forward, backward) | a step that is given a closure       | no     |
+
+`HeldBack` has another table, for scripts whose batches are late by a whole update.
 """
 
 from typing import Any
@@ -24,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rollback.errors import UsageError
+from rollback.train.data.held_back import HeldBack
 from rollback.train.updates.backward import BackwardWatch, is_compiled
 from rollback.train.updates.closures import before_update
 from rollback.train.updates.hooks import weak_hook
@@ -47,6 +50,7 @@ class PrefetchWatch:
         self._between = 0
         """Updates in a row with an unused batch that was handed out before their step."""
         self._ahead = False
+        self._held_back = HeldBack()
         self._hooks: list[Any] = []
         if telltale is not None and not is_compiled(model):
             self._hooks = [
@@ -64,17 +68,31 @@ class PrefetchWatch:
                 hint="ask the guard for the next batch after optimizer.step(). To have data read meanwhile, use a "
                 "DataLoader with num_workers and pin_memory",
             )
+        if (by := self._held_back.by) is not None:
+            raise UsageError(
+                f"{by} takes a batch before it gives the script the one before, or leaves out the first ones: the "
+                "guard could not tell which batch an update was made of, and a run that resumes would lack one",
+                hint="iterate the guard's batches one by one, with nothing that holds them in between. To have data "
+                "read meanwhile, use a DataLoader with num_workers and pin_memory",
+            )
+        if self._hooks:
+            self._held_back.handed_out()
         self._suspect = self._forward
         self._idle = True
-        if self._updates >= _WATCHED:
+        if self._updates >= _WATCHED and not self._held_back.suspected:
             self._suspect = self._forward = False
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
 
+    def pass_ended(self) -> None:
+        """There is no further batch in this pass."""
+        self._held_back.pass_ended()
+
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and module.training:
             self._forward, self._suspect, self._idle, self._forward_in_update = True, False, False, True
+            self._held_back.forward()
 
     def _after_backward(self) -> None:
         self._ahead = self._ahead or self._suspect
@@ -85,3 +103,4 @@ class PrefetchWatch:
         self._ahead = self._ahead or self._between > 1
         self._backward = self._forward_in_update = False
         self._updates += 1
+        self._held_back.updated()

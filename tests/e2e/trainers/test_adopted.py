@@ -30,10 +30,15 @@ REFUSED = {
     "two optimizers": ("the script has 2 optimizers (SGD, Adam)", "hand it the others by names"),
     "two loaders": ("trains on two loaders: one of 6 batches of a TensorDataset, one of 12 batches", "rollback adopt"),
     "prefetch": ("draws its next batch before optimizer.step()", "num_workers"),
+    "a generator that holds a batch back": ("the generator ahead (", "with nothing that holds them in between"),
+    "a loop that trains on the batch before": (
+        "its loop takes a batch before",
+        "with nothing that holds them in between",
+    ),
     "a stream": ("trains on a Stream, which is only read in order", "__getitem__"),
     "a loader of its own": ("trains on a Own, which iterates in its own way", "a torch DataLoader"),
     "no loader": (
-        "(refused.py, line 30) with a batch that came from no `for` loop over a DataLoader",
+        "(refused.py, line 39) with a batch that came from no `for` loop over a DataLoader",
         "of next(), of a callable",
     ),
     "a list of its batches": ("batches that its loader does not give it one by one: of a list", "rollback adopt"),
@@ -210,6 +215,7 @@ def refused(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedPr
         REFUSED,
         "two loaders",
         "prefetch",
+        "a generator that holds a batch back",
         "no loader",
         "a list of its batches",
         "itertools.cycle",
@@ -229,7 +235,12 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, case: str) -> N
 
 
 @pytest.mark.parametrize(
-    "case", ["two optimizers", "a list of its batches", *soak("prefetch", "no loader", "a second training")]
+    "case",
+    [
+        "two optimizers",
+        "a list of its batches",
+        *soak("prefetch", "a generator that holds a batch back", "no loader", "a second training"),
+    ],
 )
 def test_or_runs_unprotected_with_a_notice(tmp_path: Path, case: str) -> None:
     script = str(PLAIN / "refused.py")

@@ -25,6 +25,15 @@ class Own(DataLoader):
         yield from super().__iter__()
 
 
+def ahead(batches):
+    held = None
+    for (x,) in batches:
+        if held is not None:
+            yield held
+        held = x
+    yield held
+
+
 def update(x, by=optimizer):
     model(x).square().mean().backward()
     by.step()
@@ -48,6 +57,17 @@ elif case == "prefetch":
         (x,) = next(batches)
         loss.backward()
         optimizer.step()
+elif case == "a generator that holds a batch back":
+    for x in ahead(loader):
+        update(x)
+elif case == "a loop that trains on the batch before":
+    for _epoch in range(2):
+        before = None
+        for (x,) in loader:
+            if before is not None:
+                update(before)
+            before = x
+        update(before)
 elif case == "a stream":
     for x in DataLoader(Stream(), 4):
         update(x)

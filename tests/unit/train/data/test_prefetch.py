@@ -49,6 +49,18 @@ class Script:
                         self.model(torch.ones(1, 2))
                 case "x":
                     self.losses.clear()
+                case "|":
+                    self.watch.pass_ended()
+
+    def run_generated(self, acts: str) -> None:
+        """Batches are asked for in a generator."""
+
+        def one() -> Iterator[None]:
+            self.watch.handed_out()
+            yield
+
+        for act in acts.replace(" ", ""):
+            next(one()) if act == "n" else self.run(act)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +100,58 @@ def test_a_batch_drawn_within_an_open_update_is_refused(acts: str, sharded: bool
 )  # fmt: skip
 def test_other_loops_are_left_alone(acts: str, sharded: bool) -> None:
     Script(sharded).run(acts)
+
+
+@pytest.mark.parametrize(
+    ("acts", "sure"),
+    [
+        ("n n f b s n f b s", "n f b s n"),
+        ("n n n f b s n f b s n f b s", "n"),
+        ("n n f b n f b s" + "n f b n f b s" * 2, "n"),
+    ],
+    ids=["one", "two", "one, in accumulation"],
+)
+def test_a_generator_that_holds_batches_back_is_found_in_three_updates(acts: str, sure: str) -> None:
+    script = Script()
+    script.run_generated(acts)
+    with pytest.raises(
+        UsageError, match=r"the generator one \(.*test_prefetch.py, line \d+\) takes a batch before"
+    ) as why:
+        script.run_generated(sure)
+    assert "nothing that holds them in between" in str(why.value)
+
+
+def test_a_loop_that_trains_on_the_batch_before_is_found_behind_its_last_one() -> None:
+    script = Script()
+    script.run("n" + "n f b s" * 30 + "| f b s e")
+    with pytest.raises(UsageError, match="its loop takes a batch before"):
+        script.run("n")
+
+
+@pytest.mark.parametrize("generated", [False, True])
+@pytest.mark.parametrize(
+    "acts",
+    [
+        "n f b s" * 20 + "| f b s" + "n f b s" * 3,
+        "n n n f b f b f b s" * 20 + "|" + "n n n f b f b f b s",
+        "n n f b s" * 20,
+        ("n f b s" * 5 + "|") * 4,
+        "n n f b s" + "n f b s" + "n n f b s" * 20,
+        "n s" * 20,
+        "n n s" * 20,
+    ],
+    ids=[
+        "something else trained between", "drawn in groups", "every other one left out", "passes",
+        "left out now and then", "no forward is seen", "nor with accumulation",
+    ],
+)  # fmt: skip
+def test_what_holds_nothing_back_is_left_alone(acts: str, generated: bool) -> None:
+    script = Script()
+    (script.run_generated if generated else script.run)(acts)
+
+
+def test_a_loop_that_leaves_out_the_first_batch_of_each_pass_is_left_alone() -> None:
+    Script().run(("n" + "n f b s" * 20 + "|") * 3)
 
 
 def test_the_hooks_go_once_the_loop_is_known(sharded: bool) -> None:
