@@ -272,7 +272,7 @@ class Leader(Nodes):
                 hint="start the same command here again; if it comes back at once, mount the file system so that locks "
                 "are shared (NFS without nolock or local_lock, Lustre with -o flock)",
             )
-        self._reports = {report.launch: report for report in self._followers()}
+        self._reports = {report.launch: report for report in self._followers() if not self._is_late(report)}
         self._ever |= {report.node for report in self._reports.values()}
         for report in self._reports.values():
             if self._namesakes.found(report.node, report.launch):
@@ -284,14 +284,20 @@ class Leader(Nodes):
                 self._say(told)
 
     def _followers(self) -> list[NodeReport]:
-        """The reports to this leader. What a member that was lost says late of that attempt does not count: it may have
-        ended long ago, and its stop signal was for itself then."""
-        reports = [report for report in self._tower.look().values() if report.leader == self._place.launch]
-        return [report for report in reports if self._lost.get(report.launch) != report.attempt]
+        """The reports to this leader."""
+        return [report for report in self._tower.look().values() if report.leader == self._place.launch]
+
+    def _is_late(self, report: NodeReport) -> bool:
+        """Whether a member that was lost says something of that attempt. It does not count: it may have ended long ago,
+        and its stop signal was for itself then."""
+        return self._lost.get(report.launch) == report.attempt
 
     def _member_reports(self) -> dict[str, NodeReport | None]:
-        """The members' reports on this attempt; None: the member is silent, or another launch has replaced it."""
-        return {launch: self._reports.get(launch) for launch in self._members}
+        """The members' reports on this attempt; None: the member is silent, another launch has replaced it, or it had
+        lost its leader for a moment: then it has ended its ranks and comes anew, maybe between two looks."""
+        attempt = self._beacon.record.attempt
+        of_it = {launch: report for launch, report in self._reports.items() if report.attempt == attempt}
+        return {launch: of_it.get(launch) for launch in self._members}
 
     def _new_master(self) -> str:
         """Where the ranks of this attempt meet, on this host."""

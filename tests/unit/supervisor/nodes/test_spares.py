@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from rollback.errors import NodesMissing, RanksDoNotFit, RunDoesNotFit, UsageError
 from rollback.facts.training import Fact, NodeReplaced, SpareNodes
-from rollback.rundir.beacon import write_in_place
+from rollback.rundir.beacon import read_in_place, write_in_place
 from rollback.rundir.identity import JobIdentity, require_same_job
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal
@@ -20,7 +20,7 @@ from rollback.supervisor.nodes import lead
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, own_address, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
 from rollback.supervisor.nodes.seats import awaited, failures_of_nodes, replacements, seats
 from rollback.train.data.cursor.description import description_of
 
@@ -155,6 +155,23 @@ def test_a_lost_node_is_replaced_at_once_and_waits_as_a_spare_when_it_is_back(cr
     assert crew.gather(3) == ("node-0", "node-3", "node-2")
     assert crew.waiting.nodes == ("node-1",)
     assert len(crew.replaced) == 1
+
+
+def test_a_lost_node_that_is_back_when_the_run_ends_is_told_so(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would find a run that nobody leads, and begin what has just been stopped."""
+    for rank in (1, 2, 3):
+        crew.tell(rank, 1)
+    assert crew.gather(1)
+    crew.lose(1)
+    crew.tell(2, 1, state="ended", left=Left(status=1))
+    assert crew.leader.move(1) == "settled"
+    assert crew.leader.left(Left(status=1)).lost_nodes == ("node-1",)
+    crew.tell(1, 1, state="ended", left=Left(status=1))
+    for rank in (2, 3):
+        crew.lose(rank)
+    monkeypatch.setattr(lead, "_FAREWELL", 0.3)
+    crew.leader.farewell(RunResult(exit_code=75, reason="told to stop"))
+    assert Orders.model_validate_json(read_in_place(crew.paths.orders)).phase == "over"
 
 
 def test_a_node_that_is_only_slow_to_end_its_ranks_keeps_its_seat(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
