@@ -109,7 +109,7 @@ class Leader(Nodes):
         began, said = time.monotonic(), None
         came, since = 0, began
         while True:
-            self._look()
+            self.look()
             there = ready(self._fit(), self._place.launch, attempt)
             if len(there) > came:
                 came, since = len(there), time.monotonic()  # after each node that comes, wait for another one
@@ -196,17 +196,20 @@ class Leader(Nodes):
         return "".join(f"; {node} cannot take part: it has other {what}" for node, what in sorted(unfit.items()))
 
     def move(self, own: int | None) -> LeadersMove:
-        self._look()
+        self.look()
         self._look_at_spares()
         members = self._member_reports()
         self._copies.look(self._beacon.record.attempt, members.values())
         if must_end(own, members):
-            self._beacon.show(phase="end")
+            self.end()
         return leaders_move(own, members)
 
     def stop(self) -> None:
         if self._beacon.record.phase == "run":
             self._beacon.show(phase="stop")
+
+    def end(self) -> None:
+        self._beacon.show(phase="end")
 
     def states(self) -> dict[int, str]:
         return {rank: state for report in self._member_reports().values() if report for rank, state in report.states}
@@ -223,7 +226,7 @@ class Leader(Nodes):
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL)
-            self._look()
+            self.look()
         others = [report.stacks or () for report in self._member_reports().values() if report]
         return tuple(sorted({*taken, *(rank for ranks in others for rank in ranks)}))
 
@@ -260,8 +263,7 @@ class Leader(Nodes):
         # A node that has not read it yet will find the file, and the lock free.
         self._beacon.put_out(remove=not self._followers())
 
-    def _look(self) -> None:
-        """Read the followers' reports, and check that no other supervisor leads."""
+    def look(self) -> None:
         if (told := self._meeting.keep_up()) is not None:
             self._say(told)
         if (rival := self._meeting.rival(self._beacon.record)) is not None:
