@@ -1,7 +1,7 @@
 """The leader: knows which nodes have come, gives them orders, and collects what an attempt left on all nodes."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -64,6 +64,8 @@ class Leader(Nodes):
         self._lost: dict[str, int] = {}
         self._ever: set[str] = set()
         self._reports: dict[str, NodeReport] = {}
+        self._first_beats: dict[str, int] = {}
+        self._running: set[str] = set()
         self._overtaken, self._namesakes, self._unlike = False, Namesakes(), Unlike(place)
         orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=str(paths.root))
         self._beacon = Beacon(meeting.transport, ORDERS, orders, say)
@@ -132,8 +134,13 @@ class Leader(Nodes):
         return True
 
     def _awaited(self, there: Mapping[str, NodeReport], waited: float) -> list[str]:
-        """The nodes that will be ready soon, and without which a seat would get another node than it should."""
-        if not self._place.spares or waited > _ENDS:
+        """The nodes that end their ranks, of whatever attempt: two would write one run directory. Else those that will
+        be ready soon, and without which a seat would get another node than it should."""
+        if waited > _ENDS:
+            return []
+        if self._running:
+            return sorted(self._running, key=rank_by_name)
+        if not self._place.spares:
             return []
         late = waited > (_RETURN_APART if self._meeting.apart else _RETURN)
         fit = {report.node for report in self._fit()}
@@ -258,10 +265,10 @@ class Leader(Nodes):
             return
         self._beacon.show(phase="over", verdict=verdict)
         deadline = time.monotonic() + _FAREWELL
-        while self._followers() and time.monotonic() < deadline:
+        while (follow := self._of_followers(self._tower.look().values())) and time.monotonic() < deadline:
             time.sleep(_POLL)
         # A node that has not read it yet will find the file, and the lock free.
-        self._beacon.put_out(remove=not self._followers())
+        self._beacon.put_out(remove=not follow)
 
     def look(self) -> None:
         if (told := self._meeting.keep_up()) is not None:
@@ -274,7 +281,9 @@ class Leader(Nodes):
                 hint="start the same command here again; if it comes back at once, mount the file system so that locks "
                 "are shared (NFS without nolock or local_lock, Lustre with -o flock)",
             )
-        self._reports = {report.launch: report for report in self._followers() if not self._is_late(report)}
+        reports = self._tower.look().values()
+        self._reports = {report.launch: report for report in self._of_followers(reports) if not self._is_late(report)}
+        self._running = {report.node for report in reports if self._is_running(report)}
         self._ever |= {report.node for report in self._reports.values()}
         for report in self._reports.values():
             if self._namesakes.found(report.node, report.launch):
@@ -285,9 +294,13 @@ class Leader(Nodes):
             if told := self._unlike.found(report.node, report.host, report.command):
                 self._say(told)
 
-    def _followers(self) -> list[NodeReport]:
-        """The reports to this leader."""
-        return [report for report in self._tower.look().values() if report.leader == self._place.launch]
+    def _of_followers(self, reports: Iterable[NodeReport]) -> list[NodeReport]:
+        return [report for report in reports if report.leader == self._place.launch]
+
+    def _is_running(self, report: NodeReport) -> bool:
+        """Whether ranks run on a node that lives, also under another leader: it has shown two signs of life. What one
+        that is gone said last may lie there for ever."""
+        return report.state == "running" and self._first_beats.setdefault(report.launch, report.beat) != report.beat
 
     def _is_late(self, report: NodeReport) -> bool:
         """Whether a member that was lost says something of that attempt. It does not count: it may have ended long ago,

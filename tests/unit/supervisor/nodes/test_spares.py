@@ -1,5 +1,6 @@
 """Which nodes take part in an attempt, who waits as a spare, and who comes in for whom."""
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -299,6 +300,42 @@ def test_a_new_leader_gives_those_that_had_a_seat_a_moment_to_come(tmp_path: Pat
     crew.tell(1, 1)
     assert crew.gather(1) == ("node-0", "node-1", "node-2"), "it leads, so it takes the seat of the leader that is gone"
     assert crew.replaced == [("node-9", "node-0", 0, "lost")]
+    crew.leader._beacon.put_out()
+
+
+@pytest.mark.parametrize(("nodes", "spares"), [("3", 1), ("2:4", 0)])
+def test_a_new_leader_begins_nothing_while_a_node_that_lives_still_ends_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, spares: int
+) -> None:
+    """It lost the leader before, too, and what it still runs writes the same run directory. It may take a minute."""
+    monkeypatch.setattr(lead, "_RETURN", 0.3)
+    crew = Crew(tmp_path, nodes, spares=spares)
+    crew.leader.resume(("node-9", "node-1", "node-2"))
+    beats, until = itertools.count(), time.monotonic() + 2
+
+    def goes_on() -> bool:
+        crew.tell(1, 7, leader="h9:1:1.0", state="running", beat=next(beats))
+        return time.monotonic() > until
+
+    goes_on()
+    for rank in (2, 3):
+        crew.tell(rank, 8)
+    assert not crew.leader.gather(8, goes_on)
+    crew.tell(1, 8)
+    assert crew.gather(8) == ("node-0", "node-1", "node-2", "node-3")[: crew.place.most]
+    crew.leader._beacon.put_out()
+
+
+def test_what_a_node_that_is_gone_said_last_holds_no_new_leader_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lead, "_RETURN", 0.3)
+    crew = Crew(tmp_path)
+    crew.leader.resume(("node-9", "node-1", "node-2"))
+    crew.tell(1, 7, leader="h9:1:1.0", state="running", beat=4)
+    for rank in (2, 3):
+        crew.tell(rank, 8)
+    assert crew.gather(8, limit=5.0) == ("node-0", "node-3", "node-2")
     crew.leader._beacon.put_out()
 
 
