@@ -90,10 +90,11 @@ class JournalDamaged(RunDirectoryError):
     """A journal line that no crash has torn is damaged."""
 
 
-RESTORE_THE_JOURNAL = (
-    "restore the file from a copy; if there is none, move the run directory aside and start anew from a checkpoint in "
-    "its ring"
+BEGIN_ANEW = (
+    "the checkpoints can be read all the same (`rollback ring list RUN`): begin a new run with one, by "
+    "`rollback ring export RUN newest --dcp OUT` and `rollback launch --run NEW --init OUT ...`"
 )
+RESTORE_THE_JOURNAL = f"restore the file from a copy. If there is none, {BEGIN_ANEW}"
 
 
 class RunDoesNotFit(RollbackError, exit_code=ExitCode.UNFIT):

@@ -237,26 +237,32 @@ class Attempts:
                     deadline = time.monotonic() + self._order.grace
                     self._nodes.stop()
                     self._say(f"{name}: telling the ranks to stop and save (again to end now)")
+            runs = running.poll() is None
             if move == "end":
-                running.kill()
-            elif running.poll() is not None:
-                pass  # other nodes have not ended yet
+                if runs:
+                    running.kill()
             elif deadline is not None:
-                told = running.tell_ranks_to_stop(self._stop_signals, guarded=self._host.guarded)
+                told = not runs or running.tell_ranks_to_stop(self._stop_signals, guarded=self._host.guarded)
                 insistent = self._signals.insistent or self._nodes.insistent
                 if not told or insistent or time.monotonic() > deadline:
-                    running.kill(None if insistent else b"g")
-            elif (ended := lookout.look()) is not None:
+                    self._end_everywhere(running, None if insistent else b"g")
+            elif ended is None and (ended := lookout.look()) is not None:  # also of other nodes' ranks alone
                 self._ledger.note(ended)
                 self._say(ended.in_words())
-                running.kill(b"h", hopeless=True)
-            elif lookout.trains and self._order.restart_budget:  # else none would ever be started
+                self._end_everywhere(running, b"h", hopeless=True)
+            elif runs and lookout.trains and self._order.restart_budget:  # else none would ever be started
                 self._host.keep_standby(running.attempt)
             if running.poll() is None or self._nodes.names:
                 time.sleep(_POLL)
         status = running.poll()
         assert status is not None
         return status, ended
+
+    def _end_everywhere(self, running: Running, last: bytes | None, *, hopeless: bool = False) -> None:
+        """On this node as `Running.kill`, if its torchrun still runs."""
+        if running.poll() is None:
+            running.kill(last, hopeless=hopeless)
+        self._nodes.end()
 
     def _look_at_journal(self, attempt: int, attached: bool) -> bool:
         """Whether the ranks have attached. attached: they had before. A disk that fails is looked at again: it has to
@@ -311,6 +317,7 @@ class Attempts:
         until = time.monotonic() + delay
         while not self._hear_signals() and not self._stop_signals and time.monotonic() < until:
             time.sleep(_POLL)
+            self._nodes.look()
         return bool(self._stop_signals)
 
     def _refuse(self, evidence: AttemptEvidence) -> None:

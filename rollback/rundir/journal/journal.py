@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollback.errors import RESTORE_THE_JOURNAL, JournalDamaged, RunDirectoryError, reporting
+from rollback.errors import BEGIN_ANEW, RESTORE_THE_JOURNAL, JournalDamaged, RunDirectoryError, reporting
 from rollback.facts.fact import forget_what_was_given, spelt_out
 from rollback.facts.training import AnyFact, Fact, JournalEntry, parse_fact
 from rollback.rundir import seal
@@ -202,8 +202,10 @@ def _read(
             size = os.fstat(file.fileno()).st_size
             if size < start:
                 raise RunDirectoryError(f"reading the journal {path}: it has {size} bytes, and had {start}")
-            if size > _LIMIT:
-                raise ValueError(f"{path} has {size} bytes; at most {_LIMIT} are believed")
+            if size - start > _LIMIT:  # of a journal that grows, what is new: a launch that passes the limit goes on
+                raise JournalDamaged(
+                    f"reading the journal {path}: it has {size} bytes; at most {_LIMIT} are believed", hint=BEGIN_ANEW
+                )
             return _scan(
                 file, start, size if end is None else min(size, end), lines, chain, path.stem, index, known, only
             )

@@ -1,7 +1,7 @@
 """The leader: knows which nodes have come, gives them orders, and collects what an attempt left on all nodes."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -64,6 +64,8 @@ class Leader(Nodes):
         self._lost: dict[str, int] = {}
         self._ever: set[str] = set()
         self._reports: dict[str, NodeReport] = {}
+        self._first_beats: dict[str, int] = {}
+        self._running: set[str] = set()
         self._overtaken, self._namesakes, self._unlike = False, Namesakes(), Unlike(place)
         orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=str(paths.root))
         self._beacon = Beacon(meeting.transport, ORDERS, orders, say)
@@ -109,7 +111,7 @@ class Leader(Nodes):
         began, said = time.monotonic(), None
         came, since = 0, began
         while True:
-            self._look()
+            self.look()
             there = ready(self._fit(), self._place.launch, attempt)
             if len(there) > came:
                 came, since = len(there), time.monotonic()  # after each node that comes, wait for another one
@@ -132,8 +134,13 @@ class Leader(Nodes):
         return True
 
     def _awaited(self, there: Mapping[str, NodeReport], waited: float) -> list[str]:
-        """The nodes that will be ready soon, and without which a seat would get another node than it should."""
-        if not self._place.spares or waited > _ENDS:
+        """The nodes that end their ranks, of whatever attempt: two would write one run directory. Else those that will
+        be ready soon, and without which a seat would get another node than it should."""
+        if waited > _ENDS:
+            return []
+        if self._running:
+            return sorted(self._running, key=rank_by_name)
+        if not self._place.spares:
             return []
         late = waited > (_RETURN_APART if self._meeting.apart else _RETURN)
         fit = {report.node for report in self._fit()}
@@ -196,17 +203,20 @@ class Leader(Nodes):
         return "".join(f"; {node} cannot take part: it has other {what}" for node, what in sorted(unfit.items()))
 
     def move(self, own: int | None) -> LeadersMove:
-        self._look()
+        self.look()
         self._look_at_spares()
         members = self._member_reports()
         self._copies.look(self._beacon.record.attempt, members.values())
         if must_end(own, members):
-            self._beacon.show(phase="end")
+            self.end()
         return leaders_move(own, members)
 
     def stop(self) -> None:
         if self._beacon.record.phase == "run":
             self._beacon.show(phase="stop")
+
+    def end(self) -> None:
+        self._beacon.show(phase="end")
 
     def states(self) -> dict[int, str]:
         return {rank: state for report in self._member_reports().values() if report for rank, state in report.states}
@@ -223,7 +233,7 @@ class Leader(Nodes):
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL)
-            self._look()
+            self.look()
         others = [report.stacks or () for report in self._member_reports().values() if report]
         return tuple(sorted({*taken, *(rank for ranks in others for rank in ranks)}))
 
@@ -255,13 +265,12 @@ class Leader(Nodes):
             return
         self._beacon.show(phase="over", verdict=verdict)
         deadline = time.monotonic() + _FAREWELL
-        while self._followers() and time.monotonic() < deadline:
+        while (follow := self._of_followers(self._tower.look().values())) and time.monotonic() < deadline:
             time.sleep(_POLL)
         # A node that has not read it yet will find the file, and the lock free.
-        self._beacon.put_out(remove=not self._followers())
+        self._beacon.put_out(remove=not follow)
 
-    def _look(self) -> None:
-        """Read the followers' reports, and check that no other supervisor leads."""
+    def look(self) -> None:
         if (told := self._meeting.keep_up()) is not None:
             self._say(told)
         if (rival := self._meeting.rival(self._beacon.record)) is not None:
@@ -272,7 +281,9 @@ class Leader(Nodes):
                 hint="start the same command here again; if it comes back at once, mount the file system so that locks "
                 "are shared (NFS without nolock or local_lock, Lustre with -o flock)",
             )
-        self._reports = {report.launch: report for report in self._followers()}
+        reports = self._tower.look().values()
+        self._reports = {report.launch: report for report in self._of_followers(reports) if not self._is_late(report)}
+        self._running = {report.node for report in reports if self._is_running(report)}
         self._ever |= {report.node for report in self._reports.values()}
         for report in self._reports.values():
             if self._namesakes.found(report.node, report.launch):
@@ -283,15 +294,25 @@ class Leader(Nodes):
             if told := self._unlike.found(report.node, report.host, report.command):
                 self._say(told)
 
-    def _followers(self) -> list[NodeReport]:
-        """The reports to this leader. What a member that was lost says late of that attempt does not count: it may have
-        ended long ago, and its stop signal was for itself then."""
-        reports = [report for report in self._tower.look().values() if report.leader == self._place.launch]
-        return [report for report in reports if self._lost.get(report.launch) != report.attempt]
+    def _of_followers(self, reports: Iterable[NodeReport]) -> list[NodeReport]:
+        return [report for report in reports if report.leader == self._place.launch]
+
+    def _is_running(self, report: NodeReport) -> bool:
+        """Whether ranks run on a node that lives, also under another leader: it has shown two signs of life. What one
+        that is gone said last may lie there for ever."""
+        return report.state == "running" and self._first_beats.setdefault(report.launch, report.beat) != report.beat
+
+    def _is_late(self, report: NodeReport) -> bool:
+        """Whether a member that was lost says something of that attempt. It does not count: it may have ended long ago,
+        and its stop signal was for itself then."""
+        return self._lost.get(report.launch) == report.attempt
 
     def _member_reports(self) -> dict[str, NodeReport | None]:
-        """The members' reports on this attempt; None: the member is silent, or another launch has replaced it."""
-        return {launch: self._reports.get(launch) for launch in self._members}
+        """The members' reports on this attempt; None: the member is silent, another launch has replaced it, or it had
+        lost its leader for a moment: then it has ended its ranks and comes anew, maybe between two looks."""
+        attempt = self._beacon.record.attempt
+        of_it = {launch: report for launch, report in self._reports.items() if report.attempt == attempt}
+        return {launch: of_it.get(launch) for launch in self._members}
 
     def _new_master(self) -> str:
         """Where the ranks of this attempt meet, on this host."""

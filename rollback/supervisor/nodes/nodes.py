@@ -50,12 +50,18 @@ class Nodes:
         """
         return True
 
+    def look(self) -> None:
+        """Hear what the other nodes say; `gather` and `move` do. Raises RunDirectoryError where another node leads."""
+
     def move(self, own: int | None) -> LeadersMove:
         """What the leader does now. own: the status of this node's torchrun."""
         return "wait" if own is None else "settled"
 
     def stop(self) -> None:
         """Make all ranks stop and save."""
+
+    def end(self) -> None:
+        """End the attempt on all other nodes."""
 
     def states(self) -> dict[int, str]:
         """The ranks on other nodes that are stopped, in an uninterruptible call or gone: as `Running.look`."""

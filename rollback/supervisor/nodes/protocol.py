@@ -17,12 +17,12 @@ that it may start, so it has ended here too. *tell*: the ranks are told to stop.
 What the leader does while an attempt runs, by its own torchrun and the followers' reports. The first row that holds
 counts:
 
-| own torchrun | followers                          | the leader                                     |
-|--------------|------------------------------------|------------------------------------------------|
-| any          | all ended or lost, own one ended   | settled: the attempt is over everywhere        |
-| running      | one is lost, or ended and not by 0 | end: kills its own torchrun, orders `end`      |
-| failed       | some running                       | orders `end`, waits for the others             |
-| any          | else                               | waits                                          |
+| own torchrun     | followers                          | the leader                                               |
+|------------------|------------------------------------|----------------------------------------------------------|
+| has ended        | all ended or lost                  | settled: the attempt is over everywhere                  |
+| any              | one is lost, or ended and not by 0 | end: kills its own torchrun if it runs, orders `end`     |
+| failed           | some running                       | end: orders `end`, waits for the others                  |
+| any              | else                               | waits, and watches for a hang: also of the others' ranks |
 """
 
 import signal
@@ -168,9 +168,9 @@ def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> F
 
 def leaders_move(own: int | None, members: Mapping[str, NodeReport | None]) -> LeadersMove:
     """The second table. own: the status of the leader's torchrun. members: their reports; None: the node is lost."""
-    pending = [report for report in members.values() if report is not None and report.state != "ended"]
-    if own is not None:
-        return "wait" if pending else "settled"
+    pending = any(report is not None and report.state != "ended" for report in members.values())
+    if own is not None and not pending:
+        return "settled"
     return "end" if must_end(own, members) else "wait"
 
 

@@ -6,6 +6,7 @@ ranks have in memory is of use to the ranks of that seat only. Whoever is left o
 | a node that had a seat | and a spare that is ready | then |
 |---|---|---|
 | follows, but is not ready yet | any | it is waited for |
+| still ends its ranks, under a leader that is gone | any | the same |
 | is lost | yes | the spare gets its seat at once |
 | has not come yet, since the leader is new | yes | it is waited for a moment, then as above |
 | has failed twice without progress in between | yes | the spare gets its seat; it waits, and is taken last |

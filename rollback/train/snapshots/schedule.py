@@ -56,6 +56,7 @@ class SnapshotSchedule:
         self._made_for_end = False
         self._measured = False
         self._pace = SnapshotPace(settings.overhead, settings.probation) if settings.snapshot_every == "auto" else None
+        self._repaced = False  # since the last snapshot
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step_began: float | None = None
         self._allotted: Allotment | None = None
@@ -96,11 +97,16 @@ class SnapshotSchedule:
         if self._pace is None:
             assert isinstance(every, int)
             return step // every > self._taken_at // every
-        if beat is not None and self._measured and self._pace.measure(beat.stall, beat.step_seconds):
+        if beat is not None and self._measured:
+            self._repaced |= self._pace.measure(beat.stall, beat.step_seconds)
+        if step < self._taken_at + self._pace.every:
+            return False
+        if beat is not None and self._repaced:  # with a snapshot: of short steps the measure changes with nearly each
+            self._repaced = False
             self._record.note(
                 Paced(every=self._pace.every, stall=round(beat.stall, 6), step_seconds=round(beat.step_seconds, 6))
             )
-        return step >= self._taken_at + self._pace.every
+        return True
 
     def take_snapshot(self, timeline: int) -> None:
         """Begin a snapshot of the present state."""

@@ -170,6 +170,25 @@ def test_a_stop_signal_that_a_lost_node_tells_late_stops_no_later_attempt(sides:
     leader._beacon.put_out()
 
 
+def test_a_node_whose_supervisor_lost_the_leader_for_a_moment_has_left_the_attempt(sides: Sides) -> None:
+    """It has ended its ranks and comes anew as the same launch, faster than two looks follow each other."""
+    endpoint = sides.meeting.store.point if isinstance(sides.meeting, EndpointMeeting) else None
+    place = NodePlace(2, 2, "node-0", "c:1:1", "c", 1, 60.0, endpoint=endpoint)
+    leader = Leader(sides.paths, place, print, sides.meeting)
+    node = Beacon(sides.follower, "node-81.json", report("node-81", leader="c:1:1", attempt=24), print)
+    assert leader.gather(24, lambda: False)
+    node.show(state="running")
+    wait_for(lambda: leader.move(None) == "wait" and leader._reports["b:node-81"].state == "running")
+    node.show(state="ended", attempt=-1)
+    wait_for(lambda: leader.move(None) == "end")
+    assert leader._beacon.record.phase == "end"
+    assert leader.left(Left(status=-9)).lost_nodes == ("node-81",)
+    node.show(state="ready", attempt=25)
+    assert leader.gather(25, lambda: False)
+    node.put_out()
+    leader._beacon.put_out()
+
+
 def test_of_what_strangers_say_in_the_store_nothing_counts_but_what_a_follower_may_say(
     stores: tuple[StoreTransport, StoreTransport],
 ) -> None:

@@ -75,7 +75,7 @@ def test_orders_for_others_start_nothing_and_end_what_runs() -> None:
         (None, None, "end", True),
         (0, report("running"), "wait", False),
         (0, report("ended", 0), "settled", False),
-        (1, report("running"), "wait", True),
+        (1, report("running"), "end", True),
         (1, report("ended", -9), "settled", True),
         (1, None, "settled", True),
     ],

@@ -14,12 +14,18 @@ from rollback.errors import RunDirectoryError
 from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.lock import RunLock, read_holder
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import Heartbeat
+from rollback.supervisor import hang_watch
+from rollback.supervisor.attempts import Attempts
+from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, leaders_move, merged
+from rollback.supervisor.signals import StopSignals
 
 OTHER = Orders(leader="b:2:1.0", host="b", pid=2, phase="run", attempt=2)
 
@@ -73,6 +79,57 @@ def test_what_an_earlier_launch_of_the_same_host_and_pid_said_is_not_taken_for_t
     assert not meeting.is_led_by(before)
     assert meeting.is_led_by(Orders(leader=own.launch, host=own.host, pid=own.pid))
     lock.release()
+
+
+def test_a_stop_signal_on_another_node_is_heard_at_once_between_two_attempts(paths: RunPaths) -> None:
+    """The next one may be a minute away, and whoever has signalled does not wait so long before it kills."""
+    leader = Leader(paths, place(), print, SharedMeeting(paths, 2))
+    told = NodeReport(node="node-1", launch="b:1:1.0", host="b", pid=1, leader=place().launch, signals=("SIGTERM",))
+    order, ledger = SimpleNamespace(paths=paths), SupervisorJournal(paths, print)
+    attempts = Attempts(order, print, SimpleNamespace(), ledger, StopSignals(), leader)  # type: ignore[arg-type]
+    write_in_place(paths.node("node-1"), told.model_dump_json().encode())
+    assert attempts._stopped_while_waiting(5.0)
+    paths.node("node-1").unlink()
+    leader.farewell(RunResult(exit_code=75, reason="told to stop"))
+
+
+def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ended(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind torchrun's exit barrier, in which it waits five minutes for the others and no longer."""
+    leader, until = Leader(paths, place(), print, SharedMeeting(paths, 2)), time.monotonic() + 20
+    beat = Heartbeat(attempt=1, step=9, batch=9, doing="ended", monotonic=1.0, pid=1, host="b", start="1")
+    report = NodeReport(
+        node="node-1", launch="b:1:1.0", host="b", pid=1, leader=place().launch, attempt=1, beats={1: beat}, stacks=()
+    )
+
+    def say(**more: object) -> None:
+        write_in_place(paths.node("node-1"), report.model_copy(update=more).model_dump_json().encode())
+
+    def end() -> None:
+        Leader.end(leader)
+        say(state="ended", left=Left(status=-9))
+
+    def poll() -> int:
+        assert time.monotonic() < until, "nobody ends it"
+        return 0
+
+    monkeypatch.setattr(hang_watch, "_EVERY", 0.0)
+    monkeypatch.setattr(leader, "end", end)
+    say()
+    assert leader.gather(1, lambda: False)
+    say(state="running")
+    running = SimpleNamespace(
+        attempt=1, poll=poll, beats=dict, beats_in_memory=dict, look=dict, computing=set, take_stacks=tuple
+    )
+    order = SimpleNamespace(paths=paths, hang=HangLimits(after=0.3), grace=60.0, restart_budget=1)
+    attempts = Attempts(order, print, SimpleNamespace(), SupervisorJournal(paths, print), StopSignals(), leader)  # type: ignore[arg-type]
+    status, hung = attempts._watch(running)  # type: ignore[arg-type]
+    assert (status, hung and hung.kind, leader._beacon.record.phase) == (0, "hung", "end")
+    left = leader.left(Left(status=0))
+    assert left.status == -9, "the attempt has failed"
+    paths.node("node-1").unlink()
+    leader.farewell(RunResult(exit_code=1, reason="hung"))
 
 
 class Following:

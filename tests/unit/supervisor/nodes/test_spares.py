@@ -1,5 +1,6 @@
 """Which nodes take part in an attempt, who waits as a spare, and who comes in for whom."""
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from rollback.errors import NodesMissing, RanksDoNotFit, RunDoesNotFit, UsageError
 from rollback.facts.training import Fact, NodeReplaced, SpareNodes
-from rollback.rundir.beacon import write_in_place
+from rollback.rundir.beacon import read_in_place, write_in_place
 from rollback.rundir.identity import JobIdentity, require_same_job
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal
@@ -20,7 +21,7 @@ from rollback.supervisor.nodes import lead
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, own_address, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
 from rollback.supervisor.nodes.seats import awaited, failures_of_nodes, replacements, seats
 from rollback.train.data.cursor.description import description_of
 
@@ -157,6 +158,23 @@ def test_a_lost_node_is_replaced_at_once_and_waits_as_a_spare_when_it_is_back(cr
     assert len(crew.replaced) == 1
 
 
+def test_a_lost_node_that_is_back_when_the_run_ends_is_told_so(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would find a run that nobody leads, and begin what has just been stopped."""
+    for rank in (1, 2, 3):
+        crew.tell(rank, 1)
+    assert crew.gather(1)
+    crew.lose(1)
+    crew.tell(2, 1, state="ended", left=Left(status=1))
+    assert crew.leader.move(1) == "settled"
+    assert crew.leader.left(Left(status=1)).lost_nodes == ("node-1",)
+    crew.tell(1, 1, state="ended", left=Left(status=1))
+    for rank in (2, 3):
+        crew.lose(rank)
+    monkeypatch.setattr(lead, "_FAREWELL", 0.3)
+    crew.leader.farewell(RunResult(exit_code=75, reason="told to stop"))
+    assert Orders.model_validate_json(read_in_place(crew.paths.orders)).phase == "over"
+
+
 def test_a_node_that_is_only_slow_to_end_its_ranks_keeps_its_seat(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (1, 2, 3):
         crew.tell(rank, 1)
@@ -282,6 +300,42 @@ def test_a_new_leader_gives_those_that_had_a_seat_a_moment_to_come(tmp_path: Pat
     crew.tell(1, 1)
     assert crew.gather(1) == ("node-0", "node-1", "node-2"), "it leads, so it takes the seat of the leader that is gone"
     assert crew.replaced == [("node-9", "node-0", 0, "lost")]
+    crew.leader._beacon.put_out()
+
+
+@pytest.mark.parametrize(("nodes", "spares"), [("3", 1), ("2:4", 0)])
+def test_a_new_leader_begins_nothing_while_a_node_that_lives_still_ends_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, spares: int
+) -> None:
+    """It lost the leader before, too, and what it still runs writes the same run directory. It may take a minute."""
+    monkeypatch.setattr(lead, "_RETURN", 0.3)
+    crew = Crew(tmp_path, nodes, spares=spares)
+    crew.leader.resume(("node-9", "node-1", "node-2"))
+    beats, until = itertools.count(), time.monotonic() + 2
+
+    def goes_on() -> bool:
+        crew.tell(1, 7, leader="h9:1:1.0", state="running", beat=next(beats))
+        return time.monotonic() > until
+
+    goes_on()
+    for rank in (2, 3):
+        crew.tell(rank, 8)
+    assert not crew.leader.gather(8, goes_on)
+    crew.tell(1, 8)
+    assert crew.gather(8) == ("node-0", "node-1", "node-2", "node-3")[: crew.place.most]
+    crew.leader._beacon.put_out()
+
+
+def test_what_a_node_that_is_gone_said_last_holds_no_new_leader_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lead, "_RETURN", 0.3)
+    crew = Crew(tmp_path)
+    crew.leader.resume(("node-9", "node-1", "node-2"))
+    crew.tell(1, 7, leader="h9:1:1.0", state="running", beat=4)
+    for rank in (2, 3):
+        crew.tell(rank, 8)
+    assert crew.gather(8, limit=5.0) == ("node-0", "node-3", "node-2")
     crew.leader._beacon.put_out()
 
 
