@@ -211,6 +211,18 @@ def test_indices_are_shown_as_a_range_where_they_are_one(indices: list[int] | No
     assert indices_in_words(indices, everything=False) == shown
 
 
+def test_what_each_of_many_ranks_would_have_read_is_legible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RecordedRun(tmp_path / "run", monkeypatch, world_size=64)
+    run.pass_over(50, 100, 100, ranks=64)
+    ledger = ledger_of(run)
+    rows = [line.split() for line in text_of(ledger, width=80).splitlines()]
+    assert ["3", "10030..10033"] in rows
+    assert ["and", "60", "more", "ranks"] in rows
+    assert ["63", "10630", "10631", "10632", "10633"] in [
+        line.split() for line in text_of(ledger, width=80, everything=True).splitlines()
+    ]
+
+
 def test_of_very_many_the_last_are_printed_unless_all_are_asked_for(eventful: RecordedRun) -> None:
     ledger = ledger_of(eventful)
     first, attempt = ledger.incidents[0], ledger.attempts[0]
