@@ -34,7 +34,7 @@ OUTCOMES = {
     "carried_out": ("carried out as asked", "green"),
     "open": ("open", "yellow"),
 }
-_PUT_ASIDE = ("dropped", "quarantined")
+_PUT_ASIDE = ("dropped", "lost", "quarantined")
 _EXPLODING = {"nonfinite": "not finite", "overflow": "with an overflowing norm", "large": "large (above 100)"}
 VERDICTS = {
     "spike": "spiked", "nonfinite": "is not finite", "damaged": "rose on what the model knew",

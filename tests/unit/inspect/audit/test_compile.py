@@ -29,6 +29,7 @@ from rollback.facts.training import (
     Advice,
     AttemptEnded,
     AttemptStarted,
+    CheckpointLost,
     Committed,
     Concluded,
     Dropped,
@@ -209,6 +210,11 @@ def test_the_command_prints_the_whole_story_as_text(eventful: RecordedRun) -> No
 )  # fmt: skip
 def test_indices_are_shown_as_a_range_where_they_are_one(indices: list[int] | None, shown: str) -> None:
     assert indices_in_words(indices, everything=False) == shown
+
+
+def test_a_checkpoint_that_somebody_removed_is_in_the_text(run: RecordedRun) -> None:
+    run.tell(30, CheckpointLost(checkpoint=C1, tier="durable"))
+    assert f"{C1} lost: somebody else has removed it, or part of it" in " ".join(text_of(ledger_of(run)).split())
 
 
 def test_what_each_of_many_ranks_would_have_read_is_legible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
