@@ -263,13 +263,15 @@ class Drainer:
             with tiers.held(place) as let_go, self._ring.if_stuck(let_go):
                 self._ring.put(place.manifest, place.directory)
         except CheckpointDamaged as error:
+            if tiers.has_left(place):  # meanwhile, and nothing is wrong: it may lie in another place
+                self._drain(name)
+                return
             following = self._phase is Phase.FOLLOWING  # at the end there is no time, and what is next may be sound
             if following and isinstance(error, CheckpointUnreadable) and self._unread != name:
                 self._unread = name
                 raise
             self._lost.add(name)
-            if not tiers.has_left(place):
-                self._complain(name, error)
+            self._complain(name, error)
             return
         seconds = time.monotonic() - began
         self._last = LastCopy(began, seconds)

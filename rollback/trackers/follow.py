@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rollback.errors import UsageError
+from rollback.facts.training import JournalEntry
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric, MetricTail
-from rollback.trackers.story import Story
+from rollback.trackers.story import Leg, Story
 from rollback.trackers.tensorboard import TensorBoard
 from rollback.trackers.wandb import WeightsAndBiases
 
@@ -30,8 +31,8 @@ class Reader:
         self._story = Story()
         self._after = after
 
-    def hand_on(self, trackers: Sequence[Tracker]) -> int:
-        """Tell the trackers what is new, and how much that was.
+    def hand_on(self, trackers: Sequence[Tracker], *, last: bool = False) -> int:
+        """Tell the trackers what is new, and how much that was. last: no more will come.
 
         Raises JournalDamaged or RunDirectoryError, or as trackers do.
         """
@@ -42,18 +43,22 @@ class Reader:
             metrics = self._metrics.new()
             told = self._story.in_order(records, metrics)
             news = bool(metrics or told)
-            for leg, item in told:
-                if leg.attempt <= self._after:
-                    continue
-                count += 1
-                for tracker in trackers:
-                    if isinstance(item, Metric):
-                        tracker.metric(leg, item)
-                    else:
-                        tracker.fact(leg, item.fact)
+            count += self._tell(trackers, told)
+        if last:
+            count += self._tell(trackers, self._story.rest())
         for tracker in trackers:
             tracker.flush()
         return count
+
+    def _tell(self, trackers: Sequence[Tracker], told: Sequence[tuple[Leg, Metric | JournalEntry]]) -> int:
+        own = [(leg, item) for leg, item in told if leg.attempt > self._after]
+        for leg, item in own:
+            for tracker in trackers:
+                if isinstance(item, Metric):
+                    tracker.metric(leg, item)
+                else:
+                    tracker.fact(leg, item.fact)
+        return len(own)
 
 
 def follow(
@@ -64,7 +69,7 @@ def follow(
     try:
         while True:
             last = over()
-            reader.hand_on(trackers)
+            reader.hand_on(trackers, last=last)
             if last:
                 return
             time.sleep(every)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field
+from pydantic_core import PydanticSerializationError
 
 from rollback.facts.fact import InitialState, Sharding
 from rollback.facts.training import Action, Order, Outcome, Tier, Window
@@ -40,7 +41,10 @@ class ReportItem(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strin
 
     def to_json(self) -> str:
         """JSON in ASCII only, so that text from a journal cannot control a terminal."""
-        text = self.model_dump_json(by_alias=True, indent=2)
+        try:
+            text = self.model_dump_json(by_alias=True, indent=2)
+        except PydanticSerializationError:  # a directory whose name is no UTF-8, which Python reads as surrogates
+            text = json.dumps(self.model_dump(mode="json", by_alias=True), indent=2, ensure_ascii=False)
         if text.isascii() and "\x7f" not in text:  # nearly always
             return text
         return _NOT_PLAIN.sub(lambda found: json.dumps(found[0])[1:-1], text)

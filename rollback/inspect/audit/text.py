@@ -21,6 +21,7 @@ SHOWN_BATCHES = 12
 _LATEST = 200  # incidents, attempts and so on, unless all are asked for: nobody reads more
 _SHOWN_VALUES = 12  # of the window before an incident
 _SHOWN_FILES = 4
+_SHOWN_RANKS = 4  # of a batch, unless all are asked for
 _SHOWN_INDICES = 6  # of a batch on a rank, unless all are asked for
 
 OUTCOMES = {
@@ -33,7 +34,7 @@ OUTCOMES = {
     "carried_out": ("carried out as asked", "green"),
     "open": ("open", "yellow"),
 }
-_PUT_ASIDE = ("dropped", "quarantined")
+_PUT_ASIDE = ("dropped", "lost", "quarantined")
 _EXPLODING = {"nonfinite": "not finite", "overflow": "with an overflowing norm", "large": "large (above 100)"}
 VERDICTS = {
     "spike": "spiked", "nonfinite": "is not finite", "damaged": "rose on what the model knew",
@@ -199,19 +200,24 @@ def span_in_words(span: report.Span) -> str:
 
 
 def _print_skipped(console: Console, skipped: Sequence[report.SkippedBatchEntry], everything: bool) -> None:
-    ranks = sorted({rank for entry in skipped for rank in entry.indices})
+    """A line for each rank: a column for each would fit for a few ranks only."""
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for heading in ("batch", "epoch", "offset"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
-    for rank in ranks:
-        table.add_column(f"rank {rank}", overflow="fold")
+    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("indices", overflow="fold")
     shown = skipped if everything else skipped[:SHOWN_BATCHES]
     for entry in shown:
         whose = [*(f"incident {i}" for i in entry.incidents), *(["user"] if entry.by_user else [])]
         why = ", ".join([*whose, *(["supervisor"] if entry.by_supervisor else [])])
-        cells = [indices_in_words(entry.indices.get(rank), everything) for rank in ranks]
-        table.add_row(str(entry.batch), str(entry.epoch), str(entry.offset), why, *cells)
+        ranks = sorted(entry.indices)
+        cells = [str(entry.batch), str(entry.epoch), str(entry.offset), why]
+        for rank in ranks if everything else ranks[:_SHOWN_RANKS]:
+            table.add_row(*cells, str(rank), indices_in_words(entry.indices[rank], everything))
+            cells = [""] * len(cells)
+        if not everything and len(ranks) > _SHOWN_RANKS:
+            table.add_row(*cells, "", f"and {len(ranks) - _SHOWN_RANKS} more ranks")
     console.print(Padding(table, (0, 0, 0, 2)))
     if len(shown) < len(skipped):
         console.print(f"  and {len(skipped) - len(shown)} more (to {skipped[-1].batch}): --all or --json shows them")

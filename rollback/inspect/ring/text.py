@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -12,6 +13,7 @@ from rollback.inspect.ring.verify import Verification
 from rollback.terminal.escape import quoted
 from rollback.terminal.quantities import duration, size
 
+_WIDEST = 1000
 _STYLES = {"good": "green", "damaged": "red", "quarantined": "red", "discarded": "dim", "unknown": "yellow"}
 
 
@@ -32,7 +34,7 @@ def print_listing(console: Console, listing: Listing) -> None:
             quoted(entry.checkpoint), str(entry.step), batch, age, size(entry.bytes), ranks, _where(entry.tiers), status
         )
     if listing.checkpoints:
-        console.print(table)
+        _print_whole(console, table)
     for shared in listing.frozen:
         what = f"frozen weights, stored once: {size(shared.bytes)} for {shared.checkpoints} checkpoints ({shared.file})"
         console.print(quoted(what), soft_wrap=True)
@@ -51,7 +53,7 @@ def print_verification(console: Console, verification: Verification) -> None:
         where = _where(entry.tiers)
         table.add_row(quoted(entry.checkpoint), str(entry.step), size(entry.bytes), where, entry.status, found)
     if verification.checkpoints:
-        console.print(table)
+        _print_whole(console, table)
     faults = [(entry.checkpoint, fault.fault) for entry in verification.checkpoints for fault in entry.faults]
     _print_faults(console, faults + [(entry.slot, entry.fault) for entry in verification.damaged_slots])
     _print_leftovers(console, verification.leftovers)
@@ -74,6 +76,12 @@ def _print_leftovers(console: Console, leftovers: Iterable[str]) -> None:
     for name in leftovers:
         kind = "being written" if name.startswith(".writing-") else "on its way out"
         console.print(quoted(f"{name}: {kind}, or left by a crash; the next start sees to it"), soft_wrap=True)
+
+
+def _print_whole(console: Console, table: Table) -> None:
+    """Where the terminal is too narrow it breaks the lines: a name or a number that is cut off is another one."""
+    table.width = Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
+    console.print(table, crop=False)
 
 
 def _table(*headings: str) -> Table:

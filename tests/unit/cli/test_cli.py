@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 from job_results import LAUNCH
+from typer.testing import CliRunner
 from warm_server import run_warm
 
 import rollback
@@ -204,6 +205,18 @@ class TestAnswersThatCannotBeWritten:
         told = subprocess.run(command, env=poor, capture_output=True, check=False)
         assert (told.returncode, told.stderr) == (0, b"")
         assert told.stdout.isascii()
+
+    @pytest.mark.parametrize("words", ["status", "why", "audit", "ring list"])
+    def test_a_directory_whose_name_is_no_utf_8_is_named_so_that_it_is_found(
+        self, words: str, recorded: RecordedRun
+    ) -> None:
+        odd = recorded.paths.root.with_name(os.fsdecode(b"r\xffn \x7f"))
+        recorded.paths.root.rename(odd)
+        told = CliRunner().invoke(cli.app, [*words.split(), str(odd), "--json"], catch_exceptions=False)
+        answer = json.loads(told.stdout)
+        assert told.stdout.isascii()
+        assert "\x7f" not in told.stdout
+        assert (answer.get("directory") or answer["run"]["directory"]) == str(odd)
 
     @pytest.mark.usefixtures("recorded")
     def test_a_reader_that_has_gone_away_is_told_nothing(self) -> None:

@@ -1,8 +1,9 @@
 """The thread that fills the durable ring, apart from what it copies."""
 
 import contextlib
+import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from checkpoints import write_checkpoint
 from recorded_run import incident, rollback_plan
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
-from rollback.errors import RingUnavailable
+from rollback.errors import CheckpointUnreadable, RingUnavailable
 from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact
 from rollback.ring import drainer as draining
 from rollback.ring.drainer import Drainer, Phase
@@ -99,6 +100,40 @@ def test_a_ring_is_told_to_work_again_only_once_something_was_written_there(tmp_
     assert ring.reached.is_set()
     assert told[1:] == (["the durable ring away:// works again"] if writes else [])
     assert drainer.trouble == (None if writes else "nobody answers")
+
+
+class TakenWhileItIsRead(AwayForDays):
+    """The ranks want the slot of a checkpoint, and it leaves, before it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries = FAILURES
+        self.taken = threading.Event()
+
+    def if_stuck(self, let_go: Callable[[], None]) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        shutil.rmtree(directory)
+        self.taken.set()
+        raise CheckpointUnreadable("no such file")
+
+
+def test_a_checkpoint_that_leaves_before_it_is_read_is_no_trouble(tmp_path: Path) -> None:
+    paths, facts, told = RunPaths(tmp_path), list[Fact](), list[str]()
+    journal = Journal(paths.train_journal, 1)
+    name = write_checkpoint(paths, 1, 10)
+    journal.append(Committed(checkpoint=name, step=10, batch=10, timeline=0, bytes=1, seconds=0.1))
+    journal.append(BecameGood(checkpoint=name, step=10))
+    ring = TakenWhileItIsRead()
+    drainer = Drainer(paths, ring, DrainPace.parse("10"), 3, facts.append, told.append)  # type: ignore[arg-type]
+    drainer.start()
+    assert ring.taken.wait(60)
+    drainer.finish()
+    assert drainer.wait(Phase.FINISHED, 60)
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 60)
+    assert (facts, told, drainer.trouble) == ([], [], None)
 
 
 class SlowToRemove(AwayForDays):

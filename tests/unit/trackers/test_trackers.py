@@ -20,6 +20,7 @@ from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.cli import app
 from rollback.errors import ExitCode, OutputNotWritten, UsageError
 from rollback.facts.fact import Fact
+from rollback.facts.training import PassedOver
 from rollback.rundir.records import LineWriter, Metric, metric_line
 from rollback.trackers.follow import Reader, follow
 from rollback.trackers.process import trackers_beside
@@ -150,6 +151,22 @@ def test_of_a_long_run_each_fact_is_told_behind_the_steps_before_it(
     Reader(run.paths.root).hand_on([in_pieces])  # type: ignore[list-item]
     assert at_once.heard.index((1, 0, "incident")) == at_once.heard.index((1, 0, 49)) + 1
     assert in_pieces.heard == at_once.heard
+
+
+def test_what_happens_within_a_leg_is_told_at_its_step_also_where_the_steps_come_late(run: RecordedRun) -> None:
+    hearing, reader = Hearing(), Reader(run.paths.root)
+    run.tell(30, PassedOver(first=60, last=63, step=30, timeline=0))  # in mid-leg, as `--skip 60:63` has it
+    judge(run, 0, 24, 3.0)  # the rest is not on disk yet
+    reader.hand_on([hearing])  # type: ignore[list-item]
+    assert hearing.heard[-1] == (1, 0, 24)
+    judge(run, 25, 49, 3.0)
+    run.tell(40, incident(0, 35, 39))  # only observed: the leg goes on behind it
+    reader.hand_on([hearing])  # type: ignore[list-item]
+    steps = [(1, 0, step) for step in range(50)]
+    assert hearing.heard == [*steps[:30], (1, 0, "skipped"), *steps[30:40], (1, 0, "incident"), *steps[40:]]
+    run.tell(51, PassedOver(first=100, last=101, step=50, timeline=0))  # and the run died of what came then
+    reader.hand_on([hearing], last=True)  # type: ignore[list-item]
+    assert hearing.heard[-1] == (1, 0, "skipped")
 
 
 def test_hostile_words_are_code_in_the_text(run: RecordedRun, tmp_path: Path) -> None:

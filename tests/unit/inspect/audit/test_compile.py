@@ -29,6 +29,7 @@ from rollback.facts.training import (
     Advice,
     AttemptEnded,
     AttemptStarted,
+    CheckpointLost,
     Committed,
     Concluded,
     Dropped,
@@ -209,6 +210,23 @@ def test_the_command_prints_the_whole_story_as_text(eventful: RecordedRun) -> No
 )  # fmt: skip
 def test_indices_are_shown_as_a_range_where_they_are_one(indices: list[int] | None, shown: str) -> None:
     assert indices_in_words(indices, everything=False) == shown
+
+
+def test_a_checkpoint_that_somebody_removed_is_in_the_text(run: RecordedRun) -> None:
+    run.tell(30, CheckpointLost(checkpoint=C1, tier="durable"))
+    assert f"{C1} lost: somebody else has removed it, or part of it" in " ".join(text_of(ledger_of(run)).split())
+
+
+def test_what_each_of_many_ranks_would_have_read_is_legible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RecordedRun(tmp_path / "run", monkeypatch, world_size=64)
+    run.pass_over(50, 100, 100, ranks=64)
+    ledger = ledger_of(run)
+    rows = [line.split() for line in text_of(ledger, width=80).splitlines()]
+    assert ["3", "10030..10033"] in rows
+    assert ["and", "60", "more", "ranks"] in rows
+    assert ["63", "10630", "10631", "10632", "10633"] in [
+        line.split() for line in text_of(ledger, width=80, everything=True).splitlines()
+    ]
 
 
 def test_of_very_many_the_last_are_printed_unless_all_are_asked_for(eventful: RecordedRun) -> None:

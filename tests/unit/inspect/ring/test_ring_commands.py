@@ -154,6 +154,8 @@ def test_the_list_as_text_and_as_json(paths: RunPaths) -> None:
     assert rows[1][:3] == [OLD, "10", "20"]
     assert rows[1][-3:] == ["ring", "good,", "pinned"]
     assert ".writing-c000003-s00000040-0001" in text.stdout
+    narrow = CliRunner(env={"COLUMNS": "40"}).invoke(app, ["ring", "list", str(paths.root)])
+    assert [line.split() for line in narrow.stdout.splitlines()][:4] == rows[:4], "nothing of a number is cut off"
     body = json.loads(command("list", paths.root, "--json").stdout)
     assert body["schema"] == 1
     assert [(entry["step"], entry["batch"], entry["pinned"]) for entry in body["checkpoints"]] == [
