@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from rollback.train.state.own_attributes import OwnAttributes
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
 
@@ -39,7 +40,13 @@ def keeps_pass_over(loader: DataLoader[Any]) -> None:
 def _watch_all_steps() -> None:
     """Once in a process, and for good: to remove such a hook while an optimizer goes through all of them, as when the
     garbage collector finds an old guard there, would end its step."""
+    register_optimizer_step_pre_hook(_tell_of_begin)
     register_optimizer_step_post_hook(_tell_of_step)
+
+
+def _tell_of_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for each in list(_WATCHING):
+        each.step_begins(optimizer)
 
 
 def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -55,12 +62,22 @@ class Unkept:
         self._seen: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """Positions of the first batches in which an optimizer has stepped that the guard does not have."""
         self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        handed = (state.optimizer, *state.objects.values())
+        self._own = [(item, OwnAttributes(item)) for item in handed if isinstance(item, Optimizer)]
+        """Of those that the guard has."""
         _WATCHING.add(self)
         _watch_all_steps()
 
+    def step_begins(self, optimizer: Optimizer) -> None:
+        for item, own in self._own:
+            if item is optimizer:
+                own.step_begins(item)
+
     def stepped(self, optimizer: Optimizer) -> None:
-        if optimizer is self._state.optimizer or any(optimizer is item for item in self._state.objects.values()):
-            return
+        for item, own in self._own:
+            if item is optimizer:
+                own.step_ended(item)
+                return
         seen = self._seen.setdefault(optimizer, set())
         if len(seen) < _BATCHES:
             seen.add(self._state.cursor.batch)
@@ -72,6 +89,12 @@ class Unkept:
                 self._judged.add(optimizer)
                 if self._lacks(optimizer):
                     yield type(optimizer).__name__
+
+    def attributes(self) -> Iterator[tuple[str, str]]:
+        """The kinds of the guard's optimizers that keep state in attributes, which no checkpoint has; and which."""
+        for item, own in self._own:
+            if own.found and not self._is_within(item):
+                yield type(item).__name__, ", ".join(own.found)
 
     def in_its_place(self) -> str | None:
         """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
@@ -117,13 +140,17 @@ class Unkept:
         return [optimizer for optimizer, batches in self._seen.items() if len(batches) >= _BATCHES]
 
     def _lacks(self, optimizer: Optimizer) -> bool:
-        for item in self._state.objects.values():
-            if not isinstance(item, Optimizer) and any(value is optimizer for value in _attributes(item)):
-                return False  # it may hand out copies
+        if self._is_within(optimizer):
+            return False  # it may hand out copies
         image = self._state.image(data=False)
         kept = {memory_of(item) for item in image.tensors}
         keeps = [item for item in tree_leaves([*optimizer.state.values()]) if isinstance(item, Tensor)]
         return any(memory_of(item) not in kept for item in (*keeps, *_trained_by(optimizer)))
+
+    def _is_within(self, optimizer: Optimizer) -> bool:
+        """Whether another object, which was handed over, has it."""
+        others = (item for item in self._state.objects.values() if not isinstance(item, Optimizer | LRScheduler))
+        return any(value is optimizer for item in others for value in _attributes(item))
 
 
 def _may_schedule(item: object) -> bool:
