@@ -1,5 +1,5 @@
 """What acts on the training and is in no checkpoint: an optimizer, or a scheduler, that the guard was not handed; the
-workers of another loader.
+workers of another loader; a random generator of a module's or an optimizer's own.
 
 Nothing else of rollback sees it: all goes well until a resume or a rollback begins it anew. torch tells of each step of
 any optimizer. What it keeps is compared by memory with what a checkpoint would have, so that an optimizer inside of
@@ -20,11 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from rollback.train.data.cursor.digest import Digest
+from rollback.train.data.cursor.generators import Generators, is_generator
 from rollback.train.state.own_attributes import OwnAttributes
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
 
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
+_LOOKS = 10  # updates: a generator that has drawn in none of them has drawn the first weights
 
 
 _WATCHING: "weakref.WeakSet[Unkept]" = weakref.WeakSet()
@@ -65,6 +68,9 @@ class Unkept:
         handed = (state.optimizer, *state.objects.values())
         self._own = [(item, OwnAttributes(item)) for item in handed if isinstance(item, Optimizer)]
         """Of those that the guard has."""
+        self._generators = {name: (found, Digest(found.states()).value) for name, found in _generators_of(state)}
+        """Each with its state now."""
+        self._looks = 0
         _WATCHING.add(self)
         _watch_all_steps()
 
@@ -95,6 +101,13 @@ class Unkept:
         for item, own in self._own:
             if own.found and not self._is_within(item):
                 yield type(item).__name__, ", ".join(own.found)
+
+    def generators(self) -> list[str]:
+        """Names of the random generators that are attributes of modules or optimizers, and that have drawn since."""
+        self._looks += 1
+        if self._looks > _LOOKS:
+            return []
+        return [name for name, (found, then) in self._generators.items() if Digest(found.states()).value != then]
 
     def in_its_place(self) -> str | None:
         """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
@@ -151,6 +164,20 @@ class Unkept:
         """Whether another object, which was handed over, has it."""
         others = (item for item in self._state.objects.values() if not isinstance(item, Optimizer | LRScheduler))
         return any(value is optimizer for item in others for value in _attributes(item))
+
+
+def _generators_of(state: TrainingState) -> Iterator[tuple[str, Generators]]:
+    """In the attributes themselves: what else these refer to may be the loader's, which is kept."""
+    parts: list[tuple[str, Any]] = [
+        (f"{owner}.{prefix}" if prefix else owner, part)
+        for owner, module in state.modules.items() for prefix, part in module.named_modules()
+    ]  # fmt: skip
+    named = {"optimizer": state.optimizer, **state.objects}
+    parts += [(name, item) for name, item in named.items() if isinstance(item, Optimizer)]
+    for name, part in parts:
+        for attribute, value in vars(part).items():
+            if is_generator(value):
+                yield f"{name}.{attribute}", Generators(value)
 
 
 def _may_schedule(item: object) -> bool:

@@ -156,6 +156,12 @@ ATTRIBUTES_NOT_KEPT = (
     "them, as a bias correction or a momentum does, keep them in self.state[parameter], or a number in its group: "
     'group["t"] += 1',
 )
+GENERATOR_NOT_KEPT = (
+    "generator-not-kept",
+    "in the training {names} draws random numbers, a generator that no checkpoint has: a rollback leaves it as it is, "
+    "and a resume begins it anew. Draw from the process's own random numbers, which are kept, or seed it in each batch "
+    "from them: generator.manual_seed(int(torch.randint(2**63 - 1, ())))",
+)
 SCHEDULER_NOT_KEPT = (
     "scheduler-not-kept",
     "a scheduler changes the learning rate, and the guard was not handed it: after a resume it begins with its first "
@@ -206,6 +212,8 @@ class NotHandedOver(Protocol):
     def optimizers(self) -> Iterable[str]: ...
 
     def attributes(self) -> Iterable[tuple[str, str]]: ...
+
+    def generators(self) -> Collection[str]: ...
 
     def in_its_place(self) -> str | None: ...
 
@@ -260,6 +268,8 @@ class Advisor:
             return []
         said = [_filled(OPTIMIZER_NOT_KEPT, kind=kind) for kind in self._unkept.optimizers()]
         said += [_filled(ATTRIBUTES_NOT_KEPT, kind=kind, names=names) for kind, names in self._unkept.attributes()]
+        if names := self._unkept.generators():
+            said.append(_filled(GENERATOR_NOT_KEPT, names=", ".join(names)))
         said += [SCHEDULER_NOT_KEPT] * self._unkept.scheduler()
         return said + [EVALUATION_DRAWS] * self._unkept.evaluation()
 

@@ -1,12 +1,14 @@
 """Setup mistakes are noticed, and what looks like them is not. Each mistake is trained beside its correct twin."""
 
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sharding import fully_sharded, one_rank
@@ -347,6 +349,24 @@ def test_torchs_own_optimizers_and_what_schedulers_add_to_them_are_innocent(tmp_
 
     of_torch = type(kind, (getattr(torch.optim, kind),), {})  # as a script's own kind, that changes nothing
     assert Script(tmp_path, plain, stepping(), optimizer=of_torch, others=others).codes() == []
+
+
+@pytest.mark.parametrize("generator", [torch.Generator(), np.random.default_rng(0), random.Random(0)])
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_generator_of_a_modules_own_that_draws_in_the_training_is_named(
+    tmp_path: Path, generator: Any, draws: bool
+) -> None:
+    """One that has made the first weights is none."""
+    noise = nn.Module()
+    noise.generator = generator
+
+    def draw(model: nn.Module) -> object:
+        if not draws:
+            return None
+        return torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
+
+    codes = Script(tmp_path, plain, stepping(before=draw), others=lambda optimizer: {"noise": noise}).codes()
+    assert codes == ["generator-not-kept"] * draws
 
 
 PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
