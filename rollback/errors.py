@@ -123,3 +123,28 @@ class CheckpointDamaged(RollbackError, exit_code=ExitCode.NO_CHECKPOINT):
 
 class CheckpointUnreadable(CheckpointDamaged):
     """The disk refuses to read a checkpoint. The checkpoint may be sound, so another try makes sense."""
+
+
+class CheckpointForbidden(CheckpointUnreadable, exit_code=ExitCode.IO):
+    """This user may not read a checkpoint. Nothing speaks against it, and somebody has to act before another try."""
+
+
+LET_IT_BE_READ = (
+    "nothing was changed, and the checkpoint may be sound: let the user that runs the job read it (chown, chmod), then "
+    "run the same command again; to go on from an older one, move it out of the ring"
+)
+
+
+def unreadable(doing: str, error: OSError) -> CheckpointUnreadable:
+    """What the system refuses of a checkpoint, as an error for the reader: `DOING: reason`."""
+    kind = CheckpointForbidden if isinstance(error, PermissionError) else CheckpointUnreadable
+    return kind(f"{doing}: {error.strerror or error}")
+
+
+@contextmanager
+def reading_checkpoint(doing: str) -> Iterator[None]:
+    """As `reporting`, with `unreadable`."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(doing, error) from error

@@ -92,15 +92,15 @@ def _directories(paths: RunPaths) -> list[str]:
         return []
 
 
-def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, str]]:
+def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, CheckpointDamaged]]:
     """Manifests of all committed checkpoints, oldest first, and the reason for each one that cannot be believed."""
     sound: list[Manifest] = []
-    damaged: dict[str, str] = {}
+    damaged: dict[str, CheckpointDamaged] = {}
     for name in names(paths):
         try:
             sound.append(read_manifest(paths.checkpoint(name)))
         except CheckpointDamaged as error:
-            damaged[name] = error.message
+            damaged[name] = error
     return sound, damaged
 
 

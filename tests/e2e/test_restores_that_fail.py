@@ -11,9 +11,10 @@ from asking import answers, asking, hand_in
 from attempts import Forker
 from selection import soak
 from toy import Toy, facts, require_same, same_skips_from_the_start, train
-from unreadable import cut_short, unreadable
+from unreadable import cut_short, forbidden, unreadable
 
 from rollback.checkpoints import tiers
+from rollback.errors import CheckpointForbidden, ExitCode
 from rollback.facts.training import Attached, Planned, Quarantined, Restored
 from rollback.ring.in_run import RingInRun
 from rollback.rundir.paths import RunPaths
@@ -96,6 +97,26 @@ def test_a_restore_that_fails_at_a_start_is_tried_again_and_then_an_older_checkp
     assert [fact.checkpoint for fact in facts(run, Quarantined)] == ([] if times == 1 else [NEWEST])
     assert (run / "quarantine" / NEWEST).is_dir() == (times == 2)
     require_same(ended, undisturbed, f"failed {times} times")
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000.safetensors"])
+def test_a_checkpoint_that_may_not_be_read_refuses_the_start_and_is_left_where_it_is(
+    tmp_path: Path, forker: Forker, undisturbed: dict[str, str], file: str
+) -> None:
+    """It is no damage: whoever mends the permissions goes on from it, and no step is trained twice."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    killed(forker, TOY, run, log)
+    attempts = facts(run, Attached)
+    with forbidden(run / "ring" / NEWEST / file), pytest.raises(CheckpointForbidden) as refused:
+        train(TOY, run, log=log)
+    assert refused.value.exit_code == ExitCode.IO
+    assert str(run / "ring" / NEWEST / file) in refused.value.message
+    assert "chmod" in str(refused.value.hint)
+    assert facts(run, Attached) == attempts
+    ended = train(TOY, run, log=log)
+    assert not facts(run, Quarantined)
+    assert facts(run, Attached)[-1].checkpoint == NEWEST
+    require_same(ended, undisturbed, "readable again")
 
 
 @pytest.mark.parametrize("drained", [False, True], ids=["in memory alone", "in the ring too"])

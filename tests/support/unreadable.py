@@ -9,6 +9,8 @@ from typing import Any
 from unittest import mock
 
 from rollback.checkpoints.format.manifest import read_manifest
+from rollback.errors import CheckpointDamaged
+from rollback.system import files
 from rollback.train.restore import restore
 from rollback.train.restore.reader import Reading
 
@@ -26,7 +28,7 @@ def unreadable(name: str, times: int, where: Callable[[Path], bool] = lambda sha
     """So many times, reading the tensors of a checkpoint fails in the middle; not of copies elsewhere."""
     load, attempts = restore._load, Attempts()
 
-    def load_or_fail(reading: Reading, *rest: Any) -> str | None:
+    def load_or_fail(reading: Reading, *rest: Any) -> CheckpointDamaged | None:
         if is_of(reading, name) and where(reading.shards[0].path):
             attempts.count += 1
             if attempts.count <= times:
@@ -43,13 +45,27 @@ def cut_short(name: str) -> Iterator[None]:
     """The first shard of a checkpoint is cut off when it has just been verified, for good."""
     load = restore._load
 
-    def cut_and_load(reading: Reading, *rest: Any) -> str | None:
+    def cut_and_load(reading: Reading, *rest: Any) -> CheckpointDamaged | None:
         shard = reading.shards[0]
         if is_of(reading, name):
             os.truncate(shard.path, sorted(entry.start for entry in shard.entries.values())[_READ])
         return load(reading, *rest)
 
     with mock.patch.object(restore, "_load", cut_and_load):
+        yield
+
+
+@contextlib.contextmanager
+def forbidden(path: Path) -> Iterator[None]:
+    """This user may not read a file. (Root may read all, whatever its mode says.)"""
+    open_file = files.open_file
+
+    def open_or_refuse(asked: Path, flags: int) -> int:
+        if asked == path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_file(asked, flags)
+
+    with mock.patch.object(files, "open_file", open_or_refuse):
         yield
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_seri
 
 from rollback.checkpoints.format import packs
 from rollback.checkpoints.format.shard import Written
-from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
+from rollback.errors import CheckpointDamaged, reading_checkpoint
 from rollback.rundir import seal
 from rollback.rundir.paths import (
     FORMAT,
@@ -163,7 +163,7 @@ def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        with reporting(CheckpointUnreadable, f"reading the manifest {path}"):
+        with reading_checkpoint(f"reading the manifest {path}"):
             try:
                 data = read_small_file(path, MANIFEST_LIMIT)
             except FileNotFoundError:

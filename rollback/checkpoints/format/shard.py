@@ -17,7 +17,7 @@ import xxhash
 
 from rollback.checkpoints.format.hashing import ShardHash, hash_of, hash_pieces
 from rollback.checkpoints.format.layout import HEADER_LIMIT, TensorEntry, header_space_for, lay_out, parse_header
-from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
+from rollback.errors import CheckpointDamaged, reading_checkpoint, unreadable
 from rollback.system import files
 from rollback.system.durable import open_regular, write_all
 from rollback.system.region import address_of, copy
@@ -143,9 +143,10 @@ def read_verified(path: Path, expected: Written, start: int | None = None) -> It
 def not_read(path: Path, error: OSError | ValueError) -> CheckpointDamaged:
     """Why a shard could not be read: it is not there or not to be believed, or else the disk fails, or the limits of
     this process do, and another try makes sense."""
-    passes = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-    kind = CheckpointUnreadable if passes else CheckpointDamaged
-    return kind(f"reading the shard {path}: {getattr(error, 'strerror', None) or error}")
+    doing = f"reading the shard {path}"
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        return unreadable(doing, error)
+    return CheckpointDamaged(f"{doing}: {getattr(error, 'strerror', None) or error}")
 
 
 class _OpenFile:
@@ -158,7 +159,7 @@ class _OpenFile:
         except files.NotAFileOfOurs as error:
             raise CheckpointDamaged(f"the shard {path} is not to be believed: {error.strerror}") from error
         except OSError as error:
-            raise CheckpointUnreadable(f"opening the shard {path}: {error.strerror or error}") from error
+            raise unreadable(f"opening the shard {path}", error) from error
         self._readers = 1
 
     def shared(self) -> "_OpenFile":
@@ -200,7 +201,7 @@ class ShardReader:
         self._file: _OpenFile = _OpenFile(path) if beside is None else beside._file.shared()
         self._open = True
         try:
-            with reporting(CheckpointUnreadable, f"looking at the shard {path}"):
+            with reading_checkpoint(f"looking at the shard {path}"):
                 status = os.fstat(self._file.fd)
             size = status.st_size if start is None else min(expected.size, max(0, status.st_size - start))
             if size != expected.size or expected.size < 8:
@@ -252,7 +253,7 @@ class ShardReader:
             return
         done = 0
         while done < len(memory):
-            with reporting(CheckpointUnreadable, f"reading the shard {self.path}"):
+            with reading_checkpoint(f"reading the shard {self.path}"):
                 got = os.preadv(self._file.fd, [memory[done:]], self._start + start + done)
             if not got:
                 raise CheckpointDamaged(f"reading the shard {self.path}: it ends after {start + done} bytes")

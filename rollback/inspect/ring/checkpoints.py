@@ -111,7 +111,7 @@ def read_listing(root: Path) -> Listing:
         slots = look_into_slots(paths)
         in_ring, damaged = ring.manifests(paths)
         # A checkpoint that a running run evicted meanwhile is not damaged.
-        damaged = {name: fault for name, fault in damaged.items() if paths.checkpoint(name).exists()}
+        faults = {name: error.message for name, error in damaged.items() if paths.checkpoint(name).exists()}
         pins, aside, leftovers = pinned(paths), _quarantined(paths), ring.leftovers(paths)
     except OSError as error:
         raise RunDirectoryError(f"reading {error.filename or root}: {error.strerror or error}") from error
@@ -119,10 +119,10 @@ def read_listing(root: Path) -> Listing:
     sound = fast | durable
     present = {m.name for m in of_present_timeline(history, list(sound.values()))} if history else set()
     entries = aside
-    for name in sound.keys() | damaged.keys():
+    for name in sound.keys() | faults.keys():
         tiers: list[Tier] = ["fast"] if name in fast else []
-        tiers += ["durable"] if name in durable or name in damaged else []
-        manifest, pinned_, fault = sound.get(name), name in pins, damaged.get(name)
+        tiers += ["durable"] if name in durable or name in faults else []
+        manifest, pinned_, fault = sound.get(name), name in pins, faults.get(name)
         status = _status(manifest, history, present) if manifest else "damaged"
         entries.append(_entry(name, manifest, status, tiers=tiers, pinned=pinned_, fault=fault))
     entries.sort(key=lambda entry: CheckpointName(entry.checkpoint).order)

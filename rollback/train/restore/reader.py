@@ -70,7 +70,7 @@ class Whole:
     def _own(self) -> ShardReader:
         return self.shards[source_of(self._rank, len(self.shards))]
 
-    def load(self, ranks: Ranks, state: TrainingState) -> str | None:
+    def load(self, ranks: Ranks, state: TrainingState) -> CheckpointDamaged | None:
         live, find = state.live_tensors(), state.places()
         room = rooms(live, find)
 
@@ -158,13 +158,13 @@ class Parted:
             self.close()
             raise
 
-    def meet(self, ranks: Ranks) -> str | None:
-        """Collective: learn which rank has which tensors. Returns the fault in words; None: there is none."""
+    def meet(self, ranks: Ranks) -> CheckpointDamaged | None:
+        """Collective: learn which rank has which tensors. Returns the fault; None: there is none."""
         kinds = {key: (entry.dtype, entry.shape) for key, entry in self._shard.entries.items()}
         shards = ranks.from_each([self._content, kinds, self._shard.metadata.get(METADATA)])
         self._shared, self.frozen.digests = ranks.from_first([self._shared, self.frozen.digests])
         if any(content != self._content for content, _, _ in shards):
-            return f"the hosts have different checkpoints in their slots by the name {self._name}"
+            return CheckpointDamaged(f"the hosts have different checkpoints in their slots by the name {self._name}")
         for rank, (_, kinds, parts) in enumerate(shards):
             shapes = {key: tuple(shape) for key, (_, shape) in kinds.items()}
             for key, (dtype, _) in kinds.items():
@@ -189,11 +189,11 @@ class Parted:
             with _in_words(self._name):
                 require_keys(tree.decode(self._shared, note, note_part), "shared")
         except CheckpointDamaged as error:
-            return error.message
+            return error
         self._wanted, self._wanted_parts = list(wanted), list(wanted_parts)
         return None
 
-    def load(self, ranks: Ranks, state: TrainingState) -> str | None:
+    def load(self, ranks: Ranks, state: TrainingState) -> CheckpointDamaged | None:
         live, find = state.live_tensors(), state.places()
         room = rooms(live, find)
         sources: dict[str, int] = {}
@@ -208,7 +208,7 @@ class Parted:
             likes[key], sources[key] = like, ranks.rank if ranks.rank in holders else holders[0]
         # Before anybody waits for a tensor that does not come.
         if (fault := ranks.first_fault(fault)) is not None:
-            return fault
+            return CheckpointDamaged(fault)
         asked = ranks.from_each([[source, key] for key, source in sources.items() if source != ranks.rank])
         own = {key for key, source in sources.items() if source == ranks.rank}
         own |= {key for wants in asked for source, key in wants if source == ranks.rank}
@@ -226,7 +226,7 @@ class Parted:
         except CheckpointDamaged as error:
             fault = error.message
         if (fault := ranks.first_fault(fault)) is not None:
-            return fault
+            return CheckpointDamaged(fault)
         found = {key: item for key, item in read.items() if sources.get(key, ranks.rank) == ranks.rank}
         for source in range(ranks.world_size):
             keys = [key for key in self._wanted if self._owner[key] == source]

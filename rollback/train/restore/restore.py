@@ -1,10 +1,10 @@
 """Restoring a checkpoint: all ranks verify it and agree on it first, then it is read into the live tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.errors import CheckpointDamaged, CheckpointUnreadable
+from rollback.errors import CheckpointDamaged, CheckpointForbidden, CheckpointUnreadable
 from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
 from rollback.train.restore.reader import Parted, Reading, Whole
@@ -20,15 +20,21 @@ class RestoreOutcome:
 
     place: CheckpointPlace | None = None
     """Where the state came from. None: no place was usable."""
-    faults: list[tuple[CheckpointPlace, str]] = field(default_factory=list)
-    """The faults of the other places, in words."""
+    faults: list[tuple[CheckpointPlace, CheckpointDamaged]] = field(default_factory=list)
+    """The faults of the other places."""
     reread: int = 0
     """How many frozen weights of this rank had changed and were put back."""
 
     @property
     def fault(self) -> str:
         """The faults of all places, in words."""
-        return "; ".join(words for _, words in self.faults)
+        return _in_words(error for _, error in self.faults)
+
+    @property
+    def forbidden(self) -> CheckpointForbidden | None:
+        """The first place that this user may not read, where none was usable."""
+        refused = (error for _, error in self.faults if isinstance(error, CheckpointForbidden))
+        return next(refused, None) if self.place is None else None
 
 
 def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: TrainingState) -> RestoreOutcome:
@@ -39,16 +45,16 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
     """
     result = RestoreOutcome()
     for place in places:
-        fault: str | None = None
         for _ in range(_TRIES):
             reading, fault = _verify(name, place, ranks, state)
             if reading is None:
                 break  # it is not what was written: no use in trying again
             result.reread = reading.frozen.reread
-            if (fault := ranks.first_fault(_load(reading, ranks, state))) is None:
+            if (fault := _first(ranks, _load(reading, ranks, state))) is None:
                 result.place = place
                 return result
-        result.faults.append((place, fault or ""))
+        assert fault is not None
+        result.faults.append((place, fault))
     return result
 
 
@@ -63,22 +69,23 @@ def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> str | 
         if reading is not None:
             reading.close()
             return None
-        faults.append(fault or "")
-    return "; ".join(faults)
+        assert fault is not None
+        faults.append(fault)
+    return _in_words(faults)
 
 
 def _verify(
     name: str, place: CheckpointPlace, ranks: Ranks, state: TrainingState | None
-) -> tuple[Reading | None, str | None]:
+) -> tuple[Reading | None, CheckpointDamaged | None]:
     """Collective: open and verify a checkpoint on all ranks. If one rank finds a fault, it is open on none of them."""
-    if place.bring is not None and (fault := place.bring(name)) is not None:
-        return None, fault
+    if place.bring is not None and (why := place.bring(name)) is not None:
+        return None, CheckpointDamaged(why)
     reading, fault = _open(name, place, ranks)
-    fault = ranks.first_fault(fault)
+    fault = _first(ranks, fault)
     if fault is None and isinstance(reading, Parted):
-        fault = ranks.first_fault(reading.meet(ranks))
+        fault = _first(ranks, reading.meet(ranks))
     if fault is None and state is not None and reading is not None and reading.frozen.digests:
-        fault = ranks.first_fault(reading.frozen.compare(place.run, state, threads_of(ranks)))
+        fault = _first(ranks, reading.frozen.compare(place.run, state, threads_of(ranks)))
     if fault is None:
         return reading, None
     if reading is not None:
@@ -86,9 +93,9 @@ def _verify(
     return None, fault
 
 
-def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | None, str | None]:
+def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | None, CheckpointDamaged | None]:
     """Open a checkpoint on this rank. Returns it, or the fault. Only a failure of the disk is tried again."""
-    fault = ""
+    fault: CheckpointDamaged | None = None
     for _ in range(_TRIES):
         try:
             # Read from there even where the caller has a manifest: it may hold something else by now.
@@ -98,17 +105,30 @@ def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | No
             made = Parted if place.in_slot and ranks.host_count > 1 else Whole
             return made(manifest, place.directory, place.memory, ranks), None
         except CheckpointUnreadable as error:
-            fault = error.message
+            fault = error
         except CheckpointDamaged as error:
-            return None, error.message
+            return None, error
     return None, fault
 
 
-def _load(reading: Reading, ranks: Ranks, state: TrainingState) -> str | None:
-    """Collective: read every tensor into its place and load the rest. Returns what failed here, in words."""
+def _load(reading: Reading, ranks: Ranks, state: TrainingState) -> CheckpointDamaged | None:
+    """Collective: read every tensor into its place and load the rest. Returns what failed here."""
     try:
         return reading.load(ranks, state)
     except CheckpointDamaged as error:
-        return error.message
+        return error
     finally:
         reading.close()
+
+
+def _first(ranks: Ranks, fault: CheckpointDamaged | None) -> CheckpointDamaged | None:
+    """Collective: the fault of the first rank that has one. Of its kind it counts whether it is one of permission."""
+    told = ranks.from_each([fault.message, isinstance(fault, CheckpointForbidden)] if fault is not None else None)
+    if (found := next(filter(None, told), None)) is None:
+        return None
+    words, forbidden = found
+    return CheckpointForbidden(words) if forbidden else CheckpointDamaged(words)
+
+
+def _in_words(faults: Iterable[CheckpointDamaged]) -> str:
+    return "; ".join(error.message for error in faults)

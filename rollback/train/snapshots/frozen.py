@@ -133,8 +133,8 @@ class FrozenInCheckpoint:
         self._record = record
         self._live: dict[str, Tensor] = {}
 
-    def compare(self, paths: RunPaths, state: TrainingState, threads: int) -> str | None:
-        """Find out what has to be read, and verify that it can be read. Returns the fault in words, or None."""
+    def compare(self, paths: RunPaths, state: TrainingState, threads: int) -> CheckpointDamaged | None:
+        """Find out what has to be read, and verify that it can be read. Returns the fault, or None."""
         live = state.live_tensors(whole=True)
         known = {name: live[name] for name in self.digests if name in live}
         found = digests_of(known, threads)
@@ -152,7 +152,7 @@ class FrozenInCheckpoint:
                         )
         except CheckpointDamaged as error:
             self.close()
-            return (
+            return type(error)(
                 f"{len(differing)} of {len(self.digests)} frozen weights of the model, as {min(differing)!r}, are not "
                 f"those of the run, and cannot be put back: {error.message}"
             )

@@ -22,7 +22,9 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, is_on_record, is_provisional, next_seq, of_present_timeline
 from rollback.config import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, Settings, guard_mark
 from rollback.errors import (
+    LET_IT_BE_READ,
     CheckpointDamaged,
+    CheckpointForbidden,
     NoUsableCheckpoint,
     RollbackError,
     RunDirectoryError,
@@ -140,7 +142,8 @@ def _restore_newest(
     """Collective: restore the newest usable checkpoint. Returns it and its place; None: the run has no checkpoint yet.
 
     Unusable checkpoints are noted in `found`. Raises NoUsableCheckpoint where there are or were checkpoints, and none
-    is usable, and RunDoesNotFit where an object of the job does not load the state that the run has of it.
+    is usable; CheckpointForbidden where the next one to try may not be read; and RunDoesNotFit where an object of the
+    job does not load the state that the run has of it.
     """
     history, damaged = found.history, found.damaged
     places = _places(paths, found, HostCopies(paths, ranks, url).bring if ranks.apart or found.at_url else None)
@@ -152,6 +155,8 @@ def _restore_newest(
         if any(place.in_slot for place, _ in result.faults):
             del found.slots[manifest.name]
             say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault}")
+        if result.forbidden is not None:
+            raise CheckpointForbidden(result.forbidden.message, hint=LET_IT_BE_READ)
         if result.place is not None:
             if (put_back := max(ranks.from_each(result.reread))) and ranks.first:
                 say(f"{put_back} frozen weights of the model are not those of the run: they were put back")

@@ -13,7 +13,7 @@ from rollback import errors
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_ATTEMPT, Settings
-from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit
+from rollback.errors import LET_IT_BE_READ, CheckpointForbidden, RollbackError, RunDirectoryError, RunDoesNotFit
 from rollback.facts.history import History, copy_of, history_as_json
 from rollback.facts.training import Accepted, Blamed
 from rollback.ring.url.fetch import unfetch
@@ -133,6 +133,8 @@ def _refused_by_disk(paths: RunPaths, error: OSError) -> RunDirectoryError:
 
 def _read(paths: RunPaths, identity: Identity | None, history: History) -> dict[str, Any]:
     manifests, damaged = ring.manifests(paths)
+    if forbidden := next((error for error in damaged.values() if isinstance(error, CheckpointForbidden)), None):
+        raise CheckpointForbidden(forbidden.message, hint=LET_IT_BE_READ)
     if identity is None and (manifests or damaged):
         raise RunDirectoryError(
             f"{paths.root} has checkpoints but no run.json, so it cannot be told whose they are",
@@ -141,7 +143,7 @@ def _read(paths: RunPaths, identity: Identity | None, history: History) -> dict[
     return {
         "attempt": int(os.environ.get(ENV_ATTEMPT) or history.last_attempt + 1),
         "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
-        "damaged": damaged,
+        "damaged": {name: error.message for name, error in damaged.items()},
         "blamed": [fact.model_dump() for _, fact in of_kind(read_journal(paths.supervisor_journal).records, Blamed)],
         "identity": identity.model_dump(mode="json") if identity else None,
     }

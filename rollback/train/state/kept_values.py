@@ -80,12 +80,12 @@ class KeptByScript:
                 )
             if name.startswith("_"):
                 raise UsageError(f"guard.keep: {name!r} begins with an underscore", hint="choose another name")
-        objects = {name: value for name, value in first.items() if _tells_its_state(value)}
+        objects = {name: value for name, value in first.items() if _tells_its_state(value, name)}
         checked = {name: _plain(value, name) for name, value in first.items() if name not in objects}
         self._objects.update(objects)
         self._texts.update({name: item for name, item in objects.items() if isinstance(item, SharedText)})
         self._load_objects(objects)
-        self._first.update(copy.deepcopy(checked))
+        self._first.update(plain(checked))
         self._values.update({name: self._restored.get(name, value) for name, value in checked.items()})
         return self._kept
 
@@ -125,12 +125,15 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _plain(value, name) for name, value in values.items()}
 
 
-def _tells_its_state(value: Any) -> bool:
-    """Whether an object can be kept by its state_dict. A state with more than plain values cannot."""
+def _tells_its_state(value: Any, name: str) -> bool:
+    """Whether an object can be kept by its state_dict. A state with more than plain values cannot. Raises UsageError
+    where it is nested too deep."""
     if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
         return False
     try:
-        _plain(value.state_dict(), "")
+        _rebuilt(value.state_dict(), name)
+    except RecursionError:
+        raise _too_deep(name) from None
     except UsageError:
         return False
     return True
@@ -141,10 +144,14 @@ def _plain(value: Any, name: str) -> Any:
     try:
         return _rebuilt(value, name)
     except RecursionError:
-        raise UsageError(
-            f"guard.keep: {name!r} contains itself, or is nested too deep to be kept",
-            hint="keep what is flat, as a list of pairs in place of a tree",
-        ) from None
+        raise _too_deep(name) from None
+
+
+def _too_deep(name: str) -> UsageError:
+    return UsageError(
+        f"guard.keep: {name!r} contains itself, or is nested too deep to be kept",
+        hint="keep what is flat, as a list of pairs in place of a tree",
+    )
 
 
 def _rebuilt(value: Any, name: str) -> Any:

@@ -24,6 +24,8 @@ from rollback.train.sharded import is_sharded, local_of
 Json = Any
 _AS_IT_IS, _TEXT = frozenset((type(None), bool, str, int)), frozenset((str,))
 
+_NAMES = 2  # of a path that say whose state it is: "objects/ema", "kept/history"
+
 DTYPE: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code, name in DTYPE_NAME.items()}
 DTYPE_CODE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE.items()}
 
@@ -31,16 +33,38 @@ DTYPE_CODE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE.it
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     """The JSON tree of `value`. Its tensors go into `tensors` under their paths, without a copy.
 
-    Raises UsageError with the path of a value that cannot be kept. It runs at every step's end, so Python's own types
-    are told by one look.
+    Raises UsageError with the path of a value that cannot be kept.
     """
+    try:
+        return _encode(value, path, tensors)
+    except RecursionError:
+        raise UsageError(
+            f"the state of {_too_deep(value, path)!r} contains itself, or is nested too deep to be kept",
+            hint="let its state_dict() return what is flat, as a list of pairs in place of a tree",
+        ) from None
+
+
+def _too_deep(value: Any, path: str) -> str:
+    """The path of what was handed over by a name of its own, and cannot be encoded for its depth."""
+    for _ in range(_NAMES):
+        for key, item in value.items() if isinstance(value, Mapping) else ():
+            try:
+                _encode(item, path, {})
+            except RecursionError:
+                value, path = item, f"{path}/{escape(str(key))}"
+                break
+    return path
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
+    """It runs at every step's end, so Python's own types are told by one look."""
     kind = type(value)
     if kind in _AS_IT_IS or (kind is float and math.isfinite(value)):
         return value
     if kind is dict and (len(value) != 1 or str(*value)[:1] != "$") and {*map(type, value)} <= _TEXT:
         return {
             key: item if type(item) in _AS_IT_IS or (type(item) is float and item - item == 0.0)
-            else encode(item, f"{path}/{key if key.isidentifier() else escape(key)}", tensors)
+            else _encode(item, f"{path}/{key if key.isidentifier() else escape(key)}", tensors)
             for key, item in value.items()
         }  # fmt: skip
     match value:
@@ -49,7 +73,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
         case tuple():
             return {"$tuple": _encode_items(value, path, tensors)}
         case np.generic() if value.dtype.name in contents.NUMBERS:  # some are floats of Python as well
-            return {"$number": [value.dtype.name, encode(value.item(), path, tensors)]}
+            return {"$number": [value.dtype.name, _encode(value.item(), path, tensors)]}
         case str() | int():
             return value if isinstance(value, str) else int(value)
         case float():
@@ -106,15 +130,15 @@ def _has_memory(tensor: Tensor) -> bool:
 def _encode_items(value: Sequence[Any], path: str, tensors: dict[str, Tensor]) -> list[Json]:
     return [
         item if type(item) in _AS_IT_IS or (type(item) is float and item - item == 0.0)
-        else encode(item, f"{path}/{index}", tensors)
+        else _encode(item, f"{path}/{index}", tensors)
         for index, item in enumerate(value)
     ]  # fmt: skip
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Json:
-    items = [(key, encode(item, f"{path}/{escape(str(key))}", tensors)) for key, item in value.items()]
+    items = [(key, _encode(item, f"{path}/{escape(str(key))}", tensors)) for key, item in value.items()]
     if isinstance(value, Counter):
-        return {"$counter": [[encode(key, path, tensors), item] for key, item in items]}
+        return {"$counter": [[_encode(key, path, tensors), item] for key, item in items]}
     return _object(items, path, tensors)
 
 
@@ -122,7 +146,7 @@ def _object(items: list[tuple[Any, Json]], path: str, tensors: dict[str, Tensor]
     plain = all(type(key) is str for key, _ in items)
     if plain and not (len(items) == 1 and items[0][0].startswith("$")):
         return dict(items)
-    return {"$map": [[encode(key, path, tensors), item] for key, item in items]}
+    return {"$map": [[_encode(key, path, tensors), item] for key, item in items]}
 
 
 def decode(tree: Json, tensor: Callable[[str], Tensor], sharded: Callable[[str], Any] | None = None) -> Any:

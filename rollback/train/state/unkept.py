@@ -1,5 +1,5 @@
 """What acts on the training and is in no checkpoint: an optimizer, or a scheduler, that the guard was not handed; the
-workers of another loader.
+workers of another loader; a random generator of a module's or an optimizer's own.
 
 Nothing else of rollback sees it: all goes well until a resume or a rollback begins it anew. torch tells of each step of
 any optimizer. What it keeps is compared by memory with what a checkpoint would have, so that an optimizer inside of
@@ -16,14 +16,18 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from rollback.train.data.cursor.digest import Digest
+from rollback.train.data.cursor.generators import Generators, is_generator
+from rollback.train.state.own_attributes import OwnAttributes
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
 
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
+_LOOKS = 10  # updates: a generator that has drawn in none of them has drawn the first weights
 
 
 _WATCHING: "weakref.WeakSet[Unkept]" = weakref.WeakSet()
@@ -39,7 +43,13 @@ def keeps_pass_over(loader: DataLoader[Any]) -> None:
 def _watch_all_steps() -> None:
     """Once in a process, and for good: to remove such a hook while an optimizer goes through all of them, as when the
     garbage collector finds an old guard there, would end its step."""
+    register_optimizer_step_pre_hook(_tell_of_begin)
     register_optimizer_step_post_hook(_tell_of_step)
+
+
+def _tell_of_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for each in list(_WATCHING):
+        each.step_begins(optimizer)
 
 
 def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -55,12 +65,25 @@ class Unkept:
         self._seen: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """Positions of the first batches in which an optimizer has stepped that the guard does not have."""
         self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        handed = (state.optimizer, *state.objects.values())
+        self._own = [(item, OwnAttributes(item)) for item in handed if isinstance(item, Optimizer)]
+        """Of those that the guard has."""
+        self._generators = {name: (found, Digest(found.states()).value) for name, found in _generators_of(state)}
+        """Each with its state now."""
+        self._looks = 0
         _WATCHING.add(self)
         _watch_all_steps()
 
+    def step_begins(self, optimizer: Optimizer) -> None:
+        for item, own in self._own:
+            if item is optimizer:
+                own.step_begins(item)
+
     def stepped(self, optimizer: Optimizer) -> None:
-        if optimizer is self._state.optimizer or any(optimizer is item for item in self._state.objects.values()):
-            return
+        for item, own in self._own:
+            if item is optimizer:
+                own.step_ended(item)
+                return
         seen = self._seen.setdefault(optimizer, set())
         if len(seen) < _BATCHES:
             seen.add(self._state.cursor.batch)
@@ -72,6 +95,19 @@ class Unkept:
                 self._judged.add(optimizer)
                 if self._lacks(optimizer):
                     yield type(optimizer).__name__
+
+    def attributes(self) -> Iterator[tuple[str, str]]:
+        """The kinds of the guard's optimizers that keep state in attributes, which no checkpoint has; and which."""
+        for item, own in self._own:
+            if own.found and not self._is_within(item):
+                yield type(item).__name__, ", ".join(own.found)
+
+    def generators(self) -> list[str]:
+        """Names of the random generators that are attributes of modules or optimizers, and that have drawn since."""
+        self._looks += 1
+        if self._looks > _LOOKS:
+            return []
+        return [name for name, (found, then) in self._generators.items() if Digest(found.states()).value != then]
 
     def in_its_place(self) -> str | None:
         """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
@@ -117,13 +153,31 @@ class Unkept:
         return [optimizer for optimizer, batches in self._seen.items() if len(batches) >= _BATCHES]
 
     def _lacks(self, optimizer: Optimizer) -> bool:
-        for item in self._state.objects.values():
-            if not isinstance(item, Optimizer) and any(value is optimizer for value in _attributes(item)):
-                return False  # it may hand out copies
+        if self._is_within(optimizer):
+            return False  # it may hand out copies
         image = self._state.image(data=False)
         kept = {memory_of(item) for item in image.tensors}
         keeps = [item for item in tree_leaves([*optimizer.state.values()]) if isinstance(item, Tensor)]
         return any(memory_of(item) not in kept for item in (*keeps, *_trained_by(optimizer)))
+
+    def _is_within(self, optimizer: Optimizer) -> bool:
+        """Whether another object, which was handed over, has it."""
+        others = (item for item in self._state.objects.values() if not isinstance(item, Optimizer | LRScheduler))
+        return any(value is optimizer for item in others for value in _attributes(item))
+
+
+def _generators_of(state: TrainingState) -> Iterator[tuple[str, Generators]]:
+    """In the attributes themselves: what else these refer to may be the loader's, which is kept."""
+    parts: list[tuple[str, Any]] = [
+        (f"{owner}.{prefix}" if prefix else owner, part)
+        for owner, module in state.modules.items() for prefix, part in module.named_modules()
+    ]  # fmt: skip
+    named = {"optimizer": state.optimizer, **state.objects}
+    parts += [(name, item) for name, item in named.items() if isinstance(item, Optimizer)]
+    for name, part in parts:
+        for attribute, value in vars(part).items():
+            if is_generator(value):
+                yield f"{name}.{attribute}", Generators(value)
 
 
 def _may_schedule(item: object) -> bool:

@@ -149,6 +149,19 @@ OPTIMIZER_NOT_KEPT = (
     "checkpoint has that, so a rollback leaves it as it is and a resume begins it anew. Hand it over by a name of its "
     "own, and its module too: Guard(..., other_optimizer=..., other_model=...)",
 )
+ATTRIBUTES_NOT_KEPT = (
+    "optimizer-attributes",
+    "each update changes {names} of the optimizer {kind}, attributes of its own that are not in its state_dict: no "
+    "checkpoint has them, so a rollback leaves them as they are and a resume begins them anew. Where updates depend on "
+    "them, as a bias correction or a momentum does, keep them in self.state[parameter], or a number in its group: "
+    'group["t"] += 1',
+)
+GENERATOR_NOT_KEPT = (
+    "generator-not-kept",
+    "in the training {names} draws random numbers, a generator that no checkpoint has: a rollback leaves it as it is, "
+    "and a resume begins it anew. Draw from the process's own random numbers, which are kept, or seed it in each batch "
+    "from them: generator.manual_seed(int(torch.randint(2**63 - 1, ())))",
+)
 SCHEDULER_NOT_KEPT = (
     "scheduler-not-kept",
     "a scheduler changes the learning rate, and the guard was not handed it: after a resume it begins with its first "
@@ -197,6 +210,10 @@ class NotHandedOver(Protocol):
     """See `rollback.train.state.unkept.Unkept`."""
 
     def optimizers(self) -> Iterable[str]: ...
+
+    def attributes(self) -> Iterable[tuple[str, str]]: ...
+
+    def generators(self) -> Collection[str]: ...
 
     def in_its_place(self) -> str | None: ...
 
@@ -250,6 +267,9 @@ class Advisor:
         if self._unkept is None:
             return []
         said = [_filled(OPTIMIZER_NOT_KEPT, kind=kind) for kind in self._unkept.optimizers()]
+        said += [_filled(ATTRIBUTES_NOT_KEPT, kind=kind, names=names) for kind, names in self._unkept.attributes()]
+        if names := self._unkept.generators():
+            said.append(_filled(GENERATOR_NOT_KEPT, names=", ".join(names)))
         said += [SCHEDULER_NOT_KEPT] * self._unkept.scheduler()
         return said + [EVALUATION_DRAWS] * self._unkept.evaluation()
 

@@ -147,7 +147,7 @@ def test_a_checkpoint_with_a_fault_in_any_file_is_not_believed(paths: RunPaths, 
     manifests, damaged = ring.manifests(paths)
     if file == "manifest.json":
         assert [manifest.name for manifest in manifests] == [sound]
-        assert "manifest.json" in damaged[faulty]
+        assert "manifest.json" in damaged[faulty].message
     else:
         with pytest.raises(CheckpointDamaged, match=file):
             ring.open_shards(paths.checkpoint(manifests[1].name), manifests[1])

@@ -34,7 +34,7 @@ class Generators:
         waiting = [(owner, 0) for owner in owners]
         while waiting and len(seen) < _MOST:
             thing, depth = waiting.pop(0)
-            if _is_generator(thing):
+            if is_generator(thing):
                 self._found += [thing] if all(thing is not known for known in self._found) else []
             elif _may_hold(thing) and id(thing) not in seen:
                 seen.add(id(thing))
@@ -99,7 +99,8 @@ def _attributes(thing: Any) -> list[Any]:
     return [item for item in held if type(item) not in _DATA or type(item) is dict]
 
 
-def _is_generator(thing: Any) -> bool:
+def is_generator(thing: Any) -> bool:
+    """Whether it is a random generator, and none of the process's own."""
     if not _draws(type(thing)):  # type: ignore[arg-type] # a class can be hashed
         return False
     of_process = thing is torch.default_generator or thing is getattr(np.random.mtrand, "_rand", None)

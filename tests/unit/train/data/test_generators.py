@@ -29,7 +29,7 @@ def test_samples_are_looked_through_once(name: str, monkeypatch: pytest.MonkeyPa
     data_set = SimpleNamespace(samples=SAMPLES[name], transform=SimpleNamespace(rng=random.Random(1)))
     assert found_in(data_set) == 1
     looked: list[Any] = []
-    monkeypatch.setattr(generators, "_is_generator", lambda thing: looked.append(thing) or False)
+    monkeypatch.setattr(generators, "is_generator", lambda thing: looked.append(thing) or False)
     found_in(data_set)
     assert len(looked) < 10
 

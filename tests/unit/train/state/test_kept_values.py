@@ -80,6 +80,24 @@ def test_a_tensor_or_an_array_of_one_number_is_that_number(number: Any) -> None:
     assert through_disk(script.state_dict()) == {"best": 2.5, "history": [2.5, 2.5]}
 
 
+def test_an_object_whose_state_is_nested_too_deep_is_refused_for_that() -> None:
+    nest: list[Any] = []
+    for _ in range(5000):
+        nest = [nest]
+
+    class Tree:
+        def state_dict(self) -> dict[str, Any]:
+            return {"root": nest}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(UsageError, match=r"'tree'.* nested too deep"):
+        KeptByScript().add({"tree": Tree()})
+    with pytest.raises(UsageError, match=r"'shared/objects/tree' .* nested too deep"):
+        tree.encode({"model": {}, "objects": {"ema": {}, "tree": {"root": nest}}}, "shared", {})
+
+
 class Phase(enum.IntEnum):
     WARM = 1
 

@@ -1,12 +1,14 @@
 """Setup mistakes are noticed, and what looks like them is not. Each mistake is trained beside its correct twin."""
 
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sharding import fully_sharded, one_rank
@@ -267,6 +269,104 @@ def test_a_scheduler_that_goes_by_a_metric_is_asked_for_before_it_acts(tmp_path:
 
     codes = Script(tmp_path, plain, stepping(), others=others).codes()
     assert codes == ([] if handed_over else ["scheduler-not-kept"])
+
+
+class OfItsOwn(torch.optim.Optimizer):
+    """A script's own Adam without the second moment. keeps: what of it is in attributes."""
+
+    keeps: tuple[str, ...] = ()
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "t": 0})
+        self.t, self.power, self.moments = 0, 1.0, [torch.zeros_like(item) for item in self.param_groups[0]["params"]]
+        self.norm, self.cache, self.params = 0.0, [torch.zeros(10)], self.param_groups[0]["params"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        group["t"] += 1
+        self.t += "t" in self.keeps
+        self.power *= 0.9 if "power" in self.keeps else 1
+        self.norm = float(sum(item.grad.norm() for item in self.params))
+        self.cache[0].normal_()
+        for number, item in enumerate(self.params):
+            moment = self.moments[number] if "moments" in self.keeps else self.state[item].setdefault("m", item * 0)
+            moment.mul_(0.9).add_(item.grad)
+            item.sub_(moment, alpha=group["lr"] / (1 - 0.9 ** group["t"]))
+
+
+class OfReplaced(OfItsOwn):
+    """One that makes its moments anew in each update."""
+
+    keeps = ("moments",)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.moments = [moment.clone() for moment in self.moments]
+        super().step()
+
+
+class AroundItsOwn(torch.optim.Adam):
+    """One whose step calls the one that it overrides, and that counts from its class's number on."""
+
+    t = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.t += 1
+        super().step(closure)
+
+
+class ToldByItself(OfItsOwn):
+    keeps = ("t", "moments")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "t": self.t, "moments": self.moments}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keeps", "named"),
+    [
+        (OfItsOwn, ("t",), "t"), (OfItsOwn, ("power",), "power"), (OfItsOwn, ("moments",), "moments"),
+        (OfItsOwn, ("moments", "power"), "moments, power"), (OfReplaced, ("moments",), "moments"),
+        (AroundItsOwn, (), "t"), (OfItsOwn, (), None), (ToldByItself, ("t", "moments"), None),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_keeps_its_state_in_attributes_is_told_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, keeps: tuple[str, ...], named: str | None
+) -> None:
+    """What it measures, works with and refers to is none of it."""
+    monkeypatch.setattr(kind, "keeps", keeps, raising=False)
+    assert Script(tmp_path, plain, stepping(), optimizer=kind).codes() == ["optimizer-attributes"] * bool(named)
+    facts = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    told = [fact.text for fact in facts if isinstance(fact, Advice)]
+    assert all(f"changes {named} of the optimizer {kind.__name__}," in text for text in told)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "NAdam", "RAdam", "Adadelta", "Adagrad", "Adamax", "ASGD", "Rprop"])
+def test_torchs_own_optimizers_and_what_schedulers_add_to_them_are_innocent(tmp_path: Path, kind: str) -> None:
+    def others(optimizer: Any) -> dict[str, Any]:
+        return {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+
+    of_torch = type(kind, (getattr(torch.optim, kind),), {})  # as a script's own kind, that changes nothing
+    assert Script(tmp_path, plain, stepping(), optimizer=of_torch, others=others).codes() == []
+
+
+@pytest.mark.parametrize("generator", [torch.Generator(), np.random.default_rng(0), random.Random(0)])
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_generator_of_a_modules_own_that_draws_in_the_training_is_named(
+    tmp_path: Path, generator: Any, draws: bool
+) -> None:
+    """One that has made the first weights is none."""
+    noise = nn.Module()
+    noise.generator = generator
+
+    def draw(model: nn.Module) -> object:
+        if not draws:
+            return None
+        return torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
+
+    codes = Script(tmp_path, plain, stepping(before=draw), others=lambda optimizer: {"noise": noise}).codes()
+    assert codes == ["generator-not-kept"] * draws
 
 
 PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
