@@ -156,7 +156,10 @@ class _GuardedLoop:
         self._has_moved()  # a resume has
         if self._state.stopped_early:
             self._end_again(**given)
-            return
+            if not self._state.asked_for_more:
+                self.guard.close()
+                return
+            trainer.control.should_training_stop = self._state.asked_for_more = announced = False
         epochs = sys.maxsize if trainer.args.max_steps > 0 else trainer.state.num_train_epochs
         for epoch in self.guard.epochs(epochs):
             if not announced:
@@ -182,7 +185,6 @@ class _GuardedLoop:
         trainer = self._trainer
         trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
         self._maybe_log_save_evaluate(trainer._tr_loss, None, model, trial, epoch, ignore_keys_for_eval, start_time)
-        self.guard.close()
 
     def training_step(self, *given: Any, **others: Any) -> Any:
         self._drawn = []
@@ -278,6 +280,8 @@ class _GuardedLoop:
 
     def end_epoch(self, state: Any, control: Any) -> None:
         """Before the Trainer does what it does behind an epoch. Raises _Moved where it has not come to its end yet."""
+        if self._state.asked_for_more:  # an end that is done again
+            return
         if self._state.stopped_early:
             if self.guard.finish("TrainerControl.should_training_stop"):
                 return
