@@ -11,6 +11,7 @@ entered again. What it knows besides its place (`TrainerState`, the loss since t
     its batches                      the guard's; a batch from another place ends `_run_epoch` by `_Moved`
     training_step                    then the guard is told the loss
     _maybe_log_save_evaluate         what it is given of the last update, if `_run_epoch` was entered behind that
+    _save_checkpoint                 lives with a full disk, as the guard does
     get_eval_dataloader              then whether a pass over it draws from the random states is as the run goes
     on_epoch_end                     first our callback: the last update is judged before anybody hears of the end
 """
@@ -30,6 +31,7 @@ from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_all_ranks, require_known_loader
+from rollback.trainers.huggingface_saves import FolderSaves
 from rollback.trainers.huggingface_state import LoopState, RunMark
 from rollback.trainers.huggingface_trl import end_update, followers, require_completions_of_one_update
 from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected
@@ -85,6 +87,7 @@ class _GuardedLoop:
         self._settings = settings
         self._callback = RollbackCallback(self)
         self._state = LoopState(trainer, self._callback)
+        self._saves = FolderSaves(trainer)
         self._evaluated = EvaluatedLoaders(self._evaluation_loaders())
         self._loader: Any = None
         self._drawn: list[Any] = []
@@ -100,6 +103,7 @@ class _GuardedLoop:
         ):  # fmt: skip
             self._originals[name] = getattr(self._trainer, name)
             setattr(self._trainer, name, getattr(self, name))
+        self._trainer._save_checkpoint = self._saves.save
         self._trainer._load_rng_state = lambda checkpoint: None  # the guard has put them back
         self._trainer.callback_handler.callbacks.insert(0, self._callback)
 
@@ -152,7 +156,10 @@ class _GuardedLoop:
         self._has_moved()  # a resume has
         if self._state.stopped_early:
             self._end_again(**given)
-            return
+            if not self._state.asked_for_more:
+                self.guard.close()
+                return
+            trainer.control.should_training_stop = self._state.asked_for_more = announced = False
         epochs = sys.maxsize if trainer.args.max_steps > 0 else trainer.state.num_train_epochs
         for epoch in self.guard.epochs(epochs):
             if not announced:
@@ -178,7 +185,6 @@ class _GuardedLoop:
         trainer = self._trainer
         trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
         self._maybe_log_save_evaluate(trainer._tr_loss, None, model, trial, epoch, ignore_keys_for_eval, start_time)
-        self.guard.close()
 
     def training_step(self, *given: Any, **others: Any) -> Any:
         self._drawn = []
@@ -192,7 +198,10 @@ class _GuardedLoop:
         if learning_rate is not None:
             self._state.last_update = grad_norm, learning_rate
         grad_norm, learning_rate = self._state.last_update
-        self._originals["_maybe_log_save_evaluate"](tr_loss, grad_norm, *given, learning_rate=learning_rate, **others)
+        with self._saves.without_what_is_left_out():
+            self._originals["_maybe_log_save_evaluate"](
+                tr_loss, grad_norm, *given, learning_rate=learning_rate, **others
+            )
         end_update(self._trainer)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -271,6 +280,8 @@ class _GuardedLoop:
 
     def end_epoch(self, state: Any, control: Any) -> None:
         """Before the Trainer does what it does behind an epoch. Raises _Moved where it has not come to its end yet."""
+        if self._state.asked_for_more:  # an end that is done again
+            return
         if self._state.stopped_early:
             if self.guard.finish("TrainerControl.should_training_stop"):
                 return

@@ -43,13 +43,15 @@ class RunMark(TrainerCallback, ExportableState):  # type: ignore[misc]
 class LoopState:
     """Kept by the guard on each rank. moved: whether training has been put elsewhere since that was last looked at.
 
-    last_update: its gradient's norm, and the learning rate that it was made with.
+    asked_for_more: whether a run that a callback had stopped is to go on behind that. last_update: its gradient's norm,
+    and the learning rate that it was made with.
     """
 
     def __init__(self, trainer: Any, mark: RunMark) -> None:
         self._trainer = trainer
         self._mark = mark
         self.moved = False
+        self.asked_for_more = False
         self.last_update: tuple[Any, Any] = None, None
         self.logs = Logs(trainer)
         self._first: dict[int, dict[str, Any]] = {}
@@ -93,9 +95,10 @@ class LoopState:
             self._gathered()[mode].update(values)
         if "_last_loaded_step" in vars(trainer):  # TRL's, of the weights that vLLM has: of a step that may be undone
             trainer._last_loaded_step = -1
-        # Only more than was asked for then is a reason to go on behind a stop.
         stopped_before = kept.get("stopped_before")
-        trainer.control.should_training_stop = stopped_before is not None and state.max_steps <= stopped_before
+        trainer.control.should_training_stop = stopped_before is not None
+        # Only more than was asked for then is a reason to go on behind a stop.
+        self.asked_for_more = stopped_before is not None and state.max_steps > stopped_before
         trainer.control.should_epoch_stop = False
         if trainer.args.should_save:
             _set_aside(Path(trainer.args.output_dir), state.global_step, self._mark)

@@ -143,12 +143,14 @@ class _GuardedFit:
         except UsageError as error:
             attach.refuse(error)
         loop.on_run_start()
-        if self._was_stopped():
+        was_stopped, goes_on = self._was_stopped(), self._state.asked_for_more
+        if was_stopped:
             loop.on_advance_start()
             self._epoch_loop.reset()
             self._state.go_on()
+            self._trainer.should_stop = self._trainer.should_stop and not goes_on
             self._end_epoch()
-        else:
+        if goes_on or not was_stopped:
             self._train()
         loop.on_run_end()
         self.guard.close()

@@ -32,13 +32,15 @@ _METRIC = ("_update_count", "_computed", "_forward_cache", "has_reset")
 """Of a torchmetrics Metric, besides its states; the last one Lightning's own have."""
 _CHECKPOINT = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
 """Of ModelCheckpoint, besides its `state_dict`."""
+_STOPPING = "EarlyStopping", "early_stopping"
 
 
 class FitState:
     """Kept by the guard on each rank. saved: the files that this run has saved; None before there is a run.
 
     ending: whether Lightning is at an epoch's end, behind its batches. epoch: that of the state that was put back last;
-    None: there is none, or an earlier version kept it.
+    None: there is none, or an earlier version kept it. asked_for_more: whether the script asks for more than when that
+    was kept.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -48,6 +50,7 @@ class FitState:
         self.saved: SavedFiles | None = None
         self.ending = False
         self.epoch: int | None = None
+        self.asked_for_more = False
 
     def state_dict(self) -> dict[str, Any]:
         """Raises UsageError for what of it cannot be kept."""
@@ -57,6 +60,7 @@ class FitState:
             "epoch": trainer.current_epoch,
             "stepped": loop._batches_that_stepped,
             "should_stop": trainer.should_stop,
+            "limits": _limits(trainer),
             "connector": _packed({name: getattr(connector, name) for name in _CONNECTOR}, "what was logged"),
             "logged": {key: self._of_logged(item) for key, item in loop._results.items()},
             "metrics": {name: self._of_metric(item) for name, item in self._metrics()},
@@ -73,6 +77,7 @@ class FitState:
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         self._loaded, self.ending, self.epoch = kept, False, kept.get("epoch")
+        self.asked_for_more = _asks_for_more(self._trainer, kept.get("limits", {}))
         self.put_again()
         if self._trainer.is_global_zero:
             for rows, state in zip(self._rows, kept["rows"], strict=False):
@@ -112,9 +117,9 @@ class FitState:
         for name, item in self._stateful():
             if name in states:
                 state, attributes = map(_unpacked, states[name])
-                clock = _of_running_clock(item)
+                own = _of_this_process(item)
                 item.load_state_dict(state)
-                vars(item).update({**attributes, **clock})
+                vars(item).update({**attributes, **own})
 
     # Metrics ---------------------------------------------------------------------------------------------------------
 
@@ -176,16 +181,37 @@ def _attributes(item: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(item, name) for name in names if name in vars(item)}
 
 
-def _of_running_clock(item: Any) -> dict[str, Any]:
-    """What a Timer (`max_time`) adds to the time since it began; empty where it has not, and where it is no Timer.
+def _of_this_process(item: Any) -> dict[str, Any]:
+    """Attributes of a callback that its `load_state_dict` is not to change.
 
-    What it keeps is all the time until then. Behind a rollback, which does not begin it anew, that would count twice;
-    and the time of undone steps has passed.
+    A Timer (`max_time`) adds `_offset` to the time since it began. What it keeps is all the time until then. Behind a
+    rollback, which does not begin it anew, that would count twice; and the time of undone steps has passed.
+    An EarlyStopping's patience is a setting, which the script of a resumed run may have changed.
     """
-    is_timer = any(
-        kind.__name__ == "Timer" and kind.__module__.endswith("callbacks.timer") for kind in type(item).__mro__
-    )
-    return _attributes(item, ("_offset",)) if is_timer and item.start_time() is not None else {}
+    running = ("_offset",) if _is(item, "Timer", "timer") and item.start_time() is not None else ()
+    return _attributes(item, (*running, *(("patience",) if _is(item, *_STOPPING) else ())))
+
+
+def _is(item: Any, name: str, module: str) -> bool:
+    """Whether it is a callback of that name from Lightning's module."""
+    return any(kind.__name__ == name and kind.__module__.endswith(f"callbacks.{module}") for kind in type(item).__mro__)
+
+
+def _limits(trainer: Any) -> dict[str, float]:
+    """How much training is asked for; -1: without end."""
+    of_time = [item._duration for item in trainer.callbacks if _is(item, "Timer", "timer")]
+    return {
+        "epochs": trainer.max_epochs,
+        "steps": trainer.max_steps,
+        "seconds": min((seconds for seconds in of_time if seconds is not None), default=-1),
+        "patience": min((item.patience for item in trainer.callbacks if _is(item, *_STOPPING)), default=-1),
+    }
+
+
+def _asks_for_more(trainer: Any, before: dict[str, float]) -> bool:
+    """Than `before`; empty: an earlier version has kept it."""
+    now = _limits(trainer)
+    return any(number != -1 and (now[name] == -1 or now[name] > number) for name, number in before.items())
 
 
 def _packed(value: Any, what: str) -> Any:

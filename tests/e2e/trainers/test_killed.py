@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from compared_runs import PHASES, TOLD, require_undisturbed
-from trainer_job import TrainerJob
+from job_results import Scenarios
+from trainer_job import JOB, LIMIT, MODULES, TrainerJob
 
 TRAINER = TrainerJob(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=3, save=4)
 ACCELERATE = TrainerJob(loop="accelerate", bad_at=(32,), bad_rank=1, samples=76, accumulate=2)
@@ -23,6 +24,22 @@ def test_a_training_that_a_callback_has_stopped_stays_stopped_when_a_rank_is_kil
     """In mid-epoch, and what the Trainer does behind an epoch is done although the process died before."""
     by_epoch = {"logging_strategy": "epoch", "eval_strategy": "epoch"}
     require_undisturbed(tmp_path, TrainerJob(samples=32, stop_at=7, more=by_epoch), ["behind the end"])
+
+
+def test_a_stopped_training_that_is_asked_for_more_has_the_end_of_its_epoch_once(tmp_path: Path) -> None:
+    """What is logged there, and evaluated, would be lost, and the next epoch's loss be of both."""
+    scenarios = Scenarios(tmp_path, JOB, MODULES, LIMIT)
+    stopped = TrainerJob(samples=18, stop_at=7, more={"logging_strategy": "epoch", "eval_strategy": "epoch"})
+    scenarios.add("stopped", stopped)
+    scenarios.python()
+    logged = scenarios.portrait("stopped", 0)
+    scenarios.add("stopped", stopped.but(epochs=3))
+    scenarios.python()
+    ended = scenarios.portrait("stopped", 0)
+    first = [name for name in logged if name.startswith(("/logs/0/", "/logs/1/"))]
+    assert {name: ended[name] for name in first} == {name: logged[name] for name in first}
+    steps = [ended.get(f"/logs/{number}/step") for number in range(6)]
+    assert steps == ["7", "7", "16", "16", "25", "25"], "a loss and an evaluation each"
 
 
 def test_a_first_evaluation_in_a_new_process_draws_no_seed_for_workers_that_persist(tmp_path: Path) -> None:

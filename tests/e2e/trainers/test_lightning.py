@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from compared_runs import PHASES, require_all_same, require_undisturbed
 from job_results import Scenarios
+from toy import require_same
 from trainer_job import JOB, LIMIT, MODULES, TrainerJob
 
 LIGHTNING = TrainerJob(loop="lightning")
@@ -122,6 +123,22 @@ def test_a_last_epoch_has_its_end_once_where_a_rank_is_killed_behind_the_trainin
 ) -> None:
     """What is logged, counted and saved there: the final state was kept before."""
     require_undisturbed(tmp_path, LIGHTNING.but(**SHORT).but(**ended), ["behind the end"])
+
+
+def test_a_stopped_fit_goes_on_where_it_is_asked_for_more(tmp_path: Path) -> None:
+    """More patience is as if asked for at once. More epochs come behind the one that was stopped, which is left."""
+    scenarios = Scenarios(tmp_path, JOB, MODULES, LIMIT)
+    patient = LIGHTNING.but(samples=18, epochs=6, more={"patience": 3, "delta": 1.0})
+    stopped = LIGHTNING.but(samples=18, epochs=2, stop_at=7)
+    scenarios.add("patience", patient.but(more={"patience": 1, "delta": 1.0}))
+    scenarios.add("patience", patient)
+    scenarios.add("patience at once", patient)
+    scenarios.add("epochs", stopped)
+    scenarios.add("epochs", stopped.but(epochs=3))
+    scenarios.python()
+    require_same(scenarios.portrait("patience", 0), scenarios.portrait("patience at once", 0), "patience")
+    epochs = scenarios.portrait("epochs", 0)
+    assert (epochs["/steps"], epochs["/ends"]) == ("25", "3"), "7, and two whole epochs of 9"
 
 
 @pytest.mark.soak

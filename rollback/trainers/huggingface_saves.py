@@ -1,0 +1,99 @@
+"""A folder `checkpoint-N` that the disk has no room for: it is left out, and training goes on.
+
+The guard does so with its own checkpoints, and needs none of the Trainer's. A rank that raised would be started again,
+undo its steps, and raise at the same step again. What there is of the folder is removed, since tools take a folder by
+that name for a whole one; and so is what the Trainer says of its model, where that is the best one so far.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollback.rundir.failure_class import class_of_exception
+from rollback.rundir.failures import qualified_name
+from rollback.train.comm.recorder import say
+
+_PARTS = "save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"
+"""What `_save_checkpoint` calls on each rank, before it deletes folders of earlier steps for this one."""
+_BEST = "best_metric", "best_global_step", "best_model_checkpoint"
+"""Of TrainerState."""
+
+
+class _NotSaved(Exception):
+    """The folder of this step is left out. Raised on all ranks."""
+
+
+class FolderSaves:
+    """Of one Trainer. Make it before its methods are replaced."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._save = trainer._save_checkpoint
+
+    def save(self, *given: Any, **others: Any) -> None:
+        """In the place of `Trainer._save_checkpoint`, within `without_what_is_left_out`. Collective."""
+        trainer = self._trainer
+        folder = Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
+        was_there = os.path.lexists(folder)  # then it is not ours to remove
+        try:
+            with self._parts_agreed_on(folder):
+                self._save(*given, **others)
+        except _NotSaved:
+            if trainer.args.should_save and not was_there:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    @contextlib.contextmanager
+    def without_what_is_left_out(self) -> Iterator[None]:
+        """Around an evaluation and the saving of its model: the best model is one that there is a folder of."""
+        state = self._trainer.state
+        best = {name: getattr(state, name) for name in _BEST}
+        try:
+            yield
+        except _NotSaved:
+            self._trainer.control.should_save = False
+            if state.best_global_step == state.global_step:
+                vars(state).update(best)
+
+    @contextlib.contextmanager
+    def _parts_agreed_on(self, folder: Path) -> Iterator[None]:
+        trainer, own = self._trainer, vars(self._trainer)
+        before = {name: own[name] for name in _PARTS if name in own}
+        for name in _PARTS:
+            setattr(trainer, name, self._agreed_on(folder, getattr(trainer, name)))
+        try:
+            yield
+        finally:
+            for name in _PARTS:
+                del own[name]
+            own.update(before)
+
+    def _agreed_on(self, folder: Path, part: Callable[..., None]) -> Callable[..., None]:
+        """The ranks meet behind the parts: one of them alone cannot leave a save."""
+
+        def agreed_on(*given: Any, **others: Any) -> None:
+            fault = None
+            try:
+                part(*given, **others)
+            except Exception as error:
+                if class_of_exception(qualified_name(type(error)), str(error)) != "disk":
+                    raise
+                fault = error
+                _tell(folder, error)
+            accelerator = self._trainer.accelerator
+            failed = torch.tensor(float(fault is not None), device=accelerator.device)
+            if accelerator.reduce(failed, "sum").item():
+                raise _NotSaved from fault
+
+        return agreed_on
+
+
+def _tell(folder: Path, error: Exception) -> None:
+    undone = len(list(folder.parent.glob("undone-checkpoint-*")))
+    hint = f"; undone-checkpoint-* there ({undone}) may be deleted" if undone else ""
+    say(f"{folder} could not be saved ({error}): it is left out, and training goes on. Make room there{hint}")
