@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from rollback.train.updates.hooks import weak_hook
+
 _UPDATES = 4  # in a row, in all of which they must change, behind the first one: many attributes are made in that
 _OF_TORCH = frozenset(("state", "param_groups", "defaults", "_step_count"))
 """In each optimizer; the last one by schedulers of earlier versions."""
@@ -22,17 +24,30 @@ _Print = list[tuple["weakref.ref[Tensor]", int]]
 
 
 class OwnAttributes:
-    """Watches the first updates of an optimizer. found: the names of what it keeps so, once they have been seen."""
+    """Watches the first updates of an optimizer, by hooks of its own that go once it is known."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._left = 0 if _tells_itself(optimizer) else 1 + _UPDATES
+        self.optimizer = optimizer
+        self._left = 1 + _UPDATES
         self._within = 0  # `step` may call the one that it overrides, which has hooks of its own
         self._numbers: dict[str, list[float]] | None = None
         self._before: dict[str, _Print] = {}
         self._changing: dict[str, int] | None = None
-        self.found: list[str] = []
+        self._found: list[str] = []
+        self._hooks = [
+            optimizer.register_step_pre_hook(weak_hook(self._step_begins)),
+            optimizer.register_step_post_hook(weak_hook(self._step_ended)),
+        ]
 
-    def step_begins(self, optimizer: Optimizer) -> None:
+    def found(self) -> list[str]:
+        """The names of what it keeps so, once they have been seen. Ask it between two steps."""
+        if not self._left:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+        return self._found
+
+    def _step_begins(self, optimizer: Optimizer, *_: object) -> None:
         self._within += 1
         if self._within > 1 or not 0 < self._left <= _UPDATES:
             return
@@ -42,7 +57,7 @@ class OwnAttributes:
         self._numbers = {name: values for name, values in known.items() if found.get(name) == values[-1]}
         self._before = {name: _print(items) for name, items in _tensors_of(optimizer)}
 
-    def step_ended(self, optimizer: Optimizer) -> None:
+    def _step_ended(self, optimizer: Optimizer, *_: object) -> None:
         self._within = max(0, self._within - 1)
         if self._within or not self._left:
             return
@@ -59,10 +74,10 @@ class OwnAttributes:
         self._before, self._changing = {}, {name: changed[name] for name in known if name in changed}
         if not self._left:
             going_on = [name for name, values in self._numbers.items() if _goes_on(values)]
-            self.found = sorted([*going_on, *_as_large_as_the_parameters(self._changing, optimizer)])
+            self._found = sorted([*going_on, *_as_large_as_the_parameters(self._changing, optimizer)])
 
 
-def _tells_itself(optimizer: Optimizer) -> bool:
+def tells_itself(optimizer: Optimizer) -> bool:
     """Whether it is one of torch's, or hands out its state in a way of its own."""
     kind: Any = type(optimizer)
     if kind.__module__.startswith("torch.") or "state_dict" in vars(optimizer):

@@ -16,13 +16,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators, is_generator
-from rollback.train.state.own_attributes import OwnAttributes
+from rollback.train.state.own_attributes import OwnAttributes, tells_itself
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
 
@@ -43,13 +43,7 @@ def keeps_pass_over(loader: DataLoader[Any]) -> None:
 def _watch_all_steps() -> None:
     """Once in a process, and for good: to remove such a hook while an optimizer goes through all of them, as when the
     garbage collector finds an old guard there, would end its step."""
-    register_optimizer_step_pre_hook(_tell_of_begin)
     register_optimizer_step_post_hook(_tell_of_step)
-
-
-def _tell_of_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for each in list(_WATCHING):
-        each.step_begins(optimizer)
 
 
 def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -66,24 +60,17 @@ class Unkept:
         """Positions of the first batches in which an optimizer has stepped that the guard does not have."""
         self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         handed = (state.optimizer, *state.objects.values())
-        self._own = [(item, OwnAttributes(item)) for item in handed if isinstance(item, Optimizer)]
-        """Of those that the guard has."""
+        own = (item for item in handed if isinstance(item, Optimizer) and not tells_itself(item))
+        self._own = [OwnAttributes(item) for item in own]
         self._generators = {name: (found, Digest(found.states()).value) for name, found in _generators_of(state)}
         """Each with its state now."""
         self._looks = 0
         _WATCHING.add(self)
         _watch_all_steps()
 
-    def step_begins(self, optimizer: Optimizer) -> None:
-        for item, own in self._own:
-            if item is optimizer:
-                own.step_begins(item)
-
     def stepped(self, optimizer: Optimizer) -> None:
-        for item, own in self._own:
-            if item is optimizer:
-                own.step_ended(item)
-                return
+        if optimizer is self._state.optimizer or any(optimizer is item for item in self._state.objects.values()):
+            return
         seen = self._seen.setdefault(optimizer, set())
         if len(seen) < _BATCHES:
             seen.add(self._state.cursor.batch)
@@ -98,9 +85,9 @@ class Unkept:
 
     def attributes(self) -> Iterator[tuple[str, str]]:
         """The kinds of the guard's optimizers that keep state in attributes, which no checkpoint has; and which."""
-        for item, own in self._own:
-            if own.found and not self._is_within(item):
-                yield type(item).__name__, ", ".join(own.found)
+        for own in self._own:
+            if (names := own.found()) and not self._is_within(own.optimizer):
+                yield type(own.optimizer).__name__, ", ".join(names)
 
     def generators(self) -> list[str]:
         """Names of the random generators that are attributes of modules or optimizers, and that have drawn since."""
