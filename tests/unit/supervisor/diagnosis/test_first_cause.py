@@ -277,6 +277,25 @@ def test_an_iterator_that_is_at_its_end_is_the_script_s_own_where_no_batch_is_in
     assert bool(found.mistake) is not in_hand
 
 
+@pytest.mark.parametrize(
+    ("step", "in_hand", "ours", "mistake"),
+    [
+        (0, False, False, "before the first update of the run"),
+        (0, False, True, ""),
+        (0, True, False, "in the first update of the run"),
+        (3, False, False, ""),
+    ],
+)
+def test_what_has_never_worked_in_a_run_is_the_script_s_own(step: int, in_hand: bool, ours: bool, mistake: str) -> None:
+    """As an evaluation in front of the training, or what divides by the number of batches where there was none."""
+    end = raised(0, "ZeroDivisionError", "x")
+    assert end.record is not None
+    update = {"step": step, "in_hand": in_hand, "ours": ours, "doing": "training"}
+    found = first_cause(evidence(), [replace(end, record=end.record.model_copy(update=update))])
+    assert found is not None
+    assert found.mistake == mistake
+
+
 def test_only_an_exception_with_a_record_may_blame_its_batch() -> None:
     for end in (died(0, -9), died(0, 3), raised(0, "RuntimeError", GLOO), RankEnd(0, stopped=True)):
         found = first_cause(evidence(), [end])
