@@ -8,7 +8,7 @@ held. As the guard sees it, such a script has batches to spare at its first upda
 |----------------------------------------------------|-----------------------------------------|------------|
 | each batch is followed by a forward                | the usual loop, accumulation            | no         |
 | again and again one is not                         | batches that are left out, or drawn first | no       |
-| only the first are not, three updates long         | a generator that holds them             | yes        |
+| only the first are not, for sixteen updates       | a generator that holds them             | yes        |
 | the same, where no generator asks for them         | a loop that leaves out the first ones   | unless:    |
 | and a forward in training behind the last batch    | a loop that holds them                  | yes        |
 
@@ -19,7 +19,7 @@ import inspect
 import sys
 from types import FrameType
 
-_SURE = 3  # updates
+_SURE = 16  # updates
 
 
 class HeldBack:

@@ -298,7 +298,7 @@ def test_a_late_sign_that_one_rank_alone_sees_is_said_by_that_rank(tmp_path: Pat
 def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a count of its own")
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `steps` by itself (line 97), and ends its loop by it" in done.stdout
+    assert "counts with `steps` by itself (line 118), and ends its loop by it" in done.stdout
     assert "has left its loop by itself, at step 4" in done.stdout
     assert facts(tmp_path / "runs" / "refused", Finished)
 
@@ -306,9 +306,9 @@ def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("a count beside next", "`taken` by itself (line 109), and ends its loop by it"),
+        ("a count beside next", "`taken` by itself (line 130), and ends its loop by it"),
         ("a loop in another file", "`i` by itself (engine.py, line 5)"),
-        ("a limit of its own", "`itertools.islice(loader, 0, 4)` by itself (line 113), and ends its loop by it"),
+        ("a limit of its own", "`itertools.islice(loader, 0, 4)` by itself (line 134), and ends its loop by it"),
     ],
 )
 def test_what_a_script_counts_by_itself_is_named_when_training_begins(tmp_path: Path, what: str, named: str) -> None:
