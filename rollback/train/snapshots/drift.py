@@ -16,6 +16,7 @@ from torch import Tensor
 from rollback.errors import UsageError
 from rollback.train.comm.ranks import Ranks
 from rollback.train.state import tree
+from rollback.train.state.image import STILL, tensor_in_words
 from rollback.wording import ranks_in_words
 
 BITS = 52  # of a digest: a whole number that a float64 of the pulse carries exactly
@@ -23,22 +24,32 @@ _MASK = (1 << BITS) - 1
 
 
 def require_alike(shared: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Collective: raise UsageError on all ranks unless all have tensors of the same names, types and shapes. Of what is
-    shared each rank stores a part, and which part follows from these."""
+    """Collective: raise UsageError on all ranks unless all have tensors of the same names, types and shapes, and of the
+    same values but for model and optimizer, which `Capture.digest` compares. Of what is shared each rank stores a part,
+    and which part follows from these."""
     kinds = {name: [tree.DTYPE_CODE[item.dtype], [*item.shape]] for name, item in shared.items()}
-    if len({*ranks.from_each(xxhash.xxh3_64_hexdigest(json.dumps(kinds, sort_keys=True).encode()))}) == 1:
-        return
-    of_first = ranks.from_first(kinds)
-    name = min((name for name in {**of_first, **kinds} if of_first.get(name) != kinds.get(name)), default=None)
-    fault = ranks.first_fault(
-        name
-        and f"{name} is {_kind_in_words(kinds.get(name))} on rank {ranks.rank}, and "
-        f"{_kind_in_words(of_first.get(name))} on rank 0"
-    )
-    raise UsageError(
-        f"a checkpoint takes model, optimizer and named objects for the same on all ranks, and they are not: {fault}",
-        hint="let an object's state_dict() give what is the same everywhere; parts of sharded tensors as DTensors",
-    )
+    fault = None
+    if len({*ranks.from_each(xxhash.xxh3_64_hexdigest(json.dumps(kinds, sort_keys=True).encode()))}) > 1:
+        of_first = ranks.from_first(kinds)
+        name = min((name for name in {**of_first, **kinds} if of_first.get(name) != kinds.get(name)), default=None)
+        fault = ranks.first_fault(
+            name
+            and f"{tensor_in_words(name, ())} is {_kind_in_words(kinds.get(name))} on rank {ranks.rank}, and "
+            f"{_kind_in_words(of_first.get(name))} on rank 0"
+        )
+    elif ranks.world_size > 1:
+        own = {name: int(on_device([item])) for name, item in shared.items() if not name.startswith(STILL)}
+        first = ranks.from_first(own)
+        name = next((name for name in own if own[name] != first[name]), None)
+        fault = ranks.first_fault(
+            name and f"{tensor_in_words(name, ())} has other values on rank {ranks.rank} than on rank 0"
+        )
+    if fault is not None:
+        raise UsageError(
+            f"model, optimizer and named objects count as the same on all ranks, and they are not: {fault}",
+            hint="let an object's state_dict() give what is the same everywhere; parts of sharded tensors as DTensors. "
+            "For an average of the weights seed all ranks alike, or make it behind DDP, which hands out rank 0's",
+        )
 
 
 def _kind_in_words(kind: list[Any] | None) -> str:
