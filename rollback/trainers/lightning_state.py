@@ -60,7 +60,7 @@ class FitState:
             "epoch": trainer.current_epoch,
             "stepped": loop._batches_that_stepped,
             "should_stop": trainer.should_stop,
-            "limits": _limits(trainer),
+            "limits": _asked_for(trainer),
             "connector": _packed({name: getattr(connector, name) for name in _CONNECTOR}, "what was logged"),
             "logged": {key: self._of_logged(item) for key, item in loop._results.items()},
             "metrics": {name: self._of_metric(item) for name, item in self._metrics()},
@@ -197,7 +197,7 @@ def _is(item: Any, name: str, module: str) -> bool:
     return any(kind.__name__ == name and kind.__module__.endswith(f"callbacks.{module}") for kind in type(item).__mro__)
 
 
-def _limits(trainer: Any) -> dict[str, float]:
+def _asked_for(trainer: Any) -> dict[str, float]:
     """How much training is asked for; -1: without end."""
     of_time = [item._duration for item in trainer.callbacks if _is(item, "Timer", "timer")]
     return {
@@ -210,7 +210,7 @@ def _limits(trainer: Any) -> dict[str, float]:
 
 def _asks_for_more(trainer: Any, before: dict[str, float]) -> bool:
     """Than `before`; empty: an earlier version has kept it."""
-    now = _limits(trainer)
+    now = _asked_for(trainer)
     return any(number != -1 and (now[name] == -1 or now[name] > number) for name, number in before.items())
 
 

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators, is_generator
-from rollback.train.state.own_attributes import OwnAttributes, tells_itself
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
+from rollback.train.updates.own_attributes import OwnAttributes, tells_itself
 
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
 _LOOKS = 10  # updates: a generator that has drawn in none of them has drawn the first weights
