@@ -52,8 +52,8 @@ class Pulse:
 
     The collective of `read` was started a whole step before. On CUDA the computing stream never waits: the sum goes to
     pinned host memory on a stream of its own. On the CPU the ranks of one host add up in memory that they share. For
-    those of several hosts it is a collective of the default group: who has the sums of a step's gradients has the beat
-    before them then, also if a rank dies in that step.
+    those of several hosts it is a collective of the default group, and each rank waits for it before its update: who
+    has the sums of a step's gradients has the beat before them then, also if a rank dies in its update.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -119,6 +119,13 @@ class Pulse:
         beat = read_beat(vector, self._ranks.world_size)
         beat.ailing = self._ailing(beat)
         return beat
+
+    def await_sum(self) -> None:
+        """Before this rank may begin its update: a backend of several threads may sum the gradients, which came later,
+        before the beat. If this rank then died in its update, nobody would have that beat, nor the step. CUDA's streams
+        keep the order. Raises RuntimeError as `read` does."""
+        if self._work is not None and not self._cuda:
+            self._work.wait()
 
     @property
     def sent(self) -> bytes | Tensor:

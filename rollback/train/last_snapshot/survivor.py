@@ -41,10 +41,11 @@ from rollback.train.updates.hooks import weak_hook
 class LastSnapshot:
     """One rank's part in it. Where there can be none, nothing is done at any step, and the journal has the reason.
 
-    sent: what this rank has told the others of the last step. foresee: judges that step ahead by what the ranks that
-    came to its end have told, from any thread; raises NotProved. telltale: a parameter by which a backward is noticed.
-    at_last_batch: whether the batch in hand is probably its update's last one. may_resume: whether a run may resume
-    where the data stand. Making one is collective; nothing else is.
+    sent: what this rank has told the others of the last step. await_told: waits for what they have told. foresee:
+    judges that step ahead by what the ranks that came to its end have told, from any thread; raises NotProved.
+    telltale: a parameter by which a backward is noticed. at_last_batch: whether the batch in hand is probably its
+    update's last one. may_resume: whether a run may resume where the data stand. Making one is collective; nothing
+    else is.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LastSnapshot:
         snapshots: Snapshots,
         timeline: Callable[[], int],
         sent: Callable[[], bytes | Tensor],
+        await_told: Callable[[], None],
         foresee: Callable[[Sequence[bytes]], Foreseen],
         telltale: torch.nn.Parameter | None,
         unseen: UnseenWrites,
@@ -61,7 +63,7 @@ class LastSnapshot:
         may_resume: Callable[[], bool],
     ) -> None:
         self._run, self._state, self._snapshots = run, state, snapshots
-        self._timeline, self._sent, self._foresee = timeline, sent, foresee
+        self._timeline, self._sent, self._await_told, self._foresee = timeline, sent, await_told, foresee
         self._unseen, self._at_last_batch, self._may_resume = unseen, at_last_batch, may_resume
         self._small_state = SmallStateReader(state)
         self._held = HeldEnds(state)
@@ -132,6 +134,7 @@ class LastSnapshot:
         self._small_state.forget()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._await_told()
         if self._device is not None and not self._over:
             self._device.await_gradients()
         self._held.note_change()

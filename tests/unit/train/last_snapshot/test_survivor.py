@@ -123,6 +123,21 @@ def test_a_rank_keeps_its_state_and_another_goes_on_from_it(tmp_path: Path, memo
     require_same(resumed, undisturbed, "resumed")
 
 
+def test_no_update_begins_before_the_beat_of_the_step_before_is_there(tmp_path: Path, memory: Path) -> None:
+    """Of several hosts: else a rank that dies in its update takes that beat along, and nobody can end the step."""
+    stood = []
+
+    def act(guard: rollback.Guard) -> None:
+        class Sum:
+            def wait(self) -> None:
+                stood.append(bool(guard._last._held.still))
+
+        guard._judge._pulse._work = cast(Any, Sum())
+
+    kept(tmp_path / "run", memory, act)
+    assert stood == [True, False], "the second one is that of the beat's reading"
+
+
 @pytest.mark.parametrize("place", [0, 8, 20, 40, 60, 100, 3000, 9_999])
 def test_half_a_mark_is_no_mark(marks: end_marks.EndMarkPaths, place: int) -> None:
     mark = EndMark(marks, 0)
