@@ -117,8 +117,8 @@ class Paced(Fact):
 
 
 class Drifted(Fact):
-    """The parameters of the ranks differ, or what is kept in plain tensors beside those of a sharded model, although
-    the ranks are replicas: the snapshot was dropped."""
+    """The parameters of the ranks differ, or what is kept in plain tensors beside those of a sharded model, or the
+    tensors of named objects, although the ranks are replicas: the snapshot was dropped."""
 
     kind: Literal["drifted"] = "drifted"
     checkpoint: str

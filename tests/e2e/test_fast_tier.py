@@ -3,14 +3,16 @@
 import random
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from attempts import DIED, Forker
-from job_results import Scenarios
+from job_results import LAUNCH, Scenarios
 from toy import Toy, facts, require_same, same_skips_from_the_start, train, weights
+from warm_server import run_warm
 
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.format import layout, shard
@@ -286,6 +288,22 @@ def test_two_ranks(tmp_path: Path, base: Path) -> None:
     assert drifted[0].ranks == (0, 1), "of two, none is the majority"
     assert max(fact.step for fact in facts(scenarios.run("drift"), Committed)) == 10
     assert [fact.code for fact in facts(scenarios.run("drift"), Advice)][:1] == ["replicas-differ"]
+
+
+def test_an_average_of_the_weights_that_begins_to_differ_between_ranks_is_in_no_later_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Each rank stores a part of it, so a checkpoint would have a mixture."""
+    run = tmp_path / "run"
+    done = run_warm(
+        [*LAUNCH, "--nproc", "2", "--run", str(run), str(Path(__file__).parent / "jobs" / "average.py"), "6"],
+        timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert "the tensors of named objects (an average of the weights, for instance) of ranks 0 and 1" in done.stdout
+    drifted = facts(run, Drifted)
+    assert {fact.ranks for fact in drifted} == {(0, 1)}, done.stdout
+    assert all(fact.step <= 6 for fact in facts(run, Committed)), done.stdout
+    assert done.returncode == 74, done.stdout
 
 
 def test_a_host_where_memory_is_switched_off_holds_nobody_up(tmp_path: Path, base: Path) -> None:

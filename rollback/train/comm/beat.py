@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-LETTER = 8
+LETTER = 9
 """Numbers of a letter."""
 
 

@@ -5,9 +5,10 @@ thread may copy them while the next forward and backward run, until the optimize
 what other objects keep) are copied at once. If a still tensor is written to before the optimizer begins, its version
 counter tells, and the capture is torn. No counter tells of writes to `parameter.data`: `unseen_writes` looks for them.
 
-For `drift` a rank digests all parameters. Of a sharded model it also digests what the optimizer keeps in plain tensors,
-and other objects in tensors of a part's shape: one rank stores them for all, and where each of them has its own part of
-a state in such a tensor, the others' would be lost.
+For `drift` a rank digests all parameters, and of what other objects keep a sample, another one for each snapshot: an
+average of the weights is as large as they are. Of a sharded model it also digests what the optimizer keeps in plain
+tensors, and all that other objects keep in tensors of a part's shape: one rank stores them for all, and where each of
+them has its own part of a state in such a tensor, the others' would be lost.
 
 Tensors that the rank stores are digested in the copy, at any time. The others are digested in place, before the
 optimizer begins. Parameters that nothing trains are not copied: see `frozen`.
@@ -36,6 +37,8 @@ from rollback.train.state import tree
 from rollback.train.state.image import PARAMETERS, STILL, Image
 from rollback.train.state.nonfinite import FiniteCheck, NonFiniteKind
 
+_MASK = (1 << 64) - 1
+
 
 @dataclass(frozen=True)
 class Share:
@@ -43,7 +46,8 @@ class Share:
 
     replicas: what all ranks have alike and compare: parameters, and of a sharded model what is kept beside them in
     plain tensors; empty if there is one rank. parts: this rank's parts of the sharded parameters, and where they lie in
-    the whole. sharded: the tensors that the parts belong to. frozen: the parameters that no rank stores.
+    the whole. sharded: the tensors that the parts belong to. frozen: the parameters that no rank stores. sample: of
+    what other objects keep, what is compared this time; empty if there is one rank.
     """
 
     tensors: Mapping[str, Tensor]
@@ -53,14 +57,15 @@ class Share:
     sharded: Mapping[str, Tensor] = field(default_factory=dict)
     finite: FiniteCheck | None = None
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
+    sample: Sequence[Tensor] = ()
 
     def kinds(self) -> dict[str, Kind]:
         return {name: (tree.DTYPE_CODE[item.dtype], tuple(item.shape)) for name, item in self.tensors.items()}
 
 
-def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None) -> Share:
+def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None, turn: int = 0) -> Share:
     """What this rank stores. frozen: names and digests of the frozen weights that the snapshot leaves out; default:
-    none."""
+    none. turn: of the samples that are compared."""
     frozen = frozen or {}
     shared = {name: item for name, item in image.shared_tensors.items() if name not in frozen}
     owner = owners(shared, range(ranks.world_size))
@@ -79,11 +84,13 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
     if image.parts:
         metadata[METADATA] = write_parts({name: part for name, part in image.parts.items() if name in stored})
     compared = _compared(shared, image) if ranks.world_size > 1 else {}
+    others = {name: item for name, item in shared.items() if name not in compared and not name.startswith(STILL)}
+    sample = drift.sample(others, turn) if ranks.world_size > 1 else ()
     parts = {
         name: (part, image.local_tensors[name]) for name, part in image.parts.items() if name.startswith(PARAMETERS)
     }
     still = {name: image.shared_tensors[name] for name in frozen}
-    return Share(stored, compared, metadata, parts, image.sharded, image.finite, still)
+    return Share(stored, compared, metadata, parts, image.sharded, image.finite, still, sample)
 
 
 def _compared(shared: Mapping[str, Tensor], image: Image) -> dict[str, Tensor]:
@@ -122,8 +129,9 @@ class Capture:
         self._unseen: set[tuple[Any, ...]] = set()
         self._stream: Any = None
         self._arrived: Any = None
-        self._on_device: list[Tensor | int] = [0, 0]
-        """Digests of what the device holds of the replicas, and of the parts."""
+        self._on_device: list[Tensor | int] = [0, 0, 0]
+        """Digests of what the device holds of the replicas, of the parts, and of the sample."""
+        self._of_sample = 0
 
     def start(self) -> None:
         """Copy the restless tensors, and make the device begin to copy the tensors that it holds.
@@ -133,6 +141,7 @@ class Capture:
         self._region.view[: self._layout.header_space] = self._layout.head(self._share.metadata)
         self._copy({name: item for name, item in self._share.tensors.items() if name not in self._still})
         self._digest({name: item for name, item in self._stored_by_others.items() if not _is_still(name)})
+        self._of_sample = int(drift.on_device(item for item in self._share.sample if not item.is_cuda))
         self._start_on_device()
         if self._mode != "overlapped":
             self._copy(self._still)
@@ -161,6 +170,10 @@ class Capture:
         places = {name: part for name, (part, _) in sorted(self._share.parts.items())}
         return drift.narrowed(xxhash.xxh3_64_intdigest(write_parts(places).encode())), self._digest_of(self._parts)
 
+    def sample_digest(self) -> int:
+        """The digest of the sample of what other objects keep. Call it after `finish`."""
+        return drift.narrowed((self._of_sample ^ int(self._on_device[2])) & _MASK)
+
     def _digest_of(self, tensors: Mapping[str, Tensor]) -> int:
         if not tensors:
             return 0
@@ -172,7 +185,7 @@ class Capture:
                 entry = self._layout.entries[name]
                 together.update(xxhash.xxh3_64_digest(self._region.view[entry.start : entry.end]))
         on_device = self._on_device[tensors is self._parts]
-        return drift.narrowed(together.intdigest() ^ (int(on_device) & ((1 << 64) - 1)))
+        return drift.narrowed(together.intdigest() ^ (int(on_device) & _MASK))
 
     def nonfinite(self) -> dict[str, NonFiniteKind]:
         """Tensors of the copy with values that are not finite, and had none before. Call it after `finish`."""
@@ -212,10 +225,11 @@ class Capture:
         """Make the device copy and digest the tensors that it holds, in a stream of its own."""
         tensors = {name: item for name, item in self._share.tensors.items() if item.is_cuda}
         compared = [
-            [items[name] for name in sorted(items) if items[name].is_cuda]
-            for items in (self._share.replicas, self._parts)
-        ]
-        device = next((item.device for item in (*tensors.values(), *compared[0], *compared[1])), None)
+            *([items[name] for name in sorted(items) if items[name].is_cuda]
+              for items in (self._share.replicas, self._parts)),
+            [item for item in self._share.sample if item.is_cuda],
+        ]  # fmt: skip
+        device = next((item.device for items in (tensors.values(), *compared) for item in items), None)
         if device is None:
             return
         restless = {name: item for name, item in tensors.items() if not _is_still(name)}
@@ -229,7 +243,7 @@ class Capture:
             restless_done = stream.record_event()
             self._copy_on_device({name: item for name, item in tensors.items() if name not in restless})
             self._arrived = stream.record_event()
-        if not all(map(_is_still, (*tensors, *self._share.replicas))):
+        if compared[2] or not all(map(_is_still, (*tensors, *self._share.replicas))):
             # The next kernel may change them. For the others, which take most of the time, it does not wait.
             torch.cuda.current_stream(device).wait_event(restless_done)
 

@@ -19,6 +19,7 @@ from rollback.train.state import tree
 from rollback.train.state.image import STILL, tensor_in_words
 from rollback.wording import ranks_in_words
 
+_AT_ONCE, _OF_EACH = 16, 1 << 18  # tensors of other objects that are compared with a snapshot, and bytes of each
 BITS = 52  # of a digest: a whole number that a float64 of the pulse carries exactly
 _MASK = (1 << BITS) - 1
 
@@ -56,6 +57,17 @@ def _kind_in_words(kind: list[Any] | None) -> str:
     return f"{kind[0]}{kind[1]}" if kind is not None else "not there"
 
 
+def sample(tensors: Mapping[str, Tensor], turn: int) -> list[Tensor]:
+    """Of what other objects keep, what is compared in that turn: the beginnings of the next few tensors. What has begun
+    to differ between ranks does so in all tensors of an object, as an average of the weights that is made behind
+    another seed."""
+    names = sorted(tensors)
+    start = turn * _AT_ONCE % len(names) if names else 0
+    chosen = (names[start:] + names[:start])[:_AT_ONCE]
+    flat = (tensors[name].detach().resolve_conj().resolve_neg().reshape(-1) for name in chosen)
+    return [item[: max(1, _OF_EACH // item.element_size())] for item in flat]
+
+
 def differing(digests: Tensor) -> tuple[int, ...]:
     """Ranks whose digest differs from that of the majority. All ranks if there is no majority, none if all agree.
 
@@ -88,13 +100,14 @@ def parts_in_words(ranks: Sequence[int]) -> str:
     return f"the parameters of {who} are not those of the ranks that have the same part, though they are replicas"
 
 
-def in_words(ranks: Sequence[int], world_size: int, sharded: bool = False) -> str:
-    """sharded: the model is, so what was compared is the rest of it, and what is kept beside it."""
-    what = (
-        "the plain tensors (parameters that are not sharded, the state of the optimizer and of objects)"
-        if sharded
-        else "the parameters"
-    )
+PARAMETERS = "the parameters"
+PLAIN = "the plain tensors (parameters that are not sharded, the state of the optimizer and of objects)"
+"""Of a sharded model."""
+OBJECTS = "the tensors of named objects (an average of the weights, for instance)"
+
+
+def in_words(ranks: Sequence[int], world_size: int, what: str = PARAMETERS) -> str:
+    """what: one of the above."""
     if len(ranks) == world_size:
         listed = ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
         return f"{what} of ranks {listed} differ, though they are replicas"

@@ -134,13 +134,15 @@ class Landing:
 
 @dataclass(frozen=True)
 class Letter:
-    """What a rank has written, the digests of its parameters, and how many tensors have values that are not finite."""
+    """What a rank has written, digests of what must be alike, and how many tensors have values that are not finite."""
 
     written: Written
     digest: int
     nonfinite: int = 0
     part: tuple[int, int] = (0, 0)
     """Digests of its part of sharded parameters: where it lies, what it holds."""
+    sample: int = 0
+    """The digest of the sample of what other objects keep."""
 
     def words(self) -> tuple[int, ...]:
         """The letter as whole numbers below 2**53."""
@@ -148,7 +150,7 @@ class Letter:
         for bits in reversed(_WORDS):
             words.append(rest & ((1 << bits) - 1))
             rest >>= bits
-        return (self.written.size, *reversed(words), self.digest, self.nonfinite, *self.part)
+        return (self.written.size, *reversed(words), self.sample, self.digest, self.nonfinite, *self.part)
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,10 @@ class Letters:
 
     words: Tensor
     """A row of `Letter.words` for each rank (int64)."""
+
+    @property
+    def samples(self) -> Tensor:
+        return self.words[:, -5]
 
     @property
     def digests(self) -> Tensor:

@@ -59,6 +59,8 @@ class Snapshots:
         self._ranks = ranks
         self.next_seq = next_seq
         self._attempt = attempt
+        self._turn = next_seq
+        """Of the samples of what other objects keep. One that differs is compared until it does no more."""
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
         self.memory = SnapshotMemory(ranks, self.thread, fast)
         self._frozen = FrozenWeights(paths)
@@ -121,7 +123,7 @@ class Snapshots:
         flight = self._flight = SnapshotInFlight(manifest, slot, time.monotonic())
         try:
             self._frozen.require_frozen(image)
-            share = share_of(image, self._ranks, self._frozen.digests)
+            share = share_of(image, self._ranks, self._frozen.digests, self._turn)
             capture = Capture(share, self.memory.layout_of(share), region, self.mode)
             capture.start()
         except NoLongerFrozen as error:
@@ -224,11 +226,15 @@ class Snapshots:
         return self._end(SnapshotEvent.ALL_COMMITTED)
 
     def _commit_together(self, flight: SnapshotInFlight, letters: Letters) -> Landing | None:
-        """All ranks have written and know each other's letters: commit, unless their parameters differ."""
+        """All ranks have written and know each other's letters: commit, unless what must be alike differs."""
         if ranks := drift.differing(letters.digests):
-            return self._drop(drift.in_words(ranks, self._ranks.world_size, letters.of_parts), drifted=ranks)
+            what = drift.PLAIN if letters.of_parts else drift.PARAMETERS
+            return self._drop(drift.in_words(ranks, self._ranks.world_size, what), drifted=ranks)
         if ranks := drift.differing_parts(letters.parts):
             return self._drop(drift.parts_in_words(ranks), drifted=ranks)
+        if ranks := drift.differing(letters.samples):
+            return self._drop(drift.in_words(ranks, self._ranks.world_size, drift.OBJECTS), drifted=ranks)
+        self._turn += 1
         if ailing := tuple(letters.nonfinite.nonzero().flatten().tolist()):
             return self._drop("there are new values in it that are not finite", ailing=ailing)
         commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first
@@ -278,7 +284,9 @@ class Snapshots:
             written = write_direct(directory / place.file, region.view, place.start)
         self._frozen.require_stored(frozen, first=self._ranks.first)
         flight.nonfinite = capture.nonfinite()
-        flight.letter = Letter(written, capture.digest(), len(flight.nonfinite), capture.part_digest())
+        flight.letter = Letter(
+            written, capture.digest(), len(flight.nonfinite), capture.part_digest(), capture.sample_digest()
+        )
 
     def _complete(self, flight: SnapshotInFlight, letters: Letters, commits: bool) -> None:
         manifest = flight.manifest.model_copy(update={"shards": letters.shards()})

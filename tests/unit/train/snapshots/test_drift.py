@@ -28,7 +28,7 @@ def test_in_words() -> None:
     assert "rank 2 are not" in drift.in_words((2,), 4)
     assert "ranks 0, 4 are not" in drift.in_words((0, 4), 5)
     assert "parameters of ranks 0 and 1 differ" in drift.in_words((0, 1), 2)
-    assert "the optimizer and of objects) of ranks 0 and 1 differ" in drift.in_words((0, 1), 2, sharded=True)
+    assert "the optimizer and of objects) of ranks 0 and 1 differ" in drift.in_words((0, 1), 2, drift.PLAIN)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 63))
@@ -53,14 +53,24 @@ def test_the_digest_that_a_device_makes_does_not_depend_on_where_a_tensor_lies(s
     assert drift.on_device([memory[start : start + size]]) == drift.on_device([memory[start : start + size].clone()])
 
 
+@given(sizes=st.lists(st.sampled_from([0, 1, 3, 1 << 17]), max_size=50), first=st.integers(0, 10_000))
+def test_all_tensors_of_objects_have_their_turn_and_no_turn_takes_long(sizes: list[int], first: int) -> None:
+    tensors = {f"{place:03d}": torch.full((size, 2), place) for place, size in enumerate(sizes)}
+    turns = [drift.sample(tensors, turn) for turn in range(first, first + 2 * len(sizes) + 1)]
+    places = {int(item[0]) for turn in turns for item in turn if len(item)}
+    assert places == {place for place, size in enumerate(sizes) if size}
+    assert all(len(turn) <= 16 and sum(item.nbytes for item in turn) <= 4 << 20 for turn in turns)
+
+
 @given(st.integers(8, 2**52), st.integers(0, 2**128 - 1), *[st.integers(0, 2**52 - 1)] * 3)
 def test_a_letter_arrives_as_it_was_written_through_floats(
     size: int, number: int, digest: int, place: int, held: int
 ) -> None:
-    letter = Letter(Written(size, f"{number:032x}"), digest, part=(place, held))
+    letter = Letter(Written(size, f"{number:032x}"), digest, part=(place, held), sample=held)
     arrived = Letters(torch.tensor([letter.words()], dtype=torch.float64).long())
     assert [shard.written for shard in arrived.shards()] == [letter.written]
     assert (arrived.digests.tolist(), arrived.parts.tolist()) == ([digest], [[place, held]])
+    assert arrived.samples.tolist() == [held]
 
 
 @pytest.mark.parametrize(
