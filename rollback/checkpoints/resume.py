@@ -17,8 +17,6 @@ class Taken(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def seq(self) -> int: ...
-    @property
     def timeline(self) -> int: ...
 
 
@@ -32,19 +30,21 @@ def of_present_timeline(history: History, manifests: Sequence[_Taken]) -> list[_
     the plan, but one committed while the plan was being written is not, so the timeline in the manifest counts.
     """
     oldest = min((manifest.timeline for manifest in manifests), default=0)
-    beyond: list[tuple[int, int]] = []  # by timeline, descending: what it and all later ones have cut off begins here
+    # By timeline, descending: what it and all later ones have cut off begins behind the checkpoint of this order.
+    beyond: list[tuple[int, tuple[int, int]]] = []
     for case in reversed(history.cases):
         if (plan := case.plan) is None or not plan.goes_back or not plan.checkpoint:
             continue
         if plan.timeline <= oldest:  # timelines only grow
             break
         if planned := CheckpointName.parse(plan.checkpoint):
-            beyond.append((plan.timeline, min(planned.seq, beyond[-1][1] if beyond else planned.seq)))
+            beyond.append((plan.timeline, min(planned.order, beyond[-1][1] if beyond else planned.order)))
     timelines = [-timeline for timeline, _ in beyond]
 
     def is_cut_off(manifest: _Taken) -> bool:
+        # Not by the number alone: a last snapshot that is asked for while ranks train on has that of their next one.
         later = bisect_left(timelines, -manifest.timeline)
-        return later > 0 and manifest.seq > beyond[later - 1][1]
+        return later > 0 and CheckpointName(manifest.name).order > beyond[later - 1][1]
 
     return [item for item in manifests if item.name not in history.discarded and not is_cut_off(item)]
 
@@ -73,7 +73,6 @@ def candidates(history: History, manifests: Sequence[Manifest], ahead: Collectio
 
 class _OnRecord(NamedTuple):
     name: str
-    seq: int
     timeline: int
 
 
@@ -81,7 +80,7 @@ def newest_on_record(history: History, count: int) -> list[str]:
     """Names of the newest checkpoints from which a run may go on by its record, newest first, wherever they lie: they
     were committed, and no rollback has cut them off."""
     names = sorted(map(CheckpointName, history.committed), key=lambda name: name.order)
-    known = [_OnRecord(name, name.seq, history.committed[name].timeline) for name in names]
+    known = [_OnRecord(name, history.committed[name].timeline) for name in names]
     return [item.name for item in of_present_timeline(history, known)[::-1][:count]]
 
 
@@ -92,7 +91,7 @@ def newest_good_on_record(history: History) -> str | None:
     """
     for name in reversed(history.committed):  # most often the first or second: a long run has a hundred thousand
         if name in history.good:
-            taken = _OnRecord(name, CheckpointName(name).seq, history.committed[name].timeline)
+            taken = _OnRecord(name, history.committed[name].timeline)
             if of_present_timeline(history, [taken]):
                 return name
     return None

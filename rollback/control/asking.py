@@ -188,8 +188,14 @@ def _standing(run: Path) -> tuple[RunPaths, Status]:
     """Raises UsageError where there is nothing to ask, or nobody will ever look."""
     paths = require_run_directory(run)
     status = read_status(run)
-    if status.run_id is None:
+    if status.run_id is None and status.state in _LIVE:
         raise UsageError(f"{run} has not begun yet: its ranks have not attached", hint="wait until they have")
+    if status.run_id is None:
+        raise UsageError(
+            f"{run} has never begun: its ranks did not attach, and none of them runs",
+            hint="see what ended it (`rollback why`), start it, and ask again once it trains; `rollback launch --skip` "
+            "passes over batches from the start",
+        )
     ending = status.ending
     unsupervised = ending is not None and ending.exit_code is None
     if status.state not in _LIVE and ending and ending.how == "finished" and (unsupervised or ending.exit_code == 0):

@@ -76,6 +76,9 @@ class NoLastSnapshot(Fact):
     kind: Literal["no_last_snapshot"] = "no_last_snapshot"
     reason: str
 
+    def in_words(self) -> str:
+        return f"no last snapshots: {self.reason}"
+
 
 class LastSnapshotMade(Fact):
     """When an attempt was about to end, its ranks tried to keep the state that they still held."""

@@ -52,3 +52,6 @@ class Fetched(Fact):
     place: str
     bytes: Count
     seconds: float
+
+    def in_words(self) -> str:
+        return f"checkpoint {self.checkpoint} was fetched from {self.place} in {self.seconds:.2f} s"

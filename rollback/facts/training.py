@@ -90,7 +90,7 @@ class Accepted(Fact):
     after: dict[str, int | None]
 
     def in_words(self) -> str:
-        changes = [f"{name.replace('_', ' ')} {self.before[name]} -> {value}" for name, value in self.after.items()]
+        changes = [f"{name.replace('_', ' ')} {self.before.get(name)} -> {value}" for name, value in self.after.items()]
         return f"going on with other {self.what}: {', '.join(changes)}"
 
 

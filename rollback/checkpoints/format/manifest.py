@@ -115,6 +115,11 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         return check_of(self.model_dump(mode="json", exclude={"created"}))
 
     @property
+    def order(self) -> tuple[int, int]:
+        """By which checkpoints are sorted, oldest first, as `CheckpointName.order`."""
+        return self.seq, self.step
+
+    @property
     def bytes(self) -> int:
         """Of the shards; what the checkpoint shares with others does not count."""
         return sum(shard.size for shard in self.shards)

@@ -15,7 +15,7 @@ from rollback.inspect.audit.incidents import put_together
 from rollback.inspect.audit.metrics import last_judged
 from rollback.inspect.audit.passings import Passing, counts, passings
 from rollback.inspect.audit.quarantine import sample_entries
-from rollback.inspect.audit.reading import Material, by_attempt
+from rollback.inspect.audit.reading import REMARKS, Material, by_attempt
 from rollback.inspect.audit.requests import request_entries
 from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
 from rollback.rundir.paths import CheckpointName
@@ -243,7 +243,7 @@ def _attempts(
 
 _OF_ATTEMPTS = frozenset({
     facts.AttemptStarted, facts.Attached, facts.AttemptEnded, facts.RestartScheduled, facts.Finished, facts.Stopped,
-    facts.LastSnapshotMade, facts.RunEnded, facts.Signalled, *ABOUT_NODES,
+    facts.LastSnapshotMade, facts.RunEnded, facts.Signalled, *ABOUT_NODES, *REMARKS,
 })  # fmt: skip
 
 
@@ -287,6 +287,7 @@ def _attempt(
         cause=ended.cause if ended else NO_END if lost else None,
         last_snapshot=kept.in_words() if kept else None,
         nodes=[r.fact.in_words() for r in records if isinstance(r.fact, ABOUT_NODES)],
+        remarks=[r.fact.in_words() for r in records if isinstance(r.fact, REMARKS)],
         signals=[fact.signal for _, fact in of_kind(records, facts.Signalled)],
         restart_delay=restart.delay if restart else None,
         restart_reason=restart.reason if restart else None,

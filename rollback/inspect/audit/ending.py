@@ -9,7 +9,7 @@ from rollback.rundir.journal.journal import of_kinds
 
 TURNS: frozenset[type[facts.Fact]] = frozenset({
     facts.AttemptStarted, facts.Attached, facts.Finished, facts.FinalStateLost, facts.ScriptLeft, facts.Stopped,
-    facts.AttemptEnded, facts.RunEnded,
+    facts.AttemptEnded, facts.RestartScheduled, facts.RunEnded,
 })  # fmt: skip
 """Facts that a run has ended, or that it has not."""
 NO_END = "no end is on record: its supervisor was killed, or the host went down"
@@ -21,7 +21,7 @@ def ending_of(records: Iterable[facts.JournalEntry]) -> Ending | None:
     ending: Ending | None = None
     for record in of_kinds(records, TURNS):
         match record.fact:
-            case facts.AttemptStarted() | facts.Attached():
+            case facts.AttemptStarted() | facts.Attached() | facts.RestartScheduled():  # whatever the ranks said
                 ending = None
             case facts.Finished() as fact:  # of any pass; later facts show whether it was the last one
                 ending = _said(record, "finished", fact.step, "the training loop ended")

@@ -12,7 +12,15 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from rollback.errors import RunDirectoryError, UsageError, reporting
-from rollback.facts.training import AttemptStarted, Incident, JournalEntry
+from rollback.facts.training import (
+    Accepted,
+    AttemptStarted,
+    Fetched,
+    Incident,
+    JournalEntry,
+    NoLastSnapshot,
+    StuckAtExit,
+)
 from rollback.inspect.audit.metrics import LINES
 from rollback.rundir import seal
 from rollback.rundir.all_heartbeats import read_all_heartbeats
@@ -28,6 +36,8 @@ from rollback.system.collector import no_collection
 from rollback.system.files import size_of
 from rollback.system.processes import runs
 
+REMARKS = (Accepted, NoLastSnapshot, Fetched, StuckAtExit)
+"""Facts that reports tell of an attempt in words, besides those of how it began and how it ended."""
 _WITH_EVIDENCE = 500  # incidents
 _SKIP_RECORD = re.compile(r"rank-([0-9]+)\.jsonl")
 _SKIPS = 32 << 20  # bytes of skip records that are read into memory

@@ -301,6 +301,10 @@ class AttemptEntry(ReportItem):
         description="in words: spares that took a node's place, what they got from another host's memory, and nodes "
         "whose snapshots were in no other host's memory",
     )
+    remarks: list[str] = Field(
+        default_factory=list,
+        description="in words: accepted changes of data or ranks, why there were no last snapshots, and the like",
+    )
     signals: list[str] = Field(description="signals that the supervisor passed on")
     restart_delay: float | None = Field(description="seconds until the next attempt; null where none was scheduled")
     restart_reason: str | None

@@ -286,7 +286,7 @@ def _attempt(entry: report.AttemptEntry) -> str:
     parts.append(entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else ""))
     if entry.last_snapshot:
         parts.append(entry.last_snapshot)
-    parts += entry.nodes
+    parts += [*entry.nodes, *entry.remarks]
     if entry.signals:
         parts.append(f"signals {', '.join(entry.signals)}")
     if entry.steps_lost:

@@ -47,7 +47,8 @@ def print_listing(console: Console, listing: Listing) -> None:
 def print_verification(console: Console, verification: Verification) -> None:
     table = _table("checkpoint", "step", "size", "where", "status", "")
     for entry in verification.checkpoints:
-        found = Text("intact", style="green") if entry.intact else Text("damaged", style="red")
+        fault = Text("not readable", style="yellow") if entry.unreadable else Text("damaged", style="red")
+        found = Text("intact", style="green") if entry.intact else fault
         if entry.sound and not entry.intact:
             found.append(f" in {_where(tier for tier in entry.tiers if tier not in entry.sound)}")
         where = _where(entry.tiers)

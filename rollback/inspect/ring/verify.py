@@ -19,7 +19,7 @@ from rollback.checkpoints.format.layout import DTYPE_NAME
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.tiers import has_left, host_count, in_slots
-from rollback.errors import CheckpointDamaged, ExitCode
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable, ExitCode
 from rollback.facts.training import Tier
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.ring.at_url import ReadableRun
@@ -34,6 +34,7 @@ class CheckpointFault(ReportItem):
         description="inside the checkpoint, or in `frozen/` of the run directory; null where it is not one file's"
     )
     fault: str
+    unreadable: bool = Field(False, description="it could not be read: what is there may be sound")
 
 
 class Verified(ReportItem):
@@ -47,6 +48,11 @@ class Verified(ReportItem):
     bytes: int | None
     intact: bool = Field(description="in all these tiers")
     faults: list[CheckpointFault]
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether it is not intact for nothing but what could not be read."""
+        return bool(self.faults) and all(fault.unreadable for fault in self.faults)
 
 
 class Verification(Document):
@@ -137,7 +143,7 @@ def _faults(
         with run.shards(checkpoint):
             faults = find_faults(directory, tier, job, frozen)
     except CheckpointDamaged as error:
-        faults = [CheckpointFault(tier=tier, file=None, fault=error.message)]
+        faults = [_fault(tier, None, error)]
     return faults if directory.exists() else None
 
 
@@ -148,11 +154,11 @@ def find_faults(
 
     partly: other hosts have the missing shards, so only existing shards are verified.
     """
-    fault = partial(CheckpointFault, tier=tier)
+    fault = partial(_fault, tier)
     try:
         manifest = read_manifest(directory, in_slot=tier == "fast")
     except CheckpointDamaged as error:
-        return [fault(file=MANIFEST, fault=error.message)]
+        return [fault(MANIFEST, error)]
     with ExitStack() as stack:
         shards, faults = [], []
         for rank, record in enumerate(manifest.shards):
@@ -163,21 +169,25 @@ def find_faults(
                 shards.append(stack.enter_context(shard))
             except CheckpointDamaged as error:
                 whose = "" if record.start is None else f"rank {rank}: "  # a pack is the file of several
-                faults.append(fault(file=record.file, fault=whose + error.message))
+                faults.append(fault(record.file, error, whose))
         weights = None
         try:
             weights = frozen.open(manifest.frozen)
         except CheckpointDamaged as error:
-            faults.append(
-                fault(file=f"frozen/{manifest.frozen.file}" if manifest.frozen else None, fault=error.message)
-            )
+            faults.append(fault(f"frozen/{manifest.frozen.file}" if manifest.frozen else None, error))
         if faults or len(shards) < len(manifest.shards):
             return faults
         try:
             contents = read_contents(shards, weights)
         except CheckpointDamaged as error:
-            return [fault(file=None, fault=error.message)]
-        return [fault(file=None, fault=text) for text in misfits(manifest, contents, job)] if job else []
+            return [fault(None, error)]
+        found = misfits(manifest, contents, job) if job else []
+        return [CheckpointFault(tier=tier, file=None, fault=text) for text in found]
+
+
+def _fault(tier: Tier, file: str | None, error: CheckpointDamaged, whose: str = "") -> CheckpointFault:
+    unreadable = isinstance(error, CheckpointUnreadable)
+    return CheckpointFault(tier=tier, file=file, fault=whose + error.message, unreadable=unreadable)
 
 
 def misfits(manifest: Manifest, contents: Contents, job: JobIdentity) -> list[str]:

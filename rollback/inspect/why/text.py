@@ -85,6 +85,7 @@ def _head(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
     if account.decision is not None:
         yield "then", quoted(account.decision)
     yield from (("node", quoted(text)) for text in account.nodes)
+    yield from (("also", quoted(text)) for text in account.remarks)
     if account.attempt is not None:
         yield "attempt", quoted(f"{account.attempt}, from {account.began or 'unknown'} to {account.ended or 'unknown'}")
     for number in sorted(account.earlier, reverse=True)[:_EARLIER]:

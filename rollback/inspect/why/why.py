@@ -14,7 +14,7 @@ from rollback.errors import UsageError
 from rollback.facts import training as facts
 from rollback.facts.supervisor import ABOUT_NODES, Why
 from rollback.inspect.audit.ending import NO_END
-from rollback.inspect.audit.reading import by_attempt
+from rollback.inspect.audit.reading import REMARKS, by_attempt
 from rollback.inspect.audit.report import Document, ReportItem, said
 from rollback.inspect.status.status import StatusReader
 from rollback.rundir.all_heartbeats import read_all_heartbeats
@@ -90,6 +90,10 @@ class AttemptAccount(Document):
         description="in words: spares that took a node's place, what they got from another host's memory, and nodes "
         "whose snapshots were in no other host's memory",
     )
+    remarks: list[str] = Field(
+        default_factory=list,
+        description="in words: accepted changes of data or ranks, why there were no last snapshots, and the like",
+    )
     signals: list[str] = Field(description="that the supervisor was told to stop with")
     failures: list[FailureRecord] = Field(description="exceptions as ranks wrote them down, first cause first")
     last_words: LastOutput | None = Field(
@@ -155,6 +159,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         last_snapshot=last.in_words() if (last := last_fact(own, facts.LastSnapshotMade)) else None,
         decision=_decision(told_of),
         nodes=[r.fact.in_words() for r in told_of if isinstance(r.fact, ABOUT_NODES)],
+        remarks=[r.fact.in_words() for r in told_of if isinstance(r.fact, REMARKS)],
         signals=[signalled.signal for _, signalled in of_kind(told_of, facts.Signalled)],
         failures=sorted(in_order_of_blame(failures.values()), key=lambda item: item.rank != first),
         last_words=_last_words(paths, number, fact, failures) if number is not None and fact else None,

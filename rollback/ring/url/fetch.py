@@ -206,7 +206,7 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
             say(f"checkpoint {name} at the ring cannot be used: {error.message}")
     history = fold_journal(paths.train_journal).history
     here = {place.name: place.manifest for place in tiers.locate(paths)}
-    ranked = candidates(history, sorted({**there, **here}.values(), key=lambda manifest: manifest.seq))
+    ranked = candidates(history, sorted({**there, **here}.values(), key=lambda manifest: manifest.order))
     settled: dict[str, bool] = {}
     needed: dict[FrozenRecord, None] = {}
     for wanted, count in ((ranked, 1), ([manifest for manifest in ranked if manifest.name in history.good], _GOOD)):

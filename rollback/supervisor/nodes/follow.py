@@ -16,7 +16,7 @@ from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move, has_no_seat
 from rollback.supervisor.nodes.record_files import RecordFiles
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 from rollback.supervisor.signals import StopSignals
@@ -89,7 +89,8 @@ class Follower:
             return verdict
         finally:
             self._end_waiting(over=verdict is not None)
-            helper.close(over=verdict is not None, durable=verdict.durable if verdict else ())
+            over = verdict is not None and not self._has_no_seat(self._last)  # else the others need what is in memory
+            helper.close(over=over, durable=verdict.durable if verdict else ())
             beacon.put_out()
             self._beacon = None
 
@@ -122,6 +123,11 @@ class Follower:
             orders = self._orders()
             if orders is None:
                 return self._without_leader()
+            if self._signals.received and self._has_no_seat(orders):
+                return RunResult(
+                    exit_code=ExitCode.RESUMABLE,
+                    reason=f"told to stop while {self._place.name} waited without a seat: the others go on without it",
+                )
             self._tell_of_signals(beacon)
             report = beacon.record
             match followers_move(report.state, report.attempt, orders, self._place.launch):
@@ -153,10 +159,13 @@ class Follower:
                 case "pass":
                     beacon.show(state="ended", left=Left(status=0, guarded=False))
                 case _:
-                    if orders.phase == "run" and self._place.launch not in orders.members:
+                    if orders.phase == "run" and self._has_no_seat(orders):
                         helper.waits = True
                         self._wait_as_spare(orders)
                     time.sleep(_POLL)
+
+    def _has_no_seat(self, orders: Orders | None) -> bool:
+        return orders is not None and has_no_seat(orders, self._place.launch)
 
     def _wait_as_spare(self, orders: Orders) -> None:
         """An attempt runs without this node: have at hand what its ranks will need if it takes another one's place."""

@@ -14,6 +14,9 @@ Orders `run`, `stop` and `end` are for the members of the attempt that they name
 ends it. *get ready*: nothing of an earlier attempt runs here. *pass*: the attempt is over before this host has read
 that it may start, so it has ended here too. *tell*: the ranks are told to stop. *succeed*: try to lead.
 
+A stop signal of a follower is one for the whole job, except where the follower has no seat (`has_no_seat`): then it
+leaves, and the others do not hear of it.
+
 What the leader does while an attempt runs, by its own torchrun and the followers' reports. The first row that holds
 counts:
 
@@ -164,6 +167,11 @@ def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> F
     if state == "ready" and member:
         return "start" if orders.phase == "run" else "pass"
     return "wait"  # also where an order to start is read again, after the attempt has ended
+
+
+def has_no_seat(orders: Orders, launch: str) -> bool:
+    """Whether an attempt is under way in which a follower has no part: it waits, as a spare or for the next one."""
+    return orders.phase in ("run", "stop", "end") and launch not in orders.members
 
 
 def leaders_move(own: int | None, members: Mapping[str, NodeReport | None]) -> LeadersMove:

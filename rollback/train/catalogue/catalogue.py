@@ -226,4 +226,4 @@ class Catalogue:
 
     def _in_order(self) -> list[Manifest]:
         held = [entry.manifest for entry in self._entries.values() if entry.status in _HELD and entry.manifest]
-        return sorted(held, key=lambda manifest: manifest.seq)
+        return sorted(held, key=lambda manifest: manifest.order)

@@ -84,7 +84,7 @@ class RemoteRing:
             seconds = round(time.monotonic() - download.began, 4)
             size = Manifest.model_validate(manifest).bytes
             fact = Fetched(checkpoint=name, step=manifest["step"], place=self._url, bytes=size, seconds=seconds)
-            self._record.note(fact, f"checkpoint {name} was fetched from {self._url} in {seconds:.2f} s")
+            self._record.note(fact, fact.in_words())
             return
         self._unreachable = None if seen["damaged"] else seen["fault"]
         doing = f"fetching checkpoint {name} from {self._url}"

@@ -109,7 +109,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
         attempt=body["attempt"],
         # Rank 0's recorder adds to what it has read; what the ranks decide by must stay alike on all.
         history=copy_of(journal.history) if journal else history_as_json.validate_json(body["history"]),
-        manifests=sorted(manifests.values(), key=lambda manifest: manifest.seq),
+        manifests=sorted(manifests.values(), key=lambda manifest: manifest.order),
         slots=in_memory.slots,
         in_ring=[manifest.name for manifest in in_ring],
         damaged=body["damaged"],

@@ -20,6 +20,7 @@ from checkpoints import write_checkpoint
 from recorded_run import RecordedRun, attached
 from rollback.cli import app
 from rollback.control import asking
+from rollback.errors import UsageError
 from rollback.facts.training import Answered, Drained, Finished, Window
 from rollback.inspect.status.status import read_status
 from rollback.rundir import requests
@@ -252,3 +253,14 @@ def test_any_bytes_are_a_request_or_refused(data: bytes) -> None:
         paths.request("000000-00000000").write_bytes(data)
         with contextlib.suppress(ValueError):
             read_request(paths, "000000-00000000")
+
+
+def test_a_run_that_died_before_it_began_is_told_to_be_started_and_not_waited_for(run: RecordedRun) -> None:
+    run.paths.identity.unlink()
+    assert "has not begun yet" in refusal(ask(run, "skip", "80:90"))
+    dead(run)
+    result = ask(run, "skip", "80:90")
+    assert "has never begun" in refusal(result)
+    assert isinstance(result.exception, UsageError)
+    assert "start it" in (result.exception.hint or "")
+    assert names(run.paths) == []

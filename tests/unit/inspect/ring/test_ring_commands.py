@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
+from unreadable import forbidden
 
 from checkpoints import damage, manifest_of
 from recorded_run import incident, rollback_plan
@@ -224,6 +225,16 @@ def test_a_flipped_bit_a_missing_shard_and_a_truncated_manifest_are_named(paths:
     assert said.stdout.splitlines()[-1] == "1 of 3 intact"
     assert command("verify", paths.root, NEW, "newest").exit_code == ExitCode.DONE
     assert command("verify", paths.root, "newest-good").exit_code == ExitCode.NO_CHECKPOINT
+
+
+def test_a_checkpoint_that_this_user_may_not_read_is_not_called_damaged(paths: RunPaths) -> None:
+    with forbidden(paths.checkpoint(OLD) / shard_name(1)):
+        said, body = command("verify", paths.root), json.loads(command("verify", paths.root, "--json").stdout)
+    assert said.exit_code == ExitCode.FAILED, "it is not proved to be intact"
+    assert "damaged" not in said.stdout
+    assert re.search(rf"{OLD}.* not readable", said.stdout)
+    assert "Permission denied" in said.stdout
+    assert [fault["unreadable"] for entry in body["checkpoints"] for fault in entry["faults"]] == [True]
 
 
 def test_every_fault_of_a_checkpoint_is_named(paths: RunPaths) -> None:

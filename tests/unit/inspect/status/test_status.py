@@ -16,7 +16,7 @@ from vouched import kinds_parsed
 
 from recorded_run import RecordedRun, eventful_run, hold, incident, rollback_plan, stopped_by_themselves
 from rollback.cli import app
-from rollback.facts.training import Drained, Evicted, Finished
+from rollback.facts.training import AttemptEnded, Drained, Evicted, Finished, RestartScheduled
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import read_material
 from rollback.inspect.status import status as status_module
@@ -311,3 +311,17 @@ def test_the_command_prints_a_few_lines_or_json(run: RecordedRun) -> None:
     body = json.loads(CliRunner().invoke(app, ["status", str(run.paths.root), "--json"]).stdout)
     assert body["schema"] == 1
     assert body["step"] == 36
+
+
+def test_a_supervisor_that_waits_to_begin_again_has_not_ended_whatever_the_ranks_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody sent the ranks themselves SIGTERM: they saved and stopped, and one of them failed on its way out."""
+    run = stopped_by_themselves(tmp_path / "run", monkeypatch)
+    hold(run.paths, alive=True)
+    run.tell(50, AttemptEnded(status=1, cause="rank 1 was killed", why="signal", step=36, seconds=50.0))
+    run.tell(51, RestartScheduled(delay=60.0, budget_left=9, reason="no progress, restart 2"))
+    status = status_of(run)
+    assert (status.state, status.ending) == ("starting", None)
+    assert status.work is not None
+    assert status.work.what == "waiting before the next attempt"

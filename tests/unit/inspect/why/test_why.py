@@ -1,6 +1,7 @@
 """`rollback why` on records that no job of two ranks would leave: many ranks, no exception, no failure."""
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,22 @@ import pytest
 from rich.console import Console
 
 from recorded_run import RecordedRun, hold, stopped_by_themselves
-from rollback.facts.training import AttemptEnded, AttemptStarted, Finished, RunEnded, Signalled, Window
+from rollback.facts.training import (
+    Accepted,
+    AttemptEnded,
+    AttemptStarted,
+    Fetched,
+    Finished,
+    NoLastSnapshot,
+    RunEnded,
+    Signalled,
+    StuckAtExit,
+    Window,
+)
+from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.ending import NO_END
+from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.text import print_ledger
 from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.text import print_account
 from rollback.inspect.why.why import ProcessStacks, read_account
@@ -169,3 +184,29 @@ def test_without_a_supervisors_word_the_rank_to_name_is_not_the_one_that_noticed
     account = read_account(run.paths.root)
     assert account.cause == "rank 1 raised ValueError (no supervisor was there to judge)"
     assert [record.rank for record in account.failures] == [1, 0]
+
+
+def test_what_a_run_has_accepted_and_could_not_keep_is_told_by_why_and_audit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.tell(0, AttemptStarted(command=("torchrun",), host="h", pid=1))
+    run.attach(1, 1, None, 0)
+    run.tell(2, Accepted(what="ranks", before={"ranks": 4}, after={"ranks": 2}))
+    run.tell(3, NoLastSnapshot(reason="the model is sharded"))
+    run.tell(4, Fetched(checkpoint="c000001-s00000020", step=20, place="s3://b/run", bytes=9, seconds=1.5))
+    run.tell(5, StuckAtExit(ranks=(1,), silent=20.0))
+    run.tell(6, AttemptEnded(status=1, why="signal", cause="rank 1 was killed", rank=1, step=30, seconds=9.0))
+    remarks = [
+        "going on with other ranks: ranks 4 -> 2",
+        "no last snapshots: the model is sharded",
+        "checkpoint c000001-s00000020 was fetched from s3://b/run in 1.50 s",
+        "all ranks had done their work 20 s ago, and some have not ended (1): ending them",
+    ]
+    assert read_account(run.paths.root).remarks == remarks
+    assert re.search("also +no last snapshots: the model is sharded", shown(run))
+    ledger = compile_ledger(read_material(run.paths.root))
+    assert ledger.attempts[0].remarks == remarks
+    out = io.StringIO()
+    print_ledger(Console(file=out, width=2000), ledger)
+    assert "; ".join(remarks) in out.getvalue()

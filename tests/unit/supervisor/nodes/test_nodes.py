@@ -25,6 +25,7 @@ from rollback.supervisor.nodes.protocol import (
     Orders,
     RunResult,
     followers_move,
+    has_no_seat,
     leaders_move,
     merged,
     must_end,
@@ -63,6 +64,12 @@ def test_orders_for_others_start_nothing_and_end_what_runs() -> None:
         assert followers_move("ready", 3, other, LAUNCH) == "wait"
         assert followers_move("ready", 3, other.model_copy(update={"phase": "end"}), LAUNCH) == "wait"
         assert followers_move("running", 3, other, LAUNCH) == "end"
+
+
+def test_who_has_no_part_in_the_attempt_that_is_under_way_has_no_seat() -> None:
+    phases = ("gather", "run", "stop", "end", "over")
+    assert [phase for phase in phases if has_no_seat(orders(phase, member=False), LAUNCH)] == ["run", "stop", "end"]
+    assert not any(has_no_seat(orders(phase), LAUNCH) for phase in phases)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollback.errors import RunDirectoryError
+from rollback.errors import ExitCode, RunDirectoryError
 from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.lock import RunLock, read_holder
 from rollback.rundir.paths import RunPaths
@@ -136,7 +137,7 @@ class Following:
     """A follower in a thread, of a leader that is the beacon of its orders."""
 
     def __init__(self, paths: RunPaths, ring: str | None = None) -> None:
-        self.paths, self.place, self.asked = paths, place(), list[str]()
+        self.paths, self.place, self.asked, self.looks = paths, place(), list[str](), 0
         self.told: list[str] = []
         own = Orders(leader="a:1:1.0", host="a", pid=1, attempt=1)
         self.leads = Beacon(SharedDirectory(paths.nodes), "orders.json", own, lambda line: None)
@@ -145,7 +146,7 @@ class Following:
 
         class Watched:
             apart, transport = ring is not None, meeting.transport
-            is_leaderless = staticmethod(lambda: False)
+            is_leaderless = staticmethod(self._is_leaderless)
 
             @staticmethod
             def is_led_by(orders: Orders) -> bool:
@@ -153,12 +154,17 @@ class Following:
                 return meeting.is_led_by(orders)
 
         host = SimpleNamespace(end_leftovers=lambda say: None, keep_standby=lambda attempt: None)
-        signals = SimpleNamespace(received=[], take=list, insistent=False)
-        follower = Follower(paths, self.place, host, 1.0, signals, self.told.append, Watched(), ring)  # type: ignore[arg-type]
+        self.signals = SimpleNamespace(received=[], insistent=False)
+        self.signals.take = lambda: self.signals.received
+        follower = Follower(paths, self.place, host, 1.0, self.signals, self.told.append, Watched(), ring)  # type: ignore[arg-type]
         self.found: list[RunResult | None] = []
         self.thread = threading.Thread(target=lambda: self.found.append(follower.follow()), daemon=True)
         self.thread.start()
         self.until(lambda: self.report is not None and self.report.state == "ready")
+
+    def _is_leaderless(self) -> bool:
+        self.looks += 1
+        return False
 
     @property
     def report(self) -> NodeReport | None:
@@ -220,3 +226,26 @@ def test_a_node_that_comes_back_during_an_attempt_waits_for_the_next_one_and_is_
     following.until(lambda: any("is fetched ahead" in line for line in following.told))
     assert following.end() == ["done"]
     assert not any("as a spare" in line for line in following.told), following.told
+
+
+@pytest.mark.parametrize("phase", ["run", "stop", "end"])
+def test_a_node_without_a_seat_that_is_told_to_stop_goes_and_the_others_do_not_hear_of_it(
+    following: Following, phase: str
+) -> None:
+    """As where a scheduler takes the host of a spare back. A stop signal that it tells would stop the whole job."""
+    following.leads.show(phase=phase, members=("a:1:1.0", "somebody else"))
+    looks = following.looks
+    following.until(lambda: following.looks > looks + 1)  # it has read that
+    following.signals.received.append(signal.SIGTERM)
+    told: list[NodeReport] = []
+    following.until(
+        lambda: following.found or told,
+        lambda: told.extend(report for report in (following.report,) if report is not None and report.signals),
+    )
+    assert not told
+    (result,) = following.found
+    assert result is not None
+    assert result.exit_code == ExitCode.RESUMABLE
+    assert result.reason == "told to stop while node-0 waited without a seat: the others go on without it"
+    following.thread.join(60)
+    assert following.report is None, "nobody counts with it any more"
