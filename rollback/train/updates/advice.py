@@ -21,7 +21,7 @@ PLAIN_EPOCH_LOOP = (
     "plain-epoch-loop",
     "the script counts its epochs itself: when the run resumes in epoch 3, the loop body runs with no batches for "
     "epochs 0 to 2 first. `for epoch in guard.epochs(n):` begins where the run stands; with --adopt so does `for epoch "
-    "in range(n):` in the script's own file",
+    "in range(n):` in the training loop's own file",
 )
 OWN_SNAPSHOT_ON_RESUME = (
     "own-snapshot",
