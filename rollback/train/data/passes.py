@@ -244,7 +244,7 @@ def _stepped_by_metric(epoch: int) -> RollbackError:
     return RollbackError(
         f"going back led over the start of epoch {epoch}, where the script had stepped ReduceLROnPlateau: its metric "
         "was of weights that are undone, so this process cannot take that step again",
-        hint="write `for epoch in guard.epochs(n):` (with --adopt `for epoch in range(n):`, in the script's own file), "
-        "which has the script do again what it does between two epochs; a new attempt does so too: `rollback launch` "
-        "starts one, else run the same command again",
+        hint="write `for epoch in guard.epochs(n):` (with --adopt `for epoch in range(n):`, in the training loop's own "
+        "file), which has the script do again what it does between two epochs; a new attempt does so too: `rollback "
+        "launch` starts one, else run the same command again",
     )

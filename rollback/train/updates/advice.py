@@ -21,7 +21,7 @@ PLAIN_EPOCH_LOOP = (
     "plain-epoch-loop",
     "the script counts its epochs itself: when the run resumes in a later epoch, the loop body first runs with no "
     "batches for each epoch before it. `for epoch in guard.epochs(n):` begins where the run stands; with --adopt so "
-    "does `for epoch in range(n):` in the script's own file",
+    "does `for epoch in range(n):` in the training loop's own file",
 )
 OWN_SNAPSHOT_ON_RESUME = (
     "own-snapshot",

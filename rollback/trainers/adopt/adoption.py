@@ -75,10 +75,13 @@ class Adoption:
     # The script ------------------------------------------------------------------------------------------------------
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
-        """Compile it, with its epochs and its counts of batches steered. Raises SyntaxError as Python does."""
+        """Compile it, with its epochs and its counts of batches steered, as are those of the modules that it imports.
+
+        Raises SyntaxError as Python does."""
         counts = {ENUMERATE: partial(Enumeration, self._handed), LIMIT: partial(limit, self._handed)}
         vars(builtins).update({EPOCHS: self.epochs, MOVED: EpochMoved, **counts})
-        return self._sources.compiled(source, filename)
+        self._sources.watch_imports()
+        return self._sources.read_script(source, filename)
 
     def epochs(self, numbers: Any) -> Any:
         """What the script goes over in place of `numbers`."""

@@ -95,6 +95,6 @@ def _ends_in_earlier_epoch(count: int) -> RollbackError:
     return RollbackError(
         f"going back led into an earlier epoch, of which the script takes {count} batches: its loop over epochs has "
         "begun a later one, and cannot be sent back in this process",
-        hint="`for epoch in range(n):` in the script's own file is sent back. A new attempt goes on from there, too: "
-        "`rollback launch` starts one, else run the same command again",
+        hint="`for epoch in range(n):` in the training loop's own file is sent back. A new attempt goes on from "
+        "there, too: `rollback launch` starts one, else run the same command again",
     )

@@ -58,10 +58,7 @@ def trained_objects(made: list[Any]) -> tuple[nn.Module, Optimizer, dict[str, An
             f"the script has {len(optimizers)} optimizers ({kinds}), and --adopt knows what an update is with one only",
             hint="make a rollback.Guard of the one whose steps count, and hand it the others by names of their own",
         )
-    trained = _trained_by(optimizers)
-    modules = [thing for thing in made if isinstance(thing, nn.Module) and "_modules" in vars(thing)]
-    inner = {id(child) for module in modules for child in module.children()}
-    roots = [module for module in modules if id(module) not in inner]
+    trained, roots = _trained_by(optimizers), _outermost(made)
     shares = [sum(id(p) in trained for p in module.parameters()) for module in roots]
     if not any(shares):
         raise UsageError(
@@ -69,9 +66,14 @@ def trained_objects(made: list[Any]) -> tuple[nn.Module, Optimizer, dict[str, An
             hint="make a rollback.Guard, and hand it the object that has them",
         )
     model = roots[shares.index(max(shares))]
+    return model, optimizers[0], kept_besides(model, made)
+
+
+def kept_besides(model: nn.Module, made: list[Any]) -> dict[str, Any]:
+    """What else changes with the training of a model, for a guard by name; made: those alive, in their order."""
     owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     others = [
-        module for module in roots
+        module for module in _outermost(made)
         if module is not model and any(id(t) not in owned for t in (*module.parameters(), *module.buffers()))
     ]  # fmt: skip
     schedulers = [thing for thing in made if isinstance(thing, LRScheduler)]
@@ -79,12 +81,17 @@ def trained_objects(made: list[Any]) -> tuple[nn.Module, Optimizer, dict[str, An
     schedulers = [scheduler for scheduler in schedulers if id(scheduler) not in parts]
     scalers = [thing for thing in made if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled()]
     named: dict[str, list[Any]] = {"scheduler": schedulers, "scaler": scalers, "module": others}
-    objects = {
+    return {
         name if place == 1 else f"{name}{place}": thing
         for name, things in named.items()
         for place, thing in enumerate(things, 1)
     }
-    return model, optimizers[0], objects
+
+
+def _outermost(made: list[Any]) -> list[nn.Module]:
+    modules = [thing for thing in made if isinstance(thing, nn.Module) and "_modules" in vars(thing)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
 
 
 def _trained_by(optimizers: list[Optimizer]) -> set[int]:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
-from rollback.trainers.adopt.objects import trained_objects
+from rollback.trainers.adopt.objects import kept_besides, trained_objects
 from rollback.trainers.protect import module_of
 
 
@@ -29,7 +29,7 @@ class GuardPlan:
 def plan_for(loader: Any, made: list[Any]) -> GuardPlan:
     """loader: the one that is trained on. made: the script's objects. Raises UsageError for what cannot be kept."""
     if type(loader).__module__.partition(".")[0] == "accelerate":
-        return _prepared(loader)
+        return _prepared(loader, made)
     if isinstance(loader.dataset, IterableDataset) and not hasattr(loader.dataset, "load_state_dict"):
         raise UsageError(
             f"the script trains on a {type(loader.dataset).__name__}, which is only read in order: what it keeps "
@@ -48,8 +48,8 @@ def plan_for(loader: Any, made: list[Any]) -> GuardPlan:
     )  # fmt: skip
 
 
-def _prepared(loader: Any) -> GuardPlan:
-    """Of what Accelerate has prepared."""
+def _prepared(loader: Any, made: list[Any]) -> GuardPlan:
+    """Of what Accelerate has prepared, and what else changes with it: an average of the model, a scheduler."""
     accelerators = [thing for thing in gc.get_objects() if type(thing).__name__ == "Accelerator"]
     if len(accelerators) != 1:
         raise UsageError(
@@ -65,14 +65,24 @@ def _prepared(loader: Any) -> GuardPlan:
             hint="rollback.protect(accelerator, ...) takes the one model, its optimizer and its loader",
         )
     prepared = [*models, *optimizers, loader, *accelerator._schedulers]
+    known = [
+        *accelerator._custom_objects,
+        accelerator.scaler,
+        *(getattr(each, "scheduler", each) for each in accelerator._schedulers),
+    ]
+    besides = {
+        f"unprepared_{name}": thing
+        for name, thing in kept_besides(models[0], made).items()
+        if not any(thing is other for other in known)
+    }
 
     def make() -> tuple[Guard, Any]:
         try:
-            given = module_of((accelerator,)).protect(accelerator, *prepared)
+            given = module_of((accelerator,)).protect(accelerator, *prepared, **besides)
         except UsageError as error:
             raise UsageError(error.message.replace("rollback.protect got", "the script has"), hint=error.hint) from None
         batches = given[next(place for place, item in enumerate(prepared) if item is loader)]
         return batches.guard, batches
 
-    kinds = [type(thing).__name__ for thing in prepared]
+    kinds = [type(thing).__name__ for thing in (*prepared, *besides.values())]
     return GuardPlan(prepared[0], optimizers[0].optimizer, kinds, make)

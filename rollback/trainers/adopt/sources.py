@@ -1,12 +1,16 @@
-"""The user's own files among those that are running: which lines call, and what their source says of them."""
+"""The user's own files among those that are running: which lines call, and what their source says of them.
+
+The script and the modules of its own that train are compiled `steered`, whichever of them has the training loop.
+"""
 
 import importlib.util
 import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
-from types import CodeType
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
 from typing import Any
 
 from rollback.source.loops import OwnCounter, ScriptLoops, steered
@@ -21,20 +25,29 @@ class ScriptSources:
     def __init__(self) -> None:
         self._files: dict[str, ScriptLoops | None] = {}
         self._script = ""
+        self._steered: set[str] = set()
 
-    def compiled(self, source: bytes, filename: str) -> CodeType:
+    def read_script(self, source: bytes, filename: str) -> CodeType:
         """The script, steered. Raises SyntaxError as Python does."""
+        self._files[filename], self._script = ScriptLoops(importlib.util.decode_source(source)), filename
+        return self._compiled(source, filename)
+
+    def watch_imports(self) -> None:
+        """From now on the script's own modules are steered, too. What is found elsewhere is left to its finder."""
+        finder = _OwnModules(self._compiled)
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), finder)
+
+    def _compiled(self, source: bytes, filename: str) -> CodeType:
         compile(source, filename, "exec", dont_inherit=True)
-        text = importlib.util.decode_source(source)
-        self._files[filename], self._script = ScriptLoops(text), filename
-        return compile(steered(text), filename, "exec", dont_inherit=True)
+        self._steered.add(filename)
+        return compile(steered(importlib.util.decode_source(source)), filename, "exec", dont_inherit=True)
 
     def callers(self) -> Iterator[tuple[str, int]]:
         """Files and lines of the user's own that have called this, innermost first."""
         frame: Any = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
-            if not name.startswith((*_LIBRARIES, "<")) and "-packages" + os.sep not in name:
+            if _is_own(name):
                 yield name, frame.f_lineno
             frame = frame.f_back
 
@@ -63,9 +76,41 @@ class ScriptSources:
     def counters(self) -> Iterator[tuple[str, OwnCounter]]:
         """Those of the training loops in the files that were read, and where that is."""
         for name, loops in self._files.items():
-            ours = name == self._script
-            for counter in loops.counters(is_steered=ours) if loops is not None else ():
-                yield f"{'' if ours else os.path.basename(name) + ', '}line {counter.line}", counter
+            where = "" if name == self._script else f"{os.path.basename(name)}, "
+            for counter in loops.counters(is_steered=name in self._steered) if loops is not None else ():
+                yield f"{where}line {counter.line}", counter
+
+
+class _OwnModules:
+    """Finds modules where Python does, and has those of the user's own compiled by `compiled`."""
+
+    def __init__(self, compiled: Callable[[bytes, str], CodeType]) -> None:
+        self._compiled = compiled
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        found = PathFinder.find_spec(name, path, target)
+        if found is None or type(found.loader) is not SourceFileLoader or not _is_own(found.loader.path):
+            return None
+        found.loader = _OwnLoader(found.loader, self._compiled)
+        return found
+
+
+class _OwnLoader(SourceFileLoader):
+    """Bytecode that is steered is not cached: without `--adopt` nobody wants it."""
+
+    def __init__(self, found: SourceFileLoader, compiled: Callable[[bytes, str], CodeType]) -> None:
+        super().__init__(found.name, found.path)
+        self._compiled = compiled
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        source = self.get_data(self.path)
+        return self._compiled(source, self.path) if b"backward" in source else super().get_code(fullname)
+
+
+def _is_own(filename: str) -> bool:
+    return not filename.startswith((*_LIBRARIES, "<")) and "-packages" + os.sep not in filename
 
 
 def _loops_of(filename: str) -> ScriptLoops | None:

@@ -307,7 +307,7 @@ def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
     ("what", "named"),
     [
         ("a count beside next", "`taken` by itself (line 130), and ends its loop by it"),
-        ("a loop in another file", "`i` by itself (engine.py, line 5)"),
+        ("a loop in another file", "`i` by itself (engine.py, line 7)"),
         ("a limit of its own", "`itertools.islice(loader, 0, 4)` by itself (line 134), and ends its loop by it"),
     ],
 )

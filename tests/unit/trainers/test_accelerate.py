@@ -1,5 +1,6 @@
-"""What a script registers for Accelerate's checkpoints is kept by the guard, too."""
+"""What a script registers for Accelerate's checkpoints is kept by the guard, too. So is an adopted one's average."""
 
+import gc
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import rollback
+from rollback.trainers.adopt.plan import plan_for
 
 
 class Average:
@@ -44,7 +48,7 @@ def test_what_is_registered_for_checkpoints_goes_back_with_the_weights(accelerat
     inputs, average = torch.randn(320, 4), Average()
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    scheduler = StepLR(optimizer, 10)
     accelerator.register_for_checkpointing(average, scheduler)
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
     prepared = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -65,3 +69,37 @@ def test_what_is_registered_for_checkpoints_goes_back_with_the_weights(accelerat
     for weight in after:
         expected.update(weight)
     assert torch.equal(average.total, expected.total)
+    loader.guard.close()
+
+
+def test_an_adopted_script_s_average_and_scheduler_go_back_though_they_were_not_prepared(
+    accelerator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gc.collect()  # of accelerators there is to be one
+    inputs, weights = torch.randn(320, 4), nn.Linear(4, 1)
+    average, registered = AveragedModel(weights), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(weights.parameters(), 0.01)
+    scheduler = StepLR(optimizer, 10)
+    accelerator.register_for_checkpointing(registered)
+    data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+    model, prepared, loader = accelerator.prepare(weights, optimizer, data)
+    made = [weights, *average.modules(), registered, optimizer, scheduler]
+    plan = plan_for(loader, made)
+    assert [name for name in plan.objects if name in ("AveragedModel", "StepLR", "Linear")] == [
+        "Linear", "StepLR", "AveragedModel",
+    ]  # fmt: skip
+    guard, batches = plan.make()
+    after: list[Tensor] = []
+    for place, (given, wanted) in enumerate(batches):
+        loss = (model(given) - wanted).square().mean()
+        accelerator.backward(loss * math.nan if place == 30 else loss)
+        prepared.step()
+        scheduler.step()
+        prepared.zero_grad()
+        average.update_parameters(weights)
+        del after[guard.step :]
+        after.append(weights.weight.detach().clone())
+    guard.close()
+    assert len(after) == int(average.n_averaged) == scheduler.last_epoch == guard.step == 39
+    assert torch.allclose(average.module.weight, torch.stack(after).mean(0))
