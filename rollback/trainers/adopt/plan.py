@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
+from rollback.train.updates.wrappers import outermost
 from rollback.trainers.adopt.objects import trained_objects
 from rollback.trainers.protect import module_of
 
@@ -29,7 +30,7 @@ class GuardPlan:
 def plan_for(loader: Any, made: list[Any]) -> GuardPlan:
     """loader: the one that is trained on. made: the script's objects. Raises UsageError for what cannot be kept."""
     if type(loader).__module__.partition(".")[0] == "accelerate":
-        return _prepared(loader)
+        return _prepared(loader, made)
     if isinstance(loader.dataset, IterableDataset) and not hasattr(loader.dataset, "load_state_dict"):
         raise UsageError(
             f"the script trains on a {type(loader.dataset).__name__}, which is only read in order: what it keeps "
@@ -48,7 +49,7 @@ def plan_for(loader: Any, made: list[Any]) -> GuardPlan:
     )  # fmt: skip
 
 
-def _prepared(loader: Any) -> GuardPlan:
+def _prepared(loader: Any, made: list[Any]) -> GuardPlan:
     """Of what Accelerate has prepared."""
     accelerators = [thing for thing in gc.get_objects() if type(thing).__name__ == "Accelerator"]
     if len(accelerators) != 1:
@@ -64,7 +65,9 @@ def _prepared(loader: Any) -> GuardPlan:
             "update is with one of each only",
             hint="rollback.protect(accelerator, ...) takes the one model, its optimizer and its loader",
         )
-    prepared = [*models, *optimizers, loader, *accelerator._schedulers]
+    modules = [thing for thing in made if isinstance(thing, nn.Module) and "_modules" in vars(thing)]
+    model = outermost(models[0], modules)  # Accelerate notes the model that it was given, and returns that in DDP
+    prepared = [model, *optimizers, loader, *accelerator._schedulers]
 
     def make() -> tuple[Guard, Any]:
         try:
