@@ -76,6 +76,22 @@ class ScriptLoops:
             nearest = [loop for loop in outer if not any(other in inner[id(loop)] for other in outer)]
             if nearest:
                 self.epochs[id(batches)] = nearest[0]
+        self.trains_elsewhere = not training
+        """Whether no loop of this file trains. That of another one may then be called in any loop over a range."""
+        self._steerable = list({id(loop): loop for loop in self.epochs.values()}.values())
+        if self.trains_elsewhere:
+            self._steerable = [loop for loop in self._loops if range_of(loop) is not None]
+
+    def steerable(self) -> Iterator[tuple[ast.For, ast.Call]]:
+        """The loops that may go over epochs, and their calls of `range`."""
+        for loop in self._steerable:
+            if (numbers := range_of(loop)) is not None:
+                yield loop, numbers
+
+    def steerable_at(self, line: int) -> int | None:
+        """The line of the innermost such loop in whose body `line` is."""
+        lines = [loop.lineno for loop in self._steerable if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
+        return max(lines, default=None)
 
     def around(self, loop: ast.For) -> ast.For | ast.While | None:
         """A loop by which this one is begun anew each time, also by way of a function."""
@@ -119,6 +135,11 @@ class ScriptLoops:
         if taken and all(id(call) in looked for call in here if _is_call_of(call, "iter")):
             return False  # next(iter(loader)): a look at a batch
         return None
+
+    def takes_at(self, line: int) -> bool:
+        """Whether `line` takes batches by `iter` or `next`: a loop around it may go over batches, not over epochs."""
+        calls = (node for node in ast.walk(self.tree) if _is_call_of(node, "iter") or _is_call_of(node, "next"))
+        return any(call.lineno <= line <= (call.end_lineno or 0) for call in calls)  # type: ignore[attr-defined]
 
     def cycles_at(self, line: int) -> bool:
         """Whether `itertools.cycle` goes over something at `line`. In a `zip` it may be what goes beside a loader."""
@@ -270,9 +291,11 @@ class ScriptLoops:
 def steered(source: str) -> ast.Module:
     """The script, with its loops over epochs and its counts of batches steered.
 
-    EPOCHS is told the epochs' range, MOVED begins another one, ENUMERATE and LIMIT know where in the data a batch is.
+    EPOCHS is told the epochs' range and the loop's line, MOVED begins another one, ENUMERATE and LIMIT know where in
+    the data a batch is.
+    data a batch is.
 
-        for epoch in range(10):         for epoch in __rollback_epochs__(range(10)):
+        for epoch in range(10):         for epoch in __rollback_epochs__(range(10), 1):
             BODY                            try:
                                                 BODY
                                             except __rollback_moved__:
@@ -288,11 +311,10 @@ def steered(source: str) -> ast.Module:
             limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
         if (call := loops.enumeration(loop.iter, loop)) is not None:
             call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
-    for loop in {id(loop): loop for loop in loops.epochs.values()}.values():
-        numbers = range_of(loop)
-        assert numbers is not None
+    for loop, numbers in loops.steerable():
         inner = ast.copy_location(ast.Call(numbers.func, numbers.args, numbers.keywords), numbers)
-        numbers.func, numbers.args, numbers.keywords = ast.Name(EPOCHS, ast.Load()), [inner], []
+        given = [inner, ast.Constant(loop.lineno)]
+        numbers.func, numbers.args, numbers.keywords = ast.Name(EPOCHS, ast.Load()), given, []
         handler = ast.ExceptHandler(ast.Name(MOVED, ast.Load()), None, [ast.Continue()])
         loop.body = [ast.copy_location(ast.Try(loop.body, [handler], [], []), loop.body[0])]
     return ast.fix_missing_locations(loops.tree)

@@ -60,8 +60,8 @@ class Adoption:
         self._handed = HandedOut()
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
-        self._loop: EpochLoop | None = None
-        """The one that the script has begun last."""
+        self._loops: dict[int | None, EpochLoop] = {}
+        """Those that the script has begun last, by their lines."""
         self._steered: EpochLoop | None = None
         """The one that the guard leads."""
 
@@ -80,12 +80,17 @@ class Adoption:
         vars(builtins).update({EPOCHS: self.epochs, MOVED: EpochMoved, **counts})
         return self._sources.compiled(source, filename)
 
-    def epochs(self, numbers: Any) -> Any:
-        """What the script goes over in place of `numbers`."""
-        return EpochLoop(numbers, self._begin_epochs) if type(numbers) is range and len(numbers) else numbers
+    def epochs(self, numbers: Any, line: int) -> Any:
+        """What the script goes over in place of `numbers`, in the loop of that line."""
+        return EpochLoop(numbers, self._begin_epochs, line) if type(numbers) is range and len(numbers) else numbers
 
     def _begin_epochs(self, loop: EpochLoop) -> None:
-        self._loop = loop
+        self._loops[loop.line] = loop
+
+    @property
+    def _loop(self) -> EpochLoop | None:
+        """The one that the script is in."""
+        return self._loops.get(self._sources.epochs_at())
 
     def end(self) -> None:
         """The script is through, or leaves its process group. Collective inside a pass; nothing where it raised."""
@@ -143,7 +148,9 @@ class Adoption:
         if self._sources.trains() is False or not self.made.are_trained():
             return original(loader)
         if self._adopted is None:
-            loop = self._loop if self._loop is not None and self._loop.at_first else None
+            loop = self._loop
+            if loop is not None and not loop.at_first:
+                loop = None
             self._adopted = self._adopt(loader, epochs=None if loop is None else len(loop))
             self._move(ScriptEvent.GUARD_MADE)
             if loop is not None:

@@ -9,9 +9,10 @@ class EpochMoved(BaseException):
 
 
 class EpochLoop:
-    """What the script goes over in place of its `range`. begun: called when its iteration begins."""
+    """What the script goes over in place of its `range`. begun: called when its iteration begins. line: of the loop."""
 
-    def __init__(self, numbers: range, begun: "Callable[[EpochLoop], None]") -> None:
+    def __init__(self, numbers: range, begun: "Callable[[EpochLoop], None]", line: int = 0) -> None:
+        self.line = line
         self._numbers = numbers
         self._begun = begun
         self.place = -1

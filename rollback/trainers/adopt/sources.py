@@ -49,6 +49,17 @@ class ScriptSources:
                 return trains
         return None
 
+    def epochs_at(self) -> int | None:
+        """The line of the loop over epochs in the script that iterates a loader; None where it is in none."""
+        taken = False
+        for name, line in self.callers():
+            if (loops := self._loops(name)) is None:
+                continue
+            taken = taken or loops.takes_at(line)
+            if name == self._script and (found := loops.steerable_at(line)) is not None:
+                return None if taken and loops.trains_elsewhere else found
+        return None
+
     def cycles(self) -> bool:
         """Whether it is `itertools.cycle` that iterates the loader."""
         name, line = next(self.callers(), ("", 0))

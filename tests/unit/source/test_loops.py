@@ -212,7 +212,7 @@ def test_a_steered_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() ->
         return type("Loss", (), {"backward": lambda self: None})()
 
     source = "for epoch in range(3):\n    for x in loader(epoch):\n        f(x).backward()\n    log.append('behind')"
-    given = {EPOCHS: lambda numbers: [numbers[0], numbers[2]], MOVED: Moved}
+    given = {EPOCHS: lambda numbers, line: [numbers[0], numbers[2]], MOVED: Moved}
     run(source, loader=lambda epoch: [epoch * 10, epoch * 10 + 1], f=f, log=log, **given)
     assert log == [0, 1, "behind"]
 
