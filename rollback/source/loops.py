@@ -35,9 +35,10 @@ class ScriptLoops:
     """The loops of one file. Raises SyntaxError where `source` is not Python.
 
     batches: the loops over batches, in their order. epochs: the loop over `range(...)` around each, None without one.
+    is_script: whether it is the file that is run, and no module.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, *, is_script: bool = True) -> None:
         self.tree = ast.parse(source)
         self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
         self._methods: set[str] = set()
@@ -47,7 +48,8 @@ class ScriptLoops:
             if isinstance(node, ast.ClassDef):
                 self._methods |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
         self._loops = [node for node in ast.walk(self.tree) if isinstance(node, ast.For)]
-        training = [loop for loop in self._loops if any(map(_is_backward, self._reached(loop)))]
+        mentioned = "backward" in source  # else nothing of what follows is found, and a large file takes seconds
+        training = [loop for loop in self._loops if mentioned and any(map(_is_backward, self._reached(loop)))]
         whole = [loop for loop in training if range_of(loop) is None and not self._divides(loop)]
         parts = {id(item) for loop in whole for item in self._inside(loop, training) if self._divides(item)}
         training = [loop for loop in training if id(loop) not in parts]
@@ -66,6 +68,7 @@ class ScriptLoops:
         self._turning = [  # `while True: batch = next(batches)`
             node for node in ast.walk(self.tree)
             if isinstance(node, ast.While)
+            and mentioned
             and any(_is_call_of(item, "next") for item in self._reached(node))
             and any(map(_is_backward, self._reached(node)))
             and not any(item in self.batches for item in self._reached(node))
@@ -76,6 +79,30 @@ class ScriptLoops:
             nearest = [loop for loop in outer if not any(other in inner[id(loop)] for other in outer)]
             if nearest:
                 self.epochs[id(batches)] = nearest[0]
+        self.trains_elsewhere = not training
+        """Whether no loop of this file calls backward(), as where a helper in another file does. Then each of them may
+        train, or call what does."""
+        self._steerable = list({id(loop): loop for loop in self.epochs.values()}.values())
+        if self.trains_elsewhere and is_script:
+            self._steerable = [loop for loop in self._loops if range_of(loop) is not None]
+
+    def steerable(self) -> Iterator[tuple[ast.For, ast.Call]]:
+        """The loops that may go over epochs, and their calls of `range`."""
+        for loop in self._steerable:
+            if (numbers := range_of(loop)) is not None:
+                yield loop, numbers
+
+    def steerable_at(self, line: int) -> int | None:
+        """The line of the innermost such loop in whose body `line` is."""
+        lines = [loop.lineno for loop in self._steerable if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
+        return max(lines, default=None)
+
+    def enumerations(self) -> list[ast.Call]:
+        """The calls of `enumerate` by which loops that may train number their batches."""
+        if self.trains_elsewhere:  # not by way of variables: that would take long in a large file
+            nodes = (node for loop in self._loops for node in ast.walk(loop.iter))
+            return [node for node in nodes if isinstance(node, ast.Call) and _is_call_of(node, "enumerate")]
+        return [call for loop in self.batches if (call := self.enumeration(loop.iter, loop)) is not None]
 
     def around(self, loop: ast.For) -> ast.For | ast.While | None:
         """A loop by which this one is begun anew each time, also by way of a function."""
@@ -119,6 +146,11 @@ class ScriptLoops:
         if taken and all(id(call) in looked for call in here if _is_call_of(call, "iter")):
             return False  # next(iter(loader)): a look at a batch
         return None
+
+    def takes_at(self, line: int) -> bool:
+        """Whether `line` takes batches by `iter` or `next`: a loop around it may go over batches, not over epochs."""
+        calls = (node for node in ast.walk(self.tree) if _is_call_of(node, "iter") or _is_call_of(node, "next"))
+        return any(call.lineno <= line <= (call.end_lineno or 0) for call in calls)  # type: ignore[attr-defined]
 
     def cycles_at(self, line: int) -> bool:
         """Whether `itertools.cycle` goes over something at `line`. In a `zip` it may be what goes beside a loader."""
@@ -267,12 +299,13 @@ class ScriptLoops:
         return None
 
 
-def steered(source: str) -> ast.Module:
-    """The script, with its loops over epochs and its counts of batches steered.
+def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module:
+    """The script, or a module of its own, with its loops over epochs and its counts of batches steered.
 
-    EPOCHS is told the epochs' range, MOVED begins another one, ENUMERATE and LIMIT know where in the data a batch is.
+    EPOCHS is told the epochs' range and where the loop is, MOVED begins another one, ENUMERATE and LIMIT know where in
+    the data a batch is.
 
-        for epoch in range(10):         for epoch in __rollback_epochs__(range(10)):
+        for epoch in range(10):         for epoch in __rollback_epochs__(range(10), "script.py", 1):
             BODY                            try:
                                                 BODY
                                             except __rollback_moved__:
@@ -281,18 +314,17 @@ def steered(source: str) -> ast.Module:
         for i, batch in enumerate(loader):      for i, batch in __rollback_enumerate__(loader):
         for batch in islice(loader, 10):        for batch in __rollback_limit__(islice, loader, 10):
     """
-    loops = ScriptLoops(source)
+    loops = ScriptLoops(source, is_script=is_script)
     for loop in loops.batches:
         for limit in loops.limits(loop):
             limit.args.insert(0, limit.func)
             limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
-        if (call := loops.enumeration(loop.iter, loop)) is not None:
-            call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
-    for loop in {id(loop): loop for loop in loops.epochs.values()}.values():
-        numbers = range_of(loop)
-        assert numbers is not None
+    for call in loops.enumerations():
+        call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
+    for loop, numbers in loops.steerable():
         inner = ast.copy_location(ast.Call(numbers.func, numbers.args, numbers.keywords), numbers)
-        numbers.func, numbers.args, numbers.keywords = ast.Name(EPOCHS, ast.Load()), [inner], []
+        given = [inner, ast.Constant(filename), ast.Constant(loop.lineno)]
+        numbers.func, numbers.args, numbers.keywords = ast.Name(EPOCHS, ast.Load()), given, []
         handler = ast.ExceptHandler(ast.Name(MOVED, ast.Load()), None, [ast.Continue()])
         loop.body = [ast.copy_location(ast.Try(loop.body, [handler], [], []), loop.body[0])]
     return ast.fix_missing_locations(loops.tree)

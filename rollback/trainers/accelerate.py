@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
+from rollback.train.script_side import refuse_guarded
 from rollback.train.start import attach
+from rollback.train.updates.wrappers import ddp_inside
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_all_ranks, require_known_loader
 from rollback.trainers.saved_files import SavedAt, SavedFiles
@@ -65,6 +67,7 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     counts = _Counts(accelerator, loader, folders)
     guard.keep(accelerator=counts, accelerator_evaluated=_told_of_passes(accelerator, loader))
     accelerator.save_state = folders.save_state
+    optimizer.register_step_pre_hook(lambda *_: _require_averaged(found["model"], guard))
     accelerator.backward = _told(guard, accelerator.backward)
     accelerator.register_for_checkpointing = _of_known([*known, *registered], accelerator.register_for_checkpointing)
     for name, why in _GUARD_S_OWN.items():
@@ -138,6 +141,24 @@ def _told(guard: Guard, backward: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return told
+
+
+def _require_averaged(model: nn.Module, guard: Guard) -> None:
+    """At an update. In `no_sync()` each rank has gradients of its own, so weights and optimizers drift apart.
+
+    Accelerate's LocalSGD averages the weights every few updates, so that they may look alike in a snapshot. What the
+    optimizers remember is then still each rank's own, and a checkpoint has that of one.
+    """
+    averaging = ddp_inside(model)
+    if averaging is None or averaging.require_backward_grad_sync:
+        return
+    error = UsageError(
+        "the script updates the model inside of no_sync(), as LocalSGD does: each rank then has weights and an "
+        "optimizer of its own, of which a checkpoint has those of one rank",
+        hint="take out LocalSGD (accelerate.local_sgd), or switch it off (enabled=False); to exchange gradients less "
+        "often, accumulate more batches for each update (gradient_accumulation_steps)",
+    )
+    refuse_guarded(error, guard.close)
 
 
 def _is_among(known: Iterable[Any], item: Any) -> bool:

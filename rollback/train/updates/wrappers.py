@@ -1,6 +1,6 @@
 """What lies around a model: DistributedDataParallel, torch.compile, either of them around the other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 def ddp_inside(model: nn.Module) -> DistributedDataParallel | None:
     """The DDP module, also inside torch.compile."""
     return next((each for each in _from_outside(model) if isinstance(each, DistributedDataParallel)), None)
+
+
+def outermost(model: nn.Module, modules: Iterable[nn.Module]) -> nn.Module:
+    """All that lies around a model, of `modules`; the model itself where nothing does."""
+    chains = [list(_from_outside(module)) for module in modules]
+    around = [chain for chain in chains if any(inner is model for inner in chain)]
+    return max(around, key=len, default=[model])[0]
 
 
 def _from_outside(model: nn.Module) -> Iterator[nn.Module]:

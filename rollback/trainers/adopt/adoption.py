@@ -34,7 +34,7 @@ from rollback.source.loops import ENUMERATE, EPOCHS, LIMIT, MOVED
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
-from rollback.trainers.adopt.enumeration import Enumeration, HandedOut, limit
+from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects
@@ -60,8 +60,8 @@ class Adoption:
         self._handed = HandedOut()
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
-        self._loop: EpochLoop | None = None
-        """The one that the script has begun last."""
+        self._loops: dict[tuple[str, int] | None, EpochLoop] = {}
+        """Those that the script has begun last, by where they are."""
         self._steered: EpochLoop | None = None
         """The one that the guard leads."""
 
@@ -78,17 +78,21 @@ class Adoption:
         """Compile it, with its epochs and its counts of batches steered, as are those of the modules that it imports.
 
         Raises SyntaxError as Python does."""
-        counts = {ENUMERATE: partial(Enumeration, self._handed), LIMIT: partial(limit, self._handed)}
+        counts = {ENUMERATE: partial(numbered, self._handed), LIMIT: partial(limit, self._handed)}
         vars(builtins).update({EPOCHS: self.epochs, MOVED: EpochMoved, **counts})
         self._sources.watch_imports()
         return self._sources.read_script(source, filename)
 
-    def epochs(self, numbers: Any) -> Any:
-        """What the script goes over in place of `numbers`."""
-        return EpochLoop(numbers, self._begin_epochs) if type(numbers) is range and len(numbers) else numbers
+    def epochs(self, numbers: Any, filename: str, line: int) -> Any:
+        """What the script goes over in place of `numbers`, in the loop of that line."""
+        if type(numbers) is not range or not len(numbers):
+            return numbers
+        return EpochLoop(numbers, partial(self._loops.__setitem__, (filename, line)))
 
-    def _begin_epochs(self, loop: EpochLoop) -> None:
-        self._loop = loop
+    @property
+    def _loop(self) -> EpochLoop | None:
+        """The one that the script is in."""
+        return self._loops.get(self._sources.epochs_at())
 
     def end(self) -> None:
         """The script is through, or leaves its process group. Collective inside a pass; nothing where it raised."""
@@ -146,7 +150,9 @@ class Adoption:
         if self._sources.trains() is False or not self.made.are_trained():
             return original(loader)
         if self._adopted is None:
-            loop = self._loop if self._loop is not None and self._loop.at_first else None
+            loop = self._loop
+            if loop is not None and not loop.at_first:
+                loop = None
             self._adopted = self._adopt(loader, epochs=None if loop is None else len(loop))
             self._move(ScriptEvent.GUARD_MADE)
             if loop is not None:

@@ -9,6 +9,8 @@ from typing import Any, SupportsIndex
 from rollback.errors import RollbackError
 from rollback.train.guard import Guard
 
+_OF_NO_LOADER = frozenset({list, tuple, range, str, bytes, dict, set})
+
 
 @dataclass
 class HandedOut:
@@ -44,7 +46,9 @@ class Enumeration:
         before = self._handed.batches
         item = next(self._items)
         guard = self._handed.guard
-        number = self._next if guard is None or self._handed.batches == before else self._start + self._place(guard)
+        number = self._next
+        if guard is not None and self._handed.batches == before + 1:  # an item of several batches has no place
+            number = self._start + self._place(guard)
         self._next = number + 1
         return number, item
 
@@ -57,6 +61,11 @@ class Enumeration:
             begun = epoch_began - earlier * (epoch_began // max(1, guard.epoch))
             self._base = guard.batch if self._in_midst else begun
         return in_epoch if earlier == 0 and not self._in_midst else guard.batch - self._base
+
+
+def numbered(handed: HandedOut, iterable: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
+    """In place of `enumerate(iterable, start)`, wherever the script may number its batches."""
+    return enumerate(iterable, start) if type(iterable) in _OF_NO_LOADER else Enumeration(handed, iterable, start)
 
 
 def limit(handed: HandedOut, function: Callable[..., Any], *given: Any, **others: Any) -> Any:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
+from rollback.train.updates.wrappers import outermost
 from rollback.trainers.adopt.objects import kept_besides, trained_objects
 from rollback.trainers.protect import module_of
 
@@ -64,7 +65,9 @@ def _prepared(loader: Any, made: list[Any]) -> GuardPlan:
             "update is with one of each only",
             hint="rollback.protect(accelerator, ...) takes the one model, its optimizer and its loader",
         )
-    prepared = [*models, *optimizers, loader, *accelerator._schedulers]
+    modules = [thing for thing in made if isinstance(thing, nn.Module) and "_modules" in vars(thing)]
+    model = outermost(models[0], modules)  # Accelerate notes the model that it was given, and returns that in DDP
+    prepared = [model, *optimizers, loader, *accelerator._schedulers]
     known = [
         *accelerator._custom_objects,
         accelerator.scaler,
@@ -72,7 +75,7 @@ def _prepared(loader: Any, made: list[Any]) -> GuardPlan:
     ]
     besides = {
         f"unprepared_{name}": thing
-        for name, thing in kept_besides(models[0], made).items()
+        for name, thing in kept_besides(model, made).items()
         if not any(thing is other for other in known)
     }
 

@@ -17,6 +17,8 @@ from rollback.source.loops import OwnCounter, ScriptLoops, steered
 
 _OURS = os.path.dirname(importlib.util.find_spec("rollback").origin or "")  # type: ignore[union-attr]
 _LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _OURS))
+_STEERED = b"backward", b"enumerate("
+"""What a file without loops to steer has none of."""
 
 
 class ScriptSources:
@@ -40,7 +42,8 @@ class ScriptSources:
     def _compiled(self, source: bytes, filename: str) -> CodeType:
         compile(source, filename, "exec", dont_inherit=True)
         self._steered.add(filename)
-        return compile(steered(importlib.util.decode_source(source)), filename, "exec", dont_inherit=True)
+        tree = steered(importlib.util.decode_source(source), filename, is_script=filename == self._script)
+        return compile(tree, filename, "exec", dont_inherit=True)
 
     def callers(self) -> Iterator[tuple[str, int]]:
         """Files and lines of the user's own that have called this, innermost first."""
@@ -60,6 +63,17 @@ class ScriptSources:
             loops = self._loops(name)
             if loops is not None and (trains := loops.trains_at(line)) is not None:
                 return trains
+        return None
+
+    def epochs_at(self) -> tuple[str, int] | None:
+        """File and line of the steered loop over epochs in which a loader is iterated; None where that is in none."""
+        taken = False
+        for name, line in self.callers():
+            if (loops := self._loops(name)) is None:
+                continue
+            taken = taken or loops.takes_at(line)
+            if name in self._steered and (found := loops.steerable_at(line)) is not None:
+                return None if taken and loops.trains_elsewhere else (name, found)
         return None
 
     def cycles(self) -> bool:
@@ -106,7 +120,8 @@ class _OwnLoader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType | None:
         source = self.get_data(self.path)
-        return self._compiled(source, self.path) if b"backward" in source else super().get_code(fullname)
+        steers = any(word in source for word in _STEERED)
+        return self._compiled(source, self.path) if steers else super().get_code(fullname)
 
 
 def _is_own(filename: str) -> bool:
@@ -115,6 +130,6 @@ def _is_own(filename: str) -> bool:
 
 def _loops_of(filename: str) -> ScriptLoops | None:
     try:
-        return ScriptLoops("".join(linecache.getlines(filename)))
+        return ScriptLoops("".join(linecache.getlines(filename)), is_script=False)
     except SyntaxError:
         return None

@@ -191,6 +191,16 @@ def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epo
     job.require_same("killed", "plain")
 
 
+def test_a_loop_over_epochs_around_a_training_in_another_file_begins_where_the_run_stands(tmp_path: Path) -> None:
+    Job(tmp_path, Case(script="elsewhere.py", words=("3",)), 1).plain("plain")
+    for epochs in "2", "3":
+        job = Job(tmp_path, Case(script="elsewhere.py", words=(epochs,)), 1)
+        job.launched("longer", "--adopt=strict")
+    job.require_same("longer", "plain")
+    job.launched("killed", "--adopt=strict", words=("33",))
+    job.require_same("killed", "plain")
+
+
 def test_a_loop_that_evaluates_too_counts_each_of_its_loaders(tmp_path: Path) -> None:
     job = Job(tmp_path, Case(script="shared_loop.py"), 1)
     job.plain("plain")
@@ -278,6 +288,17 @@ def test_what_one_rank_alone_sees_ends_all_of_them_with_its_message(tmp_path: Pa
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "one_sided.py"), case, ranks=2)
     assert done.returncode == ExitCode.USAGE, done.stdout
     assert done.stdout.count(ONE_SIDED[case]) == 1, done.stdout
+    assert "the end" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("case", "met"),
+    [("local SGD", "updates the model inside of no_sync()"), ("a hook with a state", "whose PowerSGDState remembers")],
+)
+def test_what_ranks_keep_for_themselves_behind_accelerate_is_refused(tmp_path: Path, case: str, met: str) -> None:
+    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "unaveraged.py"), case, ranks=2)
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert met in done.stdout, done.stdout
     assert "the end" not in done.stdout
 
 

@@ -194,7 +194,7 @@ def test_what_limits_a_training_loop_from_outside_is_named_where_it_is_not_steer
 
 def run(source: str, **names: object) -> dict[str, object]:
     space: dict[str, object] = dict(names)
-    exec(compile(steered(source), "script.py", "exec"), space)
+    exec(compile(steered(source, "script.py"), "script.py", "exec"), space)
     return space
 
 
@@ -212,7 +212,7 @@ def test_a_steered_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() ->
         return type("Loss", (), {"backward": lambda self: None})()
 
     source = "for epoch in range(3):\n    for x in loader(epoch):\n        f(x).backward()\n    log.append('behind')"
-    given = {EPOCHS: lambda numbers: [numbers[0], numbers[2]], MOVED: Moved}
+    given = {EPOCHS: lambda numbers, filename, line: [numbers[0], numbers[2]], MOVED: Moved}
     run(source, loader=lambda epoch: [epoch * 10, epoch * 10 + 1], f=f, log=log, **given)
     assert log == [0, 1, "behind"]
 
@@ -257,6 +257,16 @@ def test_a_count_by_enumerate_in_a_variable_is_found_and_no_other_pair_is_taken_
     assert seen == ([101, 102] if counts else [1, 2])
 
 
+def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_by_what_steers_it() -> None:
+    """As in MAE and Swin: a helper of a further file makes the update."""
+    seen: list[int] = []
+    for is_script in (True, False):
+        tree = steered("for i, x in enumerate(logged(loader)):\n    seen.append(i)", "engine.py", is_script=is_script)
+        given = {"loader": "ab", "logged": iter, "seen": seen, ENUMERATE: from_hundred}
+        exec(compile(tree, "engine.py", "exec"), given)
+    assert seen == [100, 101] * 2
+
+
 def from_hundred(items: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
     return enumerate(items, 100 + start)
 
@@ -276,7 +286,7 @@ class Bar:
 
 
 def test_lines_of_tracebacks_stay() -> None:
-    tree = steered(PLAIN)
+    tree = steered(PLAIN, "script.py")
     assert tree.body[0].lineno == 2
 
 

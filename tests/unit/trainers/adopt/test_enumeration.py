@@ -62,6 +62,13 @@ def test_an_enumeration_that_begins_in_the_midst_of_a_pass_counts_from_there() -
     assert [number for number, _ in Enumeration(handed, batches)] == [0, 1, 2, 3, 4]
 
 
+def test_items_of_several_batches_each_are_counted_as_they_come() -> None:
+    """As a generator makes them that gathers the batches of an update."""
+    handed = HandedOut()
+    batches = passes(handed, [4, 5, 6, 7])
+    assert [*Enumeration(handed, zip(batches, batches, strict=True))] == [(0, (4, 5)), (1, (6, 7))]
+
+
 def test_what_is_no_batch_of_the_guard_is_counted_as_it_comes() -> None:
     handed = HandedOut()
 
