@@ -183,12 +183,14 @@ class ScriptLoops:
         return list(found.values())
 
     def _added(self, loop: ast.For | ast.While) -> Iterator[OwnCounter]:
-        deciding = self._deciding(loop)
-        for node in ast.walk(loop):
+        """In what the loop calls, attributes alone: a patience, which its variables do not outlive."""
+        deciding, own = self._deciding(loop), {id(node): node for node in ast.walk(loop)}
+        for node in (*own.values(), *self._reached(loop)):
             match node:
-                case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1)):
-                    name = ast.unparse(node.target)
-                    yield OwnCounter(name, node.lineno, name in deciding)
+                case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=target):
+                    name = ast.unparse(target)
+                    if id(node) in own or isinstance(target, ast.Attribute):
+                        yield OwnCounter(name, node.lineno, name in deciding)
 
     def _numbered(self, *, is_steered: bool) -> Iterator[OwnCounter]:
         for loop in self.batches:

@@ -152,6 +152,14 @@ def test_so_they_are_in_loops_that_take_their_batches_by_next(head: str, end: st
     assert OwnCounter(name, 4, ends) in found
 
 
+def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_variables_are_not() -> None:
+    loop = "for x in loader:\n  f(x).backward()\n  if patience.over(x): break\n"
+    method = (
+        "class Patience:\n  def over(self, x):\n    n = 0\n    n += 1\n    self.count += 1\n    return self.count > 9"
+    )
+    assert ScriptLoops(loop + method).counters() == [OwnCounter("self.count", 8, ends=False)]
+
+
 def test_a_while_around_a_training_loop_may_be_ended_by_a_count_in_it() -> None:
     loops = ScriptLoops("while steps < 9:\n  for x in loader:\n    f(x).backward()\n    steps += 1")
     assert loops.counters() == [OwnCounter("steps", 4, ends=True)]
