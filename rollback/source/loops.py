@@ -80,11 +80,12 @@ class ScriptLoops:
             if nearest:
                 self.epochs[id(batches)] = nearest[0]
         self.trains_elsewhere = not training
-        """Whether no loop of this file calls backward(), as where a helper in another file does. Then each of them may
-        train, or call what does."""
+        """Whether no loop of this file calls backward(), as where a helper in another file does. Then each one that
+        mentions an optimizer may train, or call what does; a loop over the layers of a model is none of them."""
         self._steerable = list({id(loop): loop for loop in self.epochs.values()}.values())
         if self.trains_elsewhere and is_script:
-            self._steerable = [loop for loop in self._loops if range_of(loop) is not None]
+            ranges = [loop for loop in self._loops if range_of(loop) is not None]
+            self._steerable = [loop for loop in ranges if _names_epochs(loop) or self._has_optimizer(loop)]
 
     def steerable(self) -> Iterator[tuple[ast.For, ast.Call]]:
         """The loops that may go over epochs, and their calls of `range`."""
@@ -100,8 +101,9 @@ class ScriptLoops:
     def enumerations(self) -> list[ast.Call]:
         """The calls of `enumerate` by which loops that may train number their batches."""
         if self.trains_elsewhere:  # not by way of variables: that would take long in a large file
-            nodes = (node for loop in self._loops for node in ast.walk(loop.iter))
-            return [node for node in nodes if isinstance(node, ast.Call) and _is_call_of(node, "enumerate")]
+            nodes = ((loop, node) for loop in self._loops for node in ast.walk(loop.iter))
+            found = [(loop, node) for loop, node in nodes if isinstance(node, ast.Call)]
+            return [call for loop, call in found if _is_call_of(call, "enumerate") and self._has_optimizer(loop)]
         return [call for loop in self.batches if (call := self.enumeration(loop.iter, loop)) is not None]
 
     def around(self, loop: ast.For) -> ast.For | ast.While | None:
@@ -290,6 +292,9 @@ class ScriptLoops:
                         entered.add(id(function))
                         pending += function.body
 
+    def _has_optimizer(self, loop: ast.For) -> bool:
+        return any(_names_update(node) for node in self._reached(loop))
+
     def _called(self, node: ast.AST) -> str | None:
         match node:
             case ast.Call(func=ast.Name(id=name)):
@@ -373,6 +378,17 @@ def _limits(call: ast.Call) -> bool:
 
 def _has_range(call: ast.Call) -> bool:
     return any(_is_call_of(item, "range") for item in call.args)
+
+
+def _names_epochs(loop: ast.For) -> bool:
+    return isinstance(loop.target, ast.Name) and "epoch" in loop.target.id.lower()
+
+
+def _names_update(node: ast.AST) -> bool:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return "optim" in name.lower() or name == "zero_grad"
+    return False
 
 
 def _is_backward(node: ast.AST) -> bool:

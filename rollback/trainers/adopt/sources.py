@@ -17,7 +17,7 @@ from rollback.source.loops import OwnCounter, ScriptLoops, steered
 
 _OURS = os.path.dirname(importlib.util.find_spec("rollback").origin or "")  # type: ignore[union-attr]
 _LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _OURS))
-_STEERED = b"backward", b"enumerate("
+_STEERED = b"backward", b"optim", b"zero_grad"
 """What a file without loops to steer has none of."""
 
 

@@ -1,5 +1,6 @@
 """The training loop of a script, found in its source."""
 
+import ast
 from collections.abc import Iterable, Iterator
 from textwrap import dedent
 from typing import Any
@@ -268,11 +269,28 @@ def test_a_count_by_enumerate_in_a_variable_is_found_and_no_other_pair_is_taken_
 def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_by_what_steers_it() -> None:
     """As in MAE and Swin: a helper of a further file makes the update."""
     seen: list[int] = []
-    for is_script in (True, False):
-        tree = steered("for i, x in enumerate(logged(loader)):\n    seen.append(i)", "engine.py", is_script=is_script)
-        given = {"loader": "ab", "logged": iter, "seen": seen, ENUMERATE: from_hundred}
-        exec(compile(tree, "engine.py", "exec"), given)
-    assert seen == [100, 101] * 2
+    for body in ("scaler(optimizer)", "layer()"):  # a loop over layers is to stay what a compiler knows
+        for is_script in (True, False):
+            source = f"for i, x in enumerate(logged(loader)):\n    seen.append(i)\n    {body}"
+            given = {"loader": "ab", "logged": iter, "seen": seen, "scaler": print, "layer": print, "optimizer": ""}
+            tree = steered(source, "engine.py", is_script=is_script)
+            exec(compile(tree, "engine.py", "exec"), {**given, ENUMERATE: from_hundred})
+    assert seen == [100, 101] * 2 + [0, 1] * 2
+
+
+@pytest.mark.parametrize(
+    ("loop", "asks"),
+    [
+        ("for epoch in range(3):\n    train()", True),
+        ("for n in range(3):\n    train(optimizer)", True),
+        ("for n in range(3):\n    layers[n]()", False),
+    ],
+)
+def test_where_another_file_trains_the_script_s_loops_over_epochs_are_steered_and_no_others(
+    loop: str, asks: bool
+) -> None:
+    assert (EPOCHS in ast.unparse(steered(loop, "script.py"))) == asks
+    assert EPOCHS not in ast.unparse(steered(loop, "module.py", is_script=False))
 
 
 def from_hundred(items: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:

@@ -5,9 +5,10 @@ def logged(loader):
     yield from loader
 
 
-def train(model, loader, update, epoch):
+def train(model, loader, optimizer, update, epoch):
     total, count = 0.0, 0
     for i, (x, y, ids) in enumerate(logged(loader)):
+        optimizer.zero_grad()
         total += update(model, x, y, ids, epoch + i / len(loader))
         count += 1
     return total / count
