@@ -82,20 +82,15 @@ class ScriptLoops:
         self.trains_elsewhere = not training
         """Whether no loop of this file calls backward(), as where a helper in another file does. Then each one that
         mentions an optimizer may train, or call what does; a loop over the layers of a model is none of them."""
-        self._steerable = list({id(loop): loop for loop in self.epochs.values()}.values())
+        may_train = [*self.epochs.values()]
         if self.trains_elsewhere and is_script:
-            ranges = [loop for loop in self._loops if range_of(loop) is not None]
-            self._steerable = [loop for loop in ranges if _names_epochs(loop) or self._has_optimizer(loop)]
-
-    def steerable(self) -> Iterator[tuple[ast.For, ast.Call]]:
-        """The loops that may go over epochs, and their calls of `range`."""
-        for loop in self._steerable:
-            if (numbers := range_of(loop)) is not None:
-                yield loop, numbers
+            may_train = [loop for loop in self._loops if _names_epochs(loop) or self._has_optimizer(loop)]
+        self.steerable = {loop: numbers for loop in may_train if (numbers := range_of(loop)) is not None}
+        """The loops that may go over epochs, each with its call of `range`."""
 
     def steerable_at(self, line: int) -> int | None:
         """The line of the innermost such loop in whose body `line` is."""
-        lines = [loop.lineno for loop in self._steerable if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
+        lines = [loop.lineno for loop in self.steerable if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
         return max(lines, default=None)
 
     def enumerations(self) -> list[ast.Call]:
@@ -328,7 +323,7 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module
             limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
     for call in loops.enumerations():
         call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
-    for loop, numbers in loops.steerable():
+    for loop, numbers in loops.steerable.items():
         inner = ast.copy_location(ast.Call(numbers.func, numbers.args, numbers.keywords), numbers)
         given = [inner, ast.Constant(filename), ast.Constant(loop.lineno)]
         numbers.func, numbers.args, numbers.keywords = ast.Name(EPOCHS, ast.Load()), given, []

@@ -35,8 +35,10 @@ class MadeObjects:
         """Whether a module is in training mode that an optimizer trains."""
         made = self.alive()
         trained = _trained_by(optimizers_of(made))
-        modules = (thing for thing in made if isinstance(thing, nn.Module) and "_parameters" in vars(thing))
-        return any(module.training and any(id(p) in trained for p in module._parameters.values()) for module in modules)
+        return any(
+            module.training and any(id(p) in trained for p in module._parameters.values())
+            for module in modules_of(made)
+        )
 
 
 def optimizers_of(made: list[Any]) -> list[Optimizer]:
@@ -58,7 +60,7 @@ def trained_objects(made: list[Any]) -> tuple[nn.Module, Optimizer, dict[str, An
             f"the script has {len(optimizers)} optimizers ({kinds}), and --adopt knows what an update is with one only",
             hint="make a rollback.Guard of the one whose steps count, and hand it the others by names of their own",
         )
-    trained, roots = _trained_by(optimizers), _outermost(made)
+    trained, roots = _trained_by(optimizers), _roots(made)
     shares = [sum(id(p) in trained for p in module.parameters()) for module in roots]
     if not any(shares):
         raise UsageError(
@@ -73,7 +75,7 @@ def kept_besides(model: nn.Module, made: list[Any]) -> dict[str, Any]:
     """What else changes with the training of a model, for a guard by name; made: those alive, in their order."""
     owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     others = [
-        module for module in _outermost(made)
+        module for module in _roots(made)
         if module is not model and any(id(t) not in owned for t in (*module.parameters(), *module.buffers()))
     ]  # fmt: skip
     schedulers = [thing for thing in made if isinstance(thing, LRScheduler)]
@@ -88,8 +90,14 @@ def kept_besides(model: nn.Module, made: list[Any]) -> dict[str, Any]:
     }
 
 
-def _outermost(made: list[Any]) -> list[nn.Module]:
-    modules = [thing for thing in made if isinstance(thing, nn.Module) and "_modules" in vars(thing)]
+def modules_of(made: list[Any]) -> list[nn.Module]:
+    """Without those whose `__init__` has not called torch's own."""
+    return [thing for thing in made if isinstance(thing, nn.Module) and "_modules" in vars(thing)]
+
+
+def _roots(made: list[Any]) -> list[nn.Module]:
+    """The modules that are part of no other one."""
+    modules = modules_of(made)
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.updates.wrappers import outermost
-from rollback.trainers.adopt.objects import kept_besides, trained_objects
+from rollback.trainers.adopt.objects import kept_besides, modules_of, trained_objects
 from rollback.trainers.protect import module_of
 
 
@@ -65,8 +65,8 @@ def _prepared(loader: Any, made: list[Any]) -> GuardPlan:
             "update is with one of each only",
             hint="rollback.protect(accelerator, ...) takes the one model, its optimizer and its loader",
         )
-    modules = [thing for thing in made if isinstance(thing, nn.Module) and "_modules" in vars(thing)]
-    model = outermost(models[0], modules)  # Accelerate notes the model that it was given, and returns that in DDP
+    # Accelerate notes the model that it was given, and returns that in DDP.
+    model = outermost(models[0], modules_of(made))
     prepared = [model, *optimizers, loader, *accelerator._schedulers]
     known = [
         *accelerator._custom_objects,
