@@ -16,9 +16,10 @@ leaves out a batch, or that draws all batches of an update first:
 | forward, backward, hand out, step, twice running | drawn between backward and step      | yes    |
 | hand out, step (in its closure: forward, backward) | a step that is given a closure       | no     |
 
-`HeldBack` has another table, for scripts whose batches are late by a whole update.
+`_MOVES` says the same act by act. `HeldBack` has another table, for scripts whose batches are late by a whole update.
 """
 
+from enum import Enum
 from typing import Any
 
 import torch
@@ -34,6 +35,43 @@ from rollback.train.updates.hooks import weak_hook
 _WATCHED = 16  # updates; later the loop does not change
 
 
+class _Stage(Enum):
+    """How far the open update has come."""
+
+    BEGUN = "no forward has run"
+    FORWARD = "a forward has run, whose backward is to come"
+    DRAWN_WITHIN = "the same, and a batch was handed out behind it that no forward has had"
+    BACKWARD = "its backward has run"
+    DRAWN_BEHIND = "the same, and a batch was handed out behind it that no forward has had"
+    AHEAD = "a batch was drawn within the update"
+
+
+class _Act(Enum):
+    """What the script does."""
+
+    DRAWS = "it is handed out a batch"
+    FORWARD = "a forward in training, with gradients"
+    BACKWARD = "a backward"
+    UPDATE = "the optimizer's step"
+
+
+_MOVES: dict[tuple[_Stage, _Act], _Stage] = {
+    (_Stage.BEGUN, _Act.FORWARD): _Stage.FORWARD,
+    (_Stage.FORWARD, _Act.DRAWS): _Stage.DRAWN_WITHIN,
+    (_Stage.FORWARD, _Act.BACKWARD): _Stage.BACKWARD,
+    (_Stage.FORWARD, _Act.UPDATE): _Stage.BEGUN,
+    (_Stage.DRAWN_WITHIN, _Act.FORWARD): _Stage.FORWARD,
+    (_Stage.DRAWN_WITHIN, _Act.BACKWARD): _Stage.AHEAD,
+    (_Stage.DRAWN_WITHIN, _Act.UPDATE): _Stage.BEGUN,
+    (_Stage.BACKWARD, _Act.DRAWS): _Stage.DRAWN_BEHIND,
+    (_Stage.BACKWARD, _Act.FORWARD): _Stage.FORWARD,
+    (_Stage.BACKWARD, _Act.UPDATE): _Stage.BEGUN,
+    (_Stage.DRAWN_BEHIND, _Act.FORWARD): _Stage.FORWARD,
+    (_Stage.DRAWN_BEHIND, _Act.UPDATE): _Stage.BEGUN,
+}
+"""What is not here moves nothing."""
+
+
 class PrefetchWatch:
     """Watches one rank's script during its first updates. Does nothing where it cannot see the model's forward.
 
@@ -41,15 +79,10 @@ class PrefetchWatch:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, telltale: nn.Parameter | None) -> None:
+        self._stage = _Stage.BEGUN
         self._updates = 0
-        self._forward = self._suspect = self._backward = False
-        self._idle = True
-        """Whether there was no forward after the last batch was handed out."""
-        self._forward_in_update = False
-        """Whether there was a forward in this update."""
-        self._between = 0
-        """Updates in a row with an unused batch that was handed out before their step."""
-        self._ahead = False
+        self._late = 0
+        """Updates in a row that were made with a batch in hand that no forward had had: one may be left out."""
         self._held_back = HeldBack()
         self._hooks: list[Any] = []
         if telltale is not None and not is_compiled(model):
@@ -59,9 +92,12 @@ class PrefetchWatch:
                 before_update(optimizer, weak_hook(self._before_update)),
             ]
 
+    def _move(self, act: _Act) -> None:
+        self._stage = _MOVES.get((self._stage, act), self._stage)
+
     def handed_out(self) -> None:
         """A batch was handed out. Raises UsageError where this was too early."""
-        if self._ahead:
+        if self._stage is _Stage.AHEAD:
             raise UsageError(
                 "the script draws its next batch before optimizer.step() of the one before: the guard could not tell "
                 "which batches an update was made of, and a run that resumes would leave one out",
@@ -77,10 +113,8 @@ class PrefetchWatch:
             )
         if self._hooks:
             self._held_back.handed_out()
-        self._suspect = self._forward
-        self._idle = True
+        self._move(_Act.DRAWS)
         if self._updates >= _WATCHED and not self._held_back.suspected:
-            self._suspect = self._forward = False
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
@@ -91,16 +125,16 @@ class PrefetchWatch:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and module.training:
-            self._forward, self._suspect, self._idle, self._forward_in_update = True, False, False, True
+            self._move(_Act.FORWARD)
             self._held_back.forward()
 
     def _after_backward(self) -> None:
-        self._ahead = self._ahead or self._suspect
-        self._forward, self._backward = False, True
+        self._move(_Act.BACKWARD)
 
     def _before_update(self, optimizer: Optimizer) -> None:
-        self._between = self._between + 1 if self._backward and self._idle and self._forward_in_update else 0
-        self._ahead = self._ahead or self._between > 1
-        self._backward = self._forward_in_update = False
+        self._late = self._late + 1 if self._stage in (_Stage.DRAWN_WITHIN, _Stage.DRAWN_BEHIND) else 0
+        self._move(_Act.UPDATE)
+        if self._late > 1:
+            self._stage = _Stage.AHEAD
         self._updates += 1
         self._held_back.updated()

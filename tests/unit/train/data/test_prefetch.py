@@ -65,8 +65,20 @@ class Script:
 
 @pytest.mark.parametrize(
     "acts",
-    ["n f n b s" + "f n b s" * 3, "n" + "f n b s" * 4, "n" + "f b n s" * 5, "n f b n f n b s" * 3],
-    ids=["nanoGPT", "the same from the start", "between backward and step", "in accumulation"],
+    [
+        "n f n b s" + "f n b s" * 3,
+        "n" + "f n b s" * 4,
+        "n" + "f b n s" * 5,
+        "n" + "f b f x n s" * 5,
+        "n f b n f n b s" * 3,
+    ],
+    ids=[
+        "nanoGPT",
+        "the same from the start",
+        "between backward and step",
+        "behind another forward",
+        "in accumulation",
+    ],
 )
 def test_a_batch_drawn_within_an_open_update_is_refused(acts: str, sharded: bool) -> None:
     with pytest.raises(UsageError, match=r"before optimizer.step\(\)") as refusal:
