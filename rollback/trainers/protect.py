@@ -8,11 +8,11 @@ from rollback.errors import RollbackError, UsageError
 from rollback.train.start import attach
 
 _KNOWN = {
-    ("transformers.trainer", "Trainer"): ("huggingface", "transformers", "accelerate"),
+    ("transformers.trainer", "Trainer"): ("huggingface.trainer", "transformers", "accelerate"),
     ("accelerate.accelerator", "Accelerator"): ("accelerate", "accelerate"),
-    ("lightning.pytorch.trainer.trainer", "Trainer"): ("lightning", "lightning"),
-    ("pytorch_lightning.trainer.trainer", "Trainer"): ("lightning", "pytorch-lightning"),
-    ("torchtitan.trainer", "Trainer"): ("torchtitan", "torchtitan"),
+    ("lightning.pytorch.trainer.trainer", "Trainer"): ("lightning.trainer", "lightning"),
+    ("pytorch_lightning.trainer.trainer", "Trainer"): ("lightning.trainer", "pytorch-lightning"),
+    ("torchtitan.trainer", "Trainer"): ("torchtitan.trainer", "torchtitan"),
 }
 """The class whose loop, or whose objects, a module of this room knows; that module, and the libraries that it stands
 on. A subclass is known by what it inherits."""

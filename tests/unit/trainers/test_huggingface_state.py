@@ -13,7 +13,7 @@ import torch
 
 def kept_of(trainer: Any) -> Any:
     pytest.importorskip("transformers")  # seconds, which only the worker that runs these tests should spend
-    from rollback.trainers.huggingface_state import LoopState, RunMark
+    from rollback.trainers.huggingface.state import LoopState, RunMark
 
     return LoopState(trainer, RunMark())
 

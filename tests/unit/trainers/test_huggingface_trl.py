@@ -12,9 +12,9 @@ from rollback.errors import UsageError
 @pytest.fixture
 def trl() -> Any:
     pytest.importorskip("transformers")  # seconds, which only the worker that runs these tests should spend
-    from rollback.trainers import huggingface_trl
+    from rollback.trainers.huggingface import trl as module
 
-    return huggingface_trl
+    return module
 
 
 def callback(name: str, module: str = "trl.trainer.callbacks", **has: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from rollback.trainers.torchtitan_state import JoinedOptimizer, TrainState, as_it_lies, let_go_back
+from rollback.trainers.torchtitan.state import JoinedOptimizer, TrainState, as_it_lies, let_go_back
 
 
 class Container(Optimizer):

@@ -27,8 +27,8 @@ from rollback.train.data.first_batches import first_batches
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.lightning_limits import require_known, require_known_module
-from rollback.trainers.lightning_state import FitState
+from rollback.trainers.lightning.limits import require_known, require_known_module
+from rollback.trainers.lightning.state import FitState
 from rollback.trainers.refusals import require_first_training, require_unprotected
 from rollback.trainers.saved_files import SavedFiles
 

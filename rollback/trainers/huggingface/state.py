@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from rollback.train.comm.recorder import say
 from rollback.train.state.kept_values import SharedText
-from rollback.trainers.huggingface_trl import adapted
+from rollback.trainers.huggingface.trl import adapted
 from rollback.trainers.saved_files import rename_undone
 
 _STATE = (

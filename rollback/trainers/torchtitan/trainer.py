@@ -26,7 +26,7 @@ from rollback.train.guard import Guard
 from rollback.train.sharded import local_of
 from rollback.train.start import attach
 from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected
-from rollback.trainers.torchtitan_state import JoinedOptimizer, TrainState, as_it_lies, data_sets_of, let_go_back
+from rollback.trainers.torchtitan.state import JoinedOptimizer, TrainState, as_it_lies, data_sets_of, let_go_back
 
 _NOT_FINITE = "Loss is not finite"
 """What torchtitan's check of the loss begins its message with."""

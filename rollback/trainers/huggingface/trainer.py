@@ -31,9 +31,9 @@ from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_all_ranks, require_known_loader
-from rollback.trainers.huggingface_saves import FolderSaves
-from rollback.trainers.huggingface_state import LoopState, RunMark
-from rollback.trainers.huggingface_trl import end_update, followers, require_completions_of_one_update
+from rollback.trainers.huggingface.saves import FolderSaves
+from rollback.trainers.huggingface.state import LoopState, RunMark
+from rollback.trainers.huggingface.trl import end_update, followers, require_completions_of_one_update
 from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from

@@ -1,0 +1,1 @@
+"""The guard in the Trainer of Lightning."""
