@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rollback.errors import UsageError
+from rollback.train.sharded import HeldByFsdp
 
 
 class MadeObjects:
@@ -35,7 +36,8 @@ class MadeObjects:
         """Whether a module is in training mode that an optimizer trains."""
         made = self.alive()
         trained = _trained_by(optimizers_of(made))
-        modules = (thing for thing in made if isinstance(thing, nn.Module) and "_parameters" in vars(thing))
+        modules = [thing for thing in made if isinstance(thing, nn.Module) and "_parameters" in vars(thing)]
+        HeldByFsdp(modules).reshard()  # an evaluation has left parameters there that no optimizer has
         return any(module.training and any(id(p) in trained for p in module._parameters.values()) for module in modules)
 
 
