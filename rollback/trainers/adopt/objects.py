@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rollback.errors import UsageError
-from rollback.train.sharded import HeldByFsdp
+from rollback.train.sharded import HeldByFsdp, local_of
 
 
 class MadeObjects:
@@ -44,6 +44,13 @@ class MadeObjects:
 def optimizers_of(made: list[Any]) -> list[Optimizer]:
     """Torch's own: what wraps one, as Accelerate's does, has not begun one itself."""
     return [thing for thing in made if isinstance(thing, Optimizer) and "param_groups" in vars(thing)]
+
+
+def applies_gradients(optimizer: Optimizer) -> bool:
+    """Whether it has any that is not zero. Before torch.distributed.checkpoint loads or saves an optimizer without a
+    state, it lets it make one by an update of zeros; that is no training."""
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return any(item.layout is not torch.strided or bool(local_of(item).any()) for item in gradients)
 
 
 def trained_objects(made: list[Any]) -> tuple[nn.Module, Optimizer, dict[str, Any]]:

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 
 from rollback.errors import UsageError
-from rollback.trainers.adopt.objects import MadeObjects, trained_objects
+from rollback.trainers.adopt.objects import MadeObjects, applies_gradients, trained_objects
 
 
 def made(*things: Any) -> list[Any]:
@@ -73,3 +74,17 @@ def test_objects_that_are_gone_are_forgotten_and_training_mode_is_that_of_a_trai
     assert objects.are_trained()
     model.eval()
     assert not objects.are_trained()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_update_by_which_torch_lets_an_optimizer_make_its_state_applies_nothing(kind: Any) -> None:
+    """Its distributed checkpoints do so, before they load or save one that has none."""
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), 0.1)
+    told: list[bool] = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: told.append(applies_gradients(optimizer)))
+    get_optimizer_state_dict(model, optimizer)
+    assert told == [False]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert told == [False, True]
