@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rollback.errors import UsageError
 from rollback.train.sharded import HeldByFsdp, local_of
+from rollback.train.start.arguments import check_whole
 
 
 class MadeObjects:
@@ -61,6 +62,8 @@ def trained_objects(made: list[Any]) -> tuple[nn.Module, Optimizer, dict[str, An
     Raises UsageError where there are several optimizers.
     """
     optimizers = optimizers_of(made)
+    for optimizer in optimizers:
+        check_whole(optimizer, "optimizer")  # one that makes another inside of it would be counted as two
     if len(optimizers) != 1:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise UsageError(

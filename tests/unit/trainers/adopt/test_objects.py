@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from sharding import one_rank
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 
@@ -52,6 +54,14 @@ def test_an_update_is_known_with_one_optimizer_only(count: int) -> None:
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(count)]
     with pytest.raises(UsageError, match=f"the script has {count} optimizers"):
         trained_objects(made(model, *optimizers))
+
+
+def test_an_optimizer_that_spreads_its_state_is_named_and_not_the_one_inside_it() -> None:
+    model = nn.Linear(2, 2)
+    with one_rank():
+        outer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(UsageError, match="is a ZeroRedundancyOptimizer: each rank has a part of its state"):
+        trained_objects(made(model, outer, outer.optim))
 
 
 def test_parameters_without_a_module_are_refused() -> None:
