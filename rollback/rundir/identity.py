@@ -193,6 +193,11 @@ def _why_batches_would_differ(recorded: JobIdentity, present: JobIdentity) -> st
                 "another number of ranks needs a map-style DataLoader with torch's DistributedSampler: with others "
                 "each rank has an order of its own, and which samples come next cannot be told"
             )
+        if (shares := job.data.get("shares")) is not None:
+            return (
+                f"of {job.world_size} ranks, {shares} read batches of their own, and the others the same ones, as with "
+                "tensor parallelism: those must draw the same random numbers, and a new rank would draw other ones"
+            )
     then, now = (job.data.get("batch_size") for job in (recorded, present))
     if not isinstance(then, int) or not isinstance(now, int):
         return "another number of ranks needs a loader with a batch size"

@@ -126,6 +126,7 @@ class Guard(ScriptSide):
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass: the batches of one epoch, from the run's position. All ranks alike. The result is an ordinary
         iterator: several places of the loop's body may take from it."""
+        self._state.fsdp.reshard()
         self._prober.drop()
         self._pass_rehearsal.end()
         again = self._passes.start_pass()
@@ -235,6 +236,7 @@ class Guard(ScriptSide):
         if not step.updated:
             self._judge.without_update(step.batches)
             return None
+        self._state.fsdp.reshard()
         self._last.note_change()
         if self._rewinder.rehearsing:
             self._rewinder.end_rehearsal()

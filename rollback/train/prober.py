@@ -39,7 +39,7 @@ class _UnderWay:
 
     def __init__(self, question: OpenQuestion, kept: KeptUpdate, state: TrainingState, held: HeldState) -> None:
         self.question, self.kept, self.state = question, kept, held
-        self.gradients = HeldGradients({*state.trained, *state.parameters})
+        self.gradients = HeldGradients({*state.trained, *state.parameters}, state.fsdp)
         self.left = list(kept.batches)
 
 

@@ -5,6 +5,7 @@ all hold their parameters in DTensors; which part a rank has is theirs to say.
 """
 
 import sys
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -161,3 +162,34 @@ def version_of(item: Tensor) -> int:
 def detached(item: Tensor) -> Tensor:
     """Without its graph; of a sharded tensor, this rank's part."""
     return local_of(item).detach()
+
+
+class HeldByFsdp:
+    """What FSDP2 keeps beside the parameters of some modules, which it has sharded or not: whole parameters behind a
+    forward, and gradients that it has not summed over the ranks yet."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        of_fsdp = sys.modules.get("torch.distributed.fsdp")
+        kind = getattr(of_fsdp, "FSDPModule", None)  # who has none has not imported it
+        within = {inner for module in modules for inner in module.modules()} if kind is not None else ()
+        self._modules: list[Any] = [module for module in within if isinstance(module, kind)]  # type: ignore[arg-type]
+
+    def reshard(self) -> None:
+        """Put this rank's parts in their places. Behind a forward without a backward, as of an evaluation, FSDP2 leaves
+        other parameters there, than the ones that the optimizer has."""
+        for module in self._modules:
+            module.reshard()
+
+    def gradients(self) -> Iterator[tuple[Any, str]]:
+        """Objects and their attributes where gradients lie that no parameter of the optimizer has, as those of an
+        accumulation with `set_requires_gradient_sync(False)`. The next backward that sums adds them."""
+        for module in self._modules:
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch had at most one, once
+            for group in (state._fsdp_param_group,) if groups is None else groups:
+                for parameter in () if group is None else group.fsdp_params:
+                    yield parameter, "unsharded_accumulated_grad"
+                    if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                        yield whole, "grad"
+                if group is not None:
+                    yield group, "_partial_reduce_output"  # with `set_requires_all_reduce(False)`

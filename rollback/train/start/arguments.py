@@ -62,9 +62,9 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
             "(discriminator_optimizer=...)",
         )
     kind = type(optimizer)
-    _check_whole(optimizer, "optimizer")
+    check_whole(optimizer, "optimizer")
     for name, item in objects.items():
-        _check_whole(item, name)
+        check_whole(item, name)
     try:
         for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):  # type: ignore[attr-defined]
             register(lambda *_: None).remove()
@@ -90,7 +90,7 @@ def check_devices(devices: Iterable[torch.device]) -> None:
         )
 
 
-def _check_whole(item: object, name: str) -> None:
+def check_whole(item: object, name: str) -> None:
     """Raise UsageError for an optimizer that spreads its state over the ranks in a form of its own."""
     kinds = {kind.__name__ for kind in type(item).__mro__}  # by names, so that nothing is imported for it
     if "ZeroRedundancyOptimizer" in kinds:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from rollback.train.sharded import is_sharded, like_of, local_of, sharded_like
+from rollback.train.sharded import HeldByFsdp, is_sharded, like_of, local_of, sharded_like
 from rollback.train.state import tree
 from rollback.train.state.image import STILL
 from rollback.train.state.state import TrainingState
@@ -74,10 +74,12 @@ class HeldState:
 
 
 class HeldGradients:
-    """The present gradients of these parameters, copied to the host."""
+    """The present gradients of these parameters, and those that FSDP2 has not summed yet, copied to the host."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._held = [(p, None if p.grad is None else p.grad.detach().to("cpu", copy=True)) for p in parameters]
+    def __init__(self, parameters: Iterable[nn.Parameter], fsdp: HeldByFsdp) -> None:
+        self._held = [(p, _on_host(p.grad)) for p in parameters]
+        found = ((owner, name, getattr(owner, name)) for owner, name in fsdp.gradients())
+        self._not_summed = [(*place, item.device, _on_host(item)) for *place, item in found if item is not None]
 
     @torch.no_grad()
     def put_back(self, put_back_state: Callable[[], object]) -> None:
@@ -90,3 +92,9 @@ class HeldGradients:
                 parameter.grad = gradient
             else:
                 parameter.grad = None if held is None else held.to(parameter.device)
+        for owner, name, device, held in self._not_summed:
+            setattr(owner, name, held.to(device))
+
+
+def _on_host(item: Tensor | None) -> Tensor | None:
+    return None if item is None else item.detach().to("cpu", copy=True)

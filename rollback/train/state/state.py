@@ -13,7 +13,7 @@ from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
-from rollback.train.sharded import is_sharded, local_of
+from rollback.train.sharded import HeldByFsdp, is_sharded, local_of
 from rollback.train.state import tree
 from rollback.train.state.broadcasts import Broadcasts
 from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, take_parts, tensor_in_words
@@ -66,6 +66,8 @@ class TrainingState:
         self.objects: dict[str, Stateful] = {**objects, **modules}
         self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
         """The model, and the other objects that are modules."""
+        self.fsdp = HeldByFsdp(self.modules.values())
+        self.fsdp.reshard()
         self.gradients = WantedGradients(self.modules)
         self.broadcasts = Broadcasts({"model": model, **objects})
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
@@ -292,6 +294,8 @@ class TrainingState:
             load_into(name, item, objects[name])
         for parameter in self.parameters:
             parameter.grad = None
+        for owner, name in self.fsdp.gradients():
+            setattr(owner, name, None)
         self.gradients.loaded = shared.get("gradients")  # checkpoints had none once
         self.gradients.give_zeros(self.gradients.loaded)
         self.sentinel.load_state_dict(shared["sentinel"])

@@ -37,7 +37,7 @@ from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, m
 from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
-from rollback.trainers.adopt.objects import MadeObjects
+from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
 from rollback.trainers.adopt.plan import plan_for
 from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
@@ -304,7 +304,7 @@ class Adoption:
         ours = adopted is not None and optimizer is adopted.optimizer
         if self._state in (AdoptionState.ELSEWHERE, AdoptionState.LEFT) or (ours and not self._strays()):
             return
-        if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        if not applies_gradients(optimizer):
             return
         if adopted is not None and ours:
             what = "trains on batches that its loader does not give it one by one: of a list, or a second time"

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rollback.errors import UsageError
+from rollback.train.sharded import HeldByFsdp, local_of
+from rollback.train.start.arguments import check_whole
 
 
 class MadeObjects:
@@ -35,15 +37,21 @@ class MadeObjects:
         """Whether a module is in training mode that an optimizer trains."""
         made = self.alive()
         trained = _trained_by(optimizers_of(made))
-        return any(
-            module.training and any(id(p) in trained for p in module._parameters.values())
-            for module in modules_of(made)
-        )
+        modules = modules_of(made)
+        HeldByFsdp(modules).reshard()  # an evaluation has left parameters there that no optimizer has
+        return any(module.training and any(id(p) in trained for p in module._parameters.values()) for module in modules)
 
 
 def optimizers_of(made: list[Any]) -> list[Optimizer]:
     """Torch's own: what wraps one, as Accelerate's does, has not begun one itself."""
     return [thing for thing in made if isinstance(thing, Optimizer) and "param_groups" in vars(thing)]
+
+
+def applies_gradients(optimizer: Optimizer) -> bool:
+    """Whether it has any that is not zero. Before torch.distributed.checkpoint loads or saves an optimizer without a
+    state, it lets it make one by an update of zeros; that is no training."""
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return any(item.layout is not torch.strided or bool(local_of(item).any()) for item in gradients)
 
 
 def trained_objects(made: list[Any]) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
@@ -54,6 +62,8 @@ def trained_objects(made: list[Any]) -> tuple[nn.Module, Optimizer, dict[str, An
     Raises UsageError where there are several optimizers.
     """
     optimizers = optimizers_of(made)
+    for optimizer in optimizers:
+        check_whole(optimizer, "optimizer")  # one that makes another inside of it would be counted as two
     if len(optimizers) != 1:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise UsageError(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sharding import fully_sharded, one_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,9 +33,10 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
 from rollback.train.sharded import copies_of, holders_of, is_sharded, like_of, local_of, part_of
 from rollback.train.snapshots.capture import Capture, share_of
-from rollback.train.state.held import HeldState
+from rollback.train.state.held import HeldGradients, HeldState
 from rollback.train.state.image import Image
 from rollback.train.state.state import TrainingState
+from rollback.trainers.adopt.objects import MadeObjects
 
 MOST = 8
 
@@ -299,3 +300,50 @@ def test_a_held_state_has_what_an_optimizer_keeps_for_each_row_of_a_weight() -> 
         back = optimizer.state[weight]["size"]
         assert (back.shape, back.placements) == ((5, 1), weight.placements)
         assert torch.equal(back.full_tensor(), was)
+
+
+@pytest.mark.parametrize("way", ["whole", "in another type", "not over replicas"])
+def test_gradients_that_fsdp_has_not_summed_yet_go_with_the_state_that_is_left(way: str) -> None:
+    """And come back where an update goes on. No parameter of the optimizer has them."""
+    with one_rank():
+        model: Any = nn.Linear(3, 2)
+        sides = ("replicas", "shards") if way == "not over replicas" else ("shards",)
+        mesh = init_device_mesh("cpu", (1,) * len(sides), mesh_dim_names=sides)
+        precision = MixedPrecisionPolicy(reduce_dtype=torch.float64 if way == "in another type" else None)
+        fully_shard(model, mesh=mesh, mp_policy=precision)
+        put_off = model.set_requires_all_reduce if way == "not over replicas" else model.set_requires_gradient_sync
+        optimizer = torch.optim.SGD(model.parameters())
+        state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
+        held = HeldState(state)
+
+        def backward(*, sums: bool) -> list[list[float]]:
+            put_off(sums)
+            model(torch.ones(1, 3)).sum().backward()
+            gradient, model.weight.grad = model.weight.grad, None
+            return [] if gradient is None else gradient.full_tensor().tolist()
+
+        assert backward(sums=False) == []
+        gradients = HeldGradients(state.trained, state.fsdp)
+        held.put_back(state)
+        assert backward(sums=True) == [[1.0] * 3] * 2, "the batch before is undone"
+        gradients.put_back(lambda: held.put_back(state))
+        assert backward(sums=True) == [[2.0] * 3] * 2, "the update goes on"
+
+
+def test_an_evaluation_behind_which_parameters_are_whole_does_not_change_which_ones_a_state_knows() -> None:
+    with one_rank():
+        model: Any = nn.Linear(3, 2)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters())
+        objects = MadeObjects()
+        objects.note(model)
+        objects.note(optimizer)
+        with torch.no_grad():
+            model(torch.ones(1, 3))
+        assert not is_sharded(model.weight)
+        assert objects.are_trained()
+        with torch.no_grad():
+            model(torch.ones(1, 3))
+        state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
+        model.weight.grad = torch.zeros_like(model.weight)
+        assert state.gradients.told()["without"] == ["bias"]

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torch.utils.data import DataLoader, Subset
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from rollback.train.data.cursor.digest import hex_digest_of
 from rollback.train.data.cursor.epochs import parts_of
@@ -10,16 +11,22 @@ from rollback.train.data.cursor.epochs import parts_of
 
 def description_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """JSON. With a hash of the samples of each subset (`random_split`), also of one that is wrapped: without a seed it
-    is another one each time, and where the wrapper augments, no batch could be compared."""
+    is another one each time, and where the wrapper augments, no batch could be compared. With the number of shares that
+    the data are dealt out in where that is not the number of ranks: several read the same batches then, as with tensor
+    parallelism."""
     batching = loader.batch_sampler
     index_sampler: Any = loader.sampler if batching is None else batching
+    sampler = getattr(index_sampler, "sampler", index_sampler)
+    shares = sampler.num_replicas if isinstance(sampler, DistributedSampler) else None
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
     subsets = [hex_digest_of(list(part.indices)) for part in parts_of([loader.dataset]) if isinstance(part, Subset)]
     return {
         "length": length_of(loader.dataset),
         "batch_size": getattr(batching, "batch_size", None),
         "drop_last": getattr(batching, "drop_last", None),
-        "sampler": type(getattr(index_sampler, "sampler", index_sampler)).__name__,
+        "sampler": type(sampler).__name__,
         "batches": length_of(loader),
+        **({} if alone or shares in (None, torch.distributed.get_world_size()) else {"shares": shares}),
         **({"subset": "-".join(map(str, subsets))} if subsets else {}),
     }
 

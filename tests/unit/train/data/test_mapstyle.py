@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sharding import one_rank
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -893,6 +894,13 @@ def test_the_data_are_described_by_what_tells_another_data_set() -> None:
         "batches": 6,
     }
     assert cursor_for(make_loader("uneven batches")).describe()["sampler"] == "Buckets"
+
+
+@pytest.mark.parametrize(("shares", "told"), [(1, None), (2, 2)])
+def test_how_many_share_the_data_is_told_where_not_each_rank_has_a_share(shares: int, told: int | None) -> None:
+    sampler: DistributedSampler[int] = DistributedSampler(Numbers(8), shares, 0)
+    with one_rank():
+        assert cursor_for(DataLoader(Numbers(8), 4, sampler=sampler)).describe().get("shares") == told
 
 
 @pytest.mark.parametrize("name", ["shuffled by a generator", "distributed", "uneven batches"])

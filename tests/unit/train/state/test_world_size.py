@@ -189,13 +189,14 @@ def test_another_number_of_ranks_over_the_same_batches_is_let_in_and_said(then: 
     [
         (job(4, batch_size=4), "a batch had 2 x 4 samples and would have 4 x 4"),
         (job(4, sampler="RandomSampler"), "needs a map-style DataLoader with torch's DistributedSampler"),
+        (job(4, shares=2), "of 4 ranks, 2 read batches of their own, and the others the same ones"),
         (job(4, kind="stateful"), "needs a map-style DataLoader with torch's DistributedSampler"),
         (job(4, batch_size=None), "needs a loader with a batch size"),
         (job(4, batches=12), "data, batches: the run has 13, this job 12"),
         (job(4, length=101), "data, length: the run has 100, this job 101"),
         (job(4).model_copy(update={"model": [("w", "float32", [3])]}), "model: 'w'"),
     ],
-    ids=["global batch", "sampler", "kind", "no batch size", "batches", "length", "model"],
+    ids=["global batch", "sampler", "same batches", "kind", "no batch size", "batches", "length", "model"],
 )
 def test_another_number_of_ranks_that_would_train_on_other_batches_is_refused(
     present: JobIdentity, reason: str

@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from sharding import one_rank
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 
 from rollback.errors import UsageError
-from rollback.trainers.adopt.objects import MadeObjects, trained_objects
+from rollback.trainers.adopt.objects import MadeObjects, applies_gradients, trained_objects
 
 
 def made(*things: Any) -> list[Any]:
@@ -53,6 +56,14 @@ def test_an_update_is_known_with_one_optimizer_only(count: int) -> None:
         trained_objects(made(model, *optimizers))
 
 
+def test_an_optimizer_that_spreads_its_state_is_named_and_not_the_one_inside_it() -> None:
+    model = nn.Linear(2, 2)
+    with one_rank():
+        outer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(UsageError, match="is a ZeroRedundancyOptimizer: each rank has a part of its state"):
+        trained_objects(made(model, outer, outer.optim))
+
+
 def test_parameters_without_a_module_are_refused() -> None:
     optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)
     with pytest.raises(UsageError, match="parameters that are in no module"):
@@ -73,3 +84,17 @@ def test_objects_that_are_gone_are_forgotten_and_training_mode_is_that_of_a_trai
     assert objects.are_trained()
     model.eval()
     assert not objects.are_trained()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_update_by_which_torch_lets_an_optimizer_make_its_state_applies_nothing(kind: Any) -> None:
+    """Its distributed checkpoints do so, before they load or save one that has none."""
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), 0.1)
+    told: list[bool] = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: told.append(applies_gradients(optimizer)))
+    get_optimizer_state_dict(model, optimizer)
+    assert told == [False]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert told == [False, True]
