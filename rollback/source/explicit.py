@@ -17,8 +17,9 @@ import re
 from collections.abc import Callable
 
 from rollback.errors import UsageError
-from rollback.source.loops import ScriptLoops, range_of
+from rollback.source.loops import ScriptLoops
 from rollback.source.losses import told_losses
+from rollback.source.nodes import range_of
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -8,12 +8,27 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rollback.source.nodes import (
+    has_range,
+    is_backward,
+    is_call_of,
+    limits_batches,
+    limits_or_counts,
+    names_epochs,
+    names_update,
+    of_scope,
+    range_of,
+)
+
 EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
 ENUMERATE, LIMIT = "__rollback_enumerate__", "__rollback_limit__"
 """Names under which a script that `steered` has changed finds what steers it."""
 _WRAPPERS = "enumerate", "tqdm"
 _DIVIDE = "chunk", "split", "tensor_split", "unbind"
 """What makes micro-batches of a batch."""
+_COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp
+_GATHER = "list", "tuple", "set", "dict", "sorted", "sum", "min", "max"
+"""What makes one thing of all batches."""
 _PASSES_ON = (ast.Yield, ast.YieldFrom)
 _OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
 """Methods that models and optimizers have: `model.train()` does not mean the script's own of that name."""
@@ -49,7 +64,7 @@ class ScriptLoops:
                 self._methods |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
         self._loops = [node for node in ast.walk(self.tree) if isinstance(node, ast.For)]
         mentioned = "backward" in source  # else nothing of what follows is found, and a large file takes seconds
-        training = [loop for loop in self._loops if mentioned and any(map(_is_backward, self._reached(loop)))]
+        training = [loop for loop in self._loops if mentioned and any(map(is_backward, self._reached(loop)))]
         whole = [loop for loop in training if range_of(loop) is None and not self._divides(loop)]
         parts = {id(item) for loop in whole for item in self._inside(loop, training) if self._divides(item)}
         training = [loop for loop in training if id(loop) not in parts]
@@ -63,14 +78,14 @@ class ScriptLoops:
         self._drawing = [
             loop for loop in around
             if not any(batches in inner[id(loop)] for batches in self.batches)
-            and any(_is_call_of(node, "next") for node in self._reached(loop))
+            and any(is_call_of(node, "next") for node in self._reached(loop))
         ]  # fmt: skip
         self._turning = [  # `while True: batch = next(batches)`
             node for node in ast.walk(self.tree)
             if isinstance(node, ast.While)
             and mentioned
-            and any(_is_call_of(item, "next") for item in self._reached(node))
-            and any(map(_is_backward, self._reached(node)))
+            and any(is_call_of(item, "next") for item in self._reached(node))
+            and any(map(is_backward, self._reached(node)))
             and not any(item in self.batches for item in self._reached(node))
         ]  # fmt: skip
         self.epochs: dict[int, ast.For] = {}
@@ -84,7 +99,7 @@ class ScriptLoops:
         mentions an optimizer may train, or call what does; a loop over the layers of a model is none of them."""
         may_train = [*self.epochs.values()]
         if self.trains_elsewhere and is_script:
-            may_train = [loop for loop in self._loops if _names_epochs(loop) or self._has_optimizer(loop)]
+            may_train = [loop for loop in self._loops if names_epochs(loop) or self._has_optimizer(loop)]
         self.steerable = {loop: numbers for loop in may_train if (numbers := range_of(loop)) is not None}
         """The loops that may go over epochs, each with its call of `range`."""
 
@@ -98,7 +113,7 @@ class ScriptLoops:
         if self.trains_elsewhere:  # not by way of variables: that would take long in a large file
             nodes = ((loop, node) for loop in self._loops for node in ast.walk(loop.iter))
             found = [(loop, node) for loop, node in nodes if isinstance(node, ast.Call)]
-            return [call for loop, call in found if _is_call_of(call, "enumerate") and self._has_optimizer(loop)]
+            return [call for loop, call in found if is_call_of(call, "enumerate") and self._has_optimizer(loop)]
         return [call for loop in self.batches if (call := self.enumeration(loop.iter, loop)) is not None]
 
     def around(self, loop: ast.For) -> ast.For | ast.While | None:
@@ -138,15 +153,25 @@ class ScriptLoops:
             return None if yields or not self.batches else False
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
         here = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
-        taken = [call for call in here if _is_call_of(call, "next")]
+        taken = [call for call in here if is_call_of(call, "next")]
         looked = {id(node) for call in taken for node in ast.walk(call)}
-        if taken and all(id(call) in looked for call in here if _is_call_of(call, "iter")):
+        if taken and all(id(call) in looked for call in here if is_call_of(call, "iter")):
             return False  # next(iter(loader)): a look at a batch
         return None
 
+    def gathers_at(self, line: int) -> bool:
+        """Whether `line`, which begins no `for`, takes all batches at once: `list(loader)`, `[y for _, y in loader]`.
+
+        A generator expression alone takes none: a loop over it may train."""
+        gathering = [
+            node for node in ast.walk(self.tree)
+            if isinstance(node, _COMPREHENSIONS) or any(is_call_of(node, name) for name in _GATHER)
+        ]  # fmt: skip
+        return any(node.lineno <= line <= (node.end_lineno or 0) for node in gathering)  # type: ignore[attr-defined]
+
     def takes_at(self, line: int) -> bool:
         """Whether `line` takes batches by `iter` or `next`: a loop around it may go over batches, not over epochs."""
-        calls = (node for node in ast.walk(self.tree) if _is_call_of(node, "iter") or _is_call_of(node, "next"))
+        calls = (node for node in ast.walk(self.tree) if is_call_of(node, "iter") or is_call_of(node, "next"))
         return any(call.lineno <= line <= (call.end_lineno or 0) for call in calls)  # type: ignore[attr-defined]
 
     def cycles_at(self, line: int) -> bool:
@@ -159,7 +184,7 @@ class ScriptLoops:
             if module.name == ("itertools" if isinstance(node, ast.Import) else "cycle")
         }
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        zipped = {id(node) for call in calls if _is_call_of(call, "zip") for node in ast.walk(call)}
+        zipped = {id(node) for call in calls if is_call_of(call, "zip") for node in ast.walk(call)}
         return any(
             call.lineno <= line <= (call.end_lineno or 0) and ast.unparse(call.func) in names and id(call) not in zipped
             for call in calls
@@ -208,15 +233,15 @@ class ScriptLoops:
 
     def limits(self, loop: ast.For) -> list[ast.Call]:
         """The calls by which a loop has so many batches and no more: `islice(loader, 10)`, `zip(range(10), loader)`."""
-        return [call for call in ast.walk(loop.iter) if isinstance(call, ast.Call) and _limits(call)]
+        return [call for call in ast.walk(loop.iter) if isinstance(call, ast.Call) and limits_batches(call)]
 
     def _limiting(self, *, is_steered: bool) -> Iterator[OwnCounter]:
         """What else limits a loop over batches from outside, or counts; the `range` of one that goes by `next`."""
         for batches in self.batches:
             ours = self.limits(batches) if is_steered else []
             for call in ast.walk(batches.iter):
-                if isinstance(call, ast.Call) and _limits_or_counts(call) and call not in ours:
-                    yield OwnCounter(ast.unparse(call), call.lineno, not _is_call_of(call, "zip") or _has_range(call))
+                if isinstance(call, ast.Call) and limits_or_counts(call) and call not in ours:
+                    yield OwnCounter(ast.unparse(call), call.lineno, not is_call_of(call, "zip") or has_range(call))
         for loop in self._drawing:
             if self.around(loop) is None:  # a loop over the parts of an update is begun anew for each
                 yield OwnCounter(ast.unparse(loop.target), loop.lineno, ends=True)
@@ -238,7 +263,7 @@ class ScriptLoops:
 
     def enumeration(self, value: ast.expr, where: ast.AST) -> ast.Call | None:
         """The call of `enumerate` in what is iterated over at `where`, also by way of variables (a progress bar)."""
-        calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and _is_call_of(node, "enumerate"))
+        calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and is_call_of(node, "enumerate"))
         if (call := next(calls, None)) is not None:
             return call
         match value:
@@ -252,7 +277,7 @@ class ScriptLoops:
 
     def _given(self, name: str, where: ast.AST) -> Iterator[ast.expr]:
         """What a variable is set to, by `=` and `with ... as`, in the function of `where`, or outside of all."""
-        for node in _of_scope(self._scope_of(where)):
+        for node in of_scope(self._scope_of(where)):
             match node:
                 case ast.Assign(targets=[ast.Name(id=given)], value=value) if given == name:
                     yield value
@@ -288,7 +313,7 @@ class ScriptLoops:
                         pending += function.body
 
     def _has_optimizer(self, loop: ast.For) -> bool:
-        return any(_names_update(node) for node in self._reached(loop))
+        return any(names_update(node) for node in self._reached(loop))
 
     def _called(self, node: ast.AST) -> str | None:
         match node:
@@ -330,61 +355,3 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module
         handler = ast.ExceptHandler(ast.Name(MOVED, ast.Load()), None, [ast.Continue()])
         loop.body = [ast.copy_location(ast.Try(loop.body, [handler], [], []), loop.body[0])]
     return ast.fix_missing_locations(loops.tree)
-
-
-def range_of(loop: ast.For) -> ast.Call | None:
-    """The call of `range` over which a loop goes, also inside of `tqdm(...)`."""
-    match loop.iter:
-        case ast.Call(func=ast.Name(id="range")) as numbers:
-            return numbers
-        case ast.Call(func=ast.Name(id="zip")):
-            return None
-        case ast.Call(args=[ast.Call(func=ast.Name(id="range")) as numbers, *_]):
-            return numbers
-    return None
-
-
-def _of_scope(scope: ast.AST) -> Iterator[ast.AST]:
-    """All nodes of a function or a file that are not in a function inside of it."""
-    for node in ast.iter_child_nodes(scope):
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            yield from _of_scope(node)
-
-
-def _is_call_of(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
-
-
-def _limits_or_counts(call: ast.Call) -> bool:
-    name = ast.unparse(call.func).rpartition(".")[2]
-    counts = any(isinstance(item, ast.Call) and ast.unparse(item.func).endswith("count") for item in call.args)
-    return name == "islice" or (name == "zip" and (counts or _has_range(call)))
-
-
-def _limits(call: ast.Call) -> bool:
-    match call:
-        case ast.Call(func=ast.Name(id="zip"), args=[first, _], keywords=words):
-            return _is_call_of(first, "range") and all(ast.unparse(word) == "strict=False" for word in words)
-        case ast.Call(func=ast.Name(id="islice") | ast.Attribute(attr="islice"), args=[_, _]):
-            return True
-    return False
-
-
-def _has_range(call: ast.Call) -> bool:
-    return any(_is_call_of(item, "range") for item in call.args)
-
-
-def _names_epochs(loop: ast.For) -> bool:
-    return isinstance(loop.target, ast.Name) and "epoch" in loop.target.id.lower()
-
-
-def _names_update(node: ast.AST) -> bool:
-    match node:
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return "optim" in name.lower() or name == "zero_grad"
-    return False
-
-
-def _is_backward(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from rollback.errors import UsageError
+from rollback.errors import RollbackError, UsageError
 from rollback.source.loops import ENUMERATE, EPOCHS, LIMIT, MOVED
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
@@ -41,6 +42,7 @@ from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
 from rollback.trainers.adopt.plan import plan_for
 from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
+from rollback.trainers.adopt.strangers import StrangeBatches, described
 
 
 class Adoption:
@@ -146,7 +148,7 @@ class Adoption:
         if self._state is AdoptionState.LEFT or not torch.is_grad_enabled():
             return original(loader)
         if self._adopted is not None and loader is not self._adopted.loader:
-            return _Strangers(self, original(loader), loader)
+            return StrangeBatches(partial(self.strange_batch, loader), original(loader))
         if self._sources.trains() is False or not self.made.are_trained():
             return original(loader)
         if self._adopted is None:
@@ -162,6 +164,8 @@ class Adoption:
             self._move(ScriptEvent.LEAVES)
             self._adopted.guard.close()
             return original(loader)
+        else:
+            self._look_for_schedulers(self._adopted)
         return self._pass(self._adopted)
 
     def _adopt(self, loader: Any, epochs: int | None) -> "Adopted":
@@ -194,7 +198,7 @@ class Adoption:
                 + (", and ends its loop by it" if counter.ends else "")
                 + ": a rollback and a resume leave that count behind. guard.keep is for such values"
             )
-        return Adopted(guard, plan.model, plan.optimizer, loader, prepared)
+        return Adopted(guard, plan.model, plan.optimizer, self.made.schedulers_of(plan.optimizer), loader, prepared)
 
     def _steer(self, adopted: "Adopted", loop: EpochLoop) -> None:
         """Let the guard lead the loop over epochs that the script has just begun."""
@@ -217,6 +221,23 @@ class Adoption:
         self._signs.agree({"another training": other})
         return other
 
+    def _look_for_schedulers(self, adopted: "Adopted") -> None:
+        """Whether the script has made one since: it has changed the learning rate, and the guard does not keep it.
+
+        Raises RollbackError in a first epoch that begins again: what its body makes is kept by the guard of an attempt
+        that begins there."""
+        made = [thing for thing in self.made.schedulers_of(adopted.optimizer) if thing not in adopted.schedulers]
+        if not made:
+            return
+        kind, loop = type(made[0]).__name__, self._steered
+        if loop is not None and loop.place == 0 and loop.again:
+            raise RollbackError(
+                f"going back led into the first epoch, in which the script has made its {kind} anew: that has changed "
+                "the learning rate, and this process cannot put it back",
+                hint="a new attempt can: `rollback launch` starts one, else run the same command again",
+            )
+        self._signs.note(f"makes a {kind} in its loop over epochs, which the guard does not keep", adopted.guard.step)
+
     def _places(self, adopted: "Adopted", epochs: int) -> Iterator[int]:
         """Of the epochs to come in a steered loop. Collective."""
         loader = adopted.loader if adopted.prepared is None else adopted.loader.base_dataloader
@@ -237,6 +258,8 @@ class Adoption:
         guard, prepared = adopted.guard, adopted.prepared
         if prepared is not None and self._steered is not None:
             adopted.loader.iteration = self._steered.place
+        if self._handed.untrained:
+            self._signs.note(_READS, guard.step)
         batches = iter(prepared if prepared is not None else self._with_guard(iter, guard))
         self._move(ScriptEvent.PASS_BEGAN)
         self._handed.guard = guard
@@ -257,6 +280,7 @@ class Adoption:
                 return
             self._stranger = None
             self._handed.batches += 1
+            self._handed.untrained = self._handed.untrained or guard.batch_in_epoch == 0
             yield batch
 
     def _with_guard(self, call: Callable[..., Any], *given: Any) -> Any:
@@ -279,10 +303,11 @@ class Adoption:
 
     def backward(self, original: Callable[..., Any], tensors: Any, *given: Any, **others: Any) -> Any:
         self._move(ScriptEvent.BACKWARD)
+        self._handed.untrained = False
         if (adopted := self._guarded) is None:
             return original(tensors, *given, **others)
         if self._stranger is not None:
-            ours, other = _described(adopted.loader), _described(self._stranger)
+            ours, other = described(adopted.loader), described(self._stranger)
             self._sign(f"trains on two loaders: one of {ours}, one of {other}", adopted.guard.step)
         if adopted.prepared is not None:  # Accelerate's backward tells the guard
             return original(tensors, *given, **others)
@@ -302,6 +327,7 @@ class Adoption:
         """An optimizer is about to make an update."""
         adopted = self._adopted
         ours = adopted is not None and optimizer is adopted.optimizer
+        self._handed.untrained = self._handed.untrained and not ours
         if self._state in (AdoptionState.ELSEWHERE, AdoptionState.LEFT) or (ours and not self._strays()):
             return
         if not applies_gradients(optimizer):
@@ -354,33 +380,11 @@ class Adopted:
     guard: Guard
     model: nn.Module
     optimizer: Optimizer
+    schedulers: list[LRScheduler]
+    """Of that optimizer, at the start."""
     loader: Any
     prepared: Any
 
 
+_READS = "goes over the loader that it trains on, and computes no gradients there: under torch.no_grad() it may"
 _LEFT_BEHIND = "If a count of its own told it to: a rollback and a resume leave that count behind"
-
-
-class _Strangers:
-    """An iterator over another loader than the one that is trained on, as far as is known."""
-
-    def __init__(self, adoption: Adoption, batches: Any, loader: Any) -> None:
-        self._adoption, self._batches, self._loader = adoption, batches, loader
-
-    def __iter__(self) -> "_Strangers":
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        self._adoption.strange_batch(self._loader)
-        return batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-
-def _described(loader: Any) -> str:
-    try:
-        return f"{len(loader)} batches of a {type(loader.dataset).__name__}"
-    except (TypeError, AttributeError):
-        return f"a {type(loader).__name__}"

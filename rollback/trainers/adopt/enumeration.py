@@ -15,12 +15,14 @@ _OF_NO_LOADER = frozenset({list, tuple, range, str, bytes, dict, set})
 @dataclass
 class HandedOut:
     """What the script was given of a guard in this process. passes: those that it has begun, empty ones too. limited:
-    whether the newest one had as many batches as `limit` allows, so that the script has not broken it off."""
+    whether the newest one had as many batches as `limit` allows, so that the script has not broken it off. untrained:
+    whether the first batch of an epoch was among them, and nothing was computed since that trains."""
 
     guard: Guard | None = None
     batches: int = 0
     passes: int = 0
     limited: bool = False
+    untrained: bool = False
 
 
 class Enumeration:

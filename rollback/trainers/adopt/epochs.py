@@ -16,6 +16,9 @@ class EpochLoop:
         self._begun = begun
         self.place = -1
         """The number of the epoch, from 0; none has begun yet."""
+        self.again = False
+        """Whether its body has begun before: the script was sent back."""
+        self._furthest = -1
         self._places: Iterator[int] | None = None
         self._pending: int | None = None
         self.over = False
@@ -56,6 +59,7 @@ class EpochLoop:
             self.place, self._pending = self._pending, None
         else:
             self.place = next(self._places, len(self._numbers))
+        self.again, self._furthest = self.place <= self._furthest, max(self.place, self._furthest)
         if self.place >= len(self._numbers):
             self.over = True
             raise StopIteration

@@ -33,6 +33,11 @@ class MadeObjects:
     def optimizers(self) -> list[Optimizer]:
         return optimizers_of(self.alive())
 
+    def schedulers_of(self, optimizer: Optimizer) -> list[LRScheduler]:
+        """Those that set its learning rate, and their parts."""
+        schedulers = (thing for thing in self.alive() if isinstance(thing, LRScheduler))
+        return [each for each in schedulers if getattr(each, "optimizer", None) is optimizer]
+
     def are_trained(self) -> bool:
         """Whether a module is in training mode that an optimizer trains."""
         made = self.alive()

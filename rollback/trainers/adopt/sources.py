@@ -59,10 +59,13 @@ class ScriptSources:
 
     def trains(self) -> bool | None:
         """Whether the loader that is iterated by a caller is trained on; None where no source tells."""
-        for name, line in self.callers():
-            loops = self._loops(name)
-            if loops is not None and (trains := loops.trains_at(line)) is not None:
+        for place, (name, line) in enumerate(self.callers()):
+            if (loops := self._loops(name)) is None:
+                continue
+            if (trains := loops.trains_at(line)) is not None:
                 return trains
+            if not place and loops.gathers_at(line):
+                return False
         return None
 
     def epochs_at(self) -> tuple[str, int] | None:

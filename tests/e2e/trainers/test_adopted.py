@@ -41,12 +41,17 @@ REFUSED = {
         "(refused.py, line 39) with a batch that came from no `for` loop over a DataLoader",
         "of next(), of a callable",
     ),
-    "a list of its batches": ("batches that its loader does not give it one by one: of a list", "rollback adopt"),
+    "a list of its batches": (
+        "with a batch that came from no `for` loop over a DataLoader",
+        "of next(), of a callable",
+    ),
     "a list behind the last epoch": ("batches that its loader does not give it one by one", "rollback adopt"),
     "a list after a pass": ("batches that its loader does not give it one by one", "rollback adopt"),
     "itertools.cycle": ("goes over its loader by itertools.cycle", "begin the loader anew"),
     "an optimizer that comes later": ("a second optimizer, Adam, which was not there at the start", "rollback adopt"),
     "one pass over several epochs": ("takes the batches of one pass over its loader in several", "rollback adopt"),
+    "a pass that trains nothing": ("computes no gradients there: under torch.no_grad() it may", "rollback adopt"),
+    "a scheduler of each epoch": ("makes a StepLR in its loop over epochs, which the guard does not", "rollback adopt"),
     "a second training": ("trains on its loader again", "rollback adopt"),
 }
 
@@ -230,6 +235,8 @@ def refused(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedPr
         "a list of its batches",
         "itertools.cycle",
         "an optimizer that comes later",
+        "a pass that trains nothing",
+        "a scheduler of each epoch",
         "one pass over several epochs",
     ),
 )
@@ -373,6 +380,43 @@ for epoch in range(2):
         optimizer.step()
         optimizer.zero_grad()
 print("weights", model.weight.tolist(), torch.get_rng_state().sum())
+"""
+
+
+def test_a_rollback_into_the_first_epoch_has_the_scheduler_that_its_body_makes(tmp_path: Path) -> None:
+    """As torchvision's detection does. Its constructor sets the learning rate, behind what was put back."""
+    script = tmp_path / "warmed.py"
+    script.write_text(WARMED)
+    common = ("--snapshot-every", "5", "--probation", "8", "--rewind", "14", "--policy", "surgical")
+    first = refused(tmp_path, "--adopt=strict", *common, "--run", "a", str(script), "21")
+    again = refused(tmp_path, "--adopt=strict", *common, "--run", "b", "--skips-of", "a", str(script), "-1")
+    assert [done.returncode for done in (first, again)] == [ExitCode.DONE] * 2, first.stdout + again.stdout
+    assert "the script has made its LinearLR anew" in first.stdout
+    assert len(facts(tmp_path / "a", Incident)) == 1
+    ends = [line for done in (first, again) for line in done.stdout.splitlines() if line.startswith("weights")]
+    assert ends == [ends[0]] * 2
+
+
+WARMED = """
+import os, sys
+import torch
+
+torch.manual_seed(7)
+loader = torch.utils.data.DataLoader(torch.randn(40, 2), batch_size=2, shuffle=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+taken, bad = 0, int(sys.argv[1]) if os.environ.get("ROLLBACK_ATTEMPT") == "1" else -1
+for epoch in range(2):
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=15) if epoch == 0 else None
+    for x in loader:
+        loss = model(x).square().mean() * (float("nan") if taken == bad else 1)
+        taken = taken + 1
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if warm is not None:
+            warm.step()
+print("weights", model.weight.tolist(), optimizer.param_groups[0]["lr"], torch.get_rng_state().sum())
 """
 
 

@@ -122,6 +122,20 @@ def test_a_look_at_one_batch_is_no_training_and_a_loop_that_yields_is_asked_by_i
     assert ScriptLoops("def endless():\n    for x in loader:\n        yield x").trains_at(2) is None
 
 
+@pytest.mark.parametrize(
+    ("source", "gathers"),
+    [
+        ("count = len(list(loader))", True),
+        ("labels = [y for _, y in loader]", True),
+        ("total = sum(y for _, y in loader)", True),
+        ("batches = (to_device(x) for x in loader)", False),
+        ("batches = iter(loader)", False),
+    ],
+)
+def test_what_takes_all_batches_at_once_trains_on_none(source: str, gathers: bool) -> None:
+    assert ScriptLoops(source).gathers_at(1) is gathers
+
+
 def test_counts_of_the_script_s_own_are_named_with_what_they_decide() -> None:
     source = dedent("""
         for x in loader:

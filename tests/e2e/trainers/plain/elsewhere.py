@@ -37,5 +37,5 @@ def update(model, x, y, ids, place):
 for _warm in range(2):
     torch.rand(1)
 for epoch in range(int(sys.argv[2])):
-    print(f"epoch {epoch}: {train(model, loader, optimizer, update, epoch):.6f}")
+    print(f"epoch {epoch}: {train(model, loader, optimizer, update, epoch):.6f}, {len(list(loader))} batches")
 torch.save({"model": model.state_dict(), "random": torch.get_rng_state()}, f"{sys.argv[1]}-0.pt")

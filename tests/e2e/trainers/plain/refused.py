@@ -146,6 +146,18 @@ elif case == "an update of its own":
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
+elif case == "a pass that trains nothing":
+    seen = (x for (x,) in loader)
+    print(f"mean: {sum(x.sum().item() for x in seen):.6f}")
+    for _epoch in range(2):
+        for (x,) in loader:
+            update(x)
+elif case == "a scheduler of each epoch":
+    for _epoch in range(2):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        for (x,) in loader:
+            update(x)
+            scheduler.step()
 elif case == "one pass over several epochs":
     batches = (batch for _ in range(9) for batch in loader)
     for _epoch in range(3):

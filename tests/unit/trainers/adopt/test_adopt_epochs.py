@@ -38,7 +38,7 @@ def test_a_steered_loop_goes_where_the_guard_says_and_is_over_with_it() -> None:
     assert next(bodies) == 10
     loop.steer(10, going(0, 1, 0, 2))
     assert not loop.at_first
-    assert [*bodies] == [11, 10, 12]
+    assert [(number, loop.again) for number in bodies] == [(11, False), (10, True), (12, False)]
     assert loop.over
 
 

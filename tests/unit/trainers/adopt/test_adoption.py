@@ -29,7 +29,7 @@ def test_the_script_is_at_its_end_when_it_leaves_all_groups_and_not_one_of_them(
     done: list[str] = []
     adoption = Adoption(strict=False)
     guard = cast(Guard, SimpleNamespace(close=lambda: done.append("closed")))
-    adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), None, None)
+    adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
     adoption._move(ScriptEvent.GUARD_MADE)
 
     def original(*given: Any, **others: Any) -> None:
@@ -46,7 +46,7 @@ def test_a_script_that_leaves_its_loop_over_epochs_early_is_told_what_that_means
     """As early stopping does: the epochs that a rollback repeats are counted as bad ones twice."""
     adoption = Adoption(strict=False)
     guard = cast(Guard, SimpleNamespace(close=lambda: None))
-    adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), None, None)
+    adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
     adoption._steered = loop = EpochLoop(range(3), lambda loop: None)
     adoption._move(ScriptEvent.GUARD_MADE)
     for _ in range(begun):

@@ -1,0 +1,62 @@
+"""What single nodes of a script's source are, whatever is around them."""
+
+import ast
+from collections.abc import Iterator
+
+
+def range_of(loop: ast.For) -> ast.Call | None:
+    """The call of `range` over which a loop goes, also inside of `tqdm(...)`."""
+    match loop.iter:
+        case ast.Call(func=ast.Name(id="range")) as numbers:
+            return numbers
+        case ast.Call(func=ast.Name(id="zip")):
+            return None
+        case ast.Call(args=[ast.Call(func=ast.Name(id="range")) as numbers, *_]):
+            return numbers
+    return None
+
+
+def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a function or a file that are not in a function inside of it."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield from of_scope(node)
+
+
+def is_call_of(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def limits_or_counts(call: ast.Call) -> bool:
+    name = ast.unparse(call.func).rpartition(".")[2]
+    counts = any(isinstance(item, ast.Call) and ast.unparse(item.func).endswith("count") for item in call.args)
+    return name == "islice" or (name == "zip" and (counts or has_range(call)))
+
+
+def limits_batches(call: ast.Call) -> bool:
+    match call:
+        case ast.Call(func=ast.Name(id="zip"), args=[first, _], keywords=words):
+            return is_call_of(first, "range") and all(ast.unparse(word) == "strict=False" for word in words)
+        case ast.Call(func=ast.Name(id="islice") | ast.Attribute(attr="islice"), args=[_, _]):
+            return True
+    return False
+
+
+def has_range(call: ast.Call) -> bool:
+    return any(is_call_of(item, "range") for item in call.args)
+
+
+def names_epochs(loop: ast.For) -> bool:
+    return isinstance(loop.target, ast.Name) and "epoch" in loop.target.id.lower()
+
+
+def names_update(node: ast.AST) -> bool:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return "optim" in name.lower() or name == "zero_grad"
+    return False
+
+
+def is_backward(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
