@@ -6,6 +6,7 @@
     clip_grad_norm_      the norm before clipping, of the losses told since the last one
     optimizer updates    those of another optimizer than the guard's are a sign that the guard does not see all
     end of the script    the guard ends with it
+    a library's Trainer  is given to `rollback.protect` when it begins to train, and has its own guard
 
 A refusal goes the way of all refusals to the supervisor, which starts the script again without us (`--adopt`), or ends
 (`--adopt=strict`). Signs that come between two trainings, and those that come late, when starting again would lose more
@@ -38,9 +39,11 @@ from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects
+from rollback.trainers.adopt.other_loaders import OtherBatches, described
 from rollback.trainers.adopt.plan import plan_for
 from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
+from rollback.trainers.protect import protect
 
 
 class Adoption:
@@ -130,10 +133,28 @@ class Adoption:
 
     def script_makes_guard(self, original: Callable[..., Any], guard: Guard, **given: Any) -> None:
         """Guard.__init__: a script that has a guard of its own is not adopted."""
-        if not self._reading:
+        if not self._reading and self._state is not AdoptionState.LEFT:
             self._move(ScriptEvent.LEAVES)
             self._signs.say("the script makes a guard by itself: --adopt has nothing to do")
         original(guard, **given)
+
+    def library_trains(self, original: Callable[..., Any], trainer: Any, *given: Any, **others: Any) -> Any:
+        """`train` or `fit` of a Trainer whose loop `rollback.protect` knows."""
+        entry = original.__name__
+        if entry in vars(trainer):  # protected
+            return original(trainer, *given, **others)
+        if self._state is AdoptionState.LEFT or self._adopted is not None:
+            self._signs.end_of_guard(f"trains by another {type(trainer).__name__}")
+            return original(trainer, *given, **others)
+        if getattr(getattr(type(trainer), entry), "__wrapped__", None) is not original:
+            self._signs.refuse(
+                UsageError(
+                    f"the script trains by a {type(trainer).__name__} with a {entry}() of its own",
+                    hint=f"write rollback.protect(trainer) in front of trainer.{entry}(), and leave out --adopt",
+                )
+            )
+        self._move(ScriptEvent.LEAVES)
+        return getattr(protect(trainer), entry)(*given, **others)
 
     # Loaders ---------------------------------------------------------------------------------------------------------
 
@@ -146,7 +167,7 @@ class Adoption:
         if self._state is AdoptionState.LEFT or not torch.is_grad_enabled():
             return original(loader)
         if self._adopted is not None and loader is not self._adopted.loader:
-            return _Strangers(self, original(loader), loader)
+            return OtherBatches(self.strange_batch, original(loader), loader)
         if self._sources.trains() is False or not self.made.are_trained():
             return original(loader)
         if self._adopted is None:
@@ -282,7 +303,7 @@ class Adoption:
         if (adopted := self._guarded) is None:
             return original(tensors, *given, **others)
         if self._stranger is not None:
-            ours, other = _described(adopted.loader), _described(self._stranger)
+            ours, other = described(adopted.loader), described(self._stranger)
             self._sign(f"trains on two loaders: one of {ours}, one of {other}", adopted.guard.step)
         if adopted.prepared is not None:  # Accelerate's backward tells the guard
             return original(tensors, *given, **others)
@@ -359,28 +380,3 @@ class Adopted:
 
 
 _LEFT_BEHIND = "If a count of its own told it to: a rollback and a resume leave that count behind"
-
-
-class _Strangers:
-    """An iterator over another loader than the one that is trained on, as far as is known."""
-
-    def __init__(self, adoption: Adoption, batches: Any, loader: Any) -> None:
-        self._adoption, self._batches, self._loader = adoption, batches, loader
-
-    def __iter__(self) -> "_Strangers":
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        self._adoption.strange_batch(self._loader)
-        return batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-
-def _described(loader: Any) -> str:
-    try:
-        return f"{len(loader)} batches of a {type(loader.dataset).__name__}"
-    except (TypeError, AttributeError):
-        return f"a {type(loader).__name__}"
