@@ -228,7 +228,10 @@ class ScriptLoops:
         turning = (node for node in ast.walk(self.tree) if isinstance(node, ast.While))
         ends += [node.test for node in turning if node is loop or any(item is loop for item in self._reached(node))]
         return {
-            ast.unparse(item) for test in ends for item in ast.walk(test) if isinstance(item, ast.Name | ast.Attribute)
+            ast.unparse(item)
+            for test in ends
+            for item in ast.walk(test)
+            if isinstance(item, ast.Name | ast.Attribute | ast.Subscript)
         }
 
     def limits(self, loop: ast.For) -> list[ast.Call]:

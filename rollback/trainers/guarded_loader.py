@@ -8,7 +8,7 @@ here too: random states are synchronized, batches moved to their device, and the
 import os
 from typing import Any
 
-from accelerate.data_loader import DataLoaderShard
+from accelerate.data_loader import DataLoaderShard, SkipBatchSampler
 from accelerate.utils import send_to_device, synchronize_rng_states
 
 from rollback.errors import UsageError
@@ -25,6 +25,12 @@ def require_known_loader(loader: Any) -> None:
             '{"dispatch_batches": False}, every rank reads its own batches'
             if kind.__name__ == "DataLoaderDispatcher"
             else "hand over the loader that accelerator.prepare has made of a torch DataLoader",
+        )
+    if loader.skip_batches or isinstance(loader.batch_sampler, SkipBatchSampler):
+        raise UsageError(
+            "rollback.protect got what skip_first_batches leaves of an epoch: all other epochs have another loader",
+            hint="leave out skip_first_batches, and what loads a snapshot: the same command goes on where the run was. "
+            "A new run can begin with the weights of a snapshot, at the start of an epoch",
         )
 
 

@@ -42,8 +42,11 @@ class SavedFiles:
     def note(self, file: str, place: SavedAt) -> None:
         """`file` is about to be saved there, or saved anew."""
         if "://" not in file:
-            folder, name = os.path.split(file)
-            self._append([{"file": os.path.join(os.path.realpath(folder), name), **place._asdict()}])
+            self._append([{"file": _known_as(file), **place._asdict()}])
+
+    def has(self, file: str) -> bool:
+        """Whether it was saved in this run."""
+        return _known_as(file) in self._read()
 
     def set_aside(self, place: SavedAt, folders: Iterable[str]) -> None:
         """Training stands there: rename what was saved in `folders` behind it."""
@@ -100,6 +103,11 @@ class SavedFiles:
             writer.close()
         except OSError as error:
             say(f"{self._path}: {error}; files of steps that are undone may keep their names")
+
+
+def _known_as(file: str) -> str:
+    folder, name = os.path.split(file)
+    return os.path.join(os.path.realpath(folder), name)
 
 
 def rename_undone(path: Path, of: str, into: Path | None = None) -> None:

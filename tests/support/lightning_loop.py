@@ -115,15 +115,17 @@ def train(job: "Job") -> dict[str, str]:
         rollback.protect(trainer, **job.settings())
     generator = torch.Generator().manual_seed(3) if more.get("generator") else None
     persistent = more.get("persistent", False)
-    loaders: Any = [
+    training, validation = (
         DataLoader(
             data, given.batch_size, shuffle, num_workers=given.workers if shuffle or persistent else 0,
             generator=generator if shuffle else None, persistent_workers=persistent,
         )
         for data, shuffle in ((Text(given.samples * job.ranks), True), (Text(8), False))
-    ]  # fmt: skip
+    )  # fmt: skip
     module = Module(job)
-    trainer.fit(module, *loaders)
+    last = job.output / "saved" / "last.ckpt"
+    newest = last if last.exists() else None  # as many scripts look for it
+    trainer.fit(module, training, validation, ckpt_path=newest)
     scheduler = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     return job.portrait(
         module, trainer.optimizers[0], Kept(scheduler), trainer.global_step, epoch=trainer.current_epoch,

@@ -346,7 +346,8 @@ class Job:
         self.scale(trainer.accelerator)
         if self.run is not None:
             rollback.protect(trainer, **self.settings())
-        output = trainer.train()
+        newest = transformers.trainer_utils.get_last_checkpoint(self.output) if self.output.exists() else None
+        output = trainer.train(resume_from_checkpoint=newest)  # as many scripts do: None where a run begins
         reference = getattr(trainer, "ref_model", None)
         return self.portrait(
             trainer.model, trainer.optimizer, trainer.lr_scheduler, trainer.state.global_step,

@@ -6,6 +6,7 @@
     clip_grad_norm_      the norm before clipping, of the losses told since the last one
     optimizer updates    those of another optimizer than the guard's are a sign that the guard does not see all
     end of the script    the guard ends with it
+    a library's Trainer  is given to `rollback.protect` when it begins to train, and has its own guard
 
 A refusal goes the way of all refusals to the supervisor, which starts the script again without us (`--adopt`), or ends
 (`--adopt=strict`). Signs that come between two trainings, and those that come late, when starting again would lose more
@@ -19,15 +20,13 @@ on. A rank that does not come there trains something else, and ends at its next 
 import builtins
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from rollback.errors import RollbackError, UsageError
@@ -39,10 +38,11 @@ from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
-from rollback.trainers.adopt.plan import plan_for
+from rollback.trainers.adopt.other_loaders import OtherBatches, described
+from rollback.trainers.adopt.plan import Adopted, plan_for
 from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
-from rollback.trainers.adopt.strangers import StrangeBatches, described
+from rollback.trainers.protect import protect
 
 
 class Adoption:
@@ -71,7 +71,7 @@ class Adoption:
         self._state = moved(self._state, event)
 
     @property
-    def _guarded(self) -> "Adopted | None":
+    def _guarded(self) -> Adopted | None:
         return self._adopted if self._state.guarded else None
 
     # The script ------------------------------------------------------------------------------------------------------
@@ -132,10 +132,28 @@ class Adoption:
 
     def script_makes_guard(self, original: Callable[..., Any], guard: Guard, **given: Any) -> None:
         """Guard.__init__: a script that has a guard of its own is not adopted."""
-        if not self._reading:
+        if not self._reading and self._state is not AdoptionState.LEFT:
             self._move(ScriptEvent.LEAVES)
             self._signs.say("the script makes a guard by itself: --adopt has nothing to do")
         original(guard, **given)
+
+    def library_trains(self, original: Callable[..., Any], trainer: Any, *given: Any, **others: Any) -> Any:
+        """`train` or `fit` of a Trainer whose loop `rollback.protect` knows."""
+        entry = original.__name__
+        if entry in vars(trainer):  # protected
+            return original(trainer, *given, **others)
+        if self._state is AdoptionState.LEFT or self._adopted is not None:
+            self._signs.end_of_guard(f"trains by another {type(trainer).__name__}")
+            return original(trainer, *given, **others)
+        if getattr(getattr(type(trainer), entry), "__wrapped__", None) is not original:
+            self._signs.refuse(
+                UsageError(
+                    f"the script trains by a {type(trainer).__name__} with a {entry}() of its own",
+                    hint=f"write rollback.protect(trainer) in front of trainer.{entry}(), and leave out --adopt",
+                )
+            )
+        self._move(ScriptEvent.LEAVES)
+        return getattr(protect(trainer), entry)(*given, **others)
 
     # Loaders ---------------------------------------------------------------------------------------------------------
 
@@ -148,7 +166,7 @@ class Adoption:
         if self._state is AdoptionState.LEFT or not torch.is_grad_enabled():
             return original(loader)
         if self._adopted is not None and loader is not self._adopted.loader:
-            return StrangeBatches(partial(self.strange_batch, loader), original(loader))
+            return OtherBatches(self.strange_batch, original(loader), loader)
         if self._sources.trains() is False or not self.made.are_trained():
             return original(loader)
         if self._adopted is None:
@@ -168,7 +186,7 @@ class Adoption:
             self._look_for_schedulers(self._adopted)
         return self._pass(self._adopted)
 
-    def _adopt(self, loader: Any, epochs: int | None) -> "Adopted":
+    def _adopt(self, loader: Any, epochs: int | None) -> Adopted:
         """Make the guard, of all that there is. Collective; ends the ranks where it cannot be."""
         seen: dict[str, Any]
         try:
@@ -200,7 +218,7 @@ class Adoption:
             )
         return Adopted(guard, plan.model, plan.optimizer, self.made.schedulers_of(plan.optimizer), loader, prepared)
 
-    def _steer(self, adopted: "Adopted", loop: EpochLoop) -> None:
+    def _steer(self, adopted: Adopted, loop: EpochLoop) -> None:
         """Let the guard lead the loop over epochs that the script has just begun."""
         self._steered, begun = loop, loop.first
         first = adopted.guard.keep(first_epoch=begun).first_epoch
@@ -211,7 +229,7 @@ class Adoption:
             )
         loop.steer(first, partial(self._places, adopted))
 
-    def _other_training(self, adopted: "Adopted") -> str | None:
+    def _other_training(self, adopted: Adopted) -> str | None:
         """Collective, where the guard's loader is trained on again: why that is another training; None: it is not."""
         other = self._other or None
         if self._steered is not None and (self._steered.over or self._loop is not self._steered):
@@ -221,7 +239,7 @@ class Adoption:
         self._signs.agree({"another training": other})
         return other
 
-    def _look_for_schedulers(self, adopted: "Adopted") -> None:
+    def _look_for_schedulers(self, adopted: Adopted) -> None:
         """Whether the script has made one since: it has changed the learning rate, and the guard does not keep it.
 
         Raises RollbackError in a first epoch that begins again: what its body makes is kept by the guard of an attempt
@@ -238,7 +256,7 @@ class Adoption:
             )
         self._signs.note(f"makes a {kind} in its loop over epochs, which the guard does not keep", adopted.guard.step)
 
-    def _places(self, adopted: "Adopted", epochs: int) -> Iterator[int]:
+    def _places(self, adopted: Adopted, epochs: int) -> Iterator[int]:
         """Of the epochs to come in a steered loop. Collective."""
         loader = adopted.loader if adopted.prepared is None else adopted.loader.base_dataloader
         places = adopted.guard.epochs(epochs, rehearse=lambda: next(iter(loader)))
@@ -253,7 +271,7 @@ class Adoption:
         place: int | None = self._with_guard(next, places, None)
         return place
 
-    def _pass(self, adopted: "Adopted") -> Iterator[Any]:
+    def _pass(self, adopted: Adopted) -> Iterator[Any]:
         """A pass over the guard."""
         guard, prepared = adopted.guard, adopted.prepared
         if prepared is not None and self._steered is not None:
@@ -371,19 +389,6 @@ class Adoption:
             self._signs.end_of_guard(what)
             self._other = what
             self._move(ScriptEvent.OTHER_TRAINING)
-
-
-@dataclass(frozen=True)
-class Adopted:
-    """What is under guard. prepared: what hands out the guard's batches, where Accelerate has prepared the loader."""
-
-    guard: Guard
-    model: nn.Module
-    optimizer: Optimizer
-    schedulers: list[LRScheduler]
-    """Of that optimizer, at the start."""
-    loader: Any
-    prepared: Any
 
 
 _READS = "goes over the loader that it trains on, and computes no gradients there: under torch.no_grad() it may"

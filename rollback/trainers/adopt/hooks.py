@@ -18,6 +18,13 @@ from torch.utils.data import DataLoader
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption import Adoption
 
+_TRAINERS = {
+    "transformers.trainer": "train",
+    "lightning.pytorch.trainer.trainer": "fit",
+    "pytorch_lightning.trainer.trainer": "fit",
+}
+"""Modules that have a class Trainer, and its method that trains."""
+
 
 def watch(adoption: Adoption) -> None:
     """From now on."""
@@ -32,6 +39,8 @@ def watch(adoption: Adoption) -> None:
     _replace(torch.distributed, "destroy_process_group", adoption.leave_group)
     register_optimizer_step_pre_hook(lambda optimizer, *_: adoption.before_update(optimizer))
     sys.meta_path.insert(0, _WhenImported("accelerate.data_loader", lambda module: watch_accelerate(module, adoption)))
+    for name, entry in _TRAINERS.items():
+        sys.meta_path.insert(0, _WhenImported(name, functools.partial(_watch_trainer, entry, adoption)))
 
 
 def watch_accelerate(module: Any, adoption: Adoption) -> None:
@@ -39,6 +48,10 @@ def watch_accelerate(module: Any, adoption: Adoption) -> None:
     _replace(module.DataLoaderShard, "__iter__", adoption.iterate_prepared)
     if "__iter__" in vars(module.DataLoaderDispatcher):
         _replace(module.DataLoaderDispatcher, "__iter__", adoption.iterate_prepared)
+
+
+def _watch_trainer(entry: str, adoption: Adoption, module: Any) -> None:
+    _replace(module.Trainer, entry, adoption.library_trains)
 
 
 def _replace(owner: Any, name: str, instead: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Of what the guard of a watched script is to be made: found on each rank, before the ranks compare it."""
+"""Of what the guard of a watched script is made: found on each rank, before the ranks compare it."""
 
 import gc
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.errors import UsageError
@@ -89,3 +90,16 @@ def _prepared(loader: Any, made: list[Any]) -> GuardPlan:
 
     kinds = [type(thing).__name__ for thing in (*prepared, *besides.values())]
     return GuardPlan(prepared[0], optimizers[0].optimizer, kinds, make)
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What is under guard. prepared: what hands out the guard's batches, where Accelerate has prepared the loader."""
+
+    guard: Guard
+    model: nn.Module
+    optimizer: Optimizer
+    schedulers: list[LRScheduler]
+    """Of that optimizer, at the start."""
+    loader: Any
+    prepared: Any

@@ -18,11 +18,13 @@ entered again. What it knows besides its place (`TrainerState`, the loss since t
 
 import contextlib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import transformers.trainer
+from transformers.trainer_utils import get_last_checkpoint
 
 from rollback.errors import UsageError
 from rollback.rundir.identity import read_identity
@@ -34,7 +36,12 @@ from rollback.trainers.guarded_loader import begin_pass, hand_out, require_all_r
 from rollback.trainers.huggingface.saves import FolderSaves
 from rollback.trainers.huggingface.state import LoopState, RunMark
 from rollback.trainers.huggingface.trl import end_update, followers, require_completions_of_one_update
-from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected
+from rollback.trainers.refusals import (
+    require_first_training,
+    require_none_of,
+    require_unprotected,
+    say_left_aside,
+)
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from
 _NONE = object()
@@ -117,7 +124,7 @@ class _GuardedLoop:
         return self._originals["train"](None, None, *more, **others)
 
     def _require_first(self, resume_from_checkpoint: Any, trial: Any) -> None:
-        if resume_from_checkpoint:
+        if resume_from_checkpoint and not self._is_left_aside(resume_from_checkpoint):
             raise UsageError(
                 f"trainer.train(resume_from_checkpoint={resume_from_checkpoint!r}) of a Trainer under rollback.protect",
                 hint="leave it out: the same command goes on where the run was. To begin a new run with the weights of "
@@ -128,6 +135,18 @@ class _GuardedLoop:
                 "hyperparameter_search of a Trainer under rollback.protect", hint="protect the Trainer of the final run"
             )
         require_first_training(self, "trainer.train()")
+
+    def _is_left_aside(self, given: str | bool) -> bool:
+        """Whether there is a run already, and this folder is where it saves. A whole folder is marked, but a process
+        may have died while it was saved."""
+        output = self._trainer.args.output_dir
+        folder = get_last_checkpoint(output) if given is True else str(given)
+        if folder is None or os.path.realpath(os.path.dirname(folder)) != os.path.realpath(output):
+            return False
+        begun = os.path.lexists(attach.run_paths(self._settings.get("run")).identity)
+        if begun and self._trainer.is_world_process_zero():
+            say_left_aside(folder)
+        return begun
 
     def _prepare_for_training(self, max_steps: int, loader: Any, *given: Any, **others: Any) -> Any:
         trainer = self._trainer

@@ -29,7 +29,7 @@ from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.lightning.limits import require_known, require_known_module
 from rollback.trainers.lightning.state import FitState
-from rollback.trainers.refusals import require_first_training, require_unprotected
+from rollback.trainers.refusals import require_first_training, require_unprotected, say_left_aside
 from rollback.trainers.saved_files import SavedFiles
 
 _NONE = object()
@@ -87,23 +87,34 @@ class _GuardedFit:
 
     # In the place of Lightning's methods -----------------------------------------------------------------------------
 
-    def fit(self, model: Any, *given: Any, **others: Any) -> Any:
+    def fit(
+        self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
+        ckpt_path: Any = None, *more: Any, **others: Any,
+    ) -> Any:  # fmt: skip
         try:
-            self._require_first(given[3] if len(given) > 3 else others.get("ckpt_path"))
+            self._require_first(ckpt_path)
             require_known(self._trainer)  # callbacks may have come since
             require_known_module(getattr(model, "_orig_mod", model))
         except UsageError as error:
             attach.refuse(error)
-        return self._originals["fit"](model, *given, **others)
+        given = train_dataloaders, val_dataloaders, datamodule
+        return self._originals["fit"](model, *given, None, *more, **others)
 
     def _require_first(self, ckpt_path: Any) -> None:
-        if ckpt_path is not None:
+        if ckpt_path is not None and not self._is_left_aside(ckpt_path):
             raise UsageError(
                 f"trainer.fit(ckpt_path={str(ckpt_path)!r}) of a Trainer under rollback.protect",
                 hint="leave it out: the same command goes on where the run was. To begin a new run with the weights of "
                 "such a file, load the model from it: load_from_checkpoint",
             )
         require_first_training(self, "trainer.fit()")
+
+    def _is_left_aside(self, ckpt_path: Any) -> bool:
+        """Whether this run has saved it."""
+        saved = SavedFiles(attach.run_paths(self._settings.get("run")).root).has(str(ckpt_path))
+        if saved and self._trainer.is_global_zero:
+            say_left_aside(ckpt_path)
+        return saved
 
     def save_checkpoint(self, filepath: Any, *given: Any, **others: Any) -> None:
         if self._state.saved is not None and self._trainer.is_global_zero:

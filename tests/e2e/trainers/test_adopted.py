@@ -188,6 +188,11 @@ def test_a_rank_that_is_killed_anywhere_costs_nothing(tmp_path: Path, script: st
     require_undisturbed(tmp_path, Case(script=script, words=words), list(PHASES))
 
 
+@pytest.mark.parametrize("script", by_default(("by_trainer.py", "by_lightning.py"), "by_trainer.py"))
+def test_a_trainer_of_a_library_is_protected_as_by_a_line_in_the_script(tmp_path: Path, script: str) -> None:
+    require_undisturbed(tmp_path, Case(script=script), ["in a step"])
+
+
 def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epoch(tmp_path: Path) -> None:
     job = Job(tmp_path, Case(script="own_snapshot.py"), 2)
     job.plain("plain")

@@ -158,6 +158,7 @@ def test_counts_of_the_script_s_own_are_named_with_what_they_decide() -> None:
         ("while step < 9:", "pass", "step", True),
         ("while going:", "pass", "step", False),
         ("while True:", "if self.step >= self.steps: return", "self.step", True),
+        ("while True:", "if state['step'] >= 9: break", "state['step']", True),
         ("for i in range(99):", "if step >= 9: break", "step", True),
     ],
 )

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import rollback
+from rollback.errors import UsageError
 from rollback.trainers.adopt.plan import plan_for
 
 
@@ -103,3 +104,22 @@ def test_an_adopted_script_s_average_and_scheduler_go_back_though_they_were_not_
     guard.close()
     assert len(after) == int(average.n_averaged) == scheduler.last_epoch == guard.step == 39
     assert torch.allclose(average.module.weight, torch.stack(after).mean(0))
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(24.0)[:, None])
+
+
+@pytest.mark.parametrize("data", [TensorDataset(torch.randn(24, 1)), Stream()], ids=lambda data: type(data).__name__)
+def test_the_rest_of_an_epoch_is_refused_whatever_loader_has_it(accelerator: Any, data: Any) -> None:
+    """A guard would read a stream from its beginning."""
+    from accelerate import skip_first_batches
+
+    from rollback.trainers.guarded_loader import require_known_loader
+
+    accelerator.dataloader_config.dispatch_batches = False
+    whole = accelerator.prepare(DataLoader(data, 4))
+    require_known_loader(whole)
+    with pytest.raises(UsageError, match="what skip_first_batches leaves of an epoch"):
+        require_known_loader(skip_first_batches(whole, 2))

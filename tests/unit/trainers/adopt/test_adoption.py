@@ -7,7 +7,9 @@ import pytest
 from torch import nn
 from torch.optim import Optimizer
 
+from rollback.errors import UsageError
 from rollback.train.guard import Guard
+from rollback.trainers.adopt import hooks
 from rollback.trainers.adopt.adoption import Adopted, Adoption
 from rollback.trainers.adopt.adoption_state import ScriptEvent
 from rollback.trainers.adopt.epochs import EpochLoop
@@ -55,3 +57,30 @@ def test_a_script_that_leaves_its_loop_over_epochs_early_is_told_what_that_means
     out = "".join(capsys.readouterr())
     assert said in out
     assert ("left its loop over epochs by itself" in out) is bool(said)
+
+
+def watched_trainer(adoption: Adoption) -> Any:
+    """A class of a library, as `hooks` leaves it."""
+
+    class Trainer:
+        def train(self) -> str:
+            return "trained"
+
+    hooks._replace(Trainer, "train", adoption.library_trains)
+    return Trainer
+
+
+def test_another_trainer_behind_the_first_one_is_said_to_be_unprotected(capsys: pytest.CaptureFixture[str]) -> None:
+    adoption = Adoption(strict=False)
+    adoption._move(ScriptEvent.LEAVES)
+    assert watched_trainer(adoption)().train() == "trained"
+    assert "not protected from here on: the script trains by another Trainer" in capsys.readouterr().err
+
+
+def test_a_trainer_with_an_entry_of_its_own_is_refused_before_that_would_run_twice() -> None:
+    class Own(watched_trainer(Adoption(strict=False))):  # type: ignore[misc]
+        def train(self) -> Any:
+            return super().train()
+
+    with pytest.raises(UsageError, match=r"an? Own with a train\(\) of its own"):
+        Own().train()

@@ -1,21 +1,21 @@
-"""Batches of other loaders than the one that is trained on, as far as is known."""
+"""Other loaders of a watched script than the one that is trained on, as far as is known."""
 
 from collections.abc import Callable
 from typing import Any
 
 
-class StrangeBatches:
-    """An iterator over such a loader. taken: called for each batch that the script takes of it."""
+class OtherBatches:
+    """An iterator over one of them. taken: told before a batch is handed out."""
 
-    def __init__(self, taken: Callable[[], None], batches: Any) -> None:
-        self._taken, self._batches = taken, batches
+    def __init__(self, taken: Callable[[Any], None], batches: Any, loader: Any) -> None:
+        self._taken, self._batches, self._loader = taken, batches, loader
 
-    def __iter__(self) -> "StrangeBatches":
+    def __iter__(self) -> "OtherBatches":
         return self
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        self._taken()
+        self._taken(self._loader)
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -23,7 +23,6 @@ class StrangeBatches:
 
 
 def described(loader: Any) -> str:
-    """In words, for a message."""
     try:
         return f"{len(loader)} batches of a {type(loader.dataset).__name__}"
     except (TypeError, AttributeError):
