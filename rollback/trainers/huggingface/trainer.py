@@ -120,33 +120,33 @@ class _GuardedLoop:
         try:
             self._require_first(resume_from_checkpoint, trial)
         except UsageError as error:
-            attach.refuse(error)
+            attach.refuse(error, status=1)
         return self._originals["train"](None, None, *more, **others)
 
     def _require_first(self, resume_from_checkpoint: Any, trial: Any) -> None:
-        if resume_from_checkpoint and not self._is_left_aside(resume_from_checkpoint):
-            raise UsageError(
-                f"trainer.train(resume_from_checkpoint={resume_from_checkpoint!r}) of a Trainer under rollback.protect",
-                hint="leave it out: the same command goes on where the run was. To begin a new run with the weights of "
-                "such a folder, load the model from it",
-            )
+        if resume_from_checkpoint and self._trainer.is_world_process_zero():  # other hosts may not have the record
+            if not self._is_of_this_run(resume_from_checkpoint):
+                raise UsageError(
+                    f"trainer.train(resume_from_checkpoint={resume_from_checkpoint!r}) of a Trainer under "
+                    "rollback.protect",
+                    hint="leave it out: the same command goes on where the run was. To begin a new run with the "
+                    "weights of such a folder, load the model from it",
+                )
+            say_left_aside(resume_from_checkpoint)
         if trial is not None:
             raise UsageError(
                 "hyperparameter_search of a Trainer under rollback.protect", hint="protect the Trainer of the final run"
             )
         require_first_training(self, "trainer.train()")
 
-    def _is_left_aside(self, given: str | bool) -> bool:
+    def _is_of_this_run(self, given: str | bool) -> bool:
         """Whether there is a run already, and this folder is where it saves. A whole folder is marked, but a process
-        may have died while it was saved."""
+        may have died while it was saved. given: True is the newest one, as for the Trainer."""
         output = self._trainer.args.output_dir
         folder = get_last_checkpoint(output) if given is True else str(given)
         if folder is None or os.path.realpath(os.path.dirname(folder)) != os.path.realpath(output):
             return False
-        begun = os.path.lexists(attach.run_paths(self._settings.get("run")).identity)
-        if begun and self._trainer.is_world_process_zero():
-            say_left_aside(folder)
-        return begun
+        return os.path.lexists(attach.run_paths(self._settings.get("run")).identity)
 
     def _prepare_for_training(self, max_steps: int, loader: Any, *given: Any, **others: Any) -> Any:
         trainer = self._trainer

@@ -96,25 +96,20 @@ class _GuardedFit:
             require_known(self._trainer)  # callbacks may have come since
             require_known_module(getattr(model, "_orig_mod", model))
         except UsageError as error:
-            attach.refuse(error)
+            attach.refuse(error, status=1)
         given = train_dataloaders, val_dataloaders, datamodule
         return self._originals["fit"](model, *given, None, *more, **others)
 
     def _require_first(self, ckpt_path: Any) -> None:
-        if ckpt_path is not None and not self._is_left_aside(ckpt_path):
-            raise UsageError(
-                f"trainer.fit(ckpt_path={str(ckpt_path)!r}) of a Trainer under rollback.protect",
-                hint="leave it out: the same command goes on where the run was. To begin a new run with the weights of "
-                "such a file, load the model from it: load_from_checkpoint",
-            )
-        require_first_training(self, "trainer.fit()")
-
-    def _is_left_aside(self, ckpt_path: Any) -> bool:
-        """Whether this run has saved it."""
-        saved = SavedFiles(attach.run_paths(self._settings.get("run")).root).has(str(ckpt_path))
-        if saved and self._trainer.is_global_zero:
+        if ckpt_path is not None and self._trainer.is_global_zero:  # other hosts may not have the record
+            if not SavedFiles(attach.run_paths(self._settings.get("run")).root).has(str(ckpt_path)):
+                raise UsageError(
+                    f"trainer.fit(ckpt_path={str(ckpt_path)!r}) of a Trainer under rollback.protect",
+                    hint="leave it out: the same command goes on where the run was. To begin a new run with the "
+                    "weights of such a file, load the model from it: load_from_checkpoint",
+                )
             say_left_aside(ckpt_path)
-        return saved
+        require_first_training(self, "trainer.fit()")
 
     def save_checkpoint(self, filepath: Any, *given: Any, **others: Any) -> None:
         if self._state.saved is not None and self._trainer.is_global_zero:
