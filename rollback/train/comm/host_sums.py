@@ -132,8 +132,9 @@ class HostSums:
                 self._wake(self._awaited)
 
     def _late(self) -> list[int]:
-        behind: list[int] = np.flatnonzero((self._counts - np.uint32(self._puts % _COUNTS)).view(np.int32) < 0).tolist()
-        return behind
+        behind = (self._counts - np.uint32(self._puts % _COUNTS)).view(np.int32) < 0
+        late: list[int] = behind.nonzero()[0].tolist()  # flatnonzero would be seven functions of Python, at every step
+        return late
 
     def _wait(self, until: float) -> bool:
         """Whether all have put their rows, at the latest at that moment. Also returns where it is of no use."""
