@@ -40,6 +40,7 @@ def accelerator() -> Iterator[Any]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
+    torch.manual_seed(0)
     yield Accelerator(cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
