@@ -193,8 +193,9 @@ def test_a_trainer_of_a_library_is_protected_as_by_a_line_in_the_script(tmp_path
     require_undisturbed(tmp_path, Case(script=script), ["in a step"])
 
 
-def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epoch(tmp_path: Path) -> None:
-    job = Job(tmp_path, Case(script="own_snapshot.py"), 2)
+@pytest.mark.parametrize("disks", by_default(("shared", "apart"), "apart"))
+def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epoch(tmp_path: Path, disks: str) -> None:
+    job = Job(tmp_path, Case(script="own_snapshot.py", words=("--apart",) if disks == "apart" else ()), 2)
     job.plain("plain")
     output = job.launched("killed", "--adopt=strict", words=("--kill", "1:26"))
     assert "the script begins with epoch 2 now, and the run began with epoch 0" in output
