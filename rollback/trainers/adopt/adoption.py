@@ -182,6 +182,8 @@ class Adoption:
             self._signs.end_of_guard(other)
             self._move(ScriptEvent.LEAVES)
             self._adopted.guard.close()
+            if self._steered is not None:
+                self._steered.release()
             return original(loader)
         else:
             self._look_for_schedulers(self._adopted)
@@ -220,8 +222,7 @@ class Adoption:
         return Adopted(guard, plan.model, plan.optimizer, self.made.schedulers_of(plan.optimizer), loader, prepared)
 
     def _steer(self, adopted: Adopted, loop: EpochLoop) -> None:
-        """Let the guard lead the loop over epochs that the script has just begun, on some ranks perhaps behind a snapshot
-        of its own that other hosts do not have. Collective."""
+        """Let the guard lead the loop over epochs that the script has just begun. Collective."""
         self._steered, begun = loop, Ranks().from_each(loop.first)
         first = adopted.guard.keep(first_epoch=loop.first).first_epoch
         self._signs.agree({"the first epoch of the run": first})

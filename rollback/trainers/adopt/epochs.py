@@ -41,8 +41,9 @@ class EpochLoop:
     def steer(self, first: int, begun: Collection[int], places: Callable[[int], Iterator[int]]) -> None:
         """In the first body: from here on `places`, of the guard, say which epoch is next. They are given their count.
 
-        first: of the run, which its places count from. begun: the epochs that the script has begun with, on all ranks.
-        Raises EpochMoved, on all of them, where the run stands in another epoch than one of these, or has had its last.
+        first: of the run, which its places count from. begun: the epochs that the script has begun with, on all ranks:
+        a host may lack the snapshot that it goes by on another one. Raises EpochMoved, on all ranks, where the run
+        stands in another epoch than one of these, or has had its last one.
         """
         self._numbers = range(first, self._numbers.stop, self._numbers.step)
         self._places = places(len(self._numbers))
@@ -50,6 +51,10 @@ class EpochLoop:
         if self._pending >= len(self._numbers) or {*begun} != {self._numbers[self._pending]}:
             raise EpochMoved
         self.place, self._pending = self._pending, None
+
+    def release(self) -> None:
+        """The guard is closed, and the script goes on by itself: behind the epoch in hand."""
+        self._places = self._pending = None
 
     def __iter__(self) -> "EpochLoop":
         self._begun(self)
