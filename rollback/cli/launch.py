@@ -151,9 +151,10 @@ def _runner(adopt: str | None, flags: Mapping[str, str | bool]) -> list[str]:
 
 
 def _unprotected(order: LaunchOrder) -> LaunchOrder:
-    """The same job without a guard. Its run directory is not the one in which the guard may have begun a record."""
+    """The same job without a guard. The record that a guard may have begun, in the run directory and at the ring's URL,
+    is not its: what becomes of this job would be the end of that run."""
     paths = RunPaths(order.paths.root.with_name(f"{order.paths.root.name}-unprotected"))
-    return replace(order, paths=paths, job=replace(order.job, runner=()), expects_guard=False)
+    return replace(order, paths=paths, job=replace(order.job, runner=()), expects_guard=False, fetches=False)
 
 
 def _tracker_flags(tensorboard: str | None, wandb: str | None, run: Path) -> list[str]:

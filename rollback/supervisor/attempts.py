@@ -64,6 +64,8 @@ class LaunchOrder:
     """Whether ranks are forked from a process that has imported torch (`rollback.agent.fork_server`)."""
     expects_guard: bool = False
     """Whether the order is about a guard, so that the script must have one."""
+    fetches: bool = True
+    """Whether the run goes on from the ring's URL, where that has it."""
 
 
 class Attempts:

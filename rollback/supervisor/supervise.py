@@ -198,7 +198,7 @@ class HostLaunch:
 
     def _fetch(self) -> tuple[str, ...]:
         """Bring the newest state from the ring's URL. Returns what was brought."""
-        if self.store is None:
+        if self.store is None or not self.order.fetches:
             return ()
         with _until_told(self.signals, f"the newest state was fetched from {self.store.url}"):
             if self.place is not None:  # of many nodes, the one that leads asks whether it may write

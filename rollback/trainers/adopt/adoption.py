@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from rollback.errors import RollbackError, UsageError
 from rollback.source.loops import ENUMERATE, EPOCHS, LIMIT, MOVED
+from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
@@ -173,7 +174,7 @@ class Adoption:
             loop = self._loop
             if loop is not None and not loop.at_first:
                 loop = None
-            self._adopted = self._adopt(loader, epochs=None if loop is None else len(loop))
+            self._adopted = self._adopt(loader, last_epoch=None if loop is None else loop.last)
             self._move(ScriptEvent.GUARD_MADE)
             if loop is not None:
                 self._steer(self._adopted, loop)
@@ -181,12 +182,14 @@ class Adoption:
             self._signs.end_of_guard(other)
             self._move(ScriptEvent.LEAVES)
             self._adopted.guard.close()
+            if self._steered is not None:
+                self._steered.release()
             return original(loader)
         else:
             self._look_for_schedulers(self._adopted)
         return self._pass(self._adopted)
 
-    def _adopt(self, loader: Any, epochs: int | None) -> Adopted:
+    def _adopt(self, loader: Any, last_epoch: int | None) -> Adopted:
         """Make the guard, of all that there is. Collective; ends the ranks where it cannot be."""
         seen: dict[str, Any]
         try:
@@ -197,7 +200,7 @@ class Adoption:
                 )
             plan = plan_for(loader, self.made.alive())
             seen = {
-                "the number of epochs": epochs,
+                "the last epoch": last_epoch,
                 "the model": type(plan.model).__name__, "the optimizer": type(plan.optimizer).__name__,
                 "what is kept besides": plan.objects,
             }  # fmt: skip
@@ -219,15 +222,17 @@ class Adoption:
         return Adopted(guard, plan.model, plan.optimizer, self.made.schedulers_of(plan.optimizer), loader, prepared)
 
     def _steer(self, adopted: Adopted, loop: EpochLoop) -> None:
-        """Let the guard lead the loop over epochs that the script has just begun."""
-        self._steered, begun = loop, loop.first
-        first = adopted.guard.keep(first_epoch=begun).first_epoch
-        if first != begun:
+        """Let the guard lead the loop over epochs that the script has just begun. Collective."""
+        self._steered, begun = loop, Ranks().from_each(loop.first)
+        first = adopted.guard.keep(first_epoch=loop.first).first_epoch
+        self._signs.agree({"the first epoch of the run": first})
+        if {*begun} != {first}:
             self._signs.say(
-                f"the script begins with epoch {begun} now, and the run began with epoch {first}: it seems to load a "
-                "snapshot of its own. The guard's epochs go on where the run stands, and are numbered as the run began"
+                f"the script begins with epoch {max(begun)} now, and the run began with epoch {first}: it seems to "
+                "load a snapshot of its own. The guard's epochs go on where the run stands, and are numbered as the "
+                "run began"
             )
-        loop.steer(first, partial(self._places, adopted))
+        loop.steer(first, {*begun}, partial(self._places, adopted))
 
     def _other_training(self, adopted: Adopted) -> str | None:
         """Collective, where the guard's loader is trained on again: why that is another training; None: it is not."""

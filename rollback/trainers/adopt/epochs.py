@@ -1,6 +1,6 @@
 """The script's loop over epochs: where the guard stands in another epoch than the loop's body, that body is left."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 
@@ -30,23 +30,31 @@ class EpochLoop:
         return self._numbers[0]
 
     @property
+    def last(self) -> int:
+        return self._numbers[-1]
+
+    @property
     def at_first(self) -> bool:
         """Whether the first body is running, and no guard steers yet."""
         return self.place == 0 and self._places is None
 
-    def steer(self, first: int, places: Callable[[int], Iterator[int]]) -> None:
+    def steer(self, first: int, begun: Collection[int], places: Callable[[int], Iterator[int]]) -> None:
         """In the first body: from here on `places`, of the guard, say which epoch is next. They are given their count.
 
-        first: of the run, which its places count from. Raises EpochMoved where the run stands in another epoch than the
-        one that the script has begun, or has had its last one.
+        first: of the run, which its places count from. begun: the epochs that the script has begun with, on all ranks:
+        a host may lack the snapshot that it goes by on another one. Raises EpochMoved, on all ranks, where the run
+        stands in another epoch than one of these, or has had its last one.
         """
-        begun = self.first
         self._numbers = range(first, self._numbers.stop, self._numbers.step)
         self._places = places(len(self._numbers))
         self._pending = next(self._places, len(self._numbers))
-        if self._pending >= len(self._numbers) or self._numbers[self._pending] != begun:
+        if self._pending >= len(self._numbers) or {*begun} != {self._numbers[self._pending]}:
             raise EpochMoved
         self.place, self._pending = self._pending, None
+
+    def release(self) -> None:
+        """The guard is closed, and the script goes on by itself: behind the epoch in hand."""
+        self._places = self._pending = None
 
     def __iter__(self) -> "EpochLoop":
         self._begun(self)

@@ -113,18 +113,20 @@ class LoopState:
     def forget_lost_best(self) -> None:
         """Let the next evaluation choose a new best model where the folder of the best one is gone. Collective.
 
-        With `save_total_limit`, the Trainer deletes it for a better one, and the steps of that may be undone later.
+        With `save_total_limit`, the Trainer deletes it for a better one, and the steps of that may be undone later; or
+        a host is lost. Ranks that save nothing may have no folders at all.
         """
-        state, accelerator = self._trainer.state, self._trainer.accelerator
+        trainer, state, accelerator = self._trainer, self._trainer.state, self._trainer.accelerator
         best = state.best_model_checkpoint
-        lost = torch.tensor(float(best is not None and not os.path.isdir(best)), device=accelerator.device)
+        is_lost = trainer.args.should_save and best is not None and not os.path.isdir(best)
+        lost = torch.tensor(float(is_lost), device=accelerator.device)
         if not accelerator.reduce(lost, "sum").item():
             return
         vars(state).update(_BEST)
         if accelerator.is_main_process:
             say(
-                f"the folder of the best model so far, {best}, is gone, as a better one of a step that is undone now "
-                "had taken its place: the next evaluation chooses a new best model"
+                f"the folder of the best model so far, {best}, is gone: a better one of a step that is undone now had "
+                "taken its place, or it was on a host that was lost. The next evaluation chooses a new best model"
             )
 
     def _gathered(self) -> Any:

@@ -21,6 +21,7 @@ from warm_server import run_torch_alone, run_warm
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Finished, Incident, Restored
+from rollback.rundir.paths import RunPaths
 
 PLAIN = Path(__file__).parent / "plain"
 LIMIT = 600.0
@@ -193,8 +194,9 @@ def test_a_trainer_of_a_library_is_protected_as_by_a_line_in_the_script(tmp_path
     require_undisturbed(tmp_path, Case(script=script), ["in a step"])
 
 
-def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epoch(tmp_path: Path) -> None:
-    job = Job(tmp_path, Case(script="own_snapshot.py"), 2)
+@pytest.mark.parametrize("disks", by_default(("shared", "apart"), "apart"))
+def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epoch(tmp_path: Path, disks: str) -> None:
+    job = Job(tmp_path, Case(script="own_snapshot.py", words=("--apart",) if disks == "apart" else ()), 2)
     job.plain("plain")
     output = job.launched("killed", "--adopt=strict", words=("--kill", "1:26"))
     assert "the script begins with epoch 2 now, and the run began with epoch 0" in output
@@ -274,6 +276,16 @@ def test_or_runs_unprotected_with_a_notice(tmp_path: Path, case: str) -> None:
     assert plain.stdout in done.stdout  # the same weights
 
 
+def test_a_job_that_runs_unprotected_is_no_part_of_the_record_at_the_url(tmp_path: Path) -> None:
+    """Else its end would be that of the run there, which the next launch takes for complete."""
+    where = "--adopt", "--run", "run", "--ring", f"file://{tmp_path}/bucket", str(PLAIN / "refused.py")
+    assert refused(tmp_path, *where, "a count of its own").returncode == ExitCode.DONE
+    done = refused(tmp_path, *where, "two optimizers")
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "not protected" in done.stdout, done.stdout
+    assert not RunPaths(tmp_path / "run-unprotected").identity.exists()
+
+
 @pytest.mark.parametrize(("how", "status"), [("--adopt", ExitCode.DONE), ("--adopt=strict", ExitCode.USAGE)])
 def test_a_training_of_which_nothing_was_found_is_told_at_its_end(tmp_path: Path, how: str, status: ExitCode) -> None:
     done = refused(tmp_path, how, str(PLAIN / "refused.py"), "an update of its own")
@@ -285,6 +297,16 @@ def test_a_sign_that_comes_late_is_said_and_the_run_goes_on(tmp_path: Path) -> N
     done = refused(tmp_path, "--adopt", str(PLAIN / "refused.py"), "an optimizer that comes later", "120")
     assert done.returncode == ExitCode.DONE, done.stdout
     assert "from here on a rollback or a resume is not exact" in done.stdout
+
+
+def test_a_training_that_a_loop_over_epochs_goes_on_with_is_trained_to_its_end_without_a_guard(tmp_path: Path) -> None:
+    command = str(PLAIN / "refused.py"), "another optimizer behind its first epoch"
+    plain = run_warm([sys.executable, *command], capture_output=True, check=True, timeout=LIMIT)
+    done = refused(tmp_path, "--adopt", *command)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "not protected from here on: the script trains on its loader again, with another optimizer" in done.stdout
+    assert "starting the script as torchrun would" not in done.stdout, done.stdout
+    assert plain.stdout in done.stdout  # the same weights
 
 
 ONE_SIDED = {

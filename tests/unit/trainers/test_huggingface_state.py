@@ -3,6 +3,7 @@
 import json
 import math
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,3 +157,17 @@ def test_a_weight_of_the_entropy_that_adapts_comes_back_and_a_setting_is_the_scr
     kept_of(other).load_state_dict(kept_of(adapting).state_dict())
     comes_back = before and now
     assert (other.entropy_coef, other._last_world_entropy) == ((0.35, 1.5) if comes_back else (0.2, math.inf))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_of_the_folder_of_the_best_model_those_ranks_know_that_save(saves: bool, tmp_path: Path) -> None:
+    """Another host may have been replaced, and had nothing in such a folder but its own random states."""
+    trainer = trainer_with([])
+    best = {"best_metric": 2.5, "best_global_step": 5, "best_model_checkpoint": str(tmp_path / "checkpoint-5")}
+    vars(trainer.state).update(best)
+    trainer.args.should_save = saves
+    trainer.accelerator = SimpleNamespace(
+        device=torch.device("cpu"), is_main_process=saves, reduce=lambda value, reduction: value
+    )
+    kept_of(trainer).forget_lost_best()
+    assert {name: vars(trainer.state)[name] for name in best} == (dict.fromkeys(best) if saves else best)

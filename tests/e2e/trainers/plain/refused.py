@@ -165,4 +165,10 @@ elif case == "one pass over several epochs":
             update(x)
             if i == 3:
                 break
+elif case == "another optimizer behind its first epoch":
+    for epoch in range(3):
+        if epoch == 1:
+            optimizer = torch.optim.Adam(model.parameters())
+        for (x,) in loader:
+            update(x, optimizer)
 print(f"the end: {model.weight.sum().item():.9f}")

@@ -36,7 +36,7 @@ def test_a_steered_loop_goes_where_the_guard_says_and_is_over_with_it() -> None:
     loop = EpochLoop(range(10, 14), begun)
     bodies = iter(loop)
     assert next(bodies) == 10
-    loop.steer(10, going(0, 1, 0, 2))
+    loop.steer(10, {10}, going(0, 1, 0, 2))
     assert not loop.at_first
     assert [(number, loop.again) for number in bodies] == [(11, False), (10, True), (12, False)]
     assert loop.over
@@ -47,8 +47,18 @@ def test_a_run_that_resumes_leaves_the_first_body_for_its_own() -> None:
     bodies = iter(loop)
     next(bodies)
     with pytest.raises(EpochMoved):
-        loop.steer(0, going(3, 4))
+        loop.steer(0, {0}, going(3, 4))
     assert [(number, loop.place) for number in bodies] == [(3, 3), (4, 4)]
+
+
+def test_no_rank_stays_in_its_first_body_where_the_script_begins_elsewhere_on_another_one() -> None:
+    """Else the others alone would come to the loader a second time, and ask of all ranks what that means."""
+    loop = EpochLoop(range(3, 6), begun)
+    bodies = iter(loop)
+    assert next(bodies) == 3
+    with pytest.raises(EpochMoved):
+        loop.steer(0, {3, 0}, going(3, 4))
+    assert [*bodies] == [3, 4]
 
 
 def test_a_run_that_is_complete_has_no_body_at_all() -> None:
@@ -56,7 +66,7 @@ def test_a_run_that_is_complete_has_no_body_at_all() -> None:
     bodies = iter(loop)
     next(bodies)
     with pytest.raises(EpochMoved):
-        loop.steer(0, going())
+        loop.steer(0, {0}, going())
     assert [*bodies] == []
     assert loop.over
 
@@ -67,7 +77,7 @@ def test_a_script_that_begins_elsewhere_than_the_run_did_is_led_by_the_runs_numb
     next(bodies)
     counts: list[int] = []
     with pytest.raises(EpochMoved):
-        loop.steer(1, lambda count: counts.append(count) or iter([1, 3, 5]))  # type: ignore[func-returns-value]
+        loop.steer(1, {loop.first}, lambda count: counts.append(count) or iter([1, 3, 5]))  # type: ignore[func-returns-value]
     assert [(number, loop.place) for number in bodies] == [(2, 1), (4, 3), (6, 5)]
     assert counts == [6]
 
@@ -76,6 +86,6 @@ def test_a_body_that_has_begun_with_the_number_of_where_the_run_stands_goes_on()
     loop = EpochLoop(range(4, 7), begun)
     bodies = iter(loop)
     next(bodies)
-    loop.steer(1, going(3, 4))
+    loop.steer(1, {loop.first}, going(3, 4))
     assert loop.place == 3
     assert [*bodies] == [5]
