@@ -144,7 +144,7 @@ class TrainingEnd:
         changed: it has made an update since its last batch. judge: ends that step, where this needs no other rank. A
         plan that follows is for the next start.
         """
-        if self._is_on_record or self.raised is not None:  # `finally` and `with` close the guard in an exception too
+        if self.is_on_record or self.raised is not None:  # `finally` and `with` close the guard in an exception too
             return
         if self._possible is not None and not changed:
             self.note_finished()
@@ -159,7 +159,7 @@ class TrainingEnd:
 
     def note_finished(self) -> None:
         """Journal the end of training, once, after `keep_state`. Not collective."""
-        if self._is_on_record:
+        if self.is_on_record:
             return
         self._stage = EndStage.RECORDED
         assert self._possible is not None
@@ -167,7 +167,8 @@ class TrainingEnd:
         self.unrecorded = self._record.unwritten
 
     @property
-    def _is_on_record(self) -> bool:
+    def is_on_record(self) -> bool:
+        """Whether it is journalled how the training ended, or why it stopped."""
         return self._stage in (EndStage.RECORDED, EndStage.STOPPED)
 
     def _note_complete(self, end: PossibleEnd) -> None:

@@ -142,6 +142,14 @@ class ScriptSide(GuardAssembly):
         return self._passes.interrupted
 
     @property
+    def finished(self) -> bool:
+        """Whether training is over: `max_steps` is reached, or `guard.epochs` has come to its end.
+
+        What the script loads from here on, as its best model for a test, is in no checkpoint.
+        """
+        return self._end.is_on_record
+
+    @property
     def run(self) -> Path:
         """The run directory."""
         return self._run.paths.root

@@ -71,7 +71,7 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     accelerator.backward = _told(guard, accelerator.backward)
     accelerator.register_for_checkpointing = _of_known([*known, *registered], accelerator.register_for_checkpointing)
     for name, why in _GUARD_S_OWN.items():
-        setattr(accelerator, name, _refused(name, why))
+        setattr(accelerator, name, _while_training(guard, getattr(accelerator, name), why))
     return tuple(GuardedLoader(loader, guard, counts) if item is loader else item for item in prepared)
 
 
@@ -183,9 +183,19 @@ def _of_known(known: list[Any], register: Callable[..., None]) -> Callable[..., 
     return registered
 
 
-def _refused(name: str, why: str) -> Callable[..., Any]:
-    def refused(*_: Any, **__: Any) -> Any:
-        attach.refuse(UsageError(f"accelerator.{name}() behind rollback.protect", hint=f"take it out: {why}"))
+def _while_training(guard: Guard, method: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """It is refused until the training is over: a script may load its best folder then, for a test."""
+
+    def refused(*given: Any, **others: Any) -> Any:
+        if not guard.finished:
+            attach.refuse(
+                UsageError(
+                    f"accelerator.{method.__name__}() behind rollback.protect",
+                    hint=f"take it out: {why}. Behind the training it may be called if the guard knows that this is "
+                    "over: for epoch in loader.guard.epochs(n)",
+                )
+            )
+        return method(*given, **others)
 
     return refused
 

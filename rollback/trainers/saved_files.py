@@ -63,6 +63,9 @@ class SavedFiles:
                     what = f"the end of the epoch at step {step}, which is done again"
                 rename_undone(Path(file), what)
                 undone.append(file)
+        for link in (path for folder in known for path in Path(folder).glob("*") if path.is_symlink()):
+            if (file := os.path.realpath(link)) in undone:  # as Lightning links its last one, without a word
+                rename_undone(link, f"{os.path.basename(file)}, which is undone")
         self._append([{"file": file, "step": 0} for file in undone])
 
     def move_aside(self, is_undone: Callable[[Path], bool]) -> None:

@@ -40,6 +40,7 @@ from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
 from rollback.trainers.adopt.other_loaders import OtherBatches, described
+from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.plan import Adopted, plan_for
 from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
@@ -52,6 +53,7 @@ class Adoption:
     def __init__(self, *, strict: bool) -> None:
         self.made = MadeObjects()
         self.losses = UntoldLosses()
+        self.own_resume = OwnResume()
         self._sources = ScriptSources()
         self._signs = ScriptSigns(strict=strict)
         self._state = AdoptionState.WATCHED
@@ -166,7 +168,8 @@ class Adoption:
         """`iter(loader)` of a loader that Accelerate has prepared."""
         if self._state is AdoptionState.LEFT or not torch.is_grad_enabled():
             return original(loader)
-        if self._adopted is not None and loader is not self._adopted.loader:
+        whole = self.own_resume.whole(loader, guarded=self._adopted is not None)
+        if self._adopted is not None and whole is not self._adopted.loader:
             return OtherBatches(self.strange_batch, original(loader), loader)
         if self._sources.trains() is False or not self.made.are_trained():
             return original(loader)
@@ -174,7 +177,7 @@ class Adoption:
             loop = self._loop
             if loop is not None and not loop.at_first:
                 loop = None
-            self._adopted = self._adopt(loader, last_epoch=None if loop is None else loop.last)
+            self._adopted = self._adopt(whole, last_epoch=None if loop is None else loop.last)
             self._move(ScriptEvent.GUARD_MADE)
             if loop is not None:
                 self._steer(self._adopted, loop)

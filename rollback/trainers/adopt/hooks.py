@@ -48,6 +48,7 @@ def watch_accelerate(module: Any, adoption: Adoption) -> None:
     _replace(module.DataLoaderShard, "__iter__", adoption.iterate_prepared)
     if "__iter__" in vars(module.DataLoaderDispatcher):
         _replace(module.DataLoaderDispatcher, "__iter__", adoption.iterate_prepared)
+    _replace(module, "skip_first_batches", adoption.own_resume.shorten)
 
 
 def _watch_trainer(entry: str, adoption: Adoption, module: Any) -> None:

@@ -85,6 +85,7 @@ def _prepared(loader: Any, made: list[Any]) -> GuardPlan:
             given = module_of((accelerator,)).protect(accelerator, *prepared, **besides)
         except UsageError as error:
             raise UsageError(error.message.replace("rollback.protect got", "the script has"), hint=error.hint) from None
+        del accelerator.skip_first_batches  # what that is for, is known when the script iterates it: `OwnResume`
         batches = given[next(place for place, item in enumerate(prepared) if item is loader)]
         return batches.guard, batches
 

@@ -203,6 +203,15 @@ def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epo
     job.require_same("killed", "plain")
 
 
+def test_a_script_over_accelerate_that_resumes_by_itself_goes_on_from_the_runs_checkpoint(tmp_path: Path) -> None:
+    """And it may load a folder of its own behind the training."""
+    job = Job(tmp_path, Case(script="resumes_itself.py"), 2)
+    job.plain("plain")
+    output = job.launched("killed", "--adopt=strict", words=("--kill", "1:36"))
+    assert "leaves out 4 batches (skip_first_batches), as if it resumed: this is left aside" in output
+    job.require_same("killed", "plain")
+
+
 def test_a_loop_over_epochs_around_a_training_in_another_file_begins_where_the_run_stands(tmp_path: Path) -> None:
     Job(tmp_path, Case(script="elsewhere.py", words=("3",)), 1).plain("plain")
     for epochs in "2", "3":

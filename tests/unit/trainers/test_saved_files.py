@@ -43,6 +43,16 @@ def test_what_was_saved_of_later_steps_is_renamed_and_may_be_saved_anew(tmp_path
     assert names(folder) == ["10.ckpt", "undone-1-20.ckpt", "undone-20.ckpt", "undone-last.ckpt"]
 
 
+def test_a_link_to_what_is_undone_is_renamed_with_it(tmp_path: Path, folder: Path) -> None:
+    """Else Lightning's `save_last="link"` would find its `last.ckpt` taken, and go on with a `last-v1.ckpt`."""
+    files = SavedFiles(tmp_path / "run")
+    for step in (10, 20):
+        save(files, folder / f"{step}.ckpt", step)
+        (folder / f"last at {step}.ckpt").symlink_to(f"{step}.ckpt")
+    files.set_aside(SavedAt(15, 30), [str(folder)])
+    assert names(folder) == ["10.ckpt", "last at 10.ckpt", "undone-20.ckpt", "undone-last at 20.ckpt"]
+
+
 def test_what_was_saved_between_the_batches_of_an_update_is_renamed_where_that_begins_anew(
     tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,47 @@
+"""A script over Accelerate that resumes by itself, in a run that goes on from its own checkpoint.
+
+Such scripts load the newest folder that they have saved, and leave out what was read of its epoch: never when a run
+begins, and always when it goes on. What is loaded the guard replaces. What is left out counts for nothing: the guard
+has its own place in the data.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from rollback.train.comm.recorder import say
+from rollback.train.start import attach
+
+
+class OwnResume:
+    """Of the script in this rank."""
+
+    def __init__(self) -> None:
+        self._is_first = os.environ.get("RANK", "0") == "0"
+        self._shortened: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
+        """What `skip_first_batches` has made: of which loader, and without how many batches."""
+        self._left_out: int | None = None
+        """So many batches the script leaves out to resume."""
+
+    def shorten(self, original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
+        """`accelerate.skip_first_batches`."""
+        shortened = original(dataloader, num_batches)
+        self._shortened[shortened] = dataloader, num_batches
+        return shortened
+
+    def whole(self, loader: Any, *, guarded: bool) -> Any:
+        """The loader that a guard takes for `loader`, which is iterated: the whole one, if this leaves out batches to
+        resume. guarded: whether there is a guard; behind that the script may leave out others for another reason."""
+        whole, left_out = self._shortened.get(loader, (loader, None))
+        if guarded or whole is loader:
+            return whole if left_out == self._left_out else loader
+        if self._is_first and not os.path.lexists(attach.run_paths(None).identity):  # other hosts may not have it
+            return loader  # the run begins: this is refused
+        if self._is_first and self._left_out is None:
+            say(
+                f"the script leaves out {left_out} batches (skip_first_batches), as if it resumed: this is left aside, "
+                "since the run goes on from its own checkpoint"
+            )
+        self._left_out = left_out
+        return whole
