@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
-from rollback.errors import UsageError
+from rollback.errors import WrongSetting
 from rollback.facts.fact import SamplesFrom
 from rollback.facts.training import Window
 
@@ -233,13 +233,13 @@ def settings_text(environment: Mapping[str, str]) -> str:
 
 
 def settings_from(script: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
-    """Settings of the script, overridden by those of the command line. Raises UsageError naming the wrong setting."""
+    """Settings of the script, overridden by those of the command line. Raises WrongSetting with its name."""
     try:
         given = settings_text(environment)
         operator = _LOOSE.validate_json(given) if given else {}
         return Settings.model_validate({**script, **operator})
     except ValidationError as error:
-        raise UsageError(
+        raise WrongSetting(
             explain(error), hint="rollback launch --help and help(rollback.Guard) list the settings"
         ) from error
 

@@ -40,6 +40,11 @@ class DataStream:
         skipped, of, allowed = self._cost(window, settings)
         if skipped <= allowed:
             return None
+        if skipped >= of:
+            return (
+                f"skipping batches {window} would leave nothing to train on: incidents would have cost all {of} "
+                "batches of the run. Look at the data, and at what computes the loss"
+            )
         return (
             f"skipping batches {window} would make it {skipped} of {of} batches that incidents have cost, and "
             f"max_skipped ({settings.max_skipped}) allows {allowed}: too much of the data is bad, or the windows are "
@@ -50,13 +55,15 @@ class DataStream:
         """The batches that incidents cost with this window, the batches of the run, and how many incidents may cost.
 
         The limit is `max_skipped` of the batches that the run has, as far as known, and at least of those through the
-        window. One first answer is always allowed.
+        window. One first answer is always allowed, but no answer by which nothing is left to train on.
         """
         known = sum(max(0, min(w.last, window.last) - max(w.first, window.first) + 1) for w in self.skipped)
         skipped = sum(map(len, self.skipped)) + len(window) - known
         of = max(self.total, window.last + 1)
         reach = settings.reach
         least = max((reach.rewind + FIRST_ANSWER) * self.batches_per_step + reach.skip_after, reach.skip_min)
+        if self.total:
+            least = min(least, max(1, of - 1))  # else a short run of bad data alone would end as one that is done
         share = settings.max_skipped_share
         return skipped, of, max(int(share * of), least) if share < 1 else skipped
 

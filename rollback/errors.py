@@ -66,6 +66,18 @@ class UsageError(RollbackError, exit_code=ExitCode.USAGE):
     """The command or the call is wrong; nothing was started or written."""
 
 
+class WrongSetting(UsageError):
+    """A setting does not fit the others, the data, or what it names. Without a guard it would be left out unasked."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields, "of_settings": True}
+
+
+class ScriptRefused(UsageError):
+    """The ranks refuse what the script does: no guard could keep it. It can run without one."""
+
+
 class RunInUse(RollbackError, exit_code=ExitCode.IN_USE):
     """Another live process holds the run directory."""
 

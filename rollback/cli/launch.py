@@ -23,7 +23,7 @@ from rollback.checkpoints.tiers import base_of
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
 from rollback.cli.windows import cumulative, parse_samples, parse_window, together
 from rollback.config import Settings, explain, fault_of
-from rollback.errors import ExitCode, RollbackError, UsageError, reporting
+from rollback.errors import ExitCode, RollbackError, ScriptRefused, UsageError, reporting
 from rollback.facts.fact import SamplesFrom, Window
 from rollback.facts.history import History, merge_windows, passed_over_by
 from rollback.facts.training import PassedOver
@@ -109,8 +109,8 @@ def launch(
             screen.say(_STARTS_RANKS.format(script=script, line=line))
         try:
             result = supervise(order, screen, signals)
-        except RollbackError as error:
-            if adopt != "notice" or error.exit_code != ExitCode.USAGE:
+        except ScriptRefused as error:
+            if adopt != "notice":
                 raise
             screen.say(f"not protected: {error.message}\n{error.hint}")
             if signals.received:

@@ -155,9 +155,25 @@ class ScriptLoops:
         here = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
         taken = [call for call in here if is_call_of(call, "next")]
         looked = {id(node) for call in taken for node in ast.walk(call)}
-        if taken and all(id(call) in looked for call in here if is_call_of(call, "iter")):
-            return False  # next(iter(loader)): a look at a batch
+        made = [call for call in here if is_call_of(call, "iter")]
+        if taken and all(id(call) in looked for call in made):
+            # next(iter(loader)): a look at a batch; next(batches) of a generator is one where nothing trains on it
+            return None if not made and self._may_train_on(taken[0]) else False
         return None
+
+    def _may_train_on(self, taken: ast.Call) -> bool:
+        """Whether a batch that is taken here, and not iterated, is in a loop that may train, or beside a backward()."""
+        for loop in (node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While)):
+            reached = list(self._reached(loop))
+            if any(node is taken for node in reached) and (
+                any(map(is_backward, reached)) or (self.trains_elsewhere and any(map(names_update, reached)))
+            ):
+                return True
+        function = self._scope_of(taken)
+        loops = [loop for loop in ast.walk(function) if isinstance(loop, ast.For | ast.While)]
+        apart = {id(node) for loop in loops for node in ast.walk(loop)}
+        beside = (node for node in ast.walk(function) if id(node) not in apart)
+        return function is not self.tree and any(map(is_backward, beside))
 
     def gathers_at(self, line: int) -> bool:
         """Whether `line`, which begins no `for`, takes all batches at once: `list(loader)`, `[y for _, y in loader]`.

@@ -254,6 +254,18 @@ def test_no_window_makes_incidents_cost_more_than_they_may(
     assert ("max_skipped" in answer.reason) == (not allowed)
 
 
+@pytest.mark.parametrize(("total", "action"), [(0, "rollback"), (25, "rollback"), (24, "stop")])
+def test_a_short_run_of_bad_data_alone_is_not_skipped_whole(total: int, action: str) -> None:
+    stream = DataStream(skipped=(Window(first=0, last=22),), total=total)
+    found = incident(23, 23).model_copy(update={"onset_step": 0, "detection_step": 0, "step": 1})
+    answer = plan(found, None, held(0), Settings(), stream)
+    assert answer.action == action
+    if action == "stop":
+        assert "leave nothing to train on: incidents would have cost all 24 batches" in answer.reason
+    elif total:
+        assert answer.skip == Window(first=23, last=23)  # one batch is left
+
+
 @pytest.mark.parametrize("policy", ["balanced", "surgical", "screen"])
 @pytest.mark.parametrize(("skipped", "action"), [(99, "rollback"), (100, "stop")])
 def test_where_one_more_update_costs_too_much_the_run_stops(policy: str, skipped: int, action: str) -> None:

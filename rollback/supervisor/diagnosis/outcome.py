@@ -34,7 +34,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from rollback.errors import ExitCode, RollbackError
+from rollback.errors import ExitCode, RollbackError, ScriptRefused
 from rollback.facts.ending import GivingUp
 from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, LastSnapshotMade, Stopped
 
@@ -61,9 +61,13 @@ class Refusal(BaseModel, frozen=True):
     hint: str | None = None
     ranks_only: bool = False
     """Whether the job would fit with another number of ranks."""
+    of_settings: bool = False
+    """Whether it is the settings that are refused, and not the script."""
 
     def as_error(self) -> RollbackError:
-        return RollbackError(**self.model_dump(exclude={"ranks_only"}))
+        of_script = self.exit_code == ExitCode.USAGE and not self.of_settings
+        kind = ScriptRefused if of_script else RollbackError
+        return kind(**self.model_dump(exclude={"ranks_only", "of_settings"}))
 
 
 class RankFailure(BaseModel, frozen=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rollback.config import Settings, host_name, settings_from
-from rollback.errors import UsageError
+from rollback.errors import UsageError, WrongSetting
 from rollback.rundir import seal
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
@@ -136,7 +136,7 @@ def check_run(run: object) -> None:
 
 
 def check_alike(settings: Settings, max_steps: int | None, ranks: Ranks) -> None:
-    """Collective: raise UsageError, on all ranks, where they do not train by the same settings.
+    """Collective: raise WrongSetting, on all ranks, where they do not train by the same settings.
 
     Each host is given its own command line. By other settings ranks would decide otherwise about the same facts: they
     would go to different batches without a word, or wait in different collectives. By another seal a host would refuse
@@ -153,7 +153,7 @@ def check_alike(settings: Settings, max_steps: int | None, ranks: Ranks) -> None
         if first.get(name) != value
     )
     if (found := ranks.first_fault(fault)) is not None:
-        raise UsageError(
+        raise WrongSetting(
             f"the ranks are to train by different settings: {found}",
             hint="give all hosts the same options and variables, and the same script; nothing was changed",
         )
@@ -180,10 +180,10 @@ def whole_number(value: Any, what: str) -> int:
 
 
 def sentinel_for(settings: Settings) -> Sentinel:
-    """The run's sentinel. Raises UsageError where probation is too short for the sentinel's patience."""
+    """The run's sentinel. Raises WrongSetting where probation is too short for the sentinel's patience."""
     sentinel = Sentinel(settings.sensitivity, settings.objective)
     if settings.probation <= sentinel.patience:
-        raise UsageError(
+        raise WrongSetting(
             f"probation={settings.probation} is no longer than the sentinel's patience of {sentinel.patience} "
             "steps: a checkpoint could be called good before the trouble in it is called",
             hint=f"set probation to {sentinel.patience + 1} or more",

@@ -10,7 +10,7 @@ from torch import Tensor
 from rollback.checkpoints.format.parts import whole
 from rollback.checkpoints.outside.fitting import Fitting, JobTensors, OutsideCheckpoint, fit, hash_file, hash_together
 from rollback.checkpoints.outside.fitting import open_outside as open_it
-from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, UsageError
+from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, WrongSetting
 from rollback.facts.fact import InitialState
 from rollback.train.comm.ranks import Ranks
 from rollback.train.restore.reads import Reads, reading
@@ -26,17 +26,17 @@ def begin_with(place: str, state: TrainingState, ranks: Ranks) -> InitialState:
     """Collective: read a model, and its optimizer's state if it is there, into the live objects.
 
     Each rank reads the rows that it has a part of. The hyperparameters (learning rate and so on) stay the script's.
-    Nothing is touched before all ranks have found that everything fits. Raises UsageError where it does not, and
+    Nothing is touched before all ranks have found that everything fits. Raises WrongSetting where it does not, and
     NoUsableCheckpoint where it cannot be read, the same on all ranks.
     """
     path = Path(place).absolute()
-    found = _agreed(ranks, UsageError, lambda: open_it(path))
+    found = _agreed(ranks, WrongSetting, lambda: open_it(path))
     try:
         job = _tensors_of(state)
-        fitting = _agreed(ranks, UsageError, lambda: fit(found, job))
+        fitting = _agreed(ranks, WrongSetting, lambda: fit(found, job))
         sizes = _agreed(ranks, NoUsableCheckpoint, lambda: found.sizes)
         if any(other != sizes for other in ranks.from_each(sizes)):
-            raise UsageError(
+            raise WrongSetting(
                 f"init: the hosts of this job have different files at {path}", hint="give all of them the same files"
             )
         _agreed(ranks, NoUsableCheckpoint, lambda: _load(found, fitting, state, ranks))

@@ -11,7 +11,7 @@ from rollback.checkpoints.fast_tier.slots import forget
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import healthy_before, is_on_record
 from rollback.config import ENV_SUPERVISOR, Settings
-from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural, UsageError
+from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural, WrongSetting
 from rollback.facts.history import History, merge_windows
 from rollback.facts.training import (
     THE_SUPERVISOR,
@@ -71,7 +71,7 @@ def require_a_change(paths: RunPaths, settings: Settings, history: History) -> N
 
 
 def require_samples(settings: Settings, cursor: Cursor) -> None:
-    """Raise UsageError where samples that the settings leave out cannot be: the record would say that they were.
+    """Raise WrongSetting where samples that the settings leave out cannot be: the record would say that they were.
 
     Where another data set is accepted, the order may be from before it shrank.
     """
@@ -79,7 +79,7 @@ def require_samples(settings: Settings, cursor: Cursor) -> None:
     if not listed or (cursor.leaves_out and settings.accept_data_change):
         return
     if (why := why_kept(listed, cursor)) is not None:
-        raise UsageError(f"skip_samples: {why}", hint="leave it out, or say --skip A:B to pass over whole batches")
+        raise WrongSetting(f"skip_samples: {why}", hint="leave it out, or say --skip A:B to pass over whole batches")
 
 
 def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest | None, record: Recorder) -> None:

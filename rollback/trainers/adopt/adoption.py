@@ -92,7 +92,8 @@ class Adoption:
         """What the script goes over in place of `numbers`, in the loop of that line."""
         if type(numbers) is not range or not len(numbers):
             return numbers
-        return EpochLoop(numbers, partial(self._loops.__setitem__, (filename, line)))
+        self.made.note(loop := EpochLoop(numbers, partial(self._loops.__setitem__, (filename, line))))
+        return loop
 
     @property
     def _loop(self) -> EpochLoop | None:
@@ -177,7 +178,7 @@ class Adoption:
             loop = self._loop
             if loop is not None and not loop.at_first:
                 loop = None
-            self._adopted = self._adopt(whole, last_epoch=None if loop is None else loop.last)
+            self._adopted = self._adopt(whole, loop)
             self._move(ScriptEvent.GUARD_MADE)
             if loop is not None:
                 self._steer(self._adopted, loop)
@@ -192,7 +193,7 @@ class Adoption:
             self._look_for_schedulers(self._adopted)
         return self._pass(self._adopted)
 
-    def _adopt(self, loader: Any, last_epoch: int | None) -> Adopted:
+    def _adopt(self, loader: Any, loop: EpochLoop | None) -> Adopted:
         """Make the guard, of all that there is. Collective; ends the ranks where it cannot be."""
         seen: dict[str, Any]
         try:
@@ -201,9 +202,9 @@ class Adoption:
                     "the script goes over its loader by itertools.cycle, which gives the batches of one round again",
                     hint="begin the loader anew for each round: `while True:` around `for batch in loader:`",
                 )
-            plan = plan_for(loader, self.made.alive())
+            plan = plan_for(loader, self.made.alive(), loop)
             seen = {
-                "the last epoch": last_epoch,
+                "the last epoch": None if loop is None else loop.last,
                 "the model": type(plan.model).__name__, "the optimizer": type(plan.optimizer).__name__,
                 "what is kept besides": plan.objects,
             }  # fmt: skip
@@ -333,8 +334,7 @@ class Adoption:
         if (adopted := self._guarded) is None:
             return original(tensors, *given, **others)
         if self._stranger is not None:
-            ours, other = described(adopted.loader), described(self._stranger)
-            self._sign(f"trains on two loaders: one of {ours}, one of {other}", adopted.guard.step)
+            self._sign(f"trains on two loaders: {described(adopted.loader, self._stranger)}", adopted.guard.step)
         if adopted.prepared is not None:  # Accelerate's backward tells the guard
             return original(tensors, *given, **others)
         return self.losses.backward(original, tensors, *given, **others)

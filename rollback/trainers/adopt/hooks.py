@@ -28,7 +28,7 @@ _TRAINERS = {
 
 def watch(adoption: Adoption) -> None:
     """From now on."""
-    for kind in (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler):
+    for kind in (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader):
         _note_instances(kind, adoption.made.note)
     _replace(DataLoader, "__iter__", adoption.iterate)
     _replace(torch.autograd, "backward", adoption.backward)

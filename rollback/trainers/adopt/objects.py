@@ -5,7 +5,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -15,7 +15,7 @@ from rollback.train.start.arguments import check_whole
 
 
 class MadeObjects:
-    """Modules, optimizers, schedulers and gradient scalers, as long as they are there."""
+    """Modules, optimizers, schedulers, gradient scalers, loaders and loops over epochs, as long as they are there."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Any]] = []
@@ -97,12 +97,42 @@ def kept_besides(model: nn.Module, made: list[Any]) -> dict[str, Any]:
     parts = {id(part) for scheduler in schedulers for part in getattr(scheduler, "_schedulers", ())}
     schedulers = [scheduler for scheduler in schedulers if id(scheduler) not in parts]
     scalers = [thing for thing in made if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled()]
-    named: dict[str, list[Any]] = {"scheduler": schedulers, "scaler": scalers, "module": others}
+    averages = _averages_of(model)
+    named: dict[str, list[Any]] = {"scheduler": schedulers, "scaler": scalers, "module": others, "average": averages}
     return {
         name if place == 1 else f"{name}{place}": thing
         for name, things in named.items()
         for place, thing in enumerate(things, 1)
     }
+
+
+def _averages_of(model: nn.Module) -> list[Any]:
+    """Objects that are no modules, have a state that can be loaded, and in it copies of what the model has: the
+    EMAModel of diffusers, torch_ema. Nothing tells of their making: they are looked for."""
+    things = gc.get_objects()
+    kinds = {kind for kind in set(map(type, things)) if _has_own_state(kind)}
+    found = [thing for thing in things if type(thing) in kinds]
+    if not found:
+        return []
+    own, state = list(model.parameters()), list(model.state_dict().values())
+    wholes = own, [p for p in own if p.requires_grad], state
+    shapes = [[getattr(tensor, "shape", None) for tensor in whole] for whole in wholes if whole]
+    held = {id(tensor) for tensor in (*own, *state)}
+
+    def is_copy(values: Any) -> bool:
+        items = list(values.values() if isinstance(values, dict) else values)
+        tensors = all(isinstance(item, Tensor) and id(item) not in held for item in items)
+        return tensors and [item.shape for item in items] in shapes
+
+    return [
+        thing for thing in found
+        if any(isinstance(value, list | tuple | dict) and is_copy(value) for value in vars(thing).values())
+    ]  # fmt: skip
+
+
+def _has_own_state(kind: Any) -> bool:
+    has = all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
+    return has and hasattr(kind, "__dict__") and not issubclass(kind, nn.Module | Optimizer | LRScheduler)
 
 
 def modules_of(made: list[Any]) -> list[nn.Module]:

@@ -22,7 +22,13 @@ class OtherBatches:
         return getattr(self._batches, name)
 
 
-def described(loader: Any) -> str:
+def described(ours: Any, other: Any) -> str:
+    first, second = _size_of(ours), _size_of(other)
+    again = " (one that is made anew for each epoch is another one: make it once, before)" if first == second else ""
+    return f"one of {first}, one of {second}{again}"
+
+
+def _size_of(loader: Any) -> str:
     try:
         return f"{len(loader)} batches of a {type(loader.dataset).__name__}"
     except (TypeError, AttributeError):

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.updates.wrappers import outermost
+from rollback.trainers.adopt.epochs import EpochLoop
 from rollback.trainers.adopt.objects import kept_besides, modules_of, trained_objects
 from rollback.trainers.protect import module_of
 
@@ -28,8 +29,9 @@ class GuardPlan:
     make: Callable[[], tuple[Guard, Any]]
 
 
-def plan_for(loader: Any, made: list[Any]) -> GuardPlan:
-    """loader: the one that is trained on. made: the script's objects. Raises UsageError for what cannot be kept."""
+def plan_for(loader: Any, made: list[Any], loop: EpochLoop | None = None) -> GuardPlan:
+    """loader: the one that is trained on. made: the script's objects, in the order of their making. loop: over epochs,
+    one of them. Raises UsageError for what cannot be kept."""
     if type(loader).__module__.partition(".")[0] == "accelerate":
         return _prepared(loader, made)
     if isinstance(loader.dataset, IterableDataset) and not hasattr(loader.dataset, "load_state_dict"):
@@ -43,11 +45,23 @@ def plan_for(loader: Any, made: list[Any]) -> GuardPlan:
             f"the script trains on a {type(loader).__name__}, which iterates in its own way",
             hint="a torch DataLoader; other loaders can be handed to a rollback.Guard",
         )
+    if loop is not None and len(loop) > 1 and any(thing is loader for thing in _behind(loop, made)):
+        raise UsageError(
+            f"the script makes its {type(loader).__name__} in its loop over epochs, anew for each: the guard of the "
+            "first one alone would see one epoch",
+            hint="make the loader once, in front of that loop",
+        )
     model, optimizer, objects = trained_objects(made)
     return GuardPlan(
         model, optimizer, [f"{name}: {type(thing).__name__}" for name, thing in objects.items()],
         lambda: (Guard(model=model, optimizer=optimizer, loader=loader, **objects), None),
     )  # fmt: skip
+
+
+def _behind(first: Any, made: list[Any]) -> list[Any]:
+    """What was made after it."""
+    place = next((place for place, thing in enumerate(made) if thing is first), len(made))
+    return made[place:]
 
 
 def _prepared(loader: Any, made: list[Any]) -> GuardPlan:

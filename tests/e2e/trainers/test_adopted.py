@@ -53,6 +53,8 @@ REFUSED = {
     "one pass over several epochs": ("takes the batches of one pass over its loader in several", "rollback adopt"),
     "a pass that trains nothing": ("computes no gradients there: under torch.no_grad() it may", "rollback adopt"),
     "a scheduler of each epoch": ("makes a StepLR in its loop over epochs, which the guard does not", "rollback adopt"),
+    "a loader of each epoch": ("makes its DataLoader in its loop over epochs, anew for each", "make the loader once"),
+    "a loader of each turn": ("one of 6 batches of a TensorDataset (one that is made anew for each", "make it once"),
     "a second training": ("trains on its loader again", "rollback adopt"),
 }
 
@@ -253,6 +255,8 @@ def refused(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedPr
         "an optimizer that comes later",
         "a pass that trains nothing",
         "a scheduler of each epoch",
+        "a loader of each epoch",
+        "a loader of each turn",
         "one pass over several epochs",
     ),
 )
@@ -372,6 +376,7 @@ def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
     [
         ("a count beside next", "`taken` by itself (line 130), and ends its loop by it"),
         ("a loop in another file", "`i` by itself (engine.py, line 7)"),
+        ("next of a generator", "`step` by itself (line 176), and ends its loop by it"),
         ("a limit of its own", "`itertools.islice(loader, 0, 4)` by itself (line 134), and ends its loop by it"),
     ],
 )
@@ -470,6 +475,13 @@ def test_what_is_no_script_is_refused_before_anything_starts(tmp_path: Path, wor
     done = refused(tmp_path, *words)
     assert done.returncode == ExitCode.USAGE
     assert "--adopt" in done.stdout
+
+
+def test_a_setting_that_does_not_fit_is_wrong_use_and_no_reason_to_go_without_protection(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt", "--probation", "3", str(PLAIN / "refused.py"), "a limit of its own")
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert "set probation to 6 or more" in done.stdout
+    assert "not protected" not in done.stdout
 
 
 # Made explicit --------------------------------------------------------------------------------------------------------

@@ -347,6 +347,22 @@ def test_an_iterator_that_is_made_and_taken_from_in_one_line_is_no_look_at_a_bat
 
 
 @pytest.mark.parametrize(
+    ("source", "trains"),
+    [
+        ("while step < 9:\n    for _ in range(2):\n        x = next(batches)\n        loss(x).backward()", None),
+        ("for i in range(9):\n    part = 2\n    x = next(batches)\n    optimizer.step(engine(x))", None),
+        ("def train_step(batches):\n    part = 2\n    x = next(batches)\n    loss(x).backward()", None),
+        ("for i in range(9):\n    part = 2\n    x = next(batches)\n    show(x)", False),
+        ("def main():\n    part = 2\n    x = next(batches)\n    for y in loader: loss(y).backward()", False),
+    ],
+)
+def test_a_batch_of_a_generator_is_trained_on_where_it_is_taken_in_a_loop_that_trains(
+    source: str, trains: bool | None
+) -> None:
+    assert ScriptLoops(source).trains_at(3) is trains
+
+
+@pytest.mark.parametrize(
     ("source", "cycles"),
     [
         ("import itertools as it\nfor x in enumerate(it.cycle(loader)): pass", True),

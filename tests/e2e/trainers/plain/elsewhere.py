@@ -21,6 +21,24 @@ model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+class Average:
+    """Of the weights, as EMA libraries have it: no module."""
+
+    def __init__(self, parameters):
+        self.shadow = [p.detach().clone() for p in parameters]
+
+    def state_dict(self):
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state):
+        self.shadow = [p.clone() for p in state["shadow"]]
+
+    def update(self, parameters):
+        for mine, p in zip(self.shadow, parameters, strict=True):
+            mine.lerp_(p.detach(), 0.1)
+
+
+average = Average(model.parameters())
 taken = itertools.count(1)
 
 
@@ -31,6 +49,7 @@ def update(model, x, y, ids, place):
     loss = nn.functional.mse_loss(model(x), y)
     loss.backward()
     optimizer.step()
+    average.update(model.parameters())
     return loss.item()
 
 
@@ -38,4 +57,6 @@ for _warm in range(2):
     torch.rand(1)
 for epoch in range(int(sys.argv[2])):
     print(f"epoch {epoch}: {train(model, loader, optimizer, update, epoch):.6f}, {len(list(loader))} batches")
-torch.save({"model": model.state_dict(), "random": torch.get_rng_state()}, f"{sys.argv[1]}-0.pt")
+torch.save(
+    {"model": model.state_dict(), **average.state_dict(), "random": torch.get_rng_state()}, f"{sys.argv[1]}-0.pt"
+)

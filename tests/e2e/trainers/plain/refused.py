@@ -158,6 +158,22 @@ elif case == "a scheduler of each epoch":
         for (x,) in loader:
             update(x)
             scheduler.step()
+elif case == "a loader of each epoch":
+    for _epoch in range(2):
+        for (x,) in DataLoader(DATA, 4):
+            update(x)
+elif case == "a loader of each turn":
+    turn = 0
+    while turn < 2:
+        for (x,) in DataLoader(DATA, 4):
+            update(x)
+        turn += 1
+elif case == "next of a generator":
+    batches, step = (batch for _ in range(9) for batch in loader), 0
+    while step < 9:
+        (x,) = next(batches)
+        update(x)
+        step += 1
 elif case == "one pass over several epochs":
     batches = (batch for _ in range(9) for batch in loader)
     for _epoch in range(3):

@@ -41,6 +41,30 @@ def test_several_of_a_kind_are_counted_and_parts_of_a_scheduler_go_with_it() -> 
     assert objects == {"scheduler": chain, "scheduler2": second, "module": average}
 
 
+class Average:
+    """state: what it has; the state of a library's average of the weights is such a list."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
+
+
+def test_an_average_that_is_no_module_is_found_by_what_it_has() -> None:
+    model = nn.Linear(7, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    copies = [p.detach().clone() for p in model.parameters()]
+    others = [Average(list(model.parameters())), Average(copies[:1]), Average(3), Average(copies + copies)]
+    listed, named = Average(copies), Average(dict(enumerate(copies)))
+    found = trained_objects(made(model, optimizer))[2]
+    assert {id(thing) for thing in found.values()} == {id(listed), id(named)}, others
+    assert list(found) == ["average", "average2"]
+
+
 def test_a_scaler_that_is_switched_off_is_not_kept() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
