@@ -42,7 +42,7 @@ from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
 from rollback.trainers.adopt.other_loaders import OtherBatches, described
 from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.plan import Adopted, plan_for
-from rollback.trainers.adopt.signs import ScriptSigns, as_error
+from rollback.trainers.adopt.signs import ScriptSigns, as_error, trains_by_own_entry, updates_without_loop
 from rollback.trainers.adopt.sources import ScriptSources
 from rollback.trainers.protect import protect
 
@@ -150,12 +150,7 @@ class Adoption:
             self._signs.end_of_guard(f"trains by another {type(trainer).__name__}")
             return original(trainer, *given, **others)
         if getattr(getattr(type(trainer), entry), "__wrapped__", None) is not original:
-            self._signs.refuse(
-                UsageError(
-                    f"the script trains by a {type(trainer).__name__} with a {entry}() of its own",
-                    hint=f"write rollback.protect(trainer) in front of trainer.{entry}(), and leave out --adopt",
-                )
-            )
+            self._signs.refuse(trains_by_own_entry(trainer, entry))
         self._move(ScriptEvent.LEAVES)
         return getattr(protect(trainer), entry)(*given, **others)
 
@@ -249,14 +244,11 @@ class Adoption:
         return other
 
     def _look_for_schedulers(self, adopted: Adopted) -> None:
-        """Whether the script has made one since: it has changed the learning rate, and the guard does not keep it.
-
-        Raises RollbackError in a first epoch that begins again: what its body makes is kept by the guard of an attempt
-        that begins there."""
-        made = [thing for thing in self.made.schedulers_of(adopted.optimizer) if thing not in adopted.schedulers]
-        if not made:
+        """Whether the script has made one since. Raises RollbackError in a first epoch that begins again: what its body
+        makes is kept by the guard of an attempt that begins there."""
+        if (made := adopted.scheduler_made_since(self.made)) is None:
             return
-        kind, loop = type(made[0]).__name__, self._steered
+        kind, loop = type(made).__name__, self._steered
         if loop is not None and loop.place == 0 and loop.again:
             raise RollbackError(
                 f"going back led into the first epoch, in which the script has made its {kind} anew: that has changed "
@@ -369,14 +361,7 @@ class Adoption:
             kind = type(optimizer).__name__
             self._sign(f"trains with a second optimizer, {kind}, which was not there at the start", adopted.guard.step)
             return
-        self._signs.refuse(
-            UsageError(
-                f"the script updates a model ({self._sources.caller()}) with a batch that came from no `for` loop "
-                "over a DataLoader, or that a loop inside of it takes apart",
-                hint="--adopt knows `for batch in loader:`, and inside of it loops over a range or over x.chunk(2); "
-                "for other loops, batches of next(), of a callable or of an iterator of your own make a rollback.Guard",
-            )
-        )
+        self._signs.refuse(updates_without_loop(self._sources.caller()))
 
     def _strays(self) -> bool:
         """Whether the guard's optimizer updates by what came from no pass, where no loop over epochs repeats that."""

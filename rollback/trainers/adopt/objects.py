@@ -108,10 +108,14 @@ def kept_besides(model: nn.Module, made: list[Any]) -> dict[str, Any]:
 
 def _averages_of(model: nn.Module) -> list[Any]:
     """Objects that are no modules, have a state that can be loaded, and in it copies of what the model has: the
-    EMAModel of diffusers, torch_ema. Nothing tells of their making: they are looked for."""
+    EMAModel of diffusers, torch_ema.
+
+    Nothing tells of their making: they are looked for, and found in no order that a later start would find again. So
+    they go by their class. Raises UsageError where there are several of one.
+    """
     things = gc.get_objects()
     kinds = {kind for kind in set(map(type, things)) if _has_own_state(kind)}
-    found = [thing for thing in things if type(thing) in kinds]
+    found = [thing for thing in things if type(thing) in kinds and hasattr(thing, "__dict__")]
     if not found:
         return []
     own, state = list(model.parameters()), list(model.state_dict().values())
@@ -124,15 +128,22 @@ def _averages_of(model: nn.Module) -> list[Any]:
         tensors = all(isinstance(item, Tensor) and id(item) not in held for item in items)
         return tensors and [item.shape for item in items] in shapes
 
-    return [
-        thing for thing in found
-        if any(isinstance(value, list | tuple | dict) and is_copy(value) for value in vars(thing).values())
-    ]  # fmt: skip
+    averages: dict[str, Any] = {}
+    for thing in found:
+        if any(isinstance(value, list | tuple | dict) and is_copy(value) for value in vars(thing).values()):
+            kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
+            if averages.setdefault(kind, thing) is not thing:
+                raise UsageError(
+                    f"the script has several averages of its model that are of class {type(thing).__name__}, and "
+                    "--adopt could not tell one from the other when the run goes on",
+                    hint="make a rollback.Guard, and hand it each of them by a name of its own",
+                )
+    return [averages[kind] for kind in sorted(averages)]
 
 
 def _has_own_state(kind: Any) -> bool:
     has = all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
-    return has and hasattr(kind, "__dict__") and not issubclass(kind, nn.Module | Optimizer | LRScheduler)
+    return has and not issubclass(kind, nn.Module | Optimizer | LRScheduler)
 
 
 def modules_of(made: list[Any]) -> list[nn.Module]:

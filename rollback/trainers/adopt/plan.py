@@ -14,7 +14,7 @@ from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.updates.wrappers import outermost
 from rollback.trainers.adopt.epochs import EpochLoop
-from rollback.trainers.adopt.objects import kept_besides, modules_of, trained_objects
+from rollback.trainers.adopt.objects import MadeObjects, kept_besides, modules_of, trained_objects
 from rollback.trainers.protect import module_of
 
 
@@ -118,3 +118,7 @@ class Adopted:
     """Of that optimizer, at the start."""
     loader: Any
     prepared: Any
+
+    def scheduler_made_since(self, made: MadeObjects) -> LRScheduler | None:
+        """One that the script has made since: it has set the learning rate, and the guard does not keep it."""
+        return next((each for each in made.schedulers_of(self.optimizer) if each not in self.schedulers), None)

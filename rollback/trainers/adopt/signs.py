@@ -113,6 +113,22 @@ def as_error(what: str) -> UsageError:
     )
 
 
+def updates_without_loop(where: str) -> UsageError:
+    return UsageError(
+        f"the script updates a model ({where}) with a batch that came from no `for` loop over a DataLoader, or that a "
+        "loop inside of it takes apart",
+        hint="--adopt knows `for batch in loader:`, and inside of it loops over a range or over x.chunk(2); for other "
+        "loops, batches of next(), of a callable or of an iterator of your own make a rollback.Guard",
+    )
+
+
+def trains_by_own_entry(trainer: object, entry: str) -> UsageError:
+    return UsageError(
+        f"the script trains by a {type(trainer).__name__} with a {entry}() of its own",
+        hint=f"write rollback.protect(trainer) in front of trainer.{entry}(), and leave out --adopt",
+    )
+
+
 def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
     name = next(name for name in first if first[name] != other.get(name))
     return f"{name} is {first[name]!r} on rank 0 and {other.get(name)!r} on rank {rank}"

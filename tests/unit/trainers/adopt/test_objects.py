@@ -54,15 +54,22 @@ class Average:
         self.state = state["state"]
 
 
+class NamedAverage(Average):
+    """Another class, whose name comes behind that one's."""
+
+
 def test_an_average_that_is_no_module_is_found_by_what_it_has() -> None:
     model = nn.Linear(7, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     copies = [p.detach().clone() for p in model.parameters()]
     others = [Average(list(model.parameters())), Average(copies[:1]), Average(3), Average(copies + copies)]
-    listed, named = Average(copies), Average(dict(enumerate(copies)))
+    named, listed = NamedAverage(dict(enumerate(copies))), Average(copies)
     found = trained_objects(made(model, optimizer))[2]
-    assert {id(thing) for thing in found.values()} == {id(listed), id(named)}, others
-    assert list(found) == ["average", "average2"]
+    assert found == {"average": listed, "average2": named}, others  # by their class, in whatever order they are found
+    another = Average([p.detach().clone() for p in model.parameters()])
+    with pytest.raises(UsageError, match="several averages of its model that are of class Average"):
+        trained_objects(made(model, optimizer))
+    del another
 
 
 def test_a_scaler_that_is_switched_off_is_not_kept() -> None:
