@@ -300,6 +300,7 @@ class Guard(ScriptSide):
         if rehearsed:
             self._pass_rehearsal.prepare(self._judge.timeline)
         elif self._judge.calm:
+            self._end.go_on()
             self._checkpoints.schedule.take_snapshot(self._judge.timeline)
         return True
 

@@ -54,6 +54,7 @@ class SnapshotSchedule:
         self.wanted = False
         self._taken_at = self._taken_before_end = began_at
         self._made_for_end = False
+        """Whether the newest checkpoint is one of a possible end, which is removed where training goes on."""
         self._measured = False
         self._pace = SnapshotPace(settings.overhead, settings.probation) if settings.snapshot_every == "auto" else None
         self._repaced = False  # since the last snapshot
@@ -84,22 +85,27 @@ class SnapshotSchedule:
             self._prepare()
 
     def due(self, beat: Beat | None) -> bool:
-        """Whether a snapshot is due at the end of this step, by the beat that was read last."""
+        """Whether a snapshot is due at the end of this step, by the beat that was read last.
+
+        Behind an epoch's end it may have to be waited for, as the one of that end was: else epochs of an update or two
+        would never have one that stays, since the memory is ready again two steps later.
+        """
         step, every = self._state.counters.step, self._settings.snapshot_every
         if not every or self._snapshots.in_flight:
             return False
-        if self._taken_at is None:
+        taken_at = self._taken_before_end if self._made_for_end else self._taken_at
+        if taken_at is None:
             return True
-        if not self._snapshots.ready:
+        if not self._snapshots.ready and not self._made_for_end:
             return False
         if self.wanted or self._checkpoints.wanting:
             return True
         if self._pace is None:
             assert isinstance(every, int)
-            return step // every > self._taken_at // every
+            return step // every > taken_at // every
         if beat is not None and self._measured:
             self._repaced |= self._pace.measure(beat.stall, beat.step_seconds)
-        if step < self._taken_at + self._pace.every:
+        if step < taken_at + self._pace.every:
             return False
         if beat is not None and self._repaced:  # with a snapshot: of short steps the measure changes with nearly each
             self._repaced = False
@@ -162,7 +168,7 @@ class SnapshotSchedule:
     def go_on(self, end: str) -> None:
         """Note that training goes on behind what was taken as its end."""
         if self._made_for_end:
-            self._taken_at = self._taken_before_end
+            self._taken_at, self._made_for_end = self._taken_before_end, False
             self._checkpoints.remove_checkpoint(end, "training went on behind the end of an epoch")
 
     def _kept(self) -> str | None:

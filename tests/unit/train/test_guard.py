@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from toy import facts
 
 import rollback
 from rollback.errors import UsageError
 from rollback.facts.training import Committed, Dropped
+from rollback.inspect.ring.checkpoints import read_held
 from rollback.rundir.paths import RunPaths
 from rollback.train.start.arguments import check_devices
 
@@ -146,6 +148,24 @@ def test_a_snapshot_is_complete_before_an_optimizer_moves_the_weights_for_its_cl
     made.close()
     assert not facts(run, Dropped)
     assert facts(run, Committed)[0].step == 0
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_epochs_of_an_update_or_two_leave_checkpoints_behind_them(tmp_path: Path, batches: int) -> None:
+    """What is kept at the end of each epoch is removed again, and the memory for the next one is ready two steps on."""
+    run, model = tmp_path / "run", nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(torch.randn(4 * batches, 4), batch_size=4)  # type: ignore[arg-type]
+    made = guard(run, model=model, optimizer=optimizer, loader=loader, snapshot_every=5)
+    for _ in range(20 // batches):
+        for x in made:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            made.observe(loss)
+    made.close()
+    assert {checkpoint.step // 5 for checkpoint in read_held(run)} == {0, 1, 2, 3, 4}
 
 
 def test_a_loss_is_what_it_was_when_it_was_told(tmp_path: Path) -> None:
