@@ -165,7 +165,7 @@ def test_ranks_with_settings_of_their_own_are_refused_together(two: Scenarios) -
     """As by a host with another command line. What is kept as evidence is each host's own affair."""
     for rank in (0, 1):
         result = two.result("unlike", rank)
-        assert result.get("error") == "UsageError", result
+        assert result.get("error") == "WrongSetting", result
         assert re.search(
             r"horizon is 100 on rank 0 and 50 on rank 1 \(.+\), max_steps is None on rank 0 and 1000", result["message"]
         ), result
