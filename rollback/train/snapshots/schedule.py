@@ -87,25 +87,29 @@ class SnapshotSchedule:
     def due(self, beat: Beat | None) -> bool:
         """Whether a snapshot is due at the end of this step, by the beat that was read last.
 
-        Behind an epoch's end it may have to be waited for, as the one of that end was: else epochs of an update or two
-        would never have one that stays, since the memory is ready again two steps later.
+        At an epoch's start it is waited for where it is overdue by as much again, as that of the epoch's end was: else
+        epochs of an update or two would never have one that stays, since the memory is ready again two steps later. Not
+        of data that are only read in order: what a loader tells of an epoch that has just begun need not lead back to
+        its beginning.
         """
         step, every = self._state.counters.step, self._settings.snapshot_every
         if not every or self._snapshots.in_flight:
             return False
-        taken_at = self._taken_before_end if self._made_for_end else self._taken_at
+        waits = self._made_for_end and not self._state.cursor.reads_ahead
+        taken_at = self._taken_before_end if waits else self._taken_at
         if taken_at is None:
             return True
-        if not self._snapshots.ready and not self._made_for_end:
+        if not self._snapshots.ready and not waits:
             return False
-        if self.wanted or self._checkpoints.wanting:
+        if self._snapshots.ready and (self.wanted or self._checkpoints.wanting):
             return True
+        periods = 1 if self._snapshots.ready else 2
         if self._pace is None:
             assert isinstance(every, int)
-            return step // every > taken_at // every
+            return step // every >= taken_at // every + periods
         if beat is not None and self._measured:
             self._repaced |= self._pace.measure(beat.stall, beat.step_seconds)
-        if step < taken_at + self._pace.every:
+        if step < taken_at + periods * self._pace.every:
             return False
         if beat is not None and self._repaced:  # with a snapshot: of short steps the measure changes with nearly each
             self._repaced = False

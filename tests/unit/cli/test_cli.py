@@ -19,7 +19,7 @@ from recorded_run import RecordedRun
 from rollback import cli
 from rollback.cli.launch import closing_line, default_run, read_settings, require_script
 from rollback.config import PresetName, Settings
-from rollback.errors import ExitCode, RunDirectoryError, UsageError
+from rollback.errors import ExitCode, RunDirectoryError, ScriptRefused, UsageError
 from rollback.facts.training import AttemptStarted, SampleQuarantine, SkipAdded, Window
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
@@ -54,7 +54,7 @@ def test_a_stop_while_an_adopted_script_is_refused_is_one_for_the_launch_without
         assert not orders, "started once more"
         orders.append(order)
         signal.raise_signal(signal.SIGTERM)
-        raise UsageError("two loaders", hint="one will do")
+        raise ScriptRefused("two loaders", hint="one will do")
 
     monkeypatch.setattr(sys.modules["rollback.cli.launch"], "supervise", refuse)
     with StopSignals():  # in its place a stop would end the tests

@@ -165,7 +165,7 @@ def test_epochs_of_an_update_or_two_leave_checkpoints_behind_them(tmp_path: Path
             optimizer.zero_grad()
             made.observe(loss)
     made.close()
-    assert {checkpoint.step // 5 for checkpoint in read_held(run)} == {0, 1, 2, 3, 4}
+    assert {checkpoint.step // 5 for checkpoint in read_held(run)} == {0, 2, 4}
 
 
 def test_a_loss_is_what_it_was_when_it_was_told(tmp_path: Path) -> None:
