@@ -147,12 +147,19 @@ class Adoption:
         if entry in vars(trainer):  # protected
             return original(trainer, *given, **others)
         if self._state is AdoptionState.LEFT or self._adopted is not None:
-            self._signs.end_of_guard(f"trains by another {type(trainer).__name__}")
+            self._signs.end_of_guard(f"trains a second time, by {type(trainer).__name__}.{entry}()")
             return original(trainer, *given, **others)
         if getattr(getattr(type(trainer), entry), "__wrapped__", None) is not original:
             self._signs.refuse(trains_by_own_entry(trainer, entry))
         self._move(ScriptEvent.LEAVES)
-        return getattr(protect(trainer), entry)(*given, **others)
+        train = getattr(protect(trainer), entry)
+        setattr(trainer, entry, partial(self._library_trains_again, trainer, train))
+        return train(*given, **others)
+
+    def _library_trains_again(self, trainer: Any, train: Any, *given: Any, **others: Any) -> Any:
+        """train: of the Trainer that is under guard. A guard leads one training, and the script has another one."""
+        train.__self__.uninstall()
+        return getattr(trainer, train.__name__)(*given, **others)
 
     # Loaders ---------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import transformers.trainer
@@ -42,6 +42,7 @@ from rollback.trainers.refusals import (
     require_unprotected,
     say_left_aside,
 )
+from rollback.trainers.replaced import Replaced
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from
 _NONE = object()
@@ -101,18 +102,22 @@ class _GuardedLoop:
         """Batches of the update in progress that no training step has been made of."""
         self._position = 0
         """Of the last one in its epoch."""
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._originals = Replaced()
 
     def install(self) -> None:
         for name in (
             "train", "_prepare_for_training", "_run_epoch", "training_step", "_maybe_log_save_evaluate",
             "get_eval_dataloader",
         ):  # fmt: skip
-            self._originals[name] = getattr(self._trainer, name)
-            setattr(self._trainer, name, getattr(self, name))
-        self._trainer._save_checkpoint = self._saves.save
-        self._trainer._load_rng_state = lambda checkpoint: None  # the guard has put them back
+            self._originals.replace(self._trainer, name, getattr(self, name))
+        self._originals.replace(self._trainer, "_save_checkpoint", self._saves.save)
+        self._originals.replace(self._trainer, "_load_rng_state", lambda _: None)  # the guard has put them back
         self._trainer.callback_handler.callbacks.insert(0, self._callback)
+
+    def uninstall(self) -> None:
+        """The Trainer trains as if it had never been protected."""
+        self._originals.put_back()
+        self._trainer.callback_handler.callbacks.remove(self._callback)
 
     # In the place of the Trainer's methods ---------------------------------------------------------------------------
 

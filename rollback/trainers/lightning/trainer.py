@@ -17,7 +17,6 @@ end and begin an earlier one.
 """
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -30,6 +29,7 @@ from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.lightning.limits import require_known, require_known_module
 from rollback.trainers.lightning.state import FitState
 from rollback.trainers.refusals import require_first_training, require_unprotected, say_left_aside
+from rollback.trainers.replaced import Replaced
 from rollback.trainers.saved_files import SavedFiles
 
 _NONE = object()
@@ -64,7 +64,7 @@ class _GuardedFit:
         self._observed = False
         """Whether the guard was told the loss of the batch in hand."""
         self._finished = False
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._originals = Replaced()
         # As one of Lightning's fetchers.
         self.fetched, self.done, self.length = 0, False, None
 
@@ -82,8 +82,11 @@ class _GuardedFit:
             (optimization, "_training_step", self._training_step),
             (self._epoch_loop.val_loop, "reset", self.begin_validation),
         ):
-            self._originals[name] = getattr(owner, name)
-            setattr(owner, name, replacement)
+            self._originals.replace(owner, name, replacement)
+
+    def uninstall(self) -> None:
+        """The Trainer fits as if it had never been protected."""
+        self._originals.put_back()
 
     # In the place of Lightning's methods -----------------------------------------------------------------------------
 

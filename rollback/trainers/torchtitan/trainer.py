@@ -14,7 +14,7 @@ rollback only has to put the counters back, and the loop goes on.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torchtitan.trainer
@@ -26,6 +26,7 @@ from rollback.train.guard import Guard
 from rollback.train.sharded import local_of
 from rollback.train.start import attach
 from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected
+from rollback.trainers.replaced import Replaced
 from rollback.trainers.torchtitan.state import JoinedOptimizer, TrainState, as_it_lies, data_sets_of, let_go_back
 
 _NOT_FINITE = "Loss is not finite"
@@ -100,7 +101,7 @@ class _GuardedTraining:
         self._left_at = 0
         self._stopped: SystemExit | None = None
         self._until_done = contextlib.ExitStack()
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._originals = Replaced()
 
     def install(self) -> None:
         trainer = self._trainer
@@ -108,8 +109,7 @@ class _GuardedTraining:
             (trainer, "train"), (trainer.checkpointer, "load"), (trainer, "should_continue_training"),
             (trainer, "train_step"), (trainer, "forward_backward_step"),
         ):  # fmt: skip
-            self._originals[name] = getattr(owner, name)
-            setattr(owner, name, getattr(self, name))
+            self._originals.replace(owner, name, getattr(self, name))
 
     # In the place of torchtitan's methods ----------------------------------------------------------------------------
 

@@ -196,6 +196,16 @@ def test_a_trainer_of_a_library_is_protected_as_by_a_line_in_the_script(tmp_path
     require_undisturbed(tmp_path, Case(script=script), ["in a step"])
 
 
+@pytest.mark.parametrize("script", by_default(("by_trainer.py", "by_lightning.py"), "by_lightning.py"))
+def test_a_second_training_by_the_same_trainer_goes_on_unprotected(tmp_path: Path, script: str) -> None:
+    """And behind a kill the first one stays as it was."""
+    job = Job(tmp_path, Case(script=script, words=("--again",)), 1)
+    job.plain("plain")
+    output = job.launched("killed", "--adopt", words=("--kill", "0:70"))
+    assert output.count("not protected from here on: the script trains a second time") == 2, output
+    job.require_same("killed", "plain")
+
+
 @pytest.mark.parametrize("disks", by_default(("shared", "apart"), "apart"))
 def test_a_script_that_begins_behind_its_own_snapshot_is_trained_to_its_last_epoch(tmp_path: Path, disks: str) -> None:
     job = Job(tmp_path, Case(script="own_snapshot.py", words=("--apart",) if disks == "apart" else ()), 2)

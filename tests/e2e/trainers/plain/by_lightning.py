@@ -35,7 +35,11 @@ def main():
         enable_model_summary=False, deterministic=True,
     )  # fmt: skip
     module = Module()
-    trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True))
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    trainer.fit(module, loader)
+    if args.again:
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, loader)
     kept = {"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict(), "steps": trainer.global_step}
     torch.save({**kept, "random": torch.get_rng_state()}, f"{args.out}-{trainer.global_rank}.pt")
 

@@ -31,6 +31,8 @@ def main():
     data = [{"x": row, "y": row.sum(0, keepdim=True).sin(), "ids": number} for number, row in enumerate(x)]
     trainer = Taking(model=Model(), args=given, train_dataset=data)
     trainer.train()
+    if args.again:
+        trainer.train()
     kept = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
     kept |= {"steps": trainer.state.global_step, "losses": [row.get("loss") for row in trainer.state.log_history]}
     torch.save({**kept, "random": torch.get_rng_state()}, f"{args.out}-{given.process_index}.pt")

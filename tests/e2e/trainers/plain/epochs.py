@@ -34,6 +34,7 @@ def arguments():
     parser.add_argument("--scaler", action="store_true")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--bad", default="")
     parser.add_argument("--kill", default="")
     return parser.parse_args()

@@ -74,7 +74,7 @@ def test_another_trainer_behind_the_first_one_is_said_to_be_unprotected(capsys: 
     adoption = Adoption(strict=False)
     adoption._move(ScriptEvent.LEAVES)
     assert watched_trainer(adoption)().train() == "trained"
-    assert "not protected from here on: the script trains by another Trainer" in capsys.readouterr().err
+    assert "not protected from here on: the script trains a second time, by Trainer.train()" in capsys.readouterr().err
 
 
 def test_a_trainer_with_an_entry_of_its_own_is_refused_before_that_would_run_twice() -> None:
