@@ -47,6 +47,7 @@ def test_a_first_evaluation_in_a_new_process_draws_no_seed_for_workers_that_pers
     require_undisturbed(tmp_path, job, ["in a step"])
 
 
+@pytest.mark.soak
 def test_the_same_of_accelerates_loader_of_an_evaluation(tmp_path: Path) -> None:
     job = ACCELERATE.but(bad_at=(), samples=16, epochs=5, evaluate=1, workers=1)
     require_undisturbed(tmp_path, job, ["in a step"])

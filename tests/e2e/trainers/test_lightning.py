@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from compared_runs import PHASES, require_all_same, require_undisturbed
 from job_results import Scenarios
+from selection import soak
 from toy import require_same
 from trainer_job import JOB, LIMIT, MODULES, TrainerJob
 
@@ -113,11 +114,12 @@ def test_a_rank_that_is_killed_costs_no_step_no_row_and_no_file(tmp_path: Path) 
     require_undisturbed(tmp_path, KILLED.but(samples=44), ["in the middle of the rollback"])
 
 
+@pytest.mark.soak
 def test_a_first_validation_in_a_new_process_draws_no_seed_for_workers_that_persist(tmp_path: Path) -> None:
     require_undisturbed(tmp_path, PERSISTENT, ["in a step"])
 
 
-@pytest.mark.parametrize("ended", [{"max_steps": 18, "epochs": -1}, {"stop_at": 18}, {"epochs": 1}], ids=str)
+@pytest.mark.parametrize("ended", [{"stop_at": 18}, *soak({"max_steps": 18, "epochs": -1}, {"epochs": 1})], ids=str)
 def test_a_last_epoch_has_its_end_once_where_a_rank_is_killed_behind_the_training(
     tmp_path: Path, ended: dict[str, int]
 ) -> None:
