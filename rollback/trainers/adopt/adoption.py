@@ -36,7 +36,7 @@ from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
 from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
-from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
+from rollback.trainers.adopt.epochs import CountedPasses, EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
 from rollback.trainers.adopt.other_loaders import OtherBatches, described
@@ -63,6 +63,7 @@ class Adoption:
         self._reading = False
         """Whether it is the guard that iterates, not the script."""
         self._handed = HandedOut()
+        self._counted = CountedPasses()
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
         self._loops: dict[tuple[str, int] | None, EpochLoop] = {}
@@ -159,6 +160,12 @@ class Adoption:
     def iterate(self, original: Callable[..., Any], loader: DataLoader[Any]) -> Any:
         """`iter(loader)` of a torch DataLoader."""
         return original(loader) if self._reading else self.iterate_prepared(original, loader)
+
+    def iterate_counted(self, original: Callable[..., Any], loader: Any) -> Any:
+        """`iter(loader)` of a loader that Lightning Fabric has set up: it iterates the script's, behind `set_epoch`."""
+        if self._adopted is None or loader._dataloader is self._adopted.loader:
+            self._counted.begin(loader, self._steered.place if self._steered is not None else None)
+        return original(loader)
 
     def iterate_prepared(self, original: Callable[..., Any], loader: Any) -> Any:
         """`iter(loader)` of a loader that Accelerate has prepared."""
