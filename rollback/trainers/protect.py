@@ -1,5 +1,6 @@
 """`rollback.protect`: finds out whose loop it is given, and hands it to the module that knows that loop."""
 
+import functools
 import importlib.metadata
 import re
 from typing import Any
@@ -45,6 +46,22 @@ def protect(*given: Any, **settings: Any) -> Any:
         return module.protect(*given, **settings)
     except RollbackError as error:
         attach.refuse(error)
+
+
+def protect_once(trainer: Any, entry: str) -> Any:
+    """What trains under guard, in the place of the Trainer's `train` or `fit`. Raises as `protect` does.
+
+    If the script calls `entry` again, it finds its Trainer as if it had never been protected. Nothing is taken out
+    before that, since what the script saves behind its training is still noted."""
+    guarded = getattr(protect(trainer), entry)
+
+    @functools.wraps(guarded)
+    def train_again(*given: Any, **others: Any) -> Any:
+        guarded.__self__.uninstall()
+        return getattr(trainer, entry)(*given, **others)
+
+    setattr(trainer, entry, train_again)
+    return guarded
 
 
 def module_of(given: tuple[Any, ...]) -> Any:

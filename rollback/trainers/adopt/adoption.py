@@ -36,7 +36,7 @@ from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
 from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
-from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
+from rollback.trainers.adopt.epochs import CountedPasses, EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
 from rollback.trainers.adopt.other_loaders import OtherBatches, described
@@ -44,7 +44,7 @@ from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.plan import Adopted, plan_for
 from rollback.trainers.adopt.signs import ScriptSigns, as_error, trains_by_own_entry, updates_without_loop
 from rollback.trainers.adopt.sources import ScriptSources
-from rollback.trainers.protect import protect
+from rollback.trainers.protect import protect_once
 
 
 class Adoption:
@@ -63,6 +63,7 @@ class Adoption:
         self._reading = False
         """Whether it is the guard that iterates, not the script."""
         self._handed = HandedOut()
+        self._counted = CountedPasses()
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
         self._loops: dict[tuple[str, int] | None, EpochLoop] = {}
@@ -152,20 +153,19 @@ class Adoption:
         if getattr(getattr(type(trainer), entry), "__wrapped__", None) is not original:
             self._signs.refuse(trains_by_own_entry(trainer, entry))
         self._move(ScriptEvent.LEAVES)
-        train = getattr(protect(trainer), entry)
-        setattr(trainer, entry, partial(self._library_trains_again, trainer, train))
-        return train(*given, **others)
-
-    def _library_trains_again(self, trainer: Any, train: Any, *given: Any, **others: Any) -> Any:
-        """train: of the Trainer that is under guard. A guard leads one training, and the script has another one."""
-        train.__self__.uninstall()
-        return getattr(trainer, train.__name__)(*given, **others)
+        return protect_once(trainer, entry)(*given, **others)
 
     # Loaders ---------------------------------------------------------------------------------------------------------
 
     def iterate(self, original: Callable[..., Any], loader: DataLoader[Any]) -> Any:
         """`iter(loader)` of a torch DataLoader."""
         return original(loader) if self._reading else self.iterate_prepared(original, loader)
+
+    def iterate_counted(self, original: Callable[..., Any], loader: Any) -> Any:
+        """`iter(loader)` of a loader that Lightning Fabric has set up: it iterates the script's, behind `set_epoch`."""
+        if self._adopted is None or loader._dataloader is self._adopted.loader:
+            self._counted.begin(loader, self._steered.place if self._steered is not None else None)
+        return original(loader)
 
     def iterate_prepared(self, original: Callable[..., Any], loader: Any) -> Any:
         """`iter(loader)` of a loader that Accelerate has prepared."""

@@ -78,3 +78,21 @@ class EpochLoop:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._numbers, name)
+
+
+class CountedPasses:
+    """The passes over a loader of Lightning Fabric, which counts them, and tells its sampler that count as the epoch.
+
+    A process that resumes has had none, and one that was sent back has had more than the training as it counts.
+    """
+
+    def __init__(self) -> None:
+        self._before = 0
+        """How many there were in front of the training."""
+
+    def begin(self, loader: Any, place: int | None) -> None:
+        """A pass begins, in the epoch of that number; None: nobody steers the loop over epochs, or does so yet."""
+        if place is None:
+            self._before = loader._num_iter_calls
+        else:
+            loader._num_iter_calls = self._before + place

@@ -24,6 +24,7 @@ _TRAINERS = {
     "pytorch_lightning.trainer.trainer": "fit",
 }
 """Modules that have a class Trainer, and its method that trains."""
+_FABRIC = "lightning.fabric.wrappers", "lightning_fabric.wrappers"
 
 
 def watch(adoption: Adoption) -> None:
@@ -39,6 +40,8 @@ def watch(adoption: Adoption) -> None:
     _replace(torch.distributed, "destroy_process_group", adoption.leave_group)
     register_optimizer_step_pre_hook(lambda optimizer, *_: adoption.before_update(optimizer))
     sys.meta_path.insert(0, _WhenImported("accelerate.data_loader", lambda module: watch_accelerate(module, adoption)))
+    for name in _FABRIC:
+        sys.meta_path.insert(0, _WhenImported(name, functools.partial(watch_fabric, adoption)))
     for name, entry in _TRAINERS.items():
         sys.meta_path.insert(0, _WhenImported(name, functools.partial(_watch_trainer, entry, adoption)))
 
@@ -49,6 +52,11 @@ def watch_accelerate(module: Any, adoption: Adoption) -> None:
     if "__iter__" in vars(module.DataLoaderDispatcher):
         _replace(module.DataLoaderDispatcher, "__iter__", adoption.iterate_prepared)
     _replace(module, "skip_first_batches", adoption.own_resume.shorten)
+
+
+def watch_fabric(adoption: Adoption, module: Any) -> None:
+    """module: lightning.fabric.wrappers."""
+    _replace(module._FabricDataLoader, "__iter__", adoption.iterate_counted)
 
 
 def _watch_trainer(entry: str, adoption: Adoption, module: Any) -> None:

@@ -48,7 +48,9 @@ class ReiteratedCursor(InOrderCursor):
                 "random states, the first batch is not the same, so it depends on something else (a position, a "
                 "counter or a random generator of its own)",
                 hint="let its __iter__ begin anew each time and draw from the global random states of Python, NumPy or "
-                "torch alone; or give it a state_dict and load_state_dict",
+                "torch alone; or give it a state_dict and load_state_dict. Of a wrapper that counts its passes, as "
+                "Lightning Fabric's does, hand over the DataLoader inside (with a DistributedSampler), and call "
+                "sampler.set_epoch(epoch) and fabric.to_device(batch) in the loops",
             )
 
     def _trial(self) -> Digest:

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler
 
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
@@ -84,3 +85,29 @@ def test_a_trainer_with_an_entry_of_its_own_is_refused_before_that_would_run_twi
 
     with pytest.raises(UsageError, match=r"an? Own with a train\(\) of its own"):
         Own().train()
+
+
+def test_the_epoch_that_fabric_tells_a_sampler_is_the_one_that_the_guard_has_led_to() -> None:
+    """Fabric counts the passes over its loader: there were none in a process that resumes, and too many in one that was
+    sent back. That order would be another epoch's, without a word."""
+    wrappers = pytest.importorskip("lightning.fabric.wrappers")
+    kind = type("_FabricDataLoader", (wrappers._FabricDataLoader,), {})
+    adoption = Adoption(strict=False)
+    hooks.watch_fabric(adoption, SimpleNamespace(_FabricDataLoader=kind))
+    sampler: DistributedSampler[int] = DistributedSampler([0, 1], num_replicas=1, rank=0)
+    loader: DataLoader[int] = DataLoader([0, 1], sampler=sampler)  # type: ignore[arg-type]
+    prepared, other = kind(loader), kind(DataLoader([0]))  # type: ignore[arg-type]
+
+    def told() -> int:
+        list(prepared)
+        return sampler.epoch
+
+    assert [told(), told()] == [0, 1]  # the first is a look at the data; in the second the guard is made
+    adoption._adopted = Adopted(cast(Guard, None), nn.Linear(1, 1), cast(Optimizer, None), [], loader, None)
+    adoption._steered = loop = EpochLoop(range(9), lambda loop: None)
+    told_in = {}
+    for loop.place in (3, 4, 1, 2):
+        told_in[loop.place] = told()
+        list(other)
+    assert told_in == {place: 1 + place for place in (3, 4, 1, 2)}
+    assert other._num_iter_calls == 4, "only what is trained on follows the guard"
