@@ -56,6 +56,7 @@ class Follower:
             meeting.transport, ORDERS, Orders, blind=lambda: self._beacon is not None and self._beacon.failing
         )
         self._files = RecordFiles(paths, say) if meeting.apart else None
+        self._meanwhile = RecordFiles(paths, lambda text: None) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
         self._leader = ""
@@ -155,7 +156,8 @@ class Follower:
                     helper.waits = False
                     beacon.show(state="running")
                     left = self._attempt(orders, beacon)
-                    beacon.show(state="ended", left=left, files=self._files.new() if self._files else {})
+                    files = self._files.new() if self._files is not None else {}
+                    beacon.show(state="ended", left=left, files=files)
                 case "pass":
                     beacon.show(state="ended", left=Left(status=0, guarded=False))
                 case _:
@@ -195,6 +197,7 @@ class Follower:
                 beacon.show(brought_back=brought, uncopied=self._buddy.fault)
             with self._host.attempt(orders.attempt, group) as running:
                 status = self._watch(running, beacon)
+            beacon.show(beats=running.beats())  # where the ranks were last, and not some seconds before
         finally:
             if self._buddy is not None:
                 self._buddy.rest()
@@ -243,7 +246,8 @@ class Follower:
             told = beacon.record.states, beacon.record.uncopied
             if (states, uncopied) != told or time.monotonic() >= self._next_beats:
                 self._next_beats = time.monotonic() + self._meeting.transport.every
-                beacon.show(states=states, uncopied=uncopied, beats=running.beats())
+                files = self._meanwhile.new() if self._meanwhile is not None else {}
+                beacon.show(states=states, uncopied=uncopied, beats=running.beats(), files=files)
         if orders is not None and orders.stacks and beacon.record.stacks is None:
             try:
                 beacon.show(stacks=running.take_stacks())

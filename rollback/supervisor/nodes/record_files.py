@@ -1,6 +1,7 @@
 """The small files of a run's record that were written on another host, where each host has a run directory of its own.
 
-A follower hands them to its leader when an attempt has ended there, and the leader keeps them in its own run directory.
+A follower hands them to its leader, which keeps them in its own run directory: what is new every few seconds, for the
+host may be lost, and all of an attempt when it has ended there. Only the latter counts as handed over.
 
 What is large stays where it is: the output of the ranks, the tensors of incidents, checkpoints. Of a file that grows
 (skip records) the new lines are handed over, and added to those that the leader has.
