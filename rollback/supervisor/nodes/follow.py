@@ -17,7 +17,7 @@ from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move, has_no_seat
-from rollback.supervisor.nodes.record_files import RecordFiles
+from rollback.supervisor.nodes.record_files import RecordFiles, handing_over
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.command import NodeGroup
@@ -195,8 +195,8 @@ class Follower:
                 seat = orders.members.index(self._place.launch)
                 brought = self._buddy.begin(seat, orders.buddies, lambda: self._must_not_wait(orders.attempt))
                 beacon.show(brought_back=brought, uncopied=self._buddy.fault)
-            with self._host.attempt(orders.attempt, group) as running:
-                status = self._watch(running, beacon)
+            with contextlib.ExitStack() as until_over, self._host.attempt(orders.attempt, group) as running:
+                status = self._watch(running, beacon, until_over)
             beacon.show(beats=running.beats())  # where the ranks were last, and not some seconds before
         finally:
             if self._buddy is not None:
@@ -209,7 +209,7 @@ class Follower:
         told = orders is None or followers_move("running", attempt, orders, self._place.launch) != "wait"
         return told or bool(self._signals.received)
 
-    def _watch(self, running: Running, beacon: Beacon[NodeReport]) -> int:
+    def _watch(self, running: Running, beacon: Beacon[NodeReport], until_over: contextlib.ExitStack) -> int:
         deadline: float | None = None
         kept = False
         while (status := running.poll()) is None:
@@ -219,7 +219,8 @@ class Follower:
                 kept = True
                 self._host.output.keep()
                 self._host.keep_standby(running.attempt)
-                if self._files is not None:
+                if self._files is not None and self._meanwhile is not None:
+                    until_over.enter_context(handing_over(self._meanwhile, beacon, self._meeting.transport.every))
                     has = self._files.handed_over
                     write_elsewhere(self._paths, orders.host, orders.directory, self._say, handed_over=has)
             self._look_at_ranks(running, beacon, orders)
@@ -246,8 +247,7 @@ class Follower:
             told = beacon.record.states, beacon.record.uncopied
             if (states, uncopied) != told or time.monotonic() >= self._next_beats:
                 self._next_beats = time.monotonic() + self._meeting.transport.every
-                files = self._meanwhile.new() if self._meanwhile is not None else {}
-                beacon.show(states=states, uncopied=uncopied, beats=running.beats(), files=files)
+                beacon.show(states=states, uncopied=uncopied, beats=running.beats())
         if orders is not None and orders.stacks and beacon.record.stacks is None:
             try:
                 beacon.show(stacks=running.take_stacks())
