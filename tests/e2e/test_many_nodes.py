@@ -126,6 +126,15 @@ def test_a_rank_that_dies_on_one_node_ends_the_attempt_on_all_and_the_next_begin
         assert second.status == 0
 
 
+def test_all_nodes_start_what_cannot_be_adopted_without_protection(tmp_path: Path) -> None:
+    """The ranks' refusal is the leader's to hear; the others hear it from the leader."""
+    with nodes_of(tmp_path) as nodes:
+        script = Path(__file__).parent / "trainers" / "plain" / "refused.py"
+        both = [nodes.start(node, "two optimizers", "--adopt", script=script) for node in range(2)]
+        assert [process.wait(LIMIT) for process in both] == [0, 0], nodes.output()
+        assert nodes.output().count("starting the script as torchrun would") == 2
+
+
 @pytest.mark.soak
 def test_nodes_that_share_a_directory_and_have_a_bucket_too_meet_in_the_directory(tmp_path: Path) -> None:
     """Whoever gets the lock cannot know that: it looks for others in both ways."""

@@ -17,7 +17,7 @@ from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move, has_no_seat
-from rollback.supervisor.nodes.record_files import RecordFiles
+from rollback.supervisor.nodes.record_files import RecordFiles, handing_over
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.command import NodeGroup
@@ -56,6 +56,7 @@ class Follower:
             meeting.transport, ORDERS, Orders, blind=lambda: self._beacon is not None and self._beacon.failing
         )
         self._files = RecordFiles(paths, say) if meeting.apart else None
+        self._meanwhile = RecordFiles(paths, lambda text: None) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
         self._leader = ""
@@ -155,7 +156,8 @@ class Follower:
                     helper.waits = False
                     beacon.show(state="running")
                     left = self._attempt(orders, beacon)
-                    beacon.show(state="ended", left=left, files=self._files.new() if self._files else {})
+                    files = self._files.new() if self._files is not None else {}
+                    beacon.show(state="ended", left=left, files=files)
                 case "pass":
                     beacon.show(state="ended", left=Left(status=0, guarded=False))
                 case _:
@@ -193,8 +195,9 @@ class Follower:
                 seat = orders.members.index(self._place.launch)
                 brought = self._buddy.begin(seat, orders.buddies, lambda: self._must_not_wait(orders.attempt))
                 beacon.show(brought_back=brought, uncopied=self._buddy.fault)
-            with self._host.attempt(orders.attempt, group) as running:
-                status = self._watch(running, beacon)
+            with contextlib.ExitStack() as until_over, self._host.attempt(orders.attempt, group) as running:
+                status = self._watch(running, beacon, until_over)
+            beacon.show(beats=running.beats())  # where the ranks were last, and not some seconds before
         finally:
             if self._buddy is not None:
                 self._buddy.rest()
@@ -206,7 +209,7 @@ class Follower:
         told = orders is None or followers_move("running", attempt, orders, self._place.launch) != "wait"
         return told or bool(self._signals.received)
 
-    def _watch(self, running: Running, beacon: Beacon[NodeReport]) -> int:
+    def _watch(self, running: Running, beacon: Beacon[NodeReport], until_over: contextlib.ExitStack) -> int:
         deadline: float | None = None
         kept = False
         while (status := running.poll()) is None:
@@ -216,7 +219,8 @@ class Follower:
                 kept = True
                 self._host.output.keep()
                 self._host.keep_standby(running.attempt)
-                if self._files is not None:
+                if self._files is not None and self._meanwhile is not None:
+                    until_over.enter_context(handing_over(self._meanwhile, beacon, self._meeting.transport.every))
                     has = self._files.handed_over
                     write_elsewhere(self._paths, orders.host, orders.directory, self._say, handed_over=has)
             self._look_at_ranks(running, beacon, orders)

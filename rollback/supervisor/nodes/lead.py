@@ -64,10 +64,11 @@ class Leader(Nodes):
         self._lost: dict[str, int] = {}
         self._ever: set[str] = set()
         self._reports: dict[str, NodeReport] = {}
+        self._kept: dict[str, dict[str, str]] = {}  # by launch: the files that were kept last
         self._first_beats: dict[str, int] = {}
         self._running: set[str] = set()
         self._overtaken, self._namesakes, self._unlike = False, Namesakes(), Unlike(place)
-        orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=str(paths.root))
+        orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=str(paths.root.absolute()))
         self._beacon = Beacon(meeting.transport, ORDERS, orders, say)
 
     @property
@@ -206,6 +207,7 @@ class Leader(Nodes):
         self.look()
         self._look_at_spares()
         members = self._member_reports()
+        self._keep_files(members.values())
         self._copies.look(self._beacon.record.attempt, members.values())
         if must_end(own, members):
             self.end()
@@ -248,12 +250,17 @@ class Leader(Nodes):
         self._copies.rest()
         reports = self._member_reports()
         self._lost |= {launch: self._beacon.record.attempt for launch, report in reports.items() if report is None}
-        for report in reports.values():
-            if report is not None and report.files and self._meeting.apart:
-                keep_files(self._paths, report.files, f"{report.node} ({report.host})", self._say)
+        self._keep_files(reports.values())
         return merged(
             own, {self._members[launch]: report.left if report else None for launch, report in reports.items()}
         )
+
+    def _keep_files(self, reports: Iterable[NodeReport | None]) -> None:
+        """What other hosts hand over of the record: meanwhile, and all of it once the attempt has ended there."""
+        for report in reports if self._meeting.apart else ():
+            if report is not None and report.files and report.files != self._kept.get(report.launch):
+                self._kept[report.launch] = report.files
+                keep_files(self._paths, report.files, f"{report.node} ({report.host})", self._say)
 
     def kept(self, own: KeptOnHost | None, attempt: int) -> KeptOnHost | None:
         others = (report.kept for report in self._reports.values())

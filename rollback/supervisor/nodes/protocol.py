@@ -34,7 +34,7 @@ from typing import Literal
 
 from pydantic import BaseModel, model_validator
 
-from rollback.errors import ExitCode, RollbackError
+from rollback.errors import ExitCode, RollbackError, ScriptRefused
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.wire import Buddies
@@ -53,6 +53,8 @@ class RunResult(BaseModel, frozen=True):
     reason: str
     hint: str | None = None
     refused: bool = False
+    of_script: bool = False
+    """Whether it is the script that is refused: with --adopt, all nodes start it without protection."""
     guarded: bool = True
     """False: the job was done, and no rank made a guard."""
     recorded: bool = True
@@ -64,10 +66,14 @@ class RunResult(BaseModel, frozen=True):
 
     @classmethod
     def of_error(cls, error: RollbackError) -> "RunResult":
-        return cls(exit_code=error.exit_code, reason=error.message, hint=error.hint, refused=True)
+        return cls(
+            exit_code=error.exit_code, reason=error.message, hint=error.hint, refused=True,
+            of_script=isinstance(error, ScriptRefused),
+        )  # fmt: skip
 
     def as_error(self) -> RollbackError:
-        return RollbackError(self.reason, hint=self.hint, exit_code=self.exit_code)
+        kind = ScriptRefused if self.of_script else RollbackError
+        return kind(self.reason, hint=self.hint, exit_code=self.exit_code)
 
 
 class Orders(BaseModel, frozen=True):

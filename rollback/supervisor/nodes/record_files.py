@@ -1,20 +1,26 @@
 """The small files of a run's record that were written on another host, where each host has a run directory of its own.
 
-A follower hands them to its leader when an attempt has ended there, and the leader keeps them in its own run directory.
+A follower hands them to its leader, which keeps them in its own run directory: what is new every few seconds, for the
+host may be lost, and all of an attempt when it has ended there. Only the latter counts as handed over.
 
 What is large stays where it is: the output of the ranks, the tensors of incidents, checkpoints. Of a file that grows
 (skip records) the new lines are handed over, and added to those that the leader has.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from rollback.errors import RollbackError
+from rollback.rundir.beacon import Beacon
 from rollback.rundir.elsewhere import read_handed_over
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter
+from rollback.supervisor.nodes.protocol import NodeReport
 from rollback.system import files
 from rollback.system.durable import end_of_lines, open_regular, read_small_file, write_file
 
@@ -88,6 +94,25 @@ class RecordFiles:
         except OSError:
             return None
         return status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def handing_over(files: RecordFiles, beacon: Beacon[NodeReport], every: float) -> Iterator[None]:
+    """A thread shows what is new: a disk that holds it up must not keep this host from saying that its ranks live."""
+    over = threading.Event()
+
+    def show() -> None:
+        while not over.wait(every):
+            with contextlib.suppress(OSError):  # when the attempt is over it is tried again
+                beacon.show(files=files.new())
+
+    thread = threading.Thread(target=show, name="rollback-record-files", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def keep_files(paths: RunPaths, given: Mapping[str, str], who: str, say: Callable[[str], None]) -> None:

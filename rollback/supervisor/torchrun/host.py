@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import uuid
@@ -237,6 +238,8 @@ class Host:
             self._private.mkdir(0o700)
         self._refusal.unlink(missing_ok=True)
         self._failures.unlink(missing_ok=True)
+        if self._meeting is not None:  # who leads after a lost leader counts from an older record
+            shutil.rmtree(self._paths.failures(number), ignore_errors=True)
         environment = self._rank_environment(number)
         if self._board is not None:
             self._board.clear()

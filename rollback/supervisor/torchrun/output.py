@@ -13,6 +13,7 @@ import fcntl
 import os
 import selectors
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -133,11 +134,10 @@ class Output:
         if by_user and not self.audience.captures:
             yield AttemptOutput(job)
             return
-        pipes = self.private / f"pipes-{attempt}"
-        try:
-            pipes.mkdir()
+        try:  # one number may be that of two attempts: who leads after a lost leader counts from an older record
+            pipes = Path(tempfile.mkdtemp(prefix=f"pipes-{attempt}-", dir=self.private))
         except OSError as error:
-            self._complain(f"making {pipes}", error)
+            self._complain(f"making pipes in {self.private}", error)
             yield AttemptOutput(job)
             return
         if not by_user:

@@ -434,6 +434,23 @@ def test_the_leader_keeps_the_small_files_of_a_follower_and_nothing_else(tmp_pat
     assert said == [f"1 files of the record stay on this host, or lines of them, as {there.rank_stacks(1, 3)}"]
 
 
+def test_what_a_follower_hands_over_while_it_runs_is_kept_at_once(
+    stores: tuple[StoreTransport, StoreTransport], tmp_path: Path
+) -> None:
+    """Its host may be lost, and its disk with it."""
+    host, guest = stores
+    paths = RunPaths(tmp_path)
+    place = NodePlace(2, 2, "node-0", "d:1:1", "d", 1, 60.0, endpoint=host.point)
+    leader = Leader(paths, place, print, EndpointMeeting(host))
+    node = Beacon(guest, "node-91.json", report("node-91", leader="d:1:1", attempt=34), print)
+    assert leader.gather(34, lambda: False)
+    node.show(state="running", files={"skips/rank-00003.jsonl": "one\n"})
+    wait_for(lambda: leader.move(None) == "wait" and paths.skip_record(3).exists())
+    assert paths.skip_record(3).read_text() == "one\n"
+    node.put_out()
+    leader._beacon.put_out()
+
+
 def test_a_file_that_cannot_be_kept_costs_no_other_one(tmp_path: Path) -> None:
     paths, said = RunPaths(tmp_path), list[str]()
     paths.skip_record(3).mkdir(parents=True)

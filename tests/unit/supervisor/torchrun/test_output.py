@@ -16,6 +16,7 @@ from rollback.config import Settings
 from rollback.live import screen as screen_module
 from rollback.live.screen import Screen
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.torchrun import host as host_module
 from rollback.supervisor.torchrun import output as output_module
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.host import Host
@@ -154,6 +155,23 @@ def test_a_disk_that_fails_when_it_is_asked_of_an_exception_ends_no_reading(
     host.close()
 
 
+def test_what_ended_an_attempt_that_a_lost_leader_numbered_alike_is_forgotten(
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who leads in its place counts from an older record."""
+    paths = RunPaths(tmp_path / "run")
+    paths.failures(2).mkdir(parents=True)
+    paths.failure(2, 1).write_text("{}")
+    (tmp_path / "private").mkdir()
+    host = Host(paths, JOB, Settings(), {}, tmp_path / "private", listener, grace=1.0)
+    host.stay_apart(list)
+    monkeypatch.setattr(host_module, "torchrun_command", lambda job, group: [sys.executable, "-c", ""])
+    with host.attempt(2) as running:
+        assert not paths.failure(2, 1).exists()
+        wait_for(lambda: running.poll() is not None)
+    host.close()
+
+
 def test_until_a_guard_is_made_all_ranks_are_shown(tmp_path: Path, listener: Listener) -> None:
     made: list[bool] = []
     output = Output(tmp_path, lambda attempt: tmp_path / "logs", listener, lambda: bool(made))
@@ -289,10 +307,20 @@ def test_a_panel_captures_also_what_the_user_has_torchrun_print(tmp_path: Path) 
 
 
 def test_pipes_that_cannot_be_made_leave_the_output_to_torchrun(output: Output, listener: Listener) -> None:
-    (output.private / "pipes-1").mkdir()
+    shutil.rmtree(output.private)
     with output.of_attempt(1, JOB) as streams:
         assert streams.stdout is None
     assert "making" in listener.said[0]
+
+
+def test_of_two_attempts_of_one_number_all_output_is_kept(output: Output, listener: Listener) -> None:
+    """Who leads after a lost leader counts the attempts from an older record."""
+    output.keep()
+    for said in (b"one\n", b"two\n"):
+        with output.of_attempt(2, JOB) as streams:
+            Ranks(streams.job).write("rank-00001.out", said)
+    assert (output.folder_of(2) / "rank-00001.out").read_bytes() == b"one\ntwo\n"
+    assert listener.said == []
 
 
 # The screen -----------------------------------------------------------------------------------------------------------
