@@ -12,6 +12,7 @@ from rollback.source.nodes import (
     has_range,
     is_backward,
     is_call_of,
+    is_train,
     limits_batches,
     limits_or_counts,
     names_epochs,
@@ -160,6 +161,11 @@ class ScriptLoops:
             # next(iter(loader)): a look at a batch; next(batches) of a generator is one where nothing trains on it
             return None if not made and self._may_train_on(taken[0]) else False
         return None
+
+    def sets_mode_at(self, line: int) -> bool:
+        """Whether the training loop at `line` calls train() of its model for each batch, and so begins in any mode."""
+        loops = (loop for loop in self.batches if loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno))
+        return any(is_train(node) for loop in loops for node in self._reached(loop))
 
     def _may_train_on(self, taken: ast.Call) -> bool:
         """Whether a batch that is taken here, and not iterated, is in a loop that may train, or beside a backward()."""

@@ -117,6 +117,18 @@ def test_what_a_line_iterates_is_trained_on_or_not(line: int, trains: bool | Non
     assert ScriptLoops(PLAIN).trains_at(line) is trains
 
 
+@pytest.mark.parametrize(
+    ("body", "sets"),
+    [
+        ("  model.train()\n  f(x).backward()\n", True),
+        ("  update(x)\n\ndef update(x):\n  net.train()\n  net(x).backward()\n", True),
+        ("  f(x).backward()\nmodel.train()\n", False),
+    ],
+)
+def test_a_training_loop_may_put_its_model_in_training_mode_by_itself(body: str, sets: bool) -> None:
+    assert ScriptLoops("for x in loader:\n" + body).sets_mode_at(1) is sets
+
+
 def test_a_look_at_one_batch_is_no_training_and_a_loop_that_yields_is_asked_by_its_caller() -> None:
     assert ScriptLoops("x = next(iter(loader))").trains_at(1) is False
     assert ScriptLoops("def endless():\n    for x in loader:\n        yield x").trains_at(2) is None
