@@ -235,6 +235,12 @@ class ScriptLoops:
                     name = ast.unparse(target)
                     if id(node) in own or isinstance(target, ast.Attribute):
                         yield OwnCounter(name, node.lineno, name in deciding)
+                case ast.If(test=test, body=[*body]) if id(node) in own:  # `if i - last >= n: update(); last = i`
+                    inside = [item for part in body for item in ast.walk(part)]
+                    asked = {ast.unparse(item) for item in ast.walk(test) if isinstance(item, ast.Name | ast.Attribute)}
+                    for item in inside if any(map(names_update, inside)) else ():
+                        if isinstance(item, ast.Assign) and (name := ast.unparse(item.targets[0])) in asked:
+                            yield OwnCounter(name, item.lineno, name in deciding)
 
     def _numbered(self, *, is_steered: bool) -> Iterator[OwnCounter]:
         for loop in self.batches:

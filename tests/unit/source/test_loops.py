@@ -188,6 +188,13 @@ def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_v
     assert ScriptLoops(loop + method).counters() == [OwnCounter("self.count", 8, ends=False)]
 
 
+@pytest.mark.parametrize(("does", "named"), [("scaler.step(optimizer)", True), ("print(x)", False)])
+def test_the_place_of_the_last_update_is_named_where_the_next_one_waits_for_it(does: str, named: bool) -> None:
+    """As YOLOv5 accumulates gradients: behind a resume its first update would have one batch."""
+    source = f"for i, x in enumerate(loader):\n  f(x).backward()\n  if i - last >= n:\n    {does}\n    last = i\n"
+    assert ScriptLoops(source).counters() == ([OwnCounter("last", 5, ends=False)] if named else [])
+
+
 def test_a_while_around_a_training_loop_may_be_ended_by_a_count_in_it() -> None:
     loops = ScriptLoops("while steps < 9:\n  for x in loader:\n    f(x).backward()\n    steps += 1")
     assert loops.counters() == [OwnCounter("steps", 4, ends=True)]
