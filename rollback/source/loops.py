@@ -12,6 +12,7 @@ from rollback.source.nodes import (
     has_range,
     is_backward,
     is_call_of,
+    is_train,
     limits_batches,
     limits_or_counts,
     names_epochs,
@@ -161,6 +162,11 @@ class ScriptLoops:
             return None if not made and self._may_train_on(taken[0]) else False
         return None
 
+    def sets_mode_at(self, line: int) -> bool:
+        """Whether the training loop at `line` calls train() of its model for each batch, and so begins in any mode."""
+        loops = (loop for loop in self.batches if loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno))
+        return any(is_train(node) for loop in loops for node in self._reached(loop))
+
     def _may_train_on(self, taken: ast.Call) -> bool:
         """Whether a batch that is taken here, and not iterated, is in a loop that may train, or beside a backward()."""
         for loop in (node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While)):
@@ -229,6 +235,12 @@ class ScriptLoops:
                     name = ast.unparse(target)
                     if id(node) in own or isinstance(target, ast.Attribute):
                         yield OwnCounter(name, node.lineno, name in deciding)
+                case ast.If(test=test, body=[*body]) if id(node) in own:  # `if i - last >= n: update(); last = i`
+                    inside = [item for part in body for item in ast.walk(part)]
+                    asked = {ast.unparse(item) for item in ast.walk(test) if isinstance(item, ast.Name | ast.Attribute)}
+                    for item in inside if any(map(names_update, inside)) else ():
+                        if isinstance(item, ast.Assign) and (name := ast.unparse(item.targets[0])) in asked:
+                            yield OwnCounter(name, item.lineno, name in deciding)
 
     def _numbered(self, *, is_steered: bool) -> Iterator[OwnCounter]:
         for loop in self.batches:

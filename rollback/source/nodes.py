@@ -60,3 +60,8 @@ def names_update(node: ast.AST) -> bool:
 
 def is_backward(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
+
+
+def is_train(node: ast.AST) -> bool:
+    """`model.train()`"""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train"

@@ -174,7 +174,7 @@ class Adoption:
         whole = self.own_resume.whole(loader, guarded=self._adopted is not None)
         if self._adopted is not None and whole is not self._adopted.loader:
             return OtherBatches(self.strange_batch, original(loader), loader)
-        if self._sources.trains() is False or not self.made.are_trained():
+        if self._sources.trains() is False or not self.made.are_trained(in_any_mode=self._sources.sets_mode()):
             return original(loader)
         if self._adopted is None:
             loop = self._loop

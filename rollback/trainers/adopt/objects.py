@@ -38,13 +38,14 @@ class MadeObjects:
         schedulers = (thing for thing in self.alive() if isinstance(thing, LRScheduler))
         return [each for each in schedulers if getattr(each, "optimizer", None) is optimizer]
 
-    def are_trained(self) -> bool:
-        """Whether a module is in training mode that an optimizer trains."""
+    def are_trained(self, *, in_any_mode: bool = False) -> bool:
+        """Whether a module is in training mode, or in any, that an optimizer trains."""
         made = self.alive()
         trained = _trained_by(optimizers_of(made))
         modules = modules_of(made)
         HeldByFsdp(modules).reshard()  # an evaluation has left parameters there that no optimizer has
-        return any(module.training and any(id(p) in trained for p in module._parameters.values()) for module in modules)
+        in_mode = (module for module in modules if module.training or in_any_mode)
+        return any(id(p) in trained for module in in_mode for p in module._parameters.values())
 
 
 def optimizers_of(made: list[Any]) -> list[Optimizer]:

@@ -68,6 +68,11 @@ class ScriptSources:
                 return False
         return None
 
+    def sets_mode(self) -> bool:
+        """Whether the loop that iterates a loader puts the model in training mode by itself, batch by batch."""
+        found = ((self._loops(name), line) for name, line in self.callers())
+        return any(loops.sets_mode_at(line) for loops, line in found if loops is not None)
+
     def epochs_at(self) -> tuple[str, int] | None:
         """File and line of the steered loop over epochs in which a loader is iterated; None where that is in none."""
         taken = False

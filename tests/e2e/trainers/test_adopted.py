@@ -471,6 +471,31 @@ print("weights", model.weight.tolist(), optimizer.param_groups[0]["lr"], torch.g
 """
 
 
+def test_a_loop_that_calls_train_for_each_batch_begins_in_the_mode_of_the_evaluation_before(tmp_path: Path) -> None:
+    script = tmp_path / "modes.py"
+    script.write_text(MODES)
+    done = refused(tmp_path, "--adopt=strict", "--run", "a", str(script))
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert facts(tmp_path / "a", Finished)[-1].step == 20
+
+
+MODES = """
+import torch
+
+loader = torch.utils.data.DataLoader(torch.randn(20, 2), batch_size=2)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model.eval()
+for epoch in range(2):
+    for x in loader:
+        model.train()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+"""
+
+
 def test_a_script_with_a_guard_keeps_it(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a guard of its own")
     assert done.returncode == ExitCode.DONE, done.stdout

@@ -117,6 +117,18 @@ def test_what_a_line_iterates_is_trained_on_or_not(line: int, trains: bool | Non
     assert ScriptLoops(PLAIN).trains_at(line) is trains
 
 
+@pytest.mark.parametrize(
+    ("body", "sets"),
+    [
+        ("  model.train()\n  f(x).backward()\n", True),
+        ("  update(x)\n\ndef update(x):\n  net.train()\n  net(x).backward()\n", True),
+        ("  f(x).backward()\nmodel.train()\n", False),
+    ],
+)
+def test_a_training_loop_may_put_its_model_in_training_mode_by_itself(body: str, sets: bool) -> None:
+    assert ScriptLoops("for x in loader:\n" + body).sets_mode_at(1) is sets
+
+
 def test_a_look_at_one_batch_is_no_training_and_a_loop_that_yields_is_asked_by_its_caller() -> None:
     assert ScriptLoops("x = next(iter(loader))").trains_at(1) is False
     assert ScriptLoops("def endless():\n    for x in loader:\n        yield x").trains_at(2) is None
@@ -174,6 +186,13 @@ def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_v
         "class Patience:\n  def over(self, x):\n    n = 0\n    n += 1\n    self.count += 1\n    return self.count > 9"
     )
     assert ScriptLoops(loop + method).counters() == [OwnCounter("self.count", 8, ends=False)]
+
+
+@pytest.mark.parametrize(("does", "named"), [("scaler.step(optimizer)", True), ("print(x)", False)])
+def test_the_place_of_the_last_update_is_named_where_the_next_one_waits_for_it(does: str, named: bool) -> None:
+    """As YOLOv5 accumulates gradients: behind a resume its first update would have one batch."""
+    source = f"for i, x in enumerate(loader):\n  f(x).backward()\n  if i - last >= n:\n    {does}\n    last = i\n"
+    assert ScriptLoops(source).counters() == ([OwnCounter("last", 5, ends=False)] if named else [])
 
 
 def test_a_while_around_a_training_loop_may_be_ended_by_a_count_in_it() -> None:

@@ -115,6 +115,7 @@ def test_objects_that_are_gone_are_forgotten_and_training_mode_is_that_of_a_trai
     assert objects.are_trained()
     model.eval()
     assert not objects.are_trained()
+    assert objects.are_trained(in_any_mode=True)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
