@@ -23,7 +23,7 @@ from rollback.train.script_side import refuse_guarded
 from rollback.train.start import attach
 from rollback.train.updates.wrappers import ddp_inside
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_loader import begin_pass, hand_out, require_all_ranks, require_known_loader
+from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
 from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -32,7 +32,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "loader": (DataLoader,),  # for which a prepared one passes itself off
     "scheduler": (AcceleratedScheduler, LRScheduler),
 }
-_SHARDED = ("DEEPSPEED", "MEGATRON_LM", "FSDP", "XLA")
 _NUMBERED = "checkpoint_"
 _GUARD_S_OWN = {
     "load_state": "the guard puts back what was trained when it is made, and later whenever it must be",
@@ -43,13 +42,7 @@ _GUARD_S_OWN = {
 
 def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...]:
     """See `rollback.protect`. Returns `prepared`, with a loader that hands out guarded batches."""
-    kind = accelerator.distributed_type.name
-    if kind in _SHARDED:
-        raise UsageError(
-            f"rollback.protect cannot guard what Accelerate trains with {kind}",
-            hint="the guard keeps models of which every rank has all: accelerate launch --multi_gpu, or torchrun",
-        )
-    require_all_ranks(accelerator)
+    require_known_ranks(accelerator)
     found = _sorted(prepared)
     loader, scheduler = found["loader"], found.get("scheduler")
     require_known_loader(loader)

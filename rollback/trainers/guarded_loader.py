@@ -13,6 +13,10 @@ from accelerate.utils import send_to_device, synchronize_rng_states
 
 from rollback.errors import UsageError
 
+_UNKNOWN = "DEEPSPEED", "MEGATRON_LM", "TP", "XLA"
+_SHARED_BATCHES = {"tp": "tensor", "cp": "context", "sp": "sequence"}
+"""Ways in which several ranks of Accelerate take one batch together."""
+
 
 def require_known_loader(loader: Any) -> None:
     """Raises UsageError for a loader of Accelerate's whose batches a guard cannot hand out."""
@@ -34,8 +38,30 @@ def require_known_loader(loader: Any) -> None:
         )
 
 
-def require_all_ranks(accelerator: Any) -> None:
-    """Raises UsageError where Accelerate takes each rank for the only one, as on a CPU that it was not told to use."""
+def require_known_ranks(accelerator: Any) -> None:
+    """Raises UsageError where Accelerate trains on its ranks in a way that a guard does not know, or takes each of them
+    for the only one, as on a CPU that it was not told to use."""
+    kind = accelerator.distributed_type.name
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        raise UsageError(
+            "rollback.protect cannot guard what the first version of FSDP shards",
+            hint="take its second version: FullyShardedDataParallelPlugin(fsdp_version=2), `--fsdp_version 2` of "
+            'accelerate launch, or TrainingArguments(fsdp_config={"version": 2})',
+        )
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    shared = [name for key, name in _SHARED_BATCHES.items() if getattr(parallelism, f"{key}_enabled", False)]
+    if shared:
+        raise UsageError(
+            f"rollback.protect cannot guard what Accelerate trains with {' and '.join(shared)} parallelism",
+            hint="shard the model by the second version of FSDP alone; tensor parallelism a rollback.Guard keeps in a "
+            "loop of your own",
+        )
+    if kind in _UNKNOWN:
+        raise UsageError(
+            f"rollback.protect cannot guard what Accelerate trains with {kind}",
+            hint="train with DistributedDataParallel, the default (accelerate launch --multi_gpu, or torchrun), or by "
+            "the second version of FSDP",
+        )
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != ranks:
         raise UsageError(

@@ -9,6 +9,7 @@ Each rank writes `<name>-<rank>.json` beside it: its `portrait`. Consumed sample
 over all attempts.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -40,6 +41,15 @@ MODULES = (
     "torchdata.stateful_dataloader"
 )
 """What is imported warm; the last two when a training begins, by Lightning and by Accelerate."""
+SHARDED: dict[str, Any] = {
+    "fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["GPT2Block"],
+    "cpu_ram_efficient_loading": False,
+}  # fmt: skip
+"""Of Accelerate's plugin; `SHARDED_TRAINER` of TrainingArguments."""
+SHARDED_TRAINER: dict[str, Any] = {
+    "fsdp": True,
+    "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2Block"], "state_dict_type": "SHARDED_STATE_DICT"},
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,8 @@ class TrainerJob:
     or `datasets, shuffled`."""
     scaled: bool = False
     """With the gradient scaler that Accelerate makes for float16 on a GPU. Its first factors are too large."""
+    sharded: bool = False
+    """By the second version of FSDP: the Trainer's, Accelerate's."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further arguments: TrainingArguments', DataLoaderConfiguration's."""
 
@@ -372,7 +384,7 @@ class Job:
                 "gradient_accumulation_steps": job.accumulate, "report_to": "none", "use_cpu": True,
                 "disable_tqdm": True, "dataloader_pin_memory": False, "dataloader_num_workers": job.workers,
                 "include_num_input_tokens_seen": "all", "ddp_find_unused_parameters": False, **saving,
-                **(evaluation if job.evaluate else {}), **job.more,
+                **(evaluation if job.evaluate else {}), **(SHARDED_TRAINER if job.sharded else {}), **job.more,
             }
         )  # fmt: skip
 
@@ -387,7 +399,7 @@ class Job:
     # accelerate ------------------------------------------------------------------------------------------------------
 
     def train_by_accelerate(self) -> dict[str, str]:
-        from accelerate import Accelerator, DataLoaderConfiguration
+        from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
         from accelerate.utils import ProjectConfiguration
         from torch.utils.data import DataLoader
 
@@ -396,6 +408,7 @@ class Job:
         accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=job.accumulate, dataloader_config=DataLoaderConfiguration(**job.more),
             project_config=ProjectConfiguration(str(self.output), automatic_checkpoint_naming=True, total_limit=3),
+            fsdp_plugin=FullyShardedDataParallelPlugin(**SHARDED) if job.sharded else None,
         )  # fmt: skip
         self.scale(accelerator)
         model = self.model()
@@ -479,6 +492,7 @@ class Job:
 
 def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState
+    from sharded_on_cpu import sharded_on_cpu
 
     torch.use_deterministic_algorithms(True)
     job = TrainerJob.from_json(scenario["toy"])
@@ -501,7 +515,8 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
     Recorder.note = die  # type: ignore[method-assign, assignment]
     try:
         loop = Job(job, Path(run) if run else None, scenario, folder)
-        return {"portrait": getattr(loop, f"train_by_{job.loop}")()}
+        with sharded_on_cpu() if job.sharded else contextlib.nullcontext():
+            return {"portrait": getattr(loop, f"train_by_{job.loop}")()}
     finally:
         Recorder.note = note  # type: ignore[method-assign]
         AcceleratorState._reset_state(reset_partial_state=True)

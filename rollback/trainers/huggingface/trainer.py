@@ -32,7 +32,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_loader import begin_pass, hand_out, require_all_ranks, require_known_loader
+from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
 from rollback.trainers.huggingface.saves import FolderSaves
 from rollback.trainers.huggingface.state import LoopState, RunMark
 from rollback.trainers.huggingface.trl import end_update, followers, require_completions_of_one_update
@@ -73,16 +73,11 @@ def _require_known(trainer: Any) -> None:
         (args.enable_jit_checkpoint,
          "enable_jit_checkpoint=True ends the training at SIGTERM, as if it were complete",
          "take it out: at SIGTERM the guard saves and stops all ranks, and the same command goes on"),
-        (trainer.is_deepspeed_enabled, "the Trainer trains with DeepSpeed", _REPLICATED),
-        (trainer.is_fsdp_enabled, "the Trainer trains with FSDP", _REPLICATED),
         (args.n_gpu > 1, f"the Trainer trains with torch's DataParallel on {args.n_gpu} GPUs",
          "start one process for each GPU: rollback launch --nproc N, or torchrun"),
     ))  # fmt: skip
-    require_all_ranks(trainer.accelerator)
+    require_known_ranks(trainer.accelerator)
     require_completions_of_one_update(trainer)
-
-
-_REPLICATED = "the guard keeps models of which every rank has all: train with DistributedDataParallel, the default"
 
 
 class _GuardedLoop:

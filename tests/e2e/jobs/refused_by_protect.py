@@ -59,9 +59,15 @@ def alone_in_each_rank(make: Callable[[], tuple[Any, ...]]) -> None:
         rollback.protect(*made)
 
 
-def sharded(kind: str) -> None:
-    accelerator, *objects = prepared()
+def sharded(kind: str, *given: Any) -> None:
+    objects = given or prepared()
     with mock.patch.object(Accelerator, "distributed_type", DistributedType[kind]):
+        rollback.protect(*objects)
+
+
+def in_parallel() -> None:
+    accelerator, *objects = prepared()
+    with mock.patch.object(Accelerator, "parallelism_config", mock.Mock(tp_enabled=True, cp_enabled=False)):
         rollback.protect(accelerator, *objects)
 
 
@@ -72,12 +78,6 @@ def of_version(library: str, version: str) -> Callable[[], None]:
             rollback.protect(*given)
 
     return refused
-
-
-def with_enabled(name: str) -> None:
-    made = trainer()
-    setattr(made, name, True)
-    rollback.protect(made)
 
 
 def with_completions(trained: Any, *, of_batches: int, updates_of: int) -> Any:
@@ -149,8 +149,8 @@ CASES: dict[str, Callable[[], object]] = {
     "auto_find_batch_size": lambda: protected(auto_find_batch_size=True),
     "ignore_data_skip": lambda: protected(ignore_data_skip=True),
     "enable_jit_checkpoint": lambda: protected(enable_jit_checkpoint=True),
-    "the Trainer with DeepSpeed": lambda: with_enabled("is_deepspeed_enabled"),
-    "the Trainer with FSDP": lambda: with_enabled("is_fsdp_enabled"),
+    "the Trainer with DeepSpeed": lambda: sharded("DEEPSPEED", trainer()),
+    "the Trainer with FSDP": lambda: sharded("FSDP", trainer()),
     "the Trainer with DataParallel": with_gpus,
     "completions for several updates": lambda: rollback.protect(
         with_completions(trainer(), of_batches=8, updates_of=4)
@@ -171,6 +171,7 @@ CASES: dict[str, Callable[[], object]] = {
     "DeepSpeed": lambda: sharded("DEEPSPEED"),
     "Megatron": lambda: sharded("MEGATRON_LM"),
     "FSDP": lambda: sharded("FSDP"),
+    "tensor parallelism": in_parallel,
     "the Trainer in each of several ranks": lambda: alone_in_each_rank(lambda: (trainer(),)),
     "an Accelerator in each of several ranks": lambda: alone_in_each_rank(prepared),
     "an Accelerator alone": lambda: rollback.protect(prepared()[0]),

@@ -22,6 +22,7 @@ SEEDABLE = {"use_seedable_sampler": True}
 AS_SET = {"rewind": None, "skip_after": None}  # the policy's own
 SHORT = {"samples": 36}
 """18 batches in an epoch: the jobs of the default suite."""
+SHARDED = {**SHORT, "sharded": True, "accumulate": 2, "evaluate": 5, "save": 10}
 UNEVEN = {"samples": 156, "accumulate": 4, "settings": {"rewind": 1, "skip_after": 0, "snapshot_every": 2}}
 """78 batches in an epoch, four to an update: a window takes along what is left over, and ends within an update's."""
 
@@ -46,6 +47,8 @@ CLEAN = {
     "accelerate, scaled": ACCELERATE.but(accumulate=2, scaled=True),
     "accelerate, worker": ACCELERATE.but(workers=1),
     "accelerate, stream": ACCELERATE.but(samples=59, accumulate=4, stream="plain", more=READ_BY_RANK),
+    "trainer, sharded": TRAINER.but(**SHARDED),
+    "accelerate, sharded": ACCELERATE.but(**{**SHARDED, "save": 0}),
 }
 BAD = {
     "trainer, in the middle": TRAINER.but(bad_at=(17,), evaluate=5, save=5),
@@ -82,6 +85,8 @@ BAD = {
         **SHORT, bad_at=(20,), evaluate=1, more={"use_stateful_dataloader": True}
     ),
     "accelerate, stream": ACCELERATE.but(bad_at=(32,), stream="drawing", more=READ_BY_RANK),
+    "trainer, sharded": TRAINER.but(**SHARDED, bad_at=(20,)),
+    "accelerate, sharded": ACCELERATE.but(**{**SHARDED, "save": 0}, bad_at=(20,)),
     "accelerate, stateful stream": ACCELERATE.but(bad_at=(32,), stream="datasets", more=STATEFUL),
 }
 FEW = {
@@ -89,6 +94,7 @@ FEW = {
     2: [
         "trainer, best of several", "trainer, over an epoch's start", "accelerate, over an epoch's start",
         "accelerate, seedable, evaluated", "accelerate, stateful, evaluated", "trainer, first evaluation undone",
+        "trainer, sharded",
     ],
 }  # fmt: skip
 

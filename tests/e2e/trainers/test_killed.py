@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from compared_runs import PHASES, TOLD, require_undisturbed
 from job_results import Scenarios
+from selection import soak
 from trainer_job import JOB, LIMIT, MODULES, TrainerJob
 
 TRAINER = TrainerJob(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=3, save=4)
@@ -14,6 +15,12 @@ ACCELERATE = TrainerJob(loop="accelerate", bad_at=(32,), bad_rank=1, samples=76,
 def test_a_rank_that_is_killed_in_a_rollback_costs_nothing(tmp_path: Path) -> None:
     """In the second epoch, while the rollback goes back into the first one."""
     require_undisturbed(tmp_path, TRAINER.but(samples=44), ["in the middle of the rollback"])
+
+
+@pytest.mark.parametrize("loop", ["accelerate", *soak("trainer")])
+def test_a_rank_of_a_sharded_model_that_is_killed_costs_nothing(tmp_path: Path, loop: str) -> None:
+    job = TrainerJob(loop=loop, sharded=True, samples=44, accumulate=2, bad_at=(32,), bad_rank=1, evaluate=3)
+    require_undisturbed(tmp_path, job, ["in a step"])
 
 
 def test_a_protected_job_that_is_told_to_stop_is_saved_and_goes_on(tmp_path: Path) -> None:
