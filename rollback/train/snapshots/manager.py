@@ -65,8 +65,8 @@ class CheckpointManager:
         self.ailing: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
         self.wanting = False
-        """The fast tier has failed, and what it held may be lost or out of reach: another snapshot is due as soon as
-        there is room for it. The same on all ranks."""
+        """The fast tier has failed, and what it held may be lost or out of reach, or a snapshot was torn: another one
+        is due as soon as there is room for it. The same on all ranks."""
         self.fault: str | None = None
         """Why the last snapshot became no checkpoint, None where it did."""
 
@@ -78,6 +78,7 @@ class CheckpointManager:
     def advance(self, beat: Beat) -> None:
         """Act on a reduced beat."""
         self._land(self._snapshots.advance(beat))
+        self.wanting |= beat.torn > 0
         if beat.tier_failed and self._snapshots.memory.tier == "fast":
             self._leave_fast_tier(f"it failed on {beat.tier_failed} ranks")
         elif beat.missed:
