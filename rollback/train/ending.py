@@ -185,11 +185,10 @@ class TrainingEnd:
             self._record.note(finished, notice)
             return
         where, unsaved = self._standing()
-        why = f"neither memory nor the run directory took it ({self._schedule.fault})"
-        lost = FinalStateLost(**where, steps=unsaved, reason=why)
+        lost = FinalStateLost(**where, steps=unsaved, reason=self._schedule.fault)
         self._record.note(
             lost, f"training is complete at step {step}, but its final state could not be kept: the last {lost.steps} "
-            "updates are in no checkpoint; once there is room, the same command trains them again",
+            f"updates are in no checkpoint ({lost.reason}); once that is mended, the same command trains them again",
         )  # fmt: skip
 
     def _standing(self) -> tuple[dict[str, Any], int]:

@@ -107,6 +107,7 @@ class Guard(ScriptSide):
         self._pass_rehearsal.make, self._batches.resumes_between = rehearse, resume_between
         return self._passes.epochs(arguments.whole_number(count, "guard.epochs got count"), self.finish)
 
+    @refusing
     def finish(self, by: str) -> bool:
         """Training ends here, and not at `max_steps` or behind `guard.epochs`; `by`: what says so. All ranks alike.
 
