@@ -177,6 +177,8 @@ class TrainingEnd:
             notice = None
             if self._before is not None and (self._before.step, self._before.checkpoint) == (step, end.checkpoint):
                 notice = f"nothing was left to train behind step {step}; ask for more steps or epochs to go on"
+            elif not step and batch and not end.left_over:
+                notice = f"nothing was trained: each of the {batch} batches is skipped, as the run's skip list says"
             elif not step:  # else "done" would be taken for trained
                 notice = "training has ended without an update by the optimizer that the guard was handed"
             finished = Finished(
