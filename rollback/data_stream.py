@@ -43,7 +43,7 @@ class DataStream:
         if skipped >= of:
             return (
                 f"skipping batches {window} would leave nothing to train on: incidents would have cost all {of} "
-                "batches of the run. Look at the data, and at what computes the loss"
+                "batches that the run is known to have. Look at the data, and at what computes the loss"
             )
         return (
             f"skipping batches {window} would make it {skipped} of {of} batches that incidents have cost, and "

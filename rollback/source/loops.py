@@ -21,10 +21,8 @@ from rollback.source.nodes import (
     range_of,
 )
 
-EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
-ENUMERATE, LIMIT = "__rollback_enumerate__", "__rollback_limit__"
-"""Names under which a script that `steered` has changed finds what steers it."""
 _WRAPPERS = "enumerate", "tqdm"
+_RANGES = "range", "trange"
 _DIVIDE = "chunk", "split", "tensor_split", "unbind"
 """What makes micro-batches of a batch."""
 _COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp
@@ -98,16 +96,46 @@ class ScriptLoops:
         self.trains_elsewhere = not training
         """Whether no loop of this file calls backward(), as where a helper in another file does. Then each one that
         mentions an optimizer may train, or call what does; a loop over the layers of a model is none of them."""
-        may_train = [*self.epochs.values()]
+        around = [loop for loop in training if self._numbers(loop) is not None]
+        of_each = [[loop for loop in around if batches in inner[id(loop)]] for batches in self.batches]
+        may_train = [loop for found in of_each for loop in found if not any(each in inner[id(loop)] for each in found)]
         if self.trains_elsewhere and is_script:
             may_train = [loop for loop in self._loops if names_epochs(loop) or self._has_optimizer(loop)]
-        self.steerable = {loop: numbers for loop in may_train if (numbers := range_of(loop)) is not None}
-        """The loops that may go over epochs, each with its call of `range`."""
+        self.steerable = {loop: numbers for loop in may_train if (numbers := self._numbers(loop)) is not None}
+        """The loops that may go over epochs, each with its call of `range`, or with what has a range in it."""
 
     def steerable_at(self, line: int) -> int | None:
         """The line of the innermost such loop in whose body `line` is."""
         lines = [loop.lineno for loop in self.steerable if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
         return max(lines, default=None)
+
+    def turning_at(self, line: int) -> ast.For | ast.While | None:
+        """The innermost loop that begins anew what is at `line`; None for one that gives batches on, or takes them."""
+        loops = [node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While)]
+        loops = [loop for loop in loops if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
+        found = max(loops, key=lambda loop: loop.lineno, default=None)
+        gives = found is not None and any(isinstance(node, _PASSES_ON) for node in ast.walk(found))
+        return None if gives or self.takes_at(line) else found
+
+    def _numbers(self, loop: ast.For) -> ast.expr | None:
+        """What of a loop's head goes over a range: its call, or what will have one: `trange(3)`, a variable of that."""
+        return range_of(loop) or (loop.iter if self._has_range(loop.iter, loop) else None)
+
+    def _has_range(self, value: ast.AST, where: ast.AST) -> bool:
+        match value:
+            case ast.Call(func=function, args=[first, *_]):
+                name = ast.unparse(function).rpartition(".")[2]
+                return name in _RANGES or (name == "tqdm" and self._has_range(first, where))
+            case ast.NamedExpr(value=given):
+                return self._has_range(given, where)
+            case ast.Name(id=name):
+                last = self._last_given(name, where)
+                return last is not None and self._has_range(last, last)
+            case ast.Attribute():
+                set_to = (node for node in ast.walk(self.tree) if isinstance(node, ast.Assign))
+                values = [node.value for node in set_to if ast.unparse(node.targets[0]) == ast.unparse(value)]
+                return any(is_call_of(item, name) for item in values for name in _RANGES)
+        return False
 
     def enumerations(self) -> list[ast.Call]:
         """The calls of `enumerate` by which loops that may train number their batches."""
@@ -132,8 +160,7 @@ class ScriptLoops:
                 case ast.Call(func=function, args=[first, *_]) if ast.unparse(function).rpartition(".")[2] in _WRAPPERS:
                     found = first
                 case ast.Name(id=name):
-                    given = [item for item in self._given(name, loop) if item.lineno < where]
-                    last = max(given, key=lambda item: item.lineno, default=None)
+                    last = self._last_given(name, loop, where)
                     if not isinstance(last, ast.Call) or ast.unparse(last.func).rpartition(".")[2] not in _WRAPPERS:
                         return found
                     found, where = last, last.lineno
@@ -299,12 +326,17 @@ class ScriptLoops:
             return call
         match value:
             case ast.Name(id=name):
-                given = [item for item in self._given(name, where) if item.lineno < where.lineno]  # type: ignore[attr-defined]
-                last = max(given, key=lambda item: item.lineno, default=None)
+                last = self._last_given(name, where)
                 return self.enumeration(last, last) if last is not None else None
             case ast.Call(args=[first, *_]):
                 return self.enumeration(first, where)
         return None
+
+    def _last_given(self, name: str, where: ast.AST, line: int | None = None) -> ast.expr | None:
+        """What a variable is set to last before that line; default: that of `where`."""
+        before = where.lineno if line is None else line  # type: ignore[attr-defined]
+        given = [item for item in self._given(name, where) if item.lineno < before]
+        return max(given, key=lambda item: item.lineno, default=None)
 
     def _given(self, name: str, where: ast.AST) -> Iterator[ast.expr]:
         """What a variable is set to, by `=` and `with ... as`, in the function of `where`, or outside of all."""
@@ -355,34 +387,3 @@ class ScriptLoops:
             case ast.Call(func=ast.Attribute(attr=name)) if name in self._methods and name not in _OF_MODULES:
                 return name
         return None
-
-
-def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module:
-    """The script, or a module of its own, with its loops over epochs and its counts of batches steered.
-
-    EPOCHS is told the epochs' range and where the loop is, MOVED begins another one, ENUMERATE and LIMIT know where in
-    the data a batch is.
-
-        for epoch in range(10):         for epoch in __rollback_epochs__(range(10), "script.py", 1):
-            BODY                            try:
-                                                BODY
-                                            except __rollback_moved__:
-                                                continue
-
-        for i, batch in enumerate(loader):      for i, batch in __rollback_enumerate__(loader):
-        for batch in islice(loader, 10):        for batch in __rollback_limit__(islice, loader, 10):
-    """
-    loops = ScriptLoops(source, is_script=is_script)
-    for loop in loops.batches:
-        for limit in loops.limits(loop):
-            limit.args.insert(0, limit.func)
-            limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
-    for call in loops.enumerations():
-        call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
-    for loop, numbers in loops.steerable.items():
-        inner = ast.copy_location(ast.Call(numbers.func, numbers.args, numbers.keywords), numbers)
-        given = [inner, ast.Constant(filename), ast.Constant(loop.lineno)]
-        numbers.func, numbers.args, numbers.keywords = ast.Name(EPOCHS, ast.Load()), given, []
-        handler = ast.ExceptHandler(ast.Name(MOVED, ast.Load()), None, [ast.Continue()])
-        loop.body = [ast.copy_location(ast.Try(loop.body, [handler], [], []), loop.body[0])]
-    return ast.fix_missing_locations(loops.tree)

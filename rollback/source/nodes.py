@@ -48,7 +48,10 @@ def has_range(call: ast.Call) -> bool:
 
 
 def names_epochs(loop: ast.For) -> bool:
-    return isinstance(loop.target, ast.Name) and "epoch" in loop.target.id.lower()
+    match loop.target:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return "epoch" in name.lower()
+    return False
 
 
 def names_update(node: ast.AST) -> bool:

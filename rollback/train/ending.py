@@ -177,6 +177,8 @@ class TrainingEnd:
             notice = None
             if self._before is not None and (self._before.step, self._before.checkpoint) == (step, end.checkpoint):
                 notice = f"nothing was left to train behind step {step}; ask for more steps or epochs to go on"
+            elif not step and batch and not end.left_over:
+                notice = f"nothing was trained: each of the {batch} batches is skipped, as the run's skip list says"
             elif not step:  # else "done" would be taken for trained
                 notice = "training has ended without an update by the optimizer that the guard was handed"
             finished = Finished(
@@ -185,11 +187,10 @@ class TrainingEnd:
             self._record.note(finished, notice)
             return
         where, unsaved = self._standing()
-        why = f"neither memory nor the run directory took it ({self._schedule.fault})"
-        lost = FinalStateLost(**where, steps=unsaved, reason=why)
+        lost = FinalStateLost(**where, steps=unsaved, reason=self._schedule.fault)
         self._record.note(
             lost, f"training is complete at step {step}, but its final state could not be kept: the last {lost.steps} "
-            "updates are in no checkpoint; once there is room, the same command trains them again",
+            f"updates are in no checkpoint ({lost.reason}); once that is mended, the same command trains them again",
         )  # fmt: skip
 
     def _standing(self) -> tuple[dict[str, Any], int]:

@@ -70,9 +70,12 @@ def more(toy: Toy) -> Toy:
 
 
 @pytest.mark.parametrize("last", [9, 99])
-def test_an_end_without_an_update_is_told(tmp_path: Path, last: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_end_of_a_run_whose_every_batch_is_skipped_is_told(
+    tmp_path: Path, last: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(Toy(samples=120).but(settings={"skip": [{"first": 0, "last": last}]}), tmp_path / "run")
-    assert ("training has ended without an update" in capsys.readouterr().err) is (last == 99)
+    told = "nothing was trained: each of the 30 batches is skipped"
+    assert (told in capsys.readouterr().err) is (last == 99)
 
 
 @pytest.mark.parametrize("kind", by_default(JOBS, "range", "max_steps"))

@@ -15,6 +15,7 @@ from warm_server import run_warm
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.checkpoints.format.parts import read_parts
+from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Committed, Drifted, Incident, Quarantined, Restored
 from rollback.inspect.ring.export import export
 from rollback.inspect.ring.verify import verify
@@ -253,9 +254,10 @@ def test_where_each_rank_keeps_a_state_of_its_own_in_plain_tensors_no_checkpoint
         [*LAUNCH, "--nproc", "2", "--run", str(run), str(OWN_OPTIMIZER), "by parts", str(tmp_path / "out"), "-1"],
         timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    assert done.returncode == 74, done.stdout
+    assert done.returncode == ExitCode.USAGE, done.stdout
     what = "the plain tensors (parameters that are not sharded, the state of the optimizer and of objects)"
     assert f"{what} of ranks 0 and 1" in done.stdout
+    assert "must keep it in DTensors" in done.stdout
     assert {fact.ranks for fact in facts(run, Drifted)} == {(0, 1)}
     assert {fact.step for fact in facts(run, Committed)} == {0}
 

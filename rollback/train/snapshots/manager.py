@@ -12,6 +12,7 @@ from typing import Any
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import of_present_timeline
+from rollback.errors import UsageError
 from rollback.facts.training import (
     BecameGood,
     CheckpointLost,
@@ -35,7 +36,7 @@ from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.events import RollbackApplied
 from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.updates.advice import REPLICAS_DIFFER
+from rollback.train.updates.advice import NEVER_ALIKE, REPLICAS_DIFFER
 
 
 class CheckpointManager:
@@ -65,8 +66,8 @@ class CheckpointManager:
         self.ailing: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
         self.wanting = False
-        """The fast tier has failed, and what it held may be lost or out of reach: another snapshot is due as soon as
-        there is room for it. The same on all ranks."""
+        """The fast tier has failed, and what it held may be lost or out of reach, or a snapshot was torn: another one
+        is due as soon as there is room for it. The same on all ranks."""
         self.fault: str | None = None
         """Why the last snapshot became no checkpoint, None where it did."""
 
@@ -78,6 +79,7 @@ class CheckpointManager:
     def advance(self, beat: Beat) -> None:
         """Act on a reduced beat."""
         self._land(self._snapshots.advance(beat))
+        self.wanting |= beat.torn > 0
         if beat.tier_failed and self._snapshots.memory.tier == "fast":
             self._leave_fast_tier(f"it failed on {beat.tier_failed} ranks")
         elif beat.missed:
@@ -265,13 +267,13 @@ class CheckpointManager:
         if landing is None:
             return
         manifest = landing.manifest
-        if landing.drifted:
-            self._report_drift(landing)
         if landing.ailing:
             self.ailing = landing
         self.fault = landing.fault
         if landing.fault is not None:
             self._catalogue.drop(manifest.name)
+            if landing.drifted:
+                self._report_drift(landing)
             self._record.note(
                 Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.fault),
                 f"the checkpoint of step {manifest.step} could not be written: {landing.fault}; training goes on"
@@ -345,7 +347,11 @@ class CheckpointManager:
         return not self._snapshots.memory.drained or self._remote is not None
 
     def _report_drift(self, landing: Landing) -> None:
+        """Raises UsageError where no checkpoint has an update that the ranks have made alike: it is how they train."""
         manifest = landing.manifest
         fact = Drifted(checkpoint=manifest.name, step=manifest.step, ranks=landing.drifted)
+        if (newest := self._catalogue.newest()) is None or not newest.step:
+            self._record.note(fact)
+            raise UsageError(f"{landing.fault}, since the first updates of the run", hint=NEVER_ALIKE)
         self._record.note(fact, landing.fault)
         self._record.advise(*REPLICAS_DIFFER)

@@ -41,11 +41,17 @@ from rollback.train.snapshots.memory import SnapshotMemory
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state.image import Image
 
+_MOVED = (
+    "weights were changed outside of optimizer.step() while they were copied (as sharpness-aware or adversarial "
+    "training does by hand); another one is taken at once, and from now on training waits for each copy"
+)
+
 
 class Snapshots:
     """At most one snapshot is in flight. Methods marked *collective* must be called by all ranks in the same step.
 
-    fast: the slots, if there are any; else ranks write to the run directory's ring. mode: see `tier_choice`.
+    fast: the slots, if there are any; else ranks write to the run directory's ring. mode: see `tier_choice`. unsure:
+    whether copies are waited for in any mode, as it is not known yet what the script writes within a step.
     thread: the only one that writes and removes files. stalled: seconds for which the last snapshot blocked the loop.
     memory: what the next snapshot is copied into. next_seq: the number of the next checkpoint.
     """
@@ -54,6 +60,7 @@ class Snapshots:
         self, paths: RunPaths, ranks: Ranks, next_seq: int, attempt: int, fast: FastTier | None = None
     ) -> None:
         self.mode: CaptureMode = "at_once"
+        self.unsure = False
         self.stalled = 0.0
         self._paths = paths
         self._ranks = ranks
@@ -119,12 +126,13 @@ class Snapshots:
             timeline=timeline, attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             world_size=self._ranks.world_size, shards=(), frozen=self._frozen.record,
         )  # fmt: skip
+        mode: CaptureMode = "held" if self.unsure else self.mode
         slot, region = self.memory.reserve()
         flight = self._flight = SnapshotInFlight(manifest, slot, time.monotonic())
         try:
             self._frozen.require_frozen(image)
             share = share_of(image, self._ranks, self._frozen.digests, self._turn)
-            capture = Capture(share, self.memory.layout_of(share), region, self.mode)
+            capture = Capture(share, self.memory.layout_of(share), region, mode)
             capture.start()
         except NoLongerFrozen as error:
             flight.outgrow(error.message)
@@ -136,7 +144,7 @@ class Snapshots:
         except ValueError as error:
             flight.outgrow(f"what is kept has grown, and the next snapshot will have room for it: {error}")
         else:
-            if self.mode == "held":
+            if mode == "held":
                 capture.finish()
             else:
                 flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
@@ -192,7 +200,7 @@ class Snapshots:
         self.memory.outgrown = beat.outgrown > 0
         if beat.torn:
             self.mode = "held"
-            return self._drop(f"tensors changed while they were read, on {beat.torn} ranks")
+            return self._drop(f"{_MOVED}, on {beat.torn} ranks")
         if beat.shard_failed:
             return self._drop(f"{beat.shard_failed} of {self._ranks.world_size} ranks could not write")
         if beat.committed and beat.committed == (self._ranks.host_count if flight.tier == "fast" else 1):

@@ -1,11 +1,12 @@
-"""Writes to the weights within a step that torch does not count: where a script makes such, no snapshot is copied
-beside the training, and no last snapshot is kept.
+"""Writes to the weights within a step, outside of the optimizer's: where a script makes such, no snapshot is copied
+beside the training; where torch does not count them, no last snapshot is kept.
 
 Both go by version counters where they have to know whether the weights are still those of a step's end. A write
 through `.data`, by NumPy or by another library's kernel is in no counter. Adversarial training, as it is often written,
 moves an embedding in this way for a second backward, and then back. A copy that is made meanwhile, or the weights that
 a rank's death leaves the others with, would belong to no step. So in the first steps of an attempt the weights
-themselves are looked at, and not only the counters.
+themselves are looked at, and not only the counters. Until then each copy is waited for: one that is torn is lost, and
+the first one may be all that there is to go back to.
 """
 
 import torch
@@ -29,7 +30,7 @@ class UnseenWrites:
     """Looks for such writes, for as long as this object lives. Not collective; only the script's threads call it.
 
     model: as the script calls it. telltale: a parameter by which a backward is noticed. looking: whether it is still
-    looked for. found: whether there were such; a copy that is under way then is torn, and later ones are waited for.
+    looked for. found: whether there were such that torch did not count; a copy that is under way then is torn.
     """
 
     def __init__(
@@ -37,11 +38,15 @@ class UnseenWrites:
     ) -> None:
         self.looking, self.found = True, False
         self._snapshots = snapshots
+        snapshots.unsure = True
         self._weights = [*state.model.parameters()]
         self._at_end: tuple[int, list[int]] | None = None
         """Versions and digests of the weights at the last step's end; None: they need not be those any more."""
         self._ends = self._looks = 0
-        self._update_hook = before_update(state.optimizer, weak_hook(self._before_update))
+        self._hooks = [
+            state.optimizer.register_step_pre_hook(weak_hook(self._before_step)),
+            before_update(state.optimizer, weak_hook(self._before_update)),
+        ]
         self._watch = BackwardWatch(model, telltale, self._in_backward)
 
     def at_end(self) -> None:
@@ -49,12 +54,18 @@ class UnseenWrites:
         if not self.looking:
             return
         if self.found or self._ends == FIRST_STEPS:
-            self.looking, self._at_end = False, None
+            self.looking, self._at_end, self._snapshots.unsure = False, None, False
             self._watch.remove()
-            self._update_hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             return
         self._at_end = self._versions(), self._digests()
         self._ends, self._looks = self._ends + 1, 0
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Before its closure runs: what an optimizer moves for that is its own, and is waited for anyway."""
+        if self._at_end is not None and self._at_end[0] != self._versions():
+            self._snapshots.mode = "held"
 
     def _before_update(self, optimizer: Optimizer) -> None:
         self._at_end = None

@@ -30,19 +30,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from rollback.errors import RollbackError, UsageError
-from rollback.source.loops import ENUMERATE, EPOCHS, LIMIT, MOVED
+from rollback.source.steering import ENUMERATE, EPOCHS, LIMIT, MOVED
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
 from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
-from rollback.trainers.adopt.epochs import CountedPasses, EpochLoop, EpochMoved
+from rollback.trainers.adopt.epochs import CountedPasses, EpochLoop, EpochMoved, in_place_of
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
 from rollback.trainers.adopt.other_loaders import OtherBatches, described
 from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.plan import Adopted, plan_for
-from rollback.trainers.adopt.signs import ScriptSigns, as_error, trains_by_own_entry, updates_without_loop
+from rollback.trainers.adopt.signs import ScriptSigns, as_error, not_led, trains_by_own_entry, updates_without_loop
 from rollback.trainers.adopt.sources import ScriptSources
 from rollback.trainers.protect import protect_once
 
@@ -91,10 +91,10 @@ class Adoption:
 
     def epochs(self, numbers: Any, filename: str, line: int) -> Any:
         """What the script goes over in place of `numbers`, in the loop of that line."""
-        if type(numbers) is not range or not len(numbers):
-            return numbers
-        self.made.note(loop := EpochLoop(numbers, partial(self._loops.__setitem__, (filename, line))))
-        return loop
+        instead, loop = in_place_of(numbers, partial(self._loops.__setitem__, (filename, line)))
+        if loop is not None:
+            self.made.note(loop)
+        return instead
 
     @property
     def _loop(self) -> EpochLoop | None:
@@ -219,6 +219,8 @@ class Adoption:
             self._signs.refuse(error)
         self._signs.guard = guard
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
+        if self._loop is None and (where := self._sources.left_at()) is not None:
+            self._signs.say(not_led(where))
         for where, counter in self._sources.counters():
             self._signs.say(
                 f"the script counts with `{counter.name}` by itself ({where})"

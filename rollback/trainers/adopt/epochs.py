@@ -5,7 +5,7 @@ from typing import Any
 
 
 class EpochMoved(BaseException):
-    """Ends the body of a loop over epochs that `rollback.source.loops.steered` has changed; another one begins."""
+    """Ends the body of a loop over epochs that `rollback.source.steering.steered` has changed; another one begins."""
 
 
 class EpochLoop:
@@ -78,6 +78,19 @@ class EpochLoop:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._numbers, name)
+
+
+def in_place_of(numbers: Any, begun: Callable[[EpochLoop], None]) -> tuple[Any, EpochLoop | None]:
+    """What a script goes over in place of `numbers`, and the loop over epochs that is made of it, if it is one: of a
+    range, or of a bar of tqdm over a range, which stays the script's bar."""
+    found = numbers if type(numbers) is range else getattr(numbers, "iterable", None)
+    if type(found) is not range or not len(found):
+        return numbers, None
+    loop = EpochLoop(found, begun)
+    if found is numbers:
+        return loop, loop
+    numbers.iterable = loop
+    return numbers, loop
 
 
 class CountedPasses:

@@ -129,6 +129,13 @@ def trains_by_own_entry(trainer: object, entry: str) -> UsageError:
     )
 
 
+def not_led(where: str) -> str:
+    return (
+        f"the script begins its loader anew in a loop that goes over no range ({where}): a rollback over an epoch's "
+        "start does not do again what the script does between epochs. In `for epoch in range(n):` it does"
+    )
+
+
 def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
     name = next(name for name in first if first[name] != other.get(name))
     return f"{name} is {first[name]!r} on rank 0 and {other.get(name)!r} on rank {rank}"

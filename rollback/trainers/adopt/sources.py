@@ -13,7 +13,8 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
 
-from rollback.source.loops import OwnCounter, ScriptLoops, steered
+from rollback.source.loops import OwnCounter, ScriptLoops
+from rollback.source.steering import steered
 
 _OURS = os.path.dirname(importlib.util.find_spec("rollback").origin or "")  # type: ignore[union-attr]
 _LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _OURS))
@@ -84,6 +85,16 @@ class ScriptSources:
                 return None if taken and loops.trains_elsewhere else (name, found)
         return None
 
+    def left_at(self) -> str | None:
+        """Where the loop is by which a loader is iterated anew, in words; None where the source does not tell."""
+        for name, line in self.callers():
+            loops = self._loops(name)
+            if loops is not None and (found := loops.turning_at(line)) is not None:
+                return f"{self._where(name)}line {found.lineno}"
+            if loops is not None and loops.takes_at(line):
+                return None
+        return None
+
     def cycles(self) -> bool:
         """Whether it is `itertools.cycle` that iterates the loader."""
         name, line = next(self.callers(), ("", 0))
@@ -98,9 +109,11 @@ class ScriptSources:
     def counters(self) -> Iterator[tuple[str, OwnCounter]]:
         """Those of the training loops in the files that were read, and where that is."""
         for name, loops in self._files.items():
-            where = "" if name == self._script else f"{os.path.basename(name)}, "
             for counter in loops.counters(is_steered=name in self._steered) if loops is not None else ():
-                yield f"{where}line {counter.line}", counter
+                yield f"{self._where(name)}line {counter.line}", counter
+
+    def _where(self, name: str) -> str:
+        return "" if name == self._script else f"{os.path.basename(name)}, "
 
 
 class _OwnModules:

@@ -359,6 +359,35 @@ def test_what_ranks_keep_for_themselves_behind_accelerate_is_refused(tmp_path: P
     assert "the end" not in done.stdout
 
 
+def test_ranks_that_each_train_a_model_of_their_own_are_refused_by_name(tmp_path: Path) -> None:
+    """Without DDP, behind one seed: they are the same until the first update. No checkpoint would be taken of them."""
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    done = refused(tmp_path, "--adopt=strict", "--snapshot-every", "4", str(script), ranks=2)
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert "the parameters of ranks 0 and 1 differ, though they are replicas, since the first updates" in done.stdout
+    assert "wrap the model in DistributedDataParallel" in done.stdout
+    assert "the end" not in done.stdout
+
+
+ALONE = """
+import torch
+
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(7)
+data = torch.randn(80, 2)
+loader = torch.utils.data.DataLoader(data, sampler=torch.utils.data.DistributedSampler(data))
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(2):
+    for x in loader:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print("the end")
+"""
+
+
 def test_or_all_ranks_run_unprotected(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt", str(PLAIN / "one_sided.py"), "another optimizer", ranks=2)
     assert done.returncode == ExitCode.DONE, done.stdout

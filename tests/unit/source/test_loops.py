@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollback.source.loops import ENUMERATE, EPOCHS, MOVED, OwnCounter, ScriptLoops, steered
+from rollback.source.loops import OwnCounter, ScriptLoops
+from rollback.source.steering import ENUMERATE, EPOCHS, MOVED, steered
 
 PLAIN = """
 for epoch in range(3):
@@ -325,6 +326,48 @@ def test_where_another_file_trains_the_script_s_loops_over_epochs_are_steered_an
 ) -> None:
     assert (EPOCHS in ast.unparse(steered(loop, "script.py"))) == asks
     assert EPOCHS not in ast.unparse(steered(loop, "module.py", is_script=False))
+
+
+@pytest.mark.parametrize(
+    ("before", "head", "inside"),
+    [
+        ("", "for epoch in trange(3, disable=True)", False),
+        ("", "for epoch in tqdm.auto.trange(3)", False),
+        ("", "for run.epoch in tqdm(range(3), desc='epochs')", True),
+        ("bar = tqdm(range(3))", "for epoch in bar", False),
+        ("with trange(3) as bar:\n  pass", "for epoch in bar", False),
+        ("run.epochs = range(3)", "for run.epoch in run.epochs", False),
+        ("run.epochs = range(3)", "for epoch in tqdm(run.epochs)", False),
+        ("bar = range(3)\nbar = [0, 1]", "for epoch in bar", None),
+        ("", "for epoch in epochs()", None),
+    ],
+)
+def test_a_loop_over_epochs_is_led_also_by_way_of_a_bar_or_a_variable(
+    before: str, head: str, inside: bool | None
+) -> None:
+    """inside: whether it is the range in the loop's head that is exchanged, and not all that the loop goes over."""
+    body = "    for phase in ['train', 'val']:\n        for x in loaders[phase]:\n            f(x).backward()"
+    (loop,) = [node for node in ast.walk(steered(f"{before}\n{head}:\n{body}", "a.py")) if isinstance(node, ast.For)][
+        :1
+    ]
+    assert (EPOCHS in ast.unparse(loop.iter)) == (inside is not None)
+    assert ast.unparse(loop.iter).startswith(EPOCHS) == (inside is False)
+    assert ast.unparse(loop).count(EPOCHS) == (inside is not None), "not the loop over phases"
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "found"),
+    [
+        ("while i < 3:\n    for x in loader:\n        f(x).backward()", 2, 1),
+        ("for e in epochs:\n    train(e)", 2, 1),
+        ("for x in loader:\n    f(x).backward()", 1, None),
+        ("def cycle(loader):\n    while True:\n        for x in loader:\n            yield x", 3, None),
+        ("for i in range(9):\n    f(next(batches)).backward()", 2, None),
+    ],
+)
+def test_what_begins_a_loader_anew_is_the_loop_around_its_own(source: str, line: int, found: int | None) -> None:
+    loop = ScriptLoops(source).turning_at(line)
+    assert (loop.lineno if loop is not None else None) == found
 
 
 def from_hundred(items: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:

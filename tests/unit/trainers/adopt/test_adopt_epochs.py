@@ -1,10 +1,11 @@
 """The script's loop over epochs, steered."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
+from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved, in_place_of
 
 
 def begun(_: EpochLoop) -> None:
@@ -89,3 +90,19 @@ def test_a_body_that_has_begun_with_the_number_of_where_the_run_stands_goes_on()
     loop.steer(1, {loop.first}, going(3, 4))
     assert loop.place == 3
     assert [*bodies] == [5]
+
+
+def test_a_bar_over_a_range_stays_the_script_s_bar_and_goes_where_the_guard_says() -> None:
+    bar: Any = pytest.importorskip("tqdm").trange(4, disable=True)
+    instead, loop = in_place_of(bar, begun)
+    assert instead is bar
+    assert loop is not None
+    bodies = iter(bar)
+    assert next(bodies) == 0
+    loop.steer(0, {0}, going(0, 1, 0))
+    assert [*bodies] == [1, 0]
+
+
+@pytest.mark.parametrize("numbers", [[0, 1], range(0), iter(range(3))])
+def test_what_is_no_range_is_left_to_the_script(numbers: Any) -> None:
+    assert in_place_of(numbers, begun) == (numbers, None)
