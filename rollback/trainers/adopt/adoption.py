@@ -42,6 +42,7 @@ from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
 from rollback.trainers.adopt.other_loaders import OtherBatches, described
 from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.plan import Adopted, plan_for
+from rollback.trainers.adopt.script_pass import ScriptPass
 from rollback.trainers.adopt.signs import ScriptSigns, as_error, trains_by_own_entry, updates_without_loop
 from rollback.trainers.adopt.sources import ScriptSources
 from rollback.trainers.protect import protect_once
@@ -169,6 +170,8 @@ class Adoption:
 
     def iterate_prepared(self, original: Callable[..., Any], loader: Any) -> Any:
         """`iter(loader)` of a loader that Accelerate has prepared."""
+        if self._adopted is not None and torch.is_grad_enabled():
+            self._adopted.guard.departure.require_none()
         if self._state is AdoptionState.LEFT or not torch.is_grad_enabled():
             return original(loader)
         whole = self.own_resume.whole(loader, guarded=self._adopted is not None)
@@ -193,7 +196,7 @@ class Adoption:
             return original(loader)
         else:
             self._look_for_schedulers(self._adopted)
-        return self._pass(self._adopted)
+        return ScriptPass(partial(self._begin_pass, self._adopted), partial(self._next_batch, self._adopted))
 
     def _adopt(self, loader: Any, loop: EpochLoop | None) -> Adopted:
         """Make the guard, of all that there is. Collective; ends the ranks where it cannot be."""
@@ -279,8 +282,8 @@ class Adoption:
         place: int | None = self._with_guard(next, places, None)
         return place
 
-    def _pass(self, adopted: Adopted) -> Iterator[Any]:
-        """A pass over the guard."""
+    def _begin_pass(self, adopted: Adopted) -> tuple[Iterator[Any], int]:
+        """A pass over the guard: its batches, and the number of its epoch."""
         guard, prepared = adopted.guard, adopted.prepared
         if prepared is not None and self._steered is not None:
             adopted.loader.iteration = self._steered.place
@@ -291,23 +294,25 @@ class Adoption:
         self._handed.guard = guard
         self._handed.passes += 1
         self._handed.limited = False
-        began = self._steered.place if self._steered is not None else 0
-        while True:
-            if self._steered is not None and self._steered.place != began:
-                self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
-            self.losses.tell(guard)
-            try:
-                batch = self._with_guard(next, batches)
-            except StopIteration:
-                self._move(ScriptEvent.PASS_ENDED)
-                self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
-                if guard.interrupted:
-                    raise EpochMoved from None
-                return
-            self._stranger = None
-            self._handed.batches += 1
-            self._handed.untrained = self._handed.untrained or guard.batch_in_epoch == 0
-            yield batch
+        return batches, self._steered.place if self._steered is not None else 0
+
+    def _next_batch(self, adopted: Adopted, batches: Iterator[Any], epoch: int) -> Any:
+        guard = adopted.guard
+        if self._steered is not None and self._steered.place != epoch:
+            self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
+        self.losses.tell(guard)
+        try:
+            batch = self._with_guard(next, batches)
+        except StopIteration:
+            self._move(ScriptEvent.PASS_ENDED)
+            self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
+            if guard.interrupted:
+                raise EpochMoved from None
+            raise
+        self._stranger = None
+        self._handed.batches += 1
+        self._handed.untrained = self._handed.untrained or guard.batch_in_epoch == 0
+        return batch
 
     def _with_guard(self, call: Callable[..., Any], *given: Any) -> Any:
         """What the guard iterates meanwhile is its own."""

@@ -34,7 +34,7 @@ class ScriptSigns:
     def refuse(self, error: UsageError) -> NoReturn:
         """End all ranks because of what this one sees."""
         if self.guard is not None:
-            refuse_guarded(error, self.guard.close)
+            refuse_guarded(error, self.guard)
         attach.refuse(error, status=1)
 
     def agree(self, seen: Any) -> None:
