@@ -74,6 +74,10 @@ class WrongSetting(UsageError):
         return {**super().fields, "of_settings": True}
 
 
+class DataUnreadable(WrongSetting):
+    """The script catches what the reading of its data raises. It may have trained for long: no reason to begin anew."""
+
+
 class ScriptRefused(UsageError):
     """The ranks refuse what the script does: no guard could keep it. It can run without one."""
 

@@ -30,6 +30,7 @@ from rollback.train.incidents.rollback import Rewinder
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.pass_rehearsal import PassRehearsal
 from rollback.train.prober import Prober
+from rollback.train.process.departure import Departure
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.process.rehearsal import needs_rehearsal
 from rollback.train.process.stopping import StopRequest
@@ -110,6 +111,7 @@ class GuardAssembly:
         self, run: AttachedRun, state: TrainingState, model: nn.Module, loader: Any, max_steps: int | None
     ) -> None:
         self._run, self._state = run, state
+        self.departure = Departure()
         cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
         stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
         layers, skips = Layers(state.model), SkipList(run)

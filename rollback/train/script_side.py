@@ -19,26 +19,28 @@ _T = TypeVar("_T")
 
 def refusing(act: Callable[_P, _T]) -> Callable[_P, _T]:
     """`act` of a guard, which ends the job and not only the attempt where another one would meet the same error again.
-    Other ranks may wait for this one."""
+    Other ranks may wait for this one. Behind the end of the rank it ends that again."""
 
     @functools.wraps(act)
     def refusing_act(*given: _P.args, **others: _P.kwargs) -> _T:
-        try:
-            return act(*given, **others)
-        except (UsageError, RunDoesNotFit) as error:
-            guard: Any = given[0]
-            refuse_guarded(error, guard.close)
+        guard: Any = given[0]
+        with guard.departure:
+            try:
+                return act(*given, **others)
+            except (UsageError, RunDoesNotFit) as error:
+                refuse_guarded(error, guard)
 
     return refusing_act
 
 
-def refuse_guarded(error: RollbackError, close: Callable[[], None]) -> NoReturn:
-    """End this rank because of `error`. Other ranks may wait for this one. close: that of its guard."""
-    try:
-        refuse(error, status=1)
-    except SystemExit:
-        close()  # here it sees why; at the process's end it would take it for the script's own end
-        raise
+def refuse_guarded(error: RollbackError, guard: Any) -> NoReturn:
+    """End this rank because of `error`. Other ranks may wait for this one."""
+    with guard.departure:
+        try:
+            refuse(error, status=1)
+        except SystemExit:
+            guard.close()  # here it sees why; at the process's end it would take it for the script's own end
+            raise
 
 
 class ScriptSide(GuardAssembly):

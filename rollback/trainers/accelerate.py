@@ -151,7 +151,7 @@ def _require_averaged(model: nn.Module, guard: Guard) -> None:
         hint="take out LocalSGD (accelerate.local_sgd), or switch it off (enabled=False); to exchange gradients less "
         "often, accumulate more batches for each update (gradient_accumulation_steps)",
     )
-    refuse_guarded(error, guard.close)
+    refuse_guarded(error, guard)
 
 
 def _is_among(known: Iterable[Any], item: Any) -> bool:

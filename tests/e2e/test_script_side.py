@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from toy import SETTINGS, facts, skip_list
 
 import rollback
-from rollback.errors import UsageError
+from rollback.errors import ExitCode, UsageError
 from rollback.facts.training import Finished, PhaseAnnounced, Restored, Stopped
 
 SAMPLES = torch.randn(60, 8, generator=torch.Generator().manual_seed(3))
@@ -334,6 +334,32 @@ def test_a_rollback_may_shift_where_the_script_leaves_an_epoch(tmp_path: Path) -
     ended = trained(tmp_path / "run", nan=(20,))
     assert facts(tmp_path / "run", Restored)
     assert ended == trained(tmp_path / "given", skip=skip_list(tmp_path / "run"))
+
+
+def test_a_script_that_catches_the_end_of_its_rank_is_ended_again(tmp_path: Path) -> None:
+    """By the bare `except:` around `next(batches)` that is meant for the end of an epoch."""
+    script = Script(tmp_path / "run")
+    caught = []
+
+    def train() -> None:
+        batches = iter(script.guard)
+        for step in range(70):
+            try:
+                batch = next(batches)
+            except:  # noqa: E722
+                caught.append(step)
+                batches = iter(script.guard)
+                batch = next(batches)
+            script.train_on(batch)
+            if step == 40:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as left:
+        train()
+    (stopped,) = facts(tmp_path / "run", Stopped)
+    assert caught == [30, stopped.step], "the end of an epoch, and the stop"
+    assert left.value.code == ExitCode.RESUMABLE
+    assert script.guard.step == stopped.step, "nothing is trained behind the stop"
 
 
 def test_a_phase_that_is_announced_for_the_step_behind_a_stop_is_not_lost(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Refusal(BaseModel, frozen=True):
     ranks_only: bool = False
     """Whether the job would fit with another number of ranks."""
     of_settings: bool = False
-    """Whether it is the settings that are refused, and not the script."""
+    """Whether it is the settings or the data that are refused, and not the script."""
 
     def as_error(self) -> RollbackError:
         of_script = self.exit_code == ExitCode.USAGE and not self.of_settings

@@ -6,7 +6,7 @@ Each batch is compared with the draw log: a batch that was drawn before must be 
 from collections.abc import Callable
 from typing import Any
 
-from rollback.errors import UsageError
+from rollback.errors import DataUnreadable
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.draw_log import DrawLog
 from rollback.train.data.skips import SkipList
@@ -75,7 +75,7 @@ class Batches:
         before, tries = self._tried
         self._tried = batch, tries + 1 if batch == before else 1
         if self._tried[1] >= _TRIES:
-            raise UsageError(
+            raise DataUnreadable(
                 f"batch {batch} of the data could not be read in {_TRIES} tries ({type(error).__name__}: {error}); the "
                 "script catches that and asks for the next batch, and under a guard it is this one again: all ranks "
                 "count batches alike, and a later epoch or attempt must meet the same ones",

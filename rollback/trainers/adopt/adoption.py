@@ -29,11 +29,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from rollback.errors import RollbackError, UsageError
+from rollback.errors import UsageError
 from rollback.source.steering import ENUMERATE, EPOCHS, LIMIT, MOVED
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
+from rollback.trainers.adopt import signs
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
 from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
 from rollback.trainers.adopt.epochs import CountedPasses, EpochLoop, EpochMoved, in_place_of
@@ -42,7 +43,8 @@ from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
 from rollback.trainers.adopt.other_loaders import OtherBatches, described
 from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.plan import Adopted, plan_for
-from rollback.trainers.adopt.signs import ScriptSigns, as_error, not_led, trains_by_own_entry, updates_without_loop
+from rollback.trainers.adopt.script_pass import ScriptPass
+from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
 from rollback.trainers.protect import protect_once
 
@@ -151,7 +153,7 @@ class Adoption:
             self._signs.end_of_guard(f"trains a second time, by {type(trainer).__name__}.{entry}()")
             return original(trainer, *given, **others)
         if getattr(getattr(type(trainer), entry), "__wrapped__", None) is not original:
-            self._signs.refuse(trains_by_own_entry(trainer, entry))
+            self._signs.refuse(signs.trains_by_own_entry(trainer, entry))
         self._move(ScriptEvent.LEAVES)
         return protect_once(trainer, entry)(*given, **others)
 
@@ -169,6 +171,8 @@ class Adoption:
 
     def iterate_prepared(self, original: Callable[..., Any], loader: Any) -> Any:
         """`iter(loader)` of a loader that Accelerate has prepared."""
+        if self._adopted is not None and torch.is_grad_enabled():
+            self._adopted.guard.departure.require_none()
         if self._state is AdoptionState.LEFT or not torch.is_grad_enabled():
             return original(loader)
         whole = self.own_resume.whole(loader, guarded=self._adopted is not None)
@@ -193,17 +197,14 @@ class Adoption:
             return original(loader)
         else:
             self._look_for_schedulers(self._adopted)
-        return self._pass(self._adopted)
+        return ScriptPass(partial(self._begin_pass, self._adopted), partial(self._next_batch, self._adopted))
 
     def _adopt(self, loader: Any, loop: EpochLoop | None) -> Adopted:
         """Make the guard, of all that there is. Collective; ends the ranks where it cannot be."""
         seen: dict[str, Any]
         try:
             if self._sources.cycles():
-                raise UsageError(
-                    "the script goes over its loader by itertools.cycle, which gives the batches of one round again",
-                    hint="begin the loader anew for each round: `while True:` around `for batch in loader:`",
-                )
+                raise signs.goes_round()
             plan = plan_for(loader, self.made.alive(), loop)
             seen = {
                 "the last epoch": None if loop is None else loop.last,
@@ -220,7 +221,7 @@ class Adoption:
         self._signs.guard = guard
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
         if self._loop is None and (where := self._sources.left_at()) is not None:
-            self._signs.say(not_led(where))
+            self._signs.say(signs.not_led(where))
         for where, counter in self._sources.counters():
             self._signs.say(
                 f"the script counts with `{counter.name}` by itself ({where})"
@@ -259,11 +260,7 @@ class Adoption:
             return
         kind, loop = type(made).__name__, self._steered
         if loop is not None and loop.place == 0 and loop.again:
-            raise RollbackError(
-                f"going back led into the first epoch, in which the script has made its {kind} anew: that has changed "
-                "the learning rate, and this process cannot put it back",
-                hint="a new attempt can: `rollback launch` starts one, else run the same command again",
-            )
+            raise signs.scheduler_made_anew(kind)
         self._signs.note(f"makes a {kind} in its loop over epochs, which the guard does not keep", adopted.guard.step)
 
     def _places(self, adopted: Adopted, epochs: int) -> Iterator[int]:
@@ -281,8 +278,8 @@ class Adoption:
         place: int | None = self._with_guard(next, places, None)
         return place
 
-    def _pass(self, adopted: Adopted) -> Iterator[Any]:
-        """A pass over the guard."""
+    def _begin_pass(self, adopted: Adopted) -> tuple[Iterator[Any], int]:
+        """A pass over the guard: its batches, and the number of its epoch."""
         guard, prepared = adopted.guard, adopted.prepared
         if prepared is not None and self._steered is not None:
             adopted.loader.iteration = self._steered.place
@@ -293,23 +290,25 @@ class Adoption:
         self._handed.guard = guard
         self._handed.passes += 1
         self._handed.limited = False
-        began = self._steered.place if self._steered is not None else 0
-        while True:
-            if self._steered is not None and self._steered.place != began:
-                self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
-            self.losses.tell(guard)
-            try:
-                batch = self._with_guard(next, batches)
-            except StopIteration:
-                self._move(ScriptEvent.PASS_ENDED)
-                self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
-                if guard.interrupted:
-                    raise EpochMoved from None
-                return
-            self._stranger = None
-            self._handed.batches += 1
-            self._handed.untrained = self._handed.untrained or guard.batch_in_epoch == 0
-            yield batch
+        return batches, self._steered.place if self._steered is not None else 0
+
+    def _next_batch(self, adopted: Adopted, batches: Iterator[Any], epoch: int) -> Any:
+        guard = adopted.guard
+        if self._steered is not None and self._steered.place != epoch:
+            self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
+        self.losses.tell(guard)
+        try:
+            batch = self._with_guard(next, batches)
+        except StopIteration:
+            self._move(ScriptEvent.PASS_ENDED)
+            self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
+            if guard.interrupted:
+                raise EpochMoved from None
+            raise
+        self._stranger = None
+        self._handed.batches += 1
+        self._handed.untrained = self._handed.untrained or guard.batch_in_epoch == 0
+        return batch
 
     def _with_guard(self, call: Callable[..., Any], *given: Any) -> Any:
         """What the guard iterates meanwhile is its own."""
@@ -370,7 +369,7 @@ class Adoption:
             kind = type(optimizer).__name__
             self._sign(f"trains with a second optimizer, {kind}, which was not there at the start", adopted.guard.step)
             return
-        self._signs.refuse(updates_without_loop(self._sources.caller()))
+        self._signs.refuse(signs.updates_without_loop(self._sources.caller()))
 
     def _strays(self) -> bool:
         """Whether the guard's optimizer updates by what came from no pass, where no loop over epochs repeats that."""

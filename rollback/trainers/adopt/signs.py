@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from rollback.errors import UsageError
+from rollback.errors import RollbackError, UsageError
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
@@ -34,7 +34,7 @@ class ScriptSigns:
     def refuse(self, error: UsageError) -> NoReturn:
         """End all ranks because of what this one sees."""
         if self.guard is not None:
-            refuse_guarded(error, self.guard.close)
+            refuse_guarded(error, self.guard)
         attach.refuse(error, status=1)
 
     def agree(self, seen: Any) -> None:
@@ -126,6 +126,21 @@ def trains_by_own_entry(trainer: object, entry: str) -> UsageError:
     return UsageError(
         f"the script trains by a {type(trainer).__name__} with a {entry}() of its own",
         hint=f"write rollback.protect(trainer) in front of trainer.{entry}(), and leave out --adopt",
+    )
+
+
+def goes_round() -> UsageError:
+    return UsageError(
+        "the script goes over its loader by itertools.cycle, which gives the batches of one round again",
+        hint="begin the loader anew for each round: `while True:` around `for batch in loader:`",
+    )
+
+
+def scheduler_made_anew(kind: str) -> RollbackError:
+    return RollbackError(
+        f"going back led into the first epoch, in which the script has made its {kind} anew: that has changed the "
+        "learning rate, and this process cannot put it back",
+        hint="a new attempt can: `rollback launch` starts one, else run the same command again",
     )
 
 

@@ -299,6 +299,15 @@ def test_or_runs_unprotected_with_a_notice(tmp_path: Path, case: str) -> None:
     assert plain.stdout in done.stdout  # the same weights
 
 
+def test_a_batch_that_the_script_leaves_out_is_not_the_end_of_its_epoch(tmp_path: Path) -> None:
+    """It catches what the batch raises, and the end of its rank with the same bare `except:`."""
+    done = refused(tmp_path, "--adopt", str(PLAIN / "refused.py"), "a batch that it leaves out")
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert "batch 3 of the data could not be read in 16 tries" in done.stdout, done.stdout
+    assert "--skip-samples" in done.stdout
+    assert "without protection" not in done.stdout
+
+
 def test_a_job_that_runs_unprotected_is_no_part_of_the_record_at_the_url(tmp_path: Path) -> None:
     """Else its end would be that of the run there, which the next launch takes for complete."""
     where = "--adopt", "--run", "run", "--ring", f"file://{tmp_path}/bucket", str(PLAIN / "refused.py")

@@ -187,4 +187,23 @@ elif case == "another optimizer behind its first epoch":
             optimizer = torch.optim.Adam(model.parameters())
         for (x,) in loader:
             update(x, optimizer)
+elif case == "a batch that it leaves out":
+
+    class Torn(TensorDataset):
+        def __getitem__(self, place):
+            if place == 13:
+                raise OSError("a file that is cut off")
+            return super().__getitem__(place)
+
+    torn = DataLoader(Torn(*DATA.tensors), 4)
+    for _epoch in range(2):
+        batches = iter(torn)
+        while True:
+            try:
+                (x,) = next(batches)
+            except StopIteration:
+                break
+            except:  # noqa: E722
+                continue
+            update(x)
 print(f"the end: {model.weight.sum().item():.9f}")

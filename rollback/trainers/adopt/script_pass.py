@@ -1,0 +1,33 @@
+"""What a script iterates in place of its loader."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rollback.trainers.adopt.epochs import EpochMoved
+
+
+class ScriptPass:
+    """The batches of one pass. begin: called with the first one, for what `draw` is given then.
+
+    No generator: behind an error that it has raised, one is at its end. A script that catches such an error, to leave
+    out a sample that cannot be read, would take that for the end of the epoch.
+    """
+
+    def __init__(self, begin: Callable[[], tuple[Any, ...]], draw: Callable[..., Any]) -> None:
+        self._begin, self._draw = begin, draw
+        self._begun: tuple[Any, ...] | None = None
+        self._over = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        try:
+            if self._begun is None:
+                self._begun = self._begin()
+            return self._draw(*self._begun)
+        except (StopIteration, EpochMoved):
+            self._over = True
+            raise
