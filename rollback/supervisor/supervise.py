@@ -43,8 +43,6 @@ from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.host import Host
 from rollback.supervisor.torchrun.output import Audience
 
-_POLL = 0.1
-
 
 def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> RunResult:
     """Run the job to its end, over as many attempts as the budget allows, or until one of the signals comes.
