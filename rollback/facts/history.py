@@ -6,6 +6,7 @@ journals.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, cast, get_args
 
 from pydantic import TypeAdapter
@@ -240,6 +241,11 @@ def _note_fetched(history: History, fact: Fetched) -> None:
     history.good.add(fact.checkpoint)
 
 
+def _note_drained(history: History, fact: Drained) -> None:
+    history.drained.setdefault(fact.place, set()).add(fact.checkpoint)
+    history.left_ring.get(fact.place, set()).discard(fact.checkpoint)
+
+
 def _note_plan(history: History, fact: Planned) -> None:
     _case(history, fact.incident).plan = fact
     if fact.action != "observe":  # a stop discards too: the next start must not go on behind the onset
@@ -310,7 +316,7 @@ _NOTED: dict[type, Callable[[History, Any], None]] = {
     Stopped: _note_stopped,
     Finished: _note_finished,
     SampleQuarantine: lambda history, fact: history.quarantine.append(fact),
-    Drained: lambda history, fact: history.drained.setdefault(fact.place, set()).add(fact.checkpoint),
+    Drained: _note_drained,
     LeftDurableRing: lambda history, fact: history.left_ring.setdefault(fact.place, set()).add(fact.checkpoint),
     SkipAdded: lambda history, fact: history.added.append(fact),
     PhaseAnnounced: lambda history, fact: history.phases.add(fact.batch),
@@ -333,6 +339,16 @@ def _case(history: History, incident: int) -> Case:
 def furthest_of(records: Iterable[JournalEntry]) -> int | None:
     """As `History.furthest`, of some entries."""
     return max((record.fact.step for record in records if isinstance(record.fact, _Reaching)), default=None)
+
+
+def in_durable_ring(*histories: History, place: str | None = None) -> set[str]:
+    """The checkpoints that were copied to a durable ring and have not left it, by what journals amount to: ranks fill
+    it, or a supervisor. place: of that ring; None: of any."""
+    copied, left = (
+        {(at, name) for history in histories for at, names in of(history).items() for name in names}
+        for of in (attrgetter("drained"), attrgetter("left_ring"))
+    )
+    return {name for at, name in copied - left if place in (None, at)}
 
 
 def merge_windows(windows: Iterable[Window]) -> list[Window]:

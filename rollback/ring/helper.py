@@ -3,20 +3,21 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import CheckpointFile, Manifest
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, message_of
 from rollback.facts import training as facts
-from rollback.facts.history import fold
+from rollback.facts.history import in_durable_ring
 from rollback.ring.drainer import lower_priority
 from rollback.ring.hosts import HostPart, Wanted, tidy
 from rollback.ring.in_run import copy_shard
 from rollback.ring.url.ring import own_files, put_checkpoint_file
 from rollback.ring.url.store import Store
 from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
-from rollback.rundir.journal.journal import JournalTail, read_journal
+from rollback.rundir.journal.folded_journal import fold_journal
+from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 
@@ -86,9 +87,9 @@ class Helper:
         if over:
             try:
                 ranks, supervisor = (
-                    read_journal(path).records for path in (self._paths.train_journal, self._paths.supervisor_journal)
+                    fold_journal(path).history for path in (self._paths.train_journal, self._paths.supervisor_journal)
                 )
-                tiers.release(self._paths, drained([*ranks, *supervisor]) | {*durable}, fold(ranks).final)
+                tiers.release(self._paths, in_durable_ring(ranks, supervisor) | {*durable}, ranks.final)
             except (RollbackError, OSError) as error:
                 self._say(f"giving back the memory of this host's fast tier failed: {error}")
         tidy(self._paths)
@@ -177,14 +178,3 @@ class Helper:
         beacon, self._beacon = self._beacon, None
         if beacon is not None:
             beacon.put_out()
-
-
-def drained(records: Iterable[facts.JournalEntry]) -> set[str]:
-    """Names of the checkpoints in the durable ring, according to the drainers' facts."""
-    names: set[str] = set()
-    for record in records:
-        if isinstance(record.fact, facts.Drained):
-            names.add(record.fact.checkpoint)
-        elif isinstance(record.fact, facts.LeftDurableRing):
-            names.discard(record.fact.checkpoint)
-    return names

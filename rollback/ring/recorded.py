@@ -3,7 +3,7 @@
 The journals may be out of date: a checkpoint may have left since, or an object may be lost. The fetch finds out.
 """
 
-from rollback.facts.history import History
+from rollback.facts.history import History, in_durable_ring
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.schedule import of_present
 
@@ -14,9 +14,7 @@ def good_ones_at(url: str, ranks: History, supervisor: History) -> list[PolicyCh
 
     A checkpoint that was found damaged in the run directory is included: its copy may be sound.
     """
-    place = url.rstrip("/")
-    there = {name for history in (ranks, supervisor) for name in history.drained.get(place, ())}
-    there -= {name for history in (ranks, supervisor) for name in history.left_ring.get(place, ())}
+    there = in_durable_ring(ranks, supervisor, place=url.rstrip("/"))
     return [
         PolicyCheckpoint(item.name, item.step, ranks.committed[item.name].batch, True)
         for item in of_present(ranks, there)

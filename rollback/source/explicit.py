@@ -51,7 +51,7 @@ def diff_of(source: str, name: str) -> str:
 
 class _Script:
     def __init__(self, source: str, name: str) -> None:
-        self._source, self._name = source, name
+        self._name = name
         self._lines = _lines_of(source)
         self._line_end = "\r\n" if source.partition("\n")[0].endswith("\r") else "\n"
         self._loops = ScriptLoops(source)

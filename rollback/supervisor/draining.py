@@ -5,12 +5,11 @@ from collections.abc import Callable
 
 from rollback.checkpoints import tiers
 from rollback.config import Settings
-from rollback.facts.history import History
+from rollback.facts.history import History, in_durable_ring
 from rollback.ring.drainer import Drainer, Phase, drainer_for
-from rollback.ring.helper import drained
 from rollback.ring.url.store import Store
 from rollback.rundir.beacon import Transport
-from rollback.rundir.journal.journal import read_journal
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.journal import SupervisorJournal
 
@@ -91,7 +90,7 @@ class Draining:
         """Whether a checkpoint survives a reboot: it is in the run directory, or at the ring's URL."""
         if name is None or self._paths.checkpoint(name).exists():
             return True
-        return name in drained(read_journal(self._paths.supervisor_journal).records)
+        return name in in_durable_ring(fold_journal(self._paths.supervisor_journal).history)
 
     def why_not(self) -> str:
         """Why the last checkpoint does not survive a reboot, in words, after `finish`."""

@@ -21,11 +21,11 @@ from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import base_of, fast_tier_of
 from rollback.config import ENV_NO_RUN
 from rollback.errors import ExitCode, RollbackError, RunInUse, UsageError
-from rollback.ring.helper import drained
+from rollback.facts.history import in_durable_ring
 from rollback.ring.url.fetch import fetch, unfetch
 from rollback.ring.url.store import Store
 from rollback.rundir.elsewhere import forget_elsewhere
-from rollback.rundir.journal.journal import read_journal
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts, LaunchOrder
 from rollback.supervisor.buddy.buddy import Buddy
@@ -42,8 +42,6 @@ from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.host import Host
 from rollback.supervisor.torchrun.output import Audience
-
-_POLL = 0.1
 
 
 def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> RunResult:
@@ -250,6 +248,6 @@ def _let_go(claim: Claim, paths: RunPaths) -> None:
 
 def _durable(paths: RunPaths) -> tuple[str, ...]:
     try:
-        return tuple(sorted(drained(read_journal(paths.supervisor_journal).records)))
+        return tuple(sorted(in_durable_ring(fold_journal(paths.supervisor_journal).history)))
     except RollbackError:
         return ()

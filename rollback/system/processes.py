@@ -8,8 +8,11 @@ by a second, every process would seem to be another one.
 
 import functools
 import signal
+import socket
 from pathlib import Path
+from typing import Literal
 
+Alive = Literal["yes", "no", "unknown"]
 _STATE, _UTIME, _STIME, _START = 0, 11, 12, 19  # behind the name, which may hold blanks and brackets
 _DEAD = ("Z", "X", "x")
 
@@ -49,6 +52,16 @@ def is_running(name: str) -> bool:
     """Whether the process that `name_process` named still runs."""
     pid, _, start = name.partition(":")
     return pid.isdigit() and runs(int(pid), start)
+
+
+def is_alive(pid: object, host: object, start: object) -> Alive:
+    """Whether a process of any host, as its record says, is alive. The same pid with another start is another process.
+    start: see `start_of`; empty: not on record."""
+    if host != socket.gethostname() or not isinstance(pid, int) or not 0 < pid < 1 << 31:
+        return "unknown"
+    if start:
+        return "yes" if runs(pid, str(start)) else "no"
+    return "no" if start_of(pid) is None else "unknown"
 
 
 def state_of(pid: int) -> str | None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -34,7 +33,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric, SkippedBatch, read_last_metrics, read_skipped
 from rollback.system.collector import no_collection
 from rollback.system.files import size_of
-from rollback.system.processes import runs
+from rollback.system.processes import is_alive
 
 REMARKS = (Accepted, NoLastSnapshot, Fetched, StuckAtExit)
 """Facts that reports tell of an attempt in words, besides those of how it began and how it ended."""
@@ -144,15 +143,11 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
 
 def _is_abandoned(paths: RunPaths) -> bool:
     """As far as this host can see: of processes elsewhere nothing is known, so they count as alive."""
-    holder, here = read_holder(paths), socket.gethostname()
-    if holder is None:
+    if (holder := read_holder(paths)) is None:
         return False
-    processes: list[tuple[object, object, object]] = [(holder.get("host"), holder.get("pid"), holder.get("start"))]
-    processes += [(beat.host, beat.pid, beat.start) for beat in read_all_heartbeats(paths).values()]
-    return all(
-        host == here and isinstance(pid, int) and 0 < pid < 1 << 31 and start and not runs(pid, str(start))
-        for host, pid, start in processes
-    )
+    ranks = read_all_heartbeats(paths).values()
+    alive = {is_alive(rank.pid, rank.host, rank.start) for rank in ranks}
+    return alive | {is_alive(holder.get("pid"), holder.get("host"), holder.get("start"))} == {"no"}
 
 
 def _skipped(paths: RunPaths, notices: list[str]) -> tuple[dict[int, list[SkippedBatch]], bool]:

@@ -37,9 +37,8 @@ from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
 from rollback.rundir.records import Heartbeat, read_last_metrics
 from rollback.system.collector import no_collection
-from rollback.system.processes import runs, start_of
+from rollback.system.processes import Alive, is_alive
 
-Alive = Literal["yes", "no", "unknown"]
 State = Literal["running", "starting", "ended", "died", "unknown"]
 
 
@@ -138,19 +137,11 @@ class Status(Document):
 
 @dataclass(frozen=True)
 class Now:
-    """Clocks, host and processes of this machine."""
+    """Clocks and name of this machine."""
 
     wall: float
     monotonic: float
     host: str
-
-    def process(self, pid: int, host: str, start: str) -> Alive:
-        """Whether a process is alive. The same pid with another start is another process. start: empty: unknown."""
-        if host != self.host or not 0 < pid < 1 << 31:
-            return "unknown"
-        if start:
-            return "yes" if runs(pid, start) else "no"
-        return "no" if start_of(pid) is None else "unknown"
 
 
 def read_status(root: Path) -> Status:
@@ -225,7 +216,7 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, ring: list[HeldCheckpo
     judged = last_judged(read_last_metrics(paths.metrics, LINES), past.begun, history.timeline)
     found = read_all_heartbeats(paths)
     heartbeats = {rank: beat for rank, beat in found.items() if beat.attempt >= history.last_attempt}
-    holder = _holder(paths, now)
+    holder = _holder(paths)
     ranks = [_rank(rank, heartbeat, now) for rank, heartbeat in sorted(heartbeats.items())]
     slowest = min(ranks, key=lambda entry: (entry.step, entry.batch), default=None)
     point = _present_point(past, judged, list(heartbeats.values()))
@@ -315,19 +306,19 @@ def _being_written(paths: RunPaths) -> int | None:
         return None
 
 
-def _holder(paths: RunPaths, now: Now) -> Holder | None:
+def _holder(paths: RunPaths) -> Holder | None:
     stated = read_holder(paths)
     if stated is None:
         return None
     pid = stated.get("pid")
     number = pid if isinstance(pid, int) and 0 < pid < 1 << 31 else None
     role, host, since = (str(stated.get(name)) for name in ("role", "host", "since"))
-    alive = now.process(number or 0, host, str(stated.get("start") or ""))
+    alive = is_alive(pid, host, stated.get("start"))
     return Holder(role=role, pid=number, host=host, since=since, alive=alive)
 
 
 def _rank(rank: int, heartbeat: Heartbeat, now: Now) -> RankStatus:
-    alive = now.process(heartbeat.pid, heartbeat.host, heartbeat.start)
+    alive = is_alive(heartbeat.pid, heartbeat.host, heartbeat.start)
     age = max(0.0, round(now.monotonic - heartbeat.monotonic, 1)) if heartbeat.host == now.host else None
     return RankStatus.of(heartbeat, rank=rank, alive=alive, age=age)
 

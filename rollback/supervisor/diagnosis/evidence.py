@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.resume import is_provisional
-from rollback.facts.history import History, fold, furthest_of
+from rollback.facts.history import History, fold, furthest_of, in_durable_ring
 from rollback.facts.training import (
     Attached,
     Committed,
@@ -18,11 +18,10 @@ from rollback.facts.training import (
     LastSaveFailed,
     Stopped,
 )
-from rollback.ring.helper import drained
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.failures import read_failures
-from rollback.rundir.journal.folded_journal import FoldedJournal
-from rollback.rundir.journal.journal import JournalTail, read_journal
+from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
+from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.diagnosis.first_cause import RankEnd
@@ -150,7 +149,7 @@ def newest_there(paths: RunPaths, history: History) -> int | None:
         here = tiers.locate(paths)
     except OSError:
         here = tiers.in_slots(paths)
-    names = {place.name for place in here} | drained(read_journal(paths.supervisor_journal).records)
+    names = {place.name for place in here} | in_durable_ring(fold_journal(paths.supervisor_journal).history)
     names -= {place.name for place in here if is_provisional(history, place.manifest)}
     return max((CheckpointName(name).step for name in names), default=None)
 

@@ -11,12 +11,12 @@ from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_SUPERVISOR, Settings, settings_text
 from rollback.errors import RollbackError, message_of
+from rollback.facts.history import in_durable_ring
 from rollback.ring.drainer import Drainer, Phase, drainer_for
-from rollback.ring.helper import Helper, drained
+from rollback.ring.helper import Helper
 from rollback.ring.url.fetch import fetch, fetch_checkpoint, read_manifest_at
 from rollback.ring.url.store import Store
 from rollback.rundir.journal.folded_journal import fold_journal
-from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
@@ -76,7 +76,7 @@ def only_at_url(paths: RunPaths, settings: Settings, here: Iterable[Manifest]) -
         return []
     newest = max((manifest.seq for manifest in here), default=-1)
     try:
-        names = map(CheckpointName, drained(read_journal(paths.supervisor_journal).records))
+        names = map(CheckpointName, in_durable_ring(fold_journal(paths.supervisor_journal).history))
         wanted = sorted((name for name in names if name.seq > newest), key=lambda name: name.order)
         store = Store(settings.ring, patience=_PATIENCE_AT_START) if wanted else None
         found = [read_manifest_at(store, name) for name in wanted] if store is not None else []

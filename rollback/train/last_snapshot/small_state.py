@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from rollback.checkpoints.format.layout import ITEM_SIZE
 from rollback.checkpoints.format.shard import ShardPiece
 from rollback.train.data.raw_random import RawRandom, tree_of
-from rollback.train.last_snapshot.device import Read, as_it_is, device_of
-from rollback.train.snapshots.capture import as_it_is_stored, bytes_of
+from rollback.train.last_snapshot.device import device_of
+from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree
 from rollback.train.state.image import BUFFERS
 from rollback.train.state.kept_values import plain
@@ -389,9 +389,3 @@ def _parted(joined: bytes) -> tuple[bytes, bytes, bytes]:
     if end > len(joined):
         raise ValueError(f"{len(joined)} bytes, and {end} are told of")
     return joined[_LENGTHS.size : start], joined[start:end], joined[end:]
-
-
-def piece_of(name: str, item: Tensor, read: Read = as_it_is) -> ShardPiece:
-    """A tensor for a shard, whose bytes are read when it is written: where they lie, if they are in order there."""
-    dtype, shape = tree.DTYPE_CODE[item.dtype], tuple(item.shape)
-    return ShardPiece(name, dtype, shape, lambda: [bytes_of(as_it_is_stored(read(item)))])

@@ -41,28 +41,23 @@ def stand_in(paths: EndMarkPaths, noticed: float, deadline: float, lost_at: int 
     with last_locks.busy(paths):
         try:
             with last_locks.alone(paths, deadline):
-                if not read_accounts(paths, job.attempt):  # else somebody else has spoken
-                    write_account(paths, _account(paths, job, account, gone, noticed, deadline, lost_at))
+                if read_accounts(paths, job.attempt):
+                    return  # somebody else has spoken
+                try:
+                    told = _keep(paths, job, gone, noticed, deadline, lost_at)
+                except NotProved as error:
+                    told = {"why_not": str(error)}
+                except Exception as error:  # noqa: BLE001 - the record says why nothing was kept
+                    told = {"why_not": f"{type(error).__name__}: {error}"}
+                write_account(paths, account.model_copy(update=told))
         except TimeoutError as error:
             write_account(paths, account.model_copy(update={"why_not": str(error)}))
 
 
-def _account(
-    paths: EndMarkPaths, job: HostsOfJob, account: LastAccount, gone: Sequence[int],
-    noticed: float, deadline: float, lost_at: int | None,
-) -> LastAccount:  # fmt: skip
-    try:
-        return _keep(paths, job, account, gone, noticed, deadline, lost_at)
-    except NotProved as error:
-        return account.model_copy(update={"why_not": str(error)})
-    except Exception as error:  # noqa: BLE001 - the record says why nothing was kept
-        return account.model_copy(update={"why_not": f"{type(error).__name__}: {error}"})
-
-
 def _keep(
-    paths: EndMarkPaths, job: HostsOfJob, account: LastAccount, gone: Sequence[int],
-    noticed: float, deadline: float, lost_at: int | None,
-) -> LastAccount:  # fmt: skip
+    paths: EndMarkPaths, job: HostsOfJob, gone: Sequence[int], noticed: float, deadline: float, lost_at: int | None
+) -> dict[str, object]:
+    """Returns what the account tells of it."""
     hosts = Hosts(job.place, job.keys, job.hosts, job.own)
     (hosts.ring if lost_at is None else hosts.speak_for)()
     exchange = Exchange(hosts, _foresee, deadline - time.monotonic())
@@ -75,11 +70,10 @@ def _keep(
         raise NotProved("its ranks are gone, and they had not come to the end of one step")
     plan, manifest = keep_together(exchange, SlotPaths(paths.root.parent), job.ranks, gone, lambda late: ends)
     seconds = round(time.monotonic() - noticed, 4)
-    told = {
+    return {
         "reason": in_words(plan.gone), "checkpoint": manifest.name, "step": manifest.step, "seconds": seconds,
         "metrics": plan.metrics,
     }  # fmt: skip
-    return account.model_copy(update=told)
 
 
 def _foresee(sent: Sequence[bytes]) -> Foreseen:

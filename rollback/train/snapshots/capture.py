@@ -15,7 +15,7 @@ optimizer begins. Parameters that nothing trains are not copied: see `frozen`.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +27,12 @@ from rollback.checkpoints.format.frozen import METADATA as METADATA_FROZEN
 from rollback.checkpoints.format.frozen import write_digests
 from rollback.checkpoints.format.layout import Kind, Layout, TensorEntry
 from rollback.checkpoints.format.parts import METADATA, Part, write_parts
+from rollback.checkpoints.format.shard import ShardPiece
 from rollback.system.region import Region, copy
 from rollback.train.comm.ranks import Ranks
 from rollback.train.sharded import holders_of, version_of
 from rollback.train.snapshots import drift
-from rollback.train.snapshots.copy_stream import await_event, copy_stream
+from rollback.train.snapshots.copy_stream import await_event, copy_stream, on_host
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state import tree
 from rollback.train.state.image import PARAMETERS, STILL, Image
@@ -272,6 +273,13 @@ def as_it_is_stored(item: Tensor) -> Tensor:
 def bytes_of(value: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, as a view."""
     return value.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def piece_of(name: str, item: Tensor, read: Callable[[Tensor], Tensor] = on_host) -> ShardPiece:
+    """A tensor for a file, whose bytes are read when it is written: where they lie, if they are in order there. read:
+    gives it on the host."""
+    dtype, shape = tree.DTYPE_CODE[item.dtype], tuple(item.shape)
+    return ShardPiece(name, dtype, shape, lambda: [bytes_of(as_it_is_stored(read(item)))])
 
 
 def _is_still(name: str) -> bool:

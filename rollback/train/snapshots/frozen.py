@@ -23,9 +23,8 @@ from rollback.errors import CheckpointDamaged, RollbackError
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
-from rollback.train.snapshots.capture import as_it_is_stored, bytes_of
+from rollback.train.snapshots.capture import as_it_is_stored, bytes_of, piece_of
 from rollback.train.snapshots.copy_stream import copy_stream, on_host
-from rollback.train.state import tree
 from rollback.train.state.image import Image
 from rollback.train.state.state import TrainingState
 
@@ -204,11 +203,4 @@ def _digest(item: Tensor) -> str:
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> list[ShardPiece]:
     """The bytes of tensors, for their file. Tensors on a device are copied to the host one at a time."""
-
-    def content_of(item: Tensor) -> Callable[[], list[memoryview]]:
-        return lambda: [bytes_of(as_it_is_stored(on_host(item)))]
-
-    return [
-        ShardPiece(name, tree.DTYPE_CODE[item.dtype], tuple(item.shape), content_of(item))
-        for name, item in tensors.items()
-    ]
+    return [piece_of(name, item) for name, item in tensors.items()]

@@ -31,11 +31,10 @@ from rollback.errors import (
     RunDoesNotFit,
     UsageError,
 )
-from rollback.facts.history import History
+from rollback.facts.history import History, in_durable_ring
 from rollback.facts.training import Attached
-from rollback.ring.helper import drained
 from rollback.rundir.identity import new_identity, read_identity, require_key, write_identity
-from rollback.rundir.journal.journal import read_journal
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths, format_for
 from rollback.system import files
 from rollback.train.catalogue.catalogue import CheckpointPlace
@@ -177,8 +176,8 @@ def _none_is_usable(
     paths: RunPaths, history: History, lost: set[str], damaged: Mapping[str, str], ranks: Ranks, url: str | None
 ) -> NoUsableCheckpoint:
     """Collective: the refusal, with why each one is of no use. lost: those on record that are nowhere."""
-    drained_by_supervisor = drained(read_journal(paths.supervisor_journal).records) if ranks.first else set()
-    copied = {*ranks.from_first(sorted(drained_by_supervisor))}.union(*history.drained.values())
+    by_supervisor = in_durable_ring(fold_journal(paths.supervisor_journal).history) if ranks.first else ()
+    copied = {*ranks.from_first(sorted(by_supervisor))}.union(*history.drained.values())
     in_memory = {name for name in lost - copied if history.committed[name].tier == "fast"}
     gone = {
         name: "it was in memory only, which is gone" if name in in_memory else "it is not in the ring any more"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from recorded_run import incident, rollback_plan
-from rollback.facts.history import History, fold
+from rollback.facts.history import History, fold, in_durable_ring
 from rollback.facts.training import (
     BecameGood,
     Committed,
@@ -53,6 +53,13 @@ def test_what_was_drained_and_has_not_left_is_there_wherever_it_was_noted() -> N
         PolicyCheckpoint(NAMES[1], 10, 20, True),
         PolicyCheckpoint(NAMES[3], 30, 60, True),
     ]
+
+
+def test_what_has_left_one_ring_and_what_came_back_are_in_a_ring() -> None:
+    moved = journal(*drained(NAMES[0]), left(NAMES[0]), *drained(NAMES[0], place="/run/ring"))
+    again = journal(*drained(NAMES[1], NAMES[2]), left(NAMES[1]), left(NAMES[2]), *drained(NAMES[1]))
+    assert in_durable_ring(moved, again) == {NAMES[0], NAMES[1]}
+    assert in_durable_ring(moved, again, place=URL) == {NAMES[1]}
 
 
 def test_candidates_and_what_is_at_another_place_are_left_out() -> None:

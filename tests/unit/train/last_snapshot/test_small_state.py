@@ -9,7 +9,8 @@ import torch
 from rollback.sentinel import Sentinel
 from rollback.train.data import rng
 from rollback.train.data.cursor import cursor_for
-from rollback.train.last_snapshot.small_state import SharedState, SmallState, SmallStateReader, piece_of
+from rollback.train.last_snapshot.small_state import SharedState, SmallState, SmallStateReader
+from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree
 from rollback.train.state.kept_values import SharedText
 from rollback.train.state.state import TrainingState
