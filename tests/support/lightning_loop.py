@@ -2,14 +2,16 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -26,6 +28,11 @@ class Module(lightning.LightningModule):
         self.model = job.model()
         self.mean = MeanMetric()
         self.validated: list[float] = []
+
+    def configure_model(self) -> None:
+        model, mesh = cast(Any, self.model), cast(Any, self.device_mesh)
+        for part in (*model.transformer.h, model) if self.watched[0].job.sharded else ():
+            fully_shard(part, mesh=mesh["data_parallel"])
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> int | None:
         return -1 if batch_idx >= self.watched[0].job.more.get("leave_at", batch_idx + 1) else None
@@ -104,8 +111,11 @@ def train(job: "Job") -> dict[str, str]:
         callbacks.append(EarlyStopping("evaluated", min_delta=more.get("delta", 0.0), patience=more["patience"]))
     scaled: Any = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if more.get("scaled") else []
     logger = CSVLogger(job.output, name="log")
+    strategy: Any = "ddp" if job.ranks > 1 else "auto"
+    if given.sharded:
+        strategy = ModelParallelStrategy(job.ranks, 1, save_distributed_checkpoint=False)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=job.ranks if job.ranks > 1 else 1, strategy="ddp" if job.ranks > 1 else "auto",
+        accelerator="cpu", devices=job.ranks if job.ranks > 1 else 1, strategy=strategy,
         logger=logger, callbacks=callbacks, max_epochs=int(given.epochs),
         max_steps=given.max_steps, accumulate_grad_batches=given.accumulate, gradient_clip_val=more.get("clip", 1.0),
         enable_progress_bar=False, enable_model_summary=False, plugins=scaled,

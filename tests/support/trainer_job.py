@@ -81,7 +81,7 @@ class TrainerJob:
     scaled: bool = False
     """With the gradient scaler that Accelerate makes for float16 on a GPU. Its first factors are too large."""
     sharded: bool = False
-    """By the second version of FSDP: the Trainer's, Accelerate's."""
+    """By the second version of FSDP: the Trainer's, Accelerate's, or as Lightning's strategy for it has it."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further arguments: TrainingArguments', DataLoaderConfiguration's."""
 

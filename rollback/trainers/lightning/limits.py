@@ -6,8 +6,8 @@ from typing import Any
 from rollback.errors import UsageError
 from rollback.trainers.refusals import require_none_of
 
-_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
-_REPLICATED = 'the guard keeps models of which every rank has all: strategy="ddp", or one device'
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+_KNOWN_STRATEGY = 'strategy="ddp", one device, or FSDP2 by ModelParallelStrategy(N, tensor_parallel_size=1)'
 _OWN_PROCESSES = 'strategy="ddp", and one process for each device: rollback launch --nproc N'
 _CALLBACKS = {
     "StochasticWeightAveraging": "average the weights of several checkpoints behind the run (rollback ring export)",
@@ -26,11 +26,14 @@ def require_known(trainer: Any) -> None:
     strategy = trainer.strategy
     kind, launcher = type(strategy).__name__, type(strategy.launcher).__name__
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    taking_one_batch = getattr(strategy, "_tensor_parallel_size", 1)
     found = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
     require_none_of((
         (trainer.fit_loop.epoch_progress.current.ready > 0, "it has trained already, unprotected",
          "call rollback.protect before trainer.fit(); what was trained so far can begin the run of another Trainer"),
-        (kind not in _STRATEGIES, f"its strategy is {kind}", _REPLICATED),
+        (kind not in _STRATEGIES, f"its strategy is {kind}", _KNOWN_STRATEGY),
+        (taking_one_batch != 1, f"several ranks take one batch (tensor_parallel_size={taking_one_batch!r})",
+         _KNOWN_STRATEGY),
         (kind == "SingleDeviceStrategy" and ranks > 1, f"it trains on one device by itself, in each of {ranks} ranks",
          "Trainer(devices=N), which is also what --nproc gets; Lightning's \"auto\" is one device on a CPU"),
         (launcher == "_MultiProcessingLauncher", "it forks or spawns its ranks", _OWN_PROCESSES),

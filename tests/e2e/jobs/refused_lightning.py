@@ -14,7 +14,7 @@ from unittest import mock
 import lightning
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, StochasticWeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -144,7 +144,7 @@ CASES: dict[str, Callable[[], object]] = {
     "an older pytorch-lightning": lambda: of_version("pytorch-lightning", "2.5.6"),
     "FSDP": lambda: with_strategy(FSDPStrategy),
     "DeepSpeed": lambda: with_strategy(type("DeepSpeedStrategy", (DDPStrategy,), {})),
-    "model parallel": lambda: with_strategy(type("ModelParallelStrategy", (DDPStrategy,), {})),
+    "tensor parallel": lambda: with_strategy(ModelParallelStrategy, _tensor_parallel_size="auto"),
     "a strategy of one's own": lambda: with_strategy(own_strategy()),
     "spawned ranks": spawning,
     "one device in each of several ranks": alone_in_each_rank,

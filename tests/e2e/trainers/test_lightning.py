@@ -46,6 +46,7 @@ CLEAN = {
     "scaled": LIGHTNING.but(more={"scaled": True}),
     "worker": LIGHTNING.but(workers=1),
     "a generator of the loader's own": LIGHTNING.but(**SHORT, epochs=3, more={"generator": True}),
+    "sharded": LIGHTNING.but(**SHORT, sharded=True, accumulate=2, evaluate=6, more={"clip": None}),
     "several evaluations in a step": LIGHTNING.but(samples=20, more={"optimizer": "lbfgs", "clip": None}),
 }
 BAD = {
@@ -74,13 +75,14 @@ BAD = {
     "worker": LIGHTNING.but(bad_at=(32,), workers=1),
     "first validation undone": PERSISTENT.but(bad_at=(17,)),
     "a generator of the loader's own": LIGHTNING.but(**SHORT, bad_at=(20,), epochs=3, more={"generator": True}),
+    "sharded": LIGHTNING.but(**SHORT, sharded=True, bad_at=(20,), evaluate=6, save=4),
 }
 KILLED = LIGHTNING.but(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=6, save=4)
 FEW = {
     1: ["accumulation", "a generator of the loader's own", "in the middle", "over an epoch's start"],
     2: [
         "best of several", "at an epoch's tail", "epochs left early", "validated within an update",
-        "first validation undone",
+        "first validation undone", "sharded",
     ],
 }  # fmt: skip
 
@@ -112,6 +114,11 @@ def test_behind_a_window_of_no_whole_updates_a_schedule_goes_on(tmp_path: Path) 
 def test_a_rank_that_is_killed_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
     """In the second epoch, while the rollback goes back into the first one."""
     require_undisturbed(tmp_path, KILLED.but(samples=44), ["in the middle of the rollback"])
+
+
+@pytest.mark.soak
+def test_a_rank_of_a_sharded_model_is_killed_and_costs_nothing(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, KILLED.but(samples=44, sharded=True), ["in a step"])
 
 
 @pytest.mark.soak

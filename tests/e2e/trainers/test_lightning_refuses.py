@@ -14,7 +14,7 @@ REFUSED = {
     "an older pytorch-lightning": ("pytorch-lightning 2.6 and later, below 3; installed is 2.5.6", "pip install"),
     "FSDP": ("FSDPStrategy", DDP),
     "DeepSpeed": ("DeepSpeedStrategy", DDP),
-    "model parallel": ("ModelParallelStrategy", DDP),
+    "tensor parallel": ("several ranks take one batch (tensor_parallel_size='auto')", "tensor_parallel_size=1"),
     "a strategy of one's own": ("MyStrategy", DDP),
     "spawned ranks": ("forks or spawns", "rollback launch"),
     "one device in each of several ranks": ("one device by itself, in each of 2 ranks", "Trainer(devices=N)"),
