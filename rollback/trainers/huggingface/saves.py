@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rollback.rundir.failure_class import class_of_exception
 from rollback.rundir.failures import qualified_name
@@ -80,11 +81,12 @@ class FolderSaves:
             fault = None
             try:
                 part(*given, **others)
-            except Exception as error:
+            except (Exception, CheckpointException) as error:  # the latter is no Exception
                 if class_of_exception(qualified_name(type(error)), str(error)) != "disk":
                     raise
                 fault = error
-                _tell(folder, error)
+                if (own := self._own(error)) is not None:
+                    _tell(folder, own)
             accelerator = self._trainer.accelerator
             failed = torch.tensor(float(fault is not None), device=accelerator.device)
             if accelerator.reduce(failed, "sum").item():
@@ -92,8 +94,14 @@ class FolderSaves:
 
         return agreed_on
 
+    def _own(self, error: BaseException) -> BaseException | None:
+        """What has failed on this rank; None: it hears of another rank's fault."""
+        if not isinstance(error, CheckpointException):
+            return error
+        return error.failures.get(self._trainer.args.process_index, (None, None))[0]
 
-def _tell(folder: Path, error: Exception) -> None:
+
+def _tell(folder: Path, error: BaseException) -> None:
     undone = len(list(folder.parent.glob("undone-checkpoint-*")))
     hint = f"; undone-checkpoint-* there ({undone}) may be deleted" if undone else ""
     say(f"{folder} could not be saved ({error}): it is left out, and training goes on. Make room there{hint}")
