@@ -24,23 +24,27 @@ def refusing(act: Callable[_P, _T]) -> Callable[_P, _T]:
     @functools.wraps(act)
     def refusing_act(*given: _P.args, **others: _P.kwargs) -> _T:
         guard: Any = given[0]
-        with guard.departure:
-            try:
-                return act(*given, **others)
-            except (UsageError, RunDoesNotFit) as error:
-                refuse_guarded(error, guard)
+        guard.departure.require_none()
+        try:
+            return act(*given, **others)
+        except (UsageError, RunDoesNotFit) as error:
+            refuse_guarded(error, guard)
+        except SystemExit as told:
+            guard.departure.note(told)
+            raise
 
     return refusing_act
 
 
 def refuse_guarded(error: RollbackError, guard: Any) -> NoReturn:
     """End this rank because of `error`. Other ranks may wait for this one."""
-    with guard.departure:
-        try:
-            refuse(error, status=1)
-        except SystemExit:
-            guard.close()  # here it sees why; at the process's end it would take it for the script's own end
-            raise
+    guard.departure.require_none()
+    try:
+        refuse(error, status=1)
+    except SystemExit as told:
+        guard.departure.note(told)
+        guard.close()  # here it sees why; at the process's end it would take it for the script's own end
+        raise
 
 
 class ScriptSide(GuardAssembly):

@@ -7,13 +7,12 @@ return that was given up, or for ever at the batch that cannot be read.
 
 import os
 import sys
-from types import TracebackType
 
 from rollback.train.run import supervised
 
 
 class Departure:
-    """Of one guard's rank. As a context: around what may end it, and what is not to be done behind that."""
+    """Of one guard's rank."""
 
     def __init__(self) -> None:
         self._told: SystemExit | None = None
@@ -30,9 +29,6 @@ class Departure:
         self._again = True
         raise SystemExit(*self._told.args)
 
-    def __enter__(self) -> None:
-        self.require_none()
-
-    def __exit__(self, kind: object, raised: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(raised, SystemExit):
-            self._told = SystemExit(*raised.args)  # without the frames that it has passed through
+    def note(self, told: SystemExit) -> None:
+        """The rank is told to leave."""
+        self._told = SystemExit(*told.args)  # without the frames that it has passed through
