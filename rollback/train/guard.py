@@ -105,8 +105,7 @@ class Guard(ScriptSide):
         Raises UsageError where `count` is not a whole number, and where a body did not iterate over the guard.
         """
         self._pass_rehearsal.make, self._batches.resumes_between = rehearse, resume_between
-        self._judge.epochs = arguments.whole_number(count, "guard.epochs got count")
-        return self._passes.epochs(count, self.finish)
+        return self._passes.epochs(arguments.whole_number(count, "guard.epochs got count"), self.finish)
 
     @refusing
     def finish(self, by: str) -> bool:

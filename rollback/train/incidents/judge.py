@@ -76,8 +76,6 @@ class Judge:
         self._phases = set(run.history.phases)
         self._next_batch = batch
         self._max_steps = max_steps
-        self.epochs = 0
-        """How many the script trains, as it has told `guard.epochs`; 0: it has not."""
         self.timeline = run.history.timeline
         self._observed = False  # in a trouble that was reported and is left alone: each step of it would be another
         self._verdict = Kind.HEALTHY
@@ -374,7 +372,7 @@ class Judge:
     def _stream(self, mark: StepMark) -> DataStream:
         """How the script divides the data into updates, from the updates that are kept."""
         per_step = statistics.mode([each.batches_per_step for each in self._marks][-_USUAL:])
-        total = max(mark.epoch_end or 0, (self._max_steps or 0) * per_step, self.epochs * (mark.epoch_batches or 0))
+        total = max(mark.epoch_end or 0, (self._max_steps or 0) * per_step)
         if any(each.over_the_end for each in self._marks):
             return DataStream(per_step, total=total)
         return DataStream(per_step, mark.epoch_end, mark.epoch_batches, total=total)

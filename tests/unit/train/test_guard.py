@@ -209,18 +209,3 @@ def test_what_a_script_draws_behind_its_guard_is_the_same_at_each_start(tmp_path
     first, resumed = drawn(leave_at=6), drawn(leave_at=None)
     assert torch.equal(first[0], resumed[0])
     assert not torch.equal(first[1], resumed[1]), "the loop goes on with the random states of the checkpoint"
-
-
-def test_what_incidents_may_cost_is_reckoned_by_all_epochs_that_the_script_trains(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = guard(tmp_path / "run", model=model, optimizer=optimizer, loader=[torch.ones(2)] * 10)
-    for _ in made.epochs(3):
-        for batch in made:
-            loss = model(batch).sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            made.observe(loss)
-    made.close()
-    assert made._judge._stream(made._judge._marks[0]).total == 30
