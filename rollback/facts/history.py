@@ -343,7 +343,8 @@ def furthest_of(records: Iterable[JournalEntry]) -> int | None:
 
 def in_durable_ring(*histories: History, place: str | None = None) -> set[str]:
     """The checkpoints that were copied to a durable ring and have not left it, by what journals amount to: ranks fill
-    it, or a supervisor. place: of that ring; None: of any."""
+    it, or a supervisor. One that has left counts again where the same journal says later that it was copied. place: of
+    that ring; None: of any."""
     copied, left = (
         {(at, name) for history in histories for at, names in of(history).items() for name in names}
         for of in (attrgetter("drained"), attrgetter("left_ring"))

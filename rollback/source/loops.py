@@ -131,10 +131,6 @@ class ScriptLoops:
             case ast.Name(id=name):
                 last = self._last_given(name, where)
                 return last is not None and self._has_range(last, last)
-            case ast.Attribute():
-                set_to = (node for node in ast.walk(self.tree) if isinstance(node, ast.Assign))
-                values = [node.value for node in set_to if ast.unparse(node.targets[0]) == ast.unparse(value)]
-                return any(is_call_of(item, name) for item in values for name in _RANGES)
         return False
 
     def enumerations(self) -> list[ast.Call]:
@@ -190,9 +186,11 @@ class ScriptLoops:
         return None
 
     def sets_mode_at(self, line: int) -> bool:
-        """Whether the training loop at `line` calls train() of its model for each batch, and so begins in any mode."""
+        """Whether the training loop at `line` calls train() of its model for each batch, and so begins in any mode. Not
+        where a function without backward() does, as an evaluation at its end."""
         loops = (loop for loop in self.batches if loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno))
-        return any(is_train(node) for loop in loops for node in self._reached(loop))
+        found = (node for loop in loops for node in self._reached(loop) if is_train(node))
+        return any(any(map(is_backward, ast.walk(self._scope_of(node)))) for node in found)
 
     def _may_train_on(self, taken: ast.Call) -> bool:
         """Whether a batch that is taken here, and not iterated, is in a loop that may train, or beside a backward()."""
@@ -264,7 +262,11 @@ class ScriptLoops:
                         yield OwnCounter(name, node.lineno, name in deciding)
                 case ast.If(test=test, body=[*body]) if id(node) in own:  # `if i - last >= n: update(); last = i`
                     inside = [item for part in body for item in ast.walk(part)]
-                    asked = {ast.unparse(item) for item in ast.walk(test) if isinstance(item, ast.Name | ast.Attribute)}
+                    asked = {
+                        ast.unparse(item.right)
+                        for item in ast.walk(test)
+                        if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Sub)
+                    }
                     for item in inside if any(map(names_update, inside)) else ():
                         if isinstance(item, ast.Assign) and (name := ast.unparse(item.targets[0])) in asked:
                             yield OwnCounter(name, item.lineno, name in deciding)

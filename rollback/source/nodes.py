@@ -66,5 +66,8 @@ def is_backward(node: ast.AST) -> bool:
 
 
 def is_train(node: ast.AST) -> bool:
-    """`model.train()`"""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train"
+    """`model.train()`; by an argument it may be the other mode."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="train"), args=[], keywords=[]):
+            return True
+    return False

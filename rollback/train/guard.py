@@ -337,7 +337,9 @@ class Guard(ScriptSide):
         self._requests.note_stop(self.step)
         self._run.ranks.barrier()
         self.close()
-        raise SystemExit(0 if supervised() else int(code))
+        told = SystemExit(0 if supervised() else int(code))
+        self.departure.note(told)
+        raise told
 
     def _rewind(self, decision: Rewind) -> None:
         """Carry out a plan, which is in the journal."""

@@ -29,9 +29,6 @@ def refusing(act: Callable[_P, _T]) -> Callable[_P, _T]:
             return act(*given, **others)
         except (UsageError, RunDoesNotFit) as error:
             refuse_guarded(error, guard)
-        except SystemExit as told:
-            guard.departure.note(told)
-            raise
 
     return refusing_act
 

@@ -42,7 +42,7 @@ def require_known_ranks(accelerator: Any) -> None:
     """Raises UsageError where Accelerate trains on its ranks in a way that a guard does not know, or takes each of them
     for the only one, as on a CPU that it was not told to use."""
     kind = accelerator.distributed_type.name
-    if kind == "FSDP" and not accelerator.is_fsdp2:
+    if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):  # earlier versions of Accelerate have the first
         raise UsageError(
             "rollback.protect cannot guard what the first version of FSDP shards",
             hint="take its second version: FullyShardedDataParallelPlugin(fsdp_version=2), `--fsdp_version 2` of "

@@ -51,12 +51,16 @@ def protect(*given: Any, **settings: Any) -> Any:
 def protect_once(trainer: Any, entry: str) -> Any:
     """What trains under guard, in the place of the Trainer's `train` or `fit`. Raises as `protect` does.
 
-    If the script calls `entry` again, it finds its Trainer as if it had never been protected. Nothing is taken out
-    before that, since what the script saves behind its training is still noted."""
+    If the script calls `entry` again behind that training, it finds its Trainer as if it had never been protected.
+    Nothing is taken out before, since what the script saves behind its training is still noted. A training that was
+    broken off is still under guard, which refuses a second one."""
     guarded = getattr(protect(trainer), entry)
 
     @functools.wraps(guarded)
     def train_again(*given: Any, **others: Any) -> Any:
+        guard = getattr(guarded.__self__, "guard", None)
+        if guard is None or not guard.finished:
+            return guarded(*given, **others)
         guarded.__self__.uninstall()
         return getattr(trainer, entry)(*given, **others)
 

@@ -156,7 +156,7 @@ def test_a_run_directory_s_disk_that_stays_full_costs_neither_the_slots_nor_the_
         assert not [words for words in untrue if words in output], output
         (ended,) = [line for line in output.splitlines() if line.startswith("rollback: failed: ")]
         assert "training is complete at step 65" in ended
-        assert f"({RunPaths(run).train_journal}: No space left on device)" in ended
+        assert "No space left on device" in ended  # for the journal, or for the ring where something else made room
         (disk / "filler").unlink()
         status, output = scenarios.launch(run, ranks=1)
         assert status == 0, output

@@ -76,7 +76,7 @@ def require_the_same(ended: dict[str, str], toy: Toy, run: Path, what: str) -> N
 @functools.cache
 def trained(toy: str) -> dict[str, str]:
     """Several tests end alike."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # a last sign of life may come meanwhile
         return train(Toy.from_json(toy), Path(folder, "fresh"))
 
 

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 from scenarios import perform_all
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, IterableDataset
 from toy import SETTINGS, flat, left_out, skip_list
 
@@ -480,6 +481,7 @@ class Job:
 
     def portrait(self, model: Any, optimizer: Any, scheduler: Any, steps: int, **more: Any) -> dict[str, str]:
         """What there is at the end, by name, as texts that differ if a bit does."""
+        assert self.job.sharded == any(isinstance(item, DTensor) for item in model.parameters())
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
         consumed: dict[int, list[list[int]]] = {}
         for line in self.log.read_text().splitlines():

@@ -239,7 +239,8 @@ class Host:
         self._refusal.unlink(missing_ok=True)
         self._failures.unlink(missing_ok=True)
         if self._meeting is not None:  # who leads after a lost leader counts from an older record
-            shutil.rmtree(self._paths.failures(number), ignore_errors=True)
+            for former in (self._paths.failures(number), self._paths.stacks(number)):
+                shutil.rmtree(former, ignore_errors=True)
         environment = self._rank_environment(number)
         if self._board is not None:
             self._board.clear()

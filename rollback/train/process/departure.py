@@ -5,6 +5,7 @@ catches the SystemExit by which a guard ends its rank. It would go on with a gua
 return that was given up, or for ever at the batch that cannot be read.
 """
 
+import contextlib
 import os
 import sys
 
@@ -24,11 +25,12 @@ class Departure:
             return
         if self._again and supervised():
             for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+                with contextlib.suppress(Exception):  # the script may have closed it
+                    stream.flush()
             os._exit(self._told.code if isinstance(self._told.code, int) else 1)
         self._again = True
         raise SystemExit(*self._told.args)
 
     def note(self, told: SystemExit) -> None:
-        """The rank is told to leave."""
+        """The rank is told to leave, and its guard is closed, or about to be."""
         self._told = SystemExit(*told.args)  # without the frames that it has passed through

@@ -36,7 +36,7 @@ from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.events import RollbackApplied
 from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.updates.advice import NEVER_ALIKE, REPLICAS_DIFFER
+from rollback.train.updates.advice import EARLY, NEVER_ALIKE, REPLICAS_DIFFER
 
 
 class CheckpointManager:
@@ -347,10 +347,12 @@ class CheckpointManager:
         return not self._snapshots.memory.drained or self._remote is not None
 
     def _report_drift(self, landing: Landing) -> None:
-        """Raises UsageError where no checkpoint has an update that the ranks have made alike: it is how they train."""
+        """Raises UsageError where a run has hardly begun, and no checkpoint has an update that all ranks made alike: so
+        they train. Later it may be a machine that miscalculates, and there is more to lose."""
         manifest = landing.manifest
         fact = Drifted(checkpoint=manifest.name, step=manifest.step, ranks=landing.drifted)
-        if (newest := self._catalogue.newest()) is None or not newest.step:
+        newest = self._catalogue.newest()
+        if manifest.step < EARLY and (newest is None or not newest.step):
             self._record.note(fact)
             raise UsageError(f"{landing.fault}, since the first updates of the run", hint=NEVER_ALIKE)
         self._record.note(fact, landing.fault)

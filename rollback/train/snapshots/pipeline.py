@@ -43,7 +43,7 @@ from rollback.train.state.image import Image
 
 _MOVED = (
     "weights were changed outside of optimizer.step() while they were copied (as sharpness-aware or adversarial "
-    "training does by hand); another one is taken at once, and from now on training waits for each copy"
+    "training does by hand); from now on training waits for each copy"
 )
 
 

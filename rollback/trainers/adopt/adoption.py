@@ -220,7 +220,7 @@ class Adoption:
             self._signs.refuse(error)
         self._signs.guard = guard
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
-        if self._loop is None and (where := self._sources.left_at()) is not None:
+        if loop is None and (where := self._sources.left_at()) is not None:
             self._signs.say(signs.not_led(where))
         for where, counter in self._sources.counters():
             self._signs.say(
@@ -281,19 +281,22 @@ class Adoption:
     def _begin_pass(self, adopted: Adopted) -> tuple[Iterator[Any], int]:
         """A pass over the guard: its batches, and the number of its epoch."""
         guard, prepared = adopted.guard, adopted.prepared
-        if prepared is not None and self._steered is not None:
-            adopted.loader.iteration = self._steered.place
+        if (loop := self._steered) is not None:
+            if loop.taken and not loop.over:
+                self._signs.refuse(as_error("goes over its loader more than once in each of its epochs"))
+            loop.taken = True
+            if prepared is not None:
+                adopted.loader.iteration = loop.place
         if self._handed.untrained:
             self._signs.note(_READS, guard.step)
         batches = iter(prepared if prepared is not None else self._with_guard(iter, guard))
         self._move(ScriptEvent.PASS_BEGAN)
-        self._handed.guard = guard
-        self._handed.passes += 1
-        self._handed.limited = False
-        return batches, self._steered.place if self._steered is not None else 0
+        self._handed.begin_pass(guard)
+        return batches, loop.place if loop is not None else 0
 
     def _next_batch(self, adopted: Adopted, batches: Iterator[Any], epoch: int) -> Any:
         guard = adopted.guard
+        guard.departure.require_none()
         if self._steered is not None and self._steered.place != epoch:
             self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
         self.losses.tell(guard)

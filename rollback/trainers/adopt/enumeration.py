@@ -24,6 +24,10 @@ class HandedOut:
     limited: bool = False
     untrained: bool = False
 
+    def begin_pass(self, guard: Guard) -> None:
+        self.guard, self.limited = guard, False
+        self.passes += 1
+
 
 class Enumeration:
     """In place of `enumerate`. A draw in which the guard hands out no batch counts on, as it does there.

@@ -16,6 +16,8 @@ class EpochLoop:
         self._begun = begun
         self.place = -1
         """The number of the epoch, from 0; none has begun yet."""
+        self.taken = False
+        """Whether the script has begun to take the guard's batches in this body."""
         self.again = False
         """Whether its body has begun before: the script was sent back."""
         self._furthest = -1
@@ -61,6 +63,7 @@ class EpochLoop:
         return self
 
     def __next__(self) -> int:
+        self.taken = False
         if self._places is None:
             self.place += 1
         elif self._pending is not None:
@@ -82,15 +85,22 @@ class EpochLoop:
 
 def in_place_of(numbers: Any, begun: Callable[[EpochLoop], None]) -> tuple[Any, EpochLoop | None]:
     """What a script goes over in place of `numbers`, and the loop over epochs that is made of it, if it is one: of a
-    range, or of a bar of tqdm over a range, which stays the script's bar."""
+    range, or of a bar of tqdm over a range."""
     found = numbers if type(numbers) is range else getattr(numbers, "iterable", None)
     if type(found) is not range or not len(found):
         return numbers, None
     loop = EpochLoop(found, begun)
-    if found is numbers:
-        return loop, loop
-    numbers.iterable = loop
-    return numbers, loop
+    return (loop if found is numbers else _shown(loop, numbers)), loop
+
+
+def _shown(loop: EpochLoop, bar: Any) -> Iterator[int]:
+    """The loop's epochs, as the script's bar counts them. What the bar goes over stays the script's range."""
+    try:
+        for number in loop:
+            yield number
+            bar.update()
+    finally:
+        bar.close()
 
 
 class CountedPasses:

@@ -16,8 +16,7 @@ from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.train.script_side import refuse_guarded
 from rollback.train.start import attach
-
-_EARLY = 100  # updates: a script that is found out by then is started again
+from rollback.train.updates.advice import EARLY
 
 
 class ScriptSigns:
@@ -60,7 +59,7 @@ class ScriptSigns:
     def note(self, what: str, step: int) -> None:
         """The script does something at this step that the guard cannot keep exact: it ends, or this is only said."""
         error = as_error(what)
-        if self._strict or step < _EARLY:
+        if self._strict or step < EARLY:
             self.refuse(error)
         late = "It goes on under guard; from here on a rollback or a resume is not exact"
         self._notice(f"{error.message}. {late}")
@@ -146,8 +145,9 @@ def scheduler_made_anew(kind: str) -> RollbackError:
 
 def not_led(where: str) -> str:
     return (
-        f"the script begins its loader anew in a loop that goes over no range ({where}): a rollback over an epoch's "
-        "start does not do again what the script does between epochs. In `for epoch in range(n):` it does"
+        f"the script begins its loader anew in a loop that is not led ({where}): a rollback over an epoch's start does "
+        "not do again what the script does between epochs. With `for epoch in range(n):` around the training loop, in "
+        "the same file, it does"
     )
 
 

@@ -56,6 +56,7 @@ REFUSED = {
     "a loader of each epoch": ("makes its DataLoader in its loop over epochs, anew for each", "make the loader once"),
     "a loader of each turn": ("one of 6 batches of a TensorDataset (one that is made anew for each", "make it once"),
     "a second training": ("trains on its loader again", "rollback adopt"),
+    "a loader twice in each epoch": ("goes over its loader more than once in each of its epochs", "rollback adopt"),
 }
 
 
@@ -268,6 +269,7 @@ def refused(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedPr
         "a loader of each epoch",
         "a loader of each turn",
         "one pass over several epochs",
+        "a loader twice in each epoch",
     ),
 )
 def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, case: str) -> None:

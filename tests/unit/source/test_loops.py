@@ -124,6 +124,8 @@ def test_what_a_line_iterates_is_trained_on_or_not(line: int, trains: bool | Non
         ("  model.train()\n  f(x).backward()\n", True),
         ("  update(x)\n\ndef update(x):\n  net.train()\n  net(x).backward()\n", True),
         ("  f(x).backward()\nmodel.train()\n", False),
+        ("  model.train(is_training)\n  f(x).backward()\n", False),
+        ("  f(x).backward()\n  look()\n\ndef look():\n  net.eval()\n  net.train()\n", False),
     ],
 )
 def test_a_training_loop_may_put_its_model_in_training_mode_by_itself(body: str, sets: bool) -> None:
@@ -336,8 +338,8 @@ def test_where_another_file_trains_the_script_s_loops_over_epochs_are_steered_an
         ("", "for run.epoch in tqdm(range(3), desc='epochs')", True),
         ("bar = tqdm(range(3))", "for epoch in bar", False),
         ("with trange(3) as bar:\n  pass", "for epoch in bar", False),
-        ("run.epochs = range(3)", "for run.epoch in run.epochs", False),
-        ("run.epochs = range(3)", "for epoch in tqdm(run.epochs)", False),
+        ("run.epochs = range(3)", "for run.epoch in run.epochs", None),
+        ("run.epochs = range(3)", "for epoch in tqdm(run.epochs)", None),
         ("bar = range(3)\nbar = [0, 1]", "for epoch in bar", None),
         ("", "for epoch in epochs()", None),
     ],

@@ -206,4 +206,9 @@ elif case == "a batch that it leaves out":
             except:  # noqa: E722
                 continue
             update(x)
+elif case == "a loader twice in each epoch":
+    for _epoch in range(3):
+        for _half in "ab":
+            for (x,) in loader:
+                update(x)
 print(f"the end: {model.weight.sum().item():.9f}")

@@ -1,5 +1,6 @@
 """The script's loop over epochs, steered."""
 
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,15 +93,24 @@ def test_a_body_that_has_begun_with_the_number_of_where_the_run_stands_goes_on()
     assert [*bodies] == [5]
 
 
-def test_a_bar_over_a_range_stays_the_script_s_bar_and_goes_where_the_guard_says() -> None:
-    bar: Any = pytest.importorskip("tqdm").trange(4, disable=True)
-    instead, loop = in_place_of(bar, begun)
-    assert instead is bar
+def test_a_bar_over_a_range_stays_the_script_s_bar_and_its_epochs_are_where_the_guard_says() -> None:
+    bar: Any = pytest.importorskip("tqdm").trange(4, file=io.StringIO())
+    bodies, loop = in_place_of(bar, begun)
     assert loop is not None
-    bodies = iter(bar)
     assert next(bodies) == 0
     loop.steer(0, {0}, going(0, 1, 0))
     assert [*bodies] == [1, 0]
+    assert bar.n == 3, "bodies"
+    again, _ = in_place_of(bar, begun)
+    assert [*again] == [0, 1, 2, 3], "what it goes over is its own"
+
+
+def test_a_body_is_told_from_the_next_one_by_whether_it_has_taken_batches() -> None:
+    loop = EpochLoop(range(3), begun)
+    next(iter(loop))
+    loop.taken = True
+    assert next(loop) == 1
+    assert not loop.taken
 
 
 @pytest.mark.parametrize("numbers", [[0, 1], range(0), iter(range(3))])
