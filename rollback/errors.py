@@ -7,7 +7,11 @@ of these errors: it appears as an ordinary Python exception.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
+
+Refused = Literal["job", "ranks", "command", "settings", "data", "script"]
+"""What an error refuses: the job as a whole, its number of ranks, what the command or a call says, a setting, the data,
+or what the script does."""
 
 
 class ExitCode(IntEnum):
@@ -28,21 +32,29 @@ class RollbackError(Exception):
     """Base of all errors meant for the reader. `hint` says what to do next."""
 
     exit_code = ExitCode.FAILED
+    refuses: Refused = "job"
 
-    def __init_subclass__(cls, exit_code: ExitCode | None = None) -> None:
+    def __init_subclass__(cls, exit_code: ExitCode | None = None, refuses: Refused | None = None) -> None:
         if exit_code is not None:
             cls.exit_code = exit_code
+        if refuses is not None:
+            cls.refuses = refuses
 
-    def __init__(self, message: str, *, hint: str | None = None, exit_code: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, hint: str | None = None, exit_code: int | None = None, refuses: Refused | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
         self.exit_code = type(self).exit_code if exit_code is None else ExitCode(exit_code)
+        self.refuses = refuses or type(self).refuses
 
     @property
     def fields(self) -> dict[str, Any]:
         """For another process, as JSON: `RollbackError(**fields)` is the error there."""
-        return {"message": self.message, "hint": self.hint, "exit_code": int(self.exit_code)}
+        return {
+            "message": self.message, "hint": self.hint, "exit_code": int(self.exit_code), "refuses": self.refuses,
+        }  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
@@ -62,23 +74,19 @@ def reporting(kind: type[RollbackError], doing: str, hint: str | None = None) ->
         raise kind(f"{doing}: {error.strerror or error}", hint=hint) from error
 
 
-class UsageError(RollbackError, exit_code=ExitCode.USAGE):
+class UsageError(RollbackError, exit_code=ExitCode.USAGE, refuses="command"):
     """The command or the call is wrong; nothing was started or written."""
 
 
-class WrongSetting(UsageError):
+class WrongSetting(UsageError, refuses="settings"):
     """A setting does not fit the others, the data, or what it names. Without a guard it would be left out unasked."""
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        return {**super().fields, "of_settings": True}
 
-
-class DataUnreadable(WrongSetting):
+class DataUnreadable(UsageError, refuses="data"):
     """The script catches what the reading of its data raises. It may have trained for long: no reason to begin anew."""
 
 
-class ScriptRefused(UsageError):
+class ScriptRefused(UsageError, refuses="script"):
     """The ranks refuse what the script does: no guard could keep it. It can run without one."""
 
 
@@ -117,12 +125,8 @@ class RunDoesNotFit(RollbackError, exit_code=ExitCode.UNFIT):
     """The run directory belongs to another job: other model, optimizer, world size or data."""
 
 
-class RanksDoNotFit(RunDoesNotFit):
+class RanksDoNotFit(RunDoesNotFit, refuses="ranks"):
     """The run directory belongs to this job, and with so many ranks every batch would have other samples."""
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        return {**super().fields, "ranks_only": True}
 
 
 class StoppedAsStructural(RollbackError, exit_code=ExitCode.STRUCTURAL):

@@ -327,7 +327,7 @@ class Attempts:
         journal already."""
         assert evidence.refusal is not None
         error = evidence.refusal.as_error()
-        if evidence.refusal.ranks_only and self._nodes.wait_for_more():
+        if evidence.refusal.refuses == "ranks" and self._nodes.wait_for_more():
             self._say(f"{error.message}\nwaiting for more nodes, with which it fits")
             return
         if evidence.attached:

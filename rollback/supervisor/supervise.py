@@ -148,7 +148,7 @@ class HostLaunch:
                         verdict = follower.follow()
                     finally:
                         _let_go(claim, paths)
-            if verdict is not None and verdict.refused:
+            if verdict is not None and verdict.refuses is not None:
                 raise verdict.as_error()
             if verdict is not None:
                 return verdict.model_copy(update={"record": follower.record})

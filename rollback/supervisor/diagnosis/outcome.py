@@ -34,7 +34,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from rollback.errors import ExitCode, RollbackError, ScriptRefused
+from rollback.errors import ExitCode, Refused, RollbackError, ScriptRefused
 from rollback.facts.ending import GivingUp
 from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, LastSnapshotMade, Stopped
 
@@ -59,15 +59,12 @@ class Refusal(BaseModel, frozen=True):
     exit_code: int
     message: str
     hint: str | None = None
-    ranks_only: bool = False
-    """Whether the job would fit with another number of ranks."""
-    of_settings: bool = False
-    """Whether it is the settings or the data that are refused, and not the script."""
+    refuses: Refused = "job"
 
     def as_error(self) -> RollbackError:
-        of_script = self.exit_code == ExitCode.USAGE and not self.of_settings
-        kind = ScriptRefused if of_script else RollbackError
-        return kind(**self.model_dump(exclude={"ranks_only", "of_settings"}))
+        """What ranks are told wrongly, the script says."""
+        kind = ScriptRefused if self.refuses in ("command", "script") else RollbackError
+        return kind(self.message, hint=self.hint, exit_code=self.exit_code)
 
 
 class RankFailure(BaseModel, frozen=True):

@@ -34,7 +34,7 @@ from typing import Literal
 
 from pydantic import BaseModel, model_validator
 
-from rollback.errors import ExitCode, RollbackError, ScriptRefused
+from rollback.errors import ExitCode, Refused, RollbackError, ScriptRefused
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.wire import Buddies
@@ -52,9 +52,8 @@ class RunResult(BaseModel, frozen=True):
     exit_code: ExitCode
     reason: str
     hint: str | None = None
-    refused: bool = False
-    of_script: bool = False
-    """Whether it is the script that is refused: with --adopt, all nodes start it without protection."""
+    refuses: Refused | None = None
+    """Where it was refused, what: with --adopt, all nodes start a script that is refused without protection."""
     guarded: bool = True
     """False: the job was done, and no rank made a guard."""
     recorded: bool = True
@@ -66,13 +65,10 @@ class RunResult(BaseModel, frozen=True):
 
     @classmethod
     def of_error(cls, error: RollbackError) -> "RunResult":
-        return cls(
-            exit_code=error.exit_code, reason=error.message, hint=error.hint, refused=True,
-            of_script=isinstance(error, ScriptRefused),
-        )  # fmt: skip
+        return cls(exit_code=error.exit_code, reason=error.message, hint=error.hint, refuses=error.refuses)
 
     def as_error(self) -> RollbackError:
-        kind = ScriptRefused if self.of_script else RollbackError
+        kind = ScriptRefused if self.refuses == "script" else RollbackError
         return kind(self.reason, hint=self.hint, exit_code=self.exit_code)
 
 
