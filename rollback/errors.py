@@ -90,6 +90,11 @@ class ScriptRefused(UsageError, refuses="script"):
     """The ranks refuse what the script does: no guard could keep it. It can run without one."""
 
 
+EARLY = 100
+"""Updates: what is found out about a script by then may end the job, or start it without a guard. There is not much to
+lose yet."""
+
+
 class RunInUse(RollbackError, exit_code=ExitCode.IN_USE):
     """Another live process holds the run directory."""
 

@@ -115,7 +115,7 @@ class Attempts:
             if end != "failed" or first is None or first.rank == output.held_of:
                 output.release()  # the exception is itself the account
             if evidence.refusal is not None:
-                self._refuse(evidence)
+                self._refuse(evidence, best)
                 continue
             if evidence.guarded:
                 self._begin_record()
@@ -322,11 +322,11 @@ class Attempts:
             self._nodes.look()
         return bool(self._stop_signals)
 
-    def _refuse(self, evidence: AttemptEvidence) -> None:
+    def _refuse(self, evidence: AttemptEvidence, best: int | None) -> None:
         """Raise the ranks' refusal, unless the job would fit more nodes. It is journalled only if this launch has a
-        journal already."""
+        journal already. best: the furthest step of the attempts before."""
         assert evidence.refusal is not None
-        error = evidence.refusal.as_error()
+        error = evidence.refusal.as_error(reached=max(evidence.step or 0, best or 0))
         if evidence.refusal.refuses == "ranks" and self._nodes.wait_for_more():
             self._say(f"{error.message}\nwaiting for more nodes, with which it fits")
             return

@@ -34,7 +34,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from rollback.errors import ExitCode, Refused, RollbackError, ScriptRefused
+from rollback.errors import EARLY, ExitCode, Refused, RollbackError, ScriptRefused
 from rollback.facts.ending import GivingUp
 from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, LastSnapshotMade, Stopped
 
@@ -61,10 +61,14 @@ class Refusal(BaseModel, frozen=True):
     hint: str | None = None
     refuses: Refused = "job"
 
-    def as_error(self) -> RollbackError:
-        """What ranks are told wrongly, the script says."""
-        kind = ScriptRefused if self.refuses in ("command", "script") else RollbackError
-        return kind(self.message, hint=self.hint, exit_code=self.exit_code)
+    def as_error(self, reached: int) -> RollbackError:
+        """What ranks are told wrongly, the script says. reached: the run's furthest step. A script that is refused
+        after many is not started from nothing without protection."""
+        of_script = self.refuses in ("command", "script")
+        if of_script and reached < EARLY:
+            return ScriptRefused(self.message, hint=self.hint, exit_code=self.exit_code)
+        message = f"{self.message}. The run has come to step {reached}, and is kept" if of_script else self.message
+        return RollbackError(message, hint=self.hint, exit_code=self.exit_code)
 
 
 class RankFailure(BaseModel, frozen=True):

@@ -12,7 +12,7 @@ from typing import Any
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import of_present_timeline
-from rollback.errors import UsageError
+from rollback.errors import EARLY, UsageError
 from rollback.facts.training import (
     BecameGood,
     CheckpointLost,
@@ -36,7 +36,7 @@ from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.events import RollbackApplied
 from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.updates.advice import EARLY, NEVER_ALIKE, REPLICAS_DIFFER
+from rollback.train.updates.advice import NEVER_ALIKE, REPLICAS_DIFFER
 
 
 class CheckpointManager:

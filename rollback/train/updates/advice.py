@@ -183,8 +183,6 @@ REPLICAS_DIFFER = (
     "optimizer or object of your own that keeps something for each rank's part of a sharded parameter must keep it in "
     "DTensors, as torch.zeros_like(parameter) makes them",
 )
-EARLY = 100
-"""Updates: what is found out about a script by then may end the job, which has not much to lose."""
 NEVER_ALIKE = (
     "no checkpoint can be taken of that, and it seems to be how the script trains. Where nothing averages gradients, "
     "each rank trains a model of its own: wrap the model in DistributedDataParallel, or average them in front of "

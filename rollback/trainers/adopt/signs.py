@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from rollback.errors import RollbackError, UsageError
+from rollback.errors import EARLY, RollbackError, UsageError
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.train.script_side import refuse_guarded
 from rollback.train.start import attach
-from rollback.train.updates.advice import EARLY
 
 
 class ScriptSigns:

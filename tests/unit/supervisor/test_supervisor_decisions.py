@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rollback.agent.entry import Instructions
 from rollback.config import Settings
-from rollback.errors import JournalDamaged
+from rollback.errors import JournalDamaged, Refused, ScriptRefused
 from rollback.facts.training import (
     Attached,
     Committed,
@@ -186,6 +186,18 @@ class TestEnding:
     def test_a_refusal_comes_first(self, stopped: Stopped | None, told: bool, status: int) -> None:
         refusal = Refusal(exit_code=78, message="another model")
         assert ending(evidence(refusal=refusal, stopped=stopped, told=told, status=status)) == "refused"
+
+    @pytest.mark.parametrize(
+        ("refuses", "reached", "of_script"),
+        [("script", 0, True), ("command", 99, True), ("script", 100, False), ("data", 0, False)],
+    )
+    def test_a_script_may_be_started_without_protection_while_there_is_not_much_to_lose(
+        self, refuses: Refused, reached: int, of_script: bool
+    ) -> None:
+        error = Refusal(exit_code=2, message="two loaders", hint="one", refuses=refuses).as_error(reached)
+        assert isinstance(error, ScriptRefused) == of_script
+        assert (error.exit_code, error.hint) == (2, "one")
+        assert ("has come to step 100" in error.message) == (reached == 100)
 
 
 class TestBudget:

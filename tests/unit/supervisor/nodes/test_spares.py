@@ -383,7 +383,7 @@ def test_a_job_that_fits_but_for_its_number_of_ranks_says_so_to_the_supervisor(t
     with pytest.raises(RanksDoNotFit) as caught:
         require_same_job(paths, job(8, 4), job(7, 4))
     assert Refusal.model_validate(caught.value.fields).refuses == "ranks"
-    assert Refusal.model_validate(caught.value.fields).as_error().exit_code == 78
+    assert Refusal.model_validate(caught.value.fields).as_error(reached=0).exit_code == 78
     for another in (job(7, 4, ("scheduler",)), job(7, 5), job(8, 5)):
         with pytest.raises(RunDoesNotFit) as other:
             require_same_job(paths, job(8, 4), another)
