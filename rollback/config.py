@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from rollback.errors import WrongSetting
 from rollback.facts.fact import SamplesFrom
@@ -114,7 +115,7 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     evidence_limit: int = Field(64, ge=0, description="MiB of recent batches kept as evidence of an incident; 0: none")
     accept_data_change: bool = Field(False, description="go on although the data set has another length than before")
     accept_structural: bool = Field(False, description="go on although the run was stopped as structural")
-    init: Annotated[str | None, BeforeValidator(lambda path: os.fspath(path) if path else None)] = Field(
+    init: Annotated[str | None, BeforeValidator(lambda path: str(path) if path else None)] = Field(
         None, description="begin a new run with these weights: safetensors (file or folder) or a DCP checkpoint; a run "
         "with checkpoints does not read it",
         json_schema_extra={"metavar": "PATH"},
@@ -247,17 +248,23 @@ def settings_from(script: Mapping[str, Any], environment: Mapping[str, str] = os
 def explain(error: ValidationError) -> str:
     """A validation error of Settings in one line for people."""
     first = error.errors()[0]
-    name = ".".join(str(part) for part in first["loc"])
+    name = ".".join(str(part) for at, part in enumerate(first["loc"]) if not at or isinstance(part, int))
     if first["type"] == "extra_forbidden":
         return f"there is no setting {name!r}"
     return f"setting {name}: {fault_of(error)}" if name else first["msg"].removeprefix("Value error, ")
 
 
+def _same_value(one: ErrorDetails, other: ErrorDetails) -> bool:
+    """Whether both are of one setting, as another kind of value each: the place of an item in a list is a number."""
+    return one["loc"][:-1] == other["loc"][:-1] != () and isinstance(one["loc"][-1], str)
+
+
 def fault_of(error: ValidationError) -> str:
     """What is wrong with the value of the first setting at fault, in words."""
-    first = error.errors()[0]
-    if first["type"] != "string_pattern_mismatch":
-        return f"{first['msg']} (got {first['input']!r})"
+    first, *others = error.errors()
+    if first["type"] != "string_pattern_mismatch":  # where one of several kinds would do, each has an error of its own
+        kinds = [item["msg"].removeprefix("Input should be ") for item in others if _same_value(item, first)]
+        return f"{' or '.join([first['msg'], *kinds])} (got {first['input']!r})"
     schema = Settings.model_json_schema()["properties"][first["loc"][0]]
     form = schema["metavar"] + schema.get("bounds", "")
     return f"{first['input']!r} is not of the form {form}, such as {schema['examples'][0]}"

@@ -82,6 +82,8 @@ def test_a_skip_list_of_any_length_is_handed_down() -> None:
         ({"policy": "brave"}, "setting policy"),
         ({"skip": [{"first": 5, "last": 2}]}, "setting skip.0"),
         ({"skip": [(5, 2)]}, "setting skip.0"),
+        ({"skip": [(5, 2), (5, 2)]}, r"instance of Window \(got"),
+        ({"snapshot_every": None}, r"setting snapshot_every: Input should be a valid integer or 'auto' \(got None\)"),
         ({"rewindd": 3}, "no setting 'rewindd'"),
         ({"snapshot_every": 0}, "snapshot_every=0 leaves nothing to restore"),
     ],
