@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from rollback.errors import EARLY
 from rollback.sentinel import Kind, Verdict
 from rollback.train.comm.beat import Beat
 from rollback.train.updates.habits import Habit
@@ -203,6 +204,7 @@ _CLIPPED = 300  # updates that are judged together; not the first ones: there ev
 _CLIPPED_SHARE = 0.5  # of these updates
 _SCALED = 5
 _SPIKES = 3
+_SELDOM = 16  # updates between two looks at what is not kept, behind the first ones: what is found stays there
 _UNCLIPPED = 100  # updates without a write to any gradient
 _SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
 
@@ -237,7 +239,7 @@ class Advisor:
     def __init__(
         self, model: nn.Module, optimizer: object, layers: Layers | None = None, unkept: NotHandedOver | None = None
     ) -> None:
-        self._unkept, self._without_grad = unkept, 0
+        self._unkept, self._looks, self._without_grad = unkept, 0, 0
         self._layers = layers or Layers(model)
         self._transformer = any(_is_attention(module) for module in model.modules())
         # Others clip by themselves, or need no clipping.
@@ -273,7 +275,8 @@ class Advisor:
             yield _filled(OTHER_UPDATES, kind=kind)
 
     def _of_unkept(self) -> list[tuple[str, str]]:
-        if self._unkept is None:
+        self._looks += 1
+        if self._unkept is None or (self._looks > EARLY and self._looks % _SELDOM):
             return []
         said = [_filled(OPTIMIZER_NOT_KEPT, kind=kind) for kind in self._unkept.optimizers()]
         said += [_filled(ATTRIBUTES_NOT_KEPT, kind=kind, names=names) for kind, names in self._unkept.attributes()]
