@@ -30,7 +30,7 @@ _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer fo
 _LOOKS = 10  # updates: a generator that has drawn in none of them has drawn the first weights
 
 
-_WATCHING: "weakref.WeakSet[Unkept]" = weakref.WeakSet()
+_WATCHING: "list[weakref.ref[Unkept]]" = []
 _KEPT_LOADERS: "weakref.WeakSet[DataLoader[Any]]" = weakref.WeakSet()
 
 
@@ -47,8 +47,9 @@ def _watch_all_steps() -> None:
 
 
 def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for each in list(_WATCHING):
-        each.stepped(optimizer)
+    for each in [*_WATCHING]:
+        if (watching := each()) is not None:
+            watching.stepped(optimizer)
 
 
 class Unkept:
@@ -65,7 +66,7 @@ class Unkept:
         self._generators = {name: (found, Digest(found.states()).value) for name, found in _generators_of(state)}
         """Each with its state now."""
         self._looks = 0
-        _WATCHING.add(self)
+        _WATCHING.append(weakref.ref(self, _WATCHING.remove))
         _watch_all_steps()
 
     def stepped(self, optimizer: Optimizer) -> None:
