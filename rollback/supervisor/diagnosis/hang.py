@@ -180,7 +180,7 @@ def suspect(
     exceptions of ranks that did not only notice another rank's failure, the first cause first. mute: see `Silence`."""
     if not beats:
         return Suspicion(
-            None, "no rank has come as far as making its Guard; a start that takes so long needs --hang-after"
+            None, "no rank has come as far as making its Guard; a start that takes so long needs a longer --hang-after"
         )
     for rank, error in raised.items():
         return Suspicion(rank, f"rank {rank} raised {error} and {_DIED if states.get(rank) == GONE else 'did not end'}")
