@@ -36,8 +36,8 @@ def paths(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path / "run")
 
 
-def place() -> NodePlace:
-    found = place_among_nodes({"nnodes": "2", "node-rank": "0", "local-addr": "127.0.0.1"})
+def place(spares: int = 0) -> NodePlace:
+    found = place_among_nodes({"nnodes": "2", "node-rank": "0", "local-addr": "127.0.0.1"}, spares=spares)
     assert found is not None
     return found
 
@@ -136,8 +136,8 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
 class Following:
     """A follower in a thread, of a leader that is the beacon of its orders."""
 
-    def __init__(self, paths: RunPaths, ring: str | None = None) -> None:
-        self.paths, self.place, self.asked, self.looks = paths, place(), list[str](), 0
+    def __init__(self, paths: RunPaths, ring: str | None = None, spares: int = 0) -> None:
+        self.paths, self.place, self.asked, self.looks = paths, place(spares), list[str](), 0
         self.told: list[str] = []
         own = Orders(leader="a:1:1.0", host="a", pid=1, attempt=1)
         self.leads = Beacon(SharedDirectory(paths.nodes), "orders.json", own, lambda line: None)
@@ -228,14 +228,20 @@ def test_a_node_that_comes_back_during_an_attempt_waits_for_the_next_one_and_is_
     assert not any("as a spare" in line for line in following.told), following.told
 
 
-@pytest.mark.parametrize("phase", ["run", "stop", "end"])
+@pytest.mark.parametrize("phase", ["run", "stop", "end", "gather"])
 def test_a_node_without_a_seat_that_is_told_to_stop_goes_and_the_others_do_not_hear_of_it(
-    following: Following, phase: str
+    paths: RunPaths, phase: str
 ) -> None:
-    """As where a scheduler takes the host of a spare back. A stop signal that it tells would stop the whole job."""
-    following.leads.show(phase=phase, members=("a:1:1.0", "somebody else"))
+    """As where a scheduler takes the host of a spare back. A stop signal that it tells would stop the whole job, also
+    between two attempts: the next one begins without it."""
+    following = Following(paths, spares=1)
+    members = ("a:1:1.0", "somebody else")
+    following.leads.show(phase="run" if phase == "gather" else phase, members=members)
     looks = following.looks
     following.until(lambda: following.looks > looks + 1)  # it has read that
+    if phase == "gather":
+        following.leads.show(phase=phase, attempt=2, members=())
+        following.until(lambda: following.report is not None and following.report.attempt == 2)
     following.signals.received.append(signal.SIGTERM)
     told: list[NodeReport] = []
     following.until(
