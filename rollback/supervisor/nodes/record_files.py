@@ -74,13 +74,14 @@ class RecordFiles:
 
     def new(self) -> dict[str, str]:
         """What has changed since the last call: the files by their path in the run directory, the smallest first, as
-        many as one record takes. The leader may miss it."""
-        return self._take()[0]
+        many as one record takes. The next calls have the lines that did not fit. The leader may miss it."""
+        return self._take(oldest=True)[0]
 
     def all(self) -> dict[str, str]:
-        """As `new`, of all that nobody has said to have arrived, and what stays here is told. The attempt is over."""
-        self._known = {**self._arrived}
-        found, left_out = self._take()
+        """As `new`, of all that nobody has said to have arrived, of lines the last ones. The attempt is over: what has
+        been in no call is told to stay here."""
+        shown, self._known = self._known, {**self._arrived}
+        found, left_out = self._take(shown)
         if left_out:
             what = f"{len(left_out)} files of the record stay on this host, or lines of them"
             self._say(f"{what}, as {self._paths.root / left_out[0]}")
@@ -93,8 +94,12 @@ class RecordFiles:
         ends = {name: known.end for name, known in self._known.items() if name.endswith(_GROWS)}
         self.handed_over = HandedOver(until, {**self.handed_over.ends, **ends})
 
-    def _take(self) -> tuple[dict[str, str], list[str]]:
-        """What has changed, which is known from now on; and the files that do not fit, or not with all their lines."""
+    def _take(
+        self, shown: Mapping[str, _Known] | None = None, *, oldest: bool = False
+    ) -> tuple[dict[str, str], list[str]]:
+        """What has changed, which is known from now on; and the files that do not fit, or not with all their lines, and
+        are not in what was shown before. oldest: of lines that are too many, take the first ones."""
+        shown = shown or {}
         changed = {
             name: stamp
             for name in self._names()
@@ -106,18 +111,21 @@ class RecordFiles:
             try:
                 if name.endswith(_GROWS):
                     since = self._known[name].end if name in self._known else 0
-                    text, start, end = _lines(self._paths.root / name, since, room // 2)  # JSON escapes their quotes
-                    whole = start <= max(since, self.handed_over.ends.get(name, 0))
+                    most = room // 2  # JSON escapes their quotes
+                    text, start, end = _lines(self._paths.root / name, since, most, oldest=oldest)
+                    had = shown[name].end if name in shown else 0
+                    whole = start <= max(since, had, self.handed_over.ends.get(name, 0))
                 else:
                     text = read_small_file(self._paths.root / name, room).decode("utf-8", "replace")
             except (OSError, ValueError):
-                left_out.append(name)
+                text = None
+            if text is None or (size := len(json.dumps(text))) > room:
+                left_out += [] if name in shown and shown[name].stamp == stamp else [name]
                 continue
-            if (size := len(json.dumps(text))) > room:
-                left_out.append(name)
-                continue
-            found[name], room = text, room - size
-            self._known[name] = _Known(stamp, end)
+            if text or not name.endswith(_GROWS):
+                found[name], room = text, room - size
+            again = oldest and name.endswith(_GROWS) and bool(text)  # there may be more lines
+            self._known[name] = _Known(_Stamp(-1, stamp.changed) if again else stamp, end)
             left_out += [] if whole else [name]
         return found, left_out
 
@@ -208,12 +216,17 @@ class RecordKeeper:
                     yield line
 
 
-def _lines(path: Path, since: int, most: int) -> tuple[str, int, int]:
+def _lines(path: Path, since: int, most: int, *, oldest: bool = False) -> tuple[str, int, int]:
     """The whole lines of a file from byte `since` on, of more than `most` bytes the last ones; where they begin and
-    end."""
+    end. oldest: the first ones, where one of them fits."""
     with open_regular(path) as file:
         end = end_of_lines(file)
-        start = max(since if since <= end else 0, end - most)
+        since = since if since <= end else 0
+        if oldest and end - since > most:
+            file.seek(since)
+            whole = file.read(most).rfind(b"\n") + 1
+            end = since + whole if whole else end
+        start = max(since, end - most)
         file.seek(max(0, start - 1))  # one byte before it tells whether a line begins there
         text = file.read(end - file.tell())
     if start:

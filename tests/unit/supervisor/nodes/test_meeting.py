@@ -526,6 +526,21 @@ def test_of_skip_records_of_any_size_the_new_lines_are_handed_over(tmp_path: Pat
     assert said == []
 
 
+def test_lines_that_are_too_many_for_one_record_come_with_the_next_ones_and_are_not_said_to_stay(
+    tmp_path: Path,
+) -> None:
+    here, there, said = RunPaths(tmp_path / "here"), RunPaths(tmp_path / "there"), list[str]()
+    keeper, gatherer = keeps(here, said), RecordFiles(there, said.append)
+    there.skip_record(3).parent.mkdir(parents=True)
+    lines = skips(*range(1000), size=64)
+    there.skip_record(3).write_text(lines)
+    while given := gatherer.new():
+        keeper.keep("b:1", "node-1", given)
+    assert here.skip_record(3).read_text() == lines
+    assert lines.endswith(gatherer.all()["skips/rank-00003.jsonl"])
+    assert said == []
+
+
 @pytest.mark.parametrize("arrived", [True, False])
 def test_lines_that_have_arrived_are_not_said_to_stay_by_another_supervisor(tmp_path: Path, arrived: bool) -> None:
     """The last ones go to its leader once more; there are more of them than one record takes."""
