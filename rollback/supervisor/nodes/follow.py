@@ -135,8 +135,6 @@ class Follower:
                 case "quit":
                     return orders.verdict
                 case "get ready":
-                    if self._files is not None:
-                        self._files.arrived()
                     if self._buddy is not None:
                         self._buddy.get_ready(orders.buddies)
                     beacon.show(
@@ -148,11 +146,12 @@ class Follower:
                         left=None,
                         kept=kept_on_host(self._paths),
                         brought_back=None,
-                        files={},
                         master=self._place.new_master(),
                     )
                 case "start":
                     self._end_waiting(over=False)
+                    if self._files is not None:
+                        self._files.arrived()
                     helper.waits = False
                     beacon.show(state="running")
                     left = self._attempt(orders, beacon)

@@ -161,6 +161,7 @@ class Leader(Nodes):
         """Give the nodes of the attempt their ranks, and order them to start. What is new is journalled first."""
         before, own = self._seats, self._place
         launches = {report.node: launch for launch, report in there.items()} | {own.name: own.launch}
+        self._keep_files(there.values())  # of those too that were taken for lost when the last attempt ended
         failing = self._failing()
         apart = self._meeting.apart
         self._seats = seats(before, own.name, launches, own.most, failing=failing, leader_first=apart)

@@ -88,7 +88,8 @@ class RecordFiles:
         return found
 
     def arrived(self) -> None:
-        """The leader has what was handed over: it asks for the next attempt."""
+        """The leader has what was handed over: it has read that this host is ready, and what came with that. When the
+        attempt ended it may have taken this host for lost."""
         self._arrived = {**self._known}
         until = max([self.handed_over.until, *(known.stamp.changed for known in self._known.values())])
         ends = {name: known.end for name, known in self._known.items() if name.endswith(_GROWS)}

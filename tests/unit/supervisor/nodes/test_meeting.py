@@ -470,6 +470,27 @@ def test_what_a_follower_hands_over_while_it_runs_is_kept_at_once(
     leader._beacon.put_out()
 
 
+def test_what_a_host_hands_over_that_was_taken_for_lost_is_kept_when_it_is_ready_again(
+    stores: tuple[StoreTransport, StoreTransport], tmp_path: Path
+) -> None:
+    """It takes the order to begin for a word that all of it has arrived."""
+    host, guest = stores
+    paths = RunPaths(tmp_path)
+    place = NodePlace(2, 2, "node-0", "e:1:1", "e", 1, 60.0, endpoint=host.point)
+    keeps(paths, [])
+    leader = Leader(paths, place, print, EndpointMeeting(host))
+    node = Beacon(guest, "node-92.json", report("node-92", leader="e:1:1", attempt=44), print)
+    assert leader.gather(44, lambda: False)
+    node.show(state="ended", attempt=-1)  # for a moment it saw no leader
+    wait_for(lambda: leader.move(1) == "settled")
+    assert leader.left(Left(status=1)).lost_nodes == ("node-92",)
+    node.show(state="ready", attempt=45, files={"skips/rank-00003.jsonl": skips(1)})
+    assert leader.gather(45, lambda: False)
+    assert paths.skip_record(3).read_text() == skips(1)
+    node.put_out()
+    leader._beacon.put_out()
+
+
 def test_a_file_that_cannot_be_kept_costs_no_other_one_and_is_told_of_once(tmp_path: Path) -> None:
     """A disk that is full stays so, and every few seconds there is something new to keep."""
     paths, said = RunPaths(tmp_path), list[str]()

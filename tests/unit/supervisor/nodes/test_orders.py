@@ -153,7 +153,7 @@ class Following:
                 asked.append(orders.leader)
                 return meeting.is_led_by(orders)
 
-        host = SimpleNamespace(end_leftovers=lambda say: None, keep_standby=lambda attempt: None)
+        self.host = host = SimpleNamespace(end_leftovers=lambda say: None, keep_standby=lambda attempt: None)
         self.signals = SimpleNamespace(received=[], insistent=False)
         self.signals.take = lambda: self.signals.received
         follower = Follower(paths, self.place, host, 1.0, self.signals, self.told.append, Watched(), ring)  # type: ignore[arg-type]
@@ -226,6 +226,37 @@ def test_a_node_that_comes_back_during_an_attempt_waits_for_the_next_one_and_is_
     following.until(lambda: any("is fetched ahead" in line for line in following.told))
     assert following.end() == ["done"]
     assert not any("as a spare" in line for line in following.told), following.told
+
+
+def test_what_is_handed_over_is_shown_until_the_leader_orders_to_begin(paths: RunPaths) -> None:
+    """Where the leader took this host for lost at an attempt's end, it did not hear of that end."""
+    following = Following(paths, ring=f"file://{paths.root.parent}/bucket")
+    evidence = paths.failure(1, 0)
+
+    @contextlib.contextmanager
+    def attempt(number: int, group: object) -> Iterator[SimpleNamespace]:
+        if number == 1:
+            evidence.parent.mkdir(parents=True)
+            evidence.write_text("{}")
+        yield SimpleNamespace(attempt=number, poll=lambda: 1, beats=dict)
+
+    following.host.attempt, following.host.left = attempt, lambda status, running: Left(status=status)
+    following.host.output = SimpleNamespace(release=lambda: None)
+
+    def handed_over(state: str, number: int) -> bool:
+        found = following.report
+        return found is not None and (found.state, found.attempt) == (state, number) and bool(found.files)
+
+    members = ("a:1:1.0", following.place.launch)
+    following.leads.show(phase="run", members=members)
+    following.until(lambda: handed_over("ended", 1))
+    following.leads.show(phase="gather", attempt=2, members=())
+    following.until(lambda: handed_over("ready", 2))
+    following.leads.show(phase="run", members=members)
+    following.until(lambda: following.report is not None and following.report.state == "ended")
+    assert following.report is not None
+    assert following.report.files == {}, "it has arrived"
+    assert following.end() == ["done"]
 
 
 @pytest.mark.parametrize("phase", ["run", "stop", "end", "gather"])
