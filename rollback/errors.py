@@ -150,6 +150,10 @@ class CheckpointUnreadable(CheckpointDamaged):
     """The disk refuses to read a checkpoint. The checkpoint may be sound, so another try makes sense."""
 
 
+class CheckpointLeft(CheckpointDamaged):
+    """A host has given its part of a checkpoint up for a newer one. Nothing is wrong with it."""
+
+
 class CheckpointForbidden(CheckpointUnreadable, exit_code=ExitCode.IO):
     """This user may not read a checkpoint. Nothing speaks against it, and somebody has to act before another try."""
 

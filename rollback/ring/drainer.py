@@ -23,6 +23,7 @@ from rollback.checkpoints import pins, tiers
 from rollback.config import Settings
 from rollback.errors import (
     CheckpointDamaged,
+    CheckpointLeft,
     CheckpointUnreadable,
     RingUnavailable,
     RollbackError,
@@ -270,7 +271,11 @@ class Drainer:
             if following and isinstance(error, CheckpointUnreadable) and self._unread != name:
                 self._unread = name
                 raise
+            # The next one takes its place; where none gets there, that has to be told.
+            is_ordinary = following and isinstance(error, CheckpointLeft) and not self._was_lost_before()
             self._lost.add(name)
+            if is_ordinary:
+                return
             self._complain(name, error)
             return
         seconds = time.monotonic() - began
@@ -279,6 +284,11 @@ class Drainer:
         self._recover()
         step, size = CheckpointName(name).step, place.manifest.bytes
         self._note(Drained(checkpoint=name, step=step, place=self._ring.place, bytes=size, seconds=round(seconds, 4)))
+
+    def _was_lost_before(self) -> bool:
+        """Whether a checkpoint could not be copied since the ring took one."""
+        newest = max((*self._ring.held(), *self._lost), key=lambda name: CheckpointName(name).order, default=None)
+        return newest in self._lost
 
     def _evict_surplus(self) -> None:
         leaving = to_evict(self._situation(ending=False), self._keep)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import CheckpointFile, Manifest
-from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, message_of
+from rollback.errors import CheckpointDamaged, CheckpointLeft, RingUnavailable, RollbackError, message_of
 from rollback.facts import training as facts
 from rollback.facts.history import in_durable_ring
 from rollback.ring.drainer import lower_priority
@@ -117,16 +117,19 @@ class Helper:
             if self._beacon is None:
                 name = self._paths.part(self._host).name
                 self._beacon = Beacon(self._transport, name, HostPart(order=wanted.order), self._say)
-            self._beacon.show(order=wanted.order, shards=(), done=(), fault=None, final=False)
+            self._beacon.show(order=wanted.order, shards=(), done=(), fault=None, final=False, left=False)
             self._serve(wanted, self._beacon)
 
     def _serve(self, wanted: Wanted, beacon: Beacon[HostPart]) -> None:
         try:
             if tiers.fast_tier_of(self._paths) is None:
                 raise RingUnavailable(f"there is no fast tier on {self._host}")  # its ranks may be about to make it
-            place = next((p for p in tiers.in_slots(self._paths) if p.manifest.content == wanted.content), None)
+            here = [place for place in tiers.in_slots(self._paths) if place.name == wanted.name]
+            place = next((place for place in here if place.manifest.content == wanted.content), None)
+            if place is None and here:
+                raise CheckpointDamaged(f"{wanted.name} has another manifest in the slots of {self._host}")
             if place is None:
-                raise CheckpointDamaged(f"{wanted.name} is not, or no longer, in the slots of {self._host}")
+                raise CheckpointLeft(f"{wanted.name} is not, or no longer, in the slots of {self._host}")
             with tiers.held(place) as let_go:
                 shards = place.manifest.shards
                 own = tuple(rank for rank in wanted.shards if (place.directory / shards[rank].file).exists())
@@ -138,7 +141,8 @@ class Helper:
                     beacon.show(done=(*beacon.record.done, *file.shards))
         except (RollbackError, OSError, IndexError) as error:
             text = message_of(error)
-            beacon.show(fault=f"{self._host}: {text}", final=isinstance(error, CheckpointDamaged | IndexError))
+            final, left = isinstance(error, CheckpointDamaged | IndexError), isinstance(error, CheckpointLeft)
+            beacon.show(fault=f"{self._host}: {text}", final=final, left=left)
 
     @staticmethod
     def _files(wanted: Wanted, manifest: Manifest, own: tuple[int, ...]) -> list[CheckpointFile]:

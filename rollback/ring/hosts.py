@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.errors import CheckpointDamaged, RingUnavailable
+from rollback.errors import CheckpointDamaged, CheckpointLeft, RingUnavailable
 from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.paths import RunPaths, has_packs
 
@@ -50,6 +50,8 @@ class HostPart(BaseModel, frozen=True):
     fault: str | None = None
     final: bool = False
     """Another try is of no use."""
+    left: bool = False
+    """It has given its part up for a newer checkpoint."""
     beat: int = 0
 
 
@@ -150,7 +152,8 @@ class Others:
             done |= {number for part in parts for number in part.done}
             shares |= {part.shards for part in parts if part.shards}
             if failed := next((part for part in parts if part.fault is not None), None):
-                error = CheckpointDamaged if failed.final else RingUnavailable
+                final = CheckpointLeft if failed.left else CheckpointDamaged
+                error = final if failed.final else RingUnavailable
                 raise error(f"another host cannot copy its part of {name}: {failed.fault}")
             missing = unclaimed(wanted, done, parts)
             if not missing and not under_way(parts):

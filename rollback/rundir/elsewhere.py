@@ -2,22 +2,35 @@
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import write_file
 from rollback.system.small_json import read_json
 
-_LIMIT = 1 << 14
+_LIMIT = 1 << 16
+
+
+class HandedOver(NamedTuple):
+    """What the record has of this host's files, as far as somebody knows."""
+
+    until: int = 0
+    """What was written until then, in nanoseconds of the files' times."""
+    ends: Mapping[str, int] = {}
+    """Of each file that grows, by its path in the run directory: so many bytes of it."""
+
+
+_NOTHING = HandedOver()
 
 
 def write_elsewhere(
-    paths: RunPaths, host: str, directory: str, say: Callable[[str], None], *, handed_over: int = 0
+    paths: RunPaths, host: str, directory: str, say: Callable[[str], None], *, has: HandedOver = _NOTHING
 ) -> None:
-    """Write down where the record is, and what it has of this host's files: see `read_handed_over`."""
-    told = {"host": host, "directory": directory, "handed_over": handed_over}
+    """Write down where the record is, and what it has of this host's files."""
+    told = {"host": host, "directory": directory, "handed_over": has.until, "ends": dict(has.ends)}
     try:
         write_file(paths.record_elsewhere, json.dumps(told).encode(), durable=False)
     except OSError as error:
@@ -45,12 +58,14 @@ def read_elsewhere(paths: RunPaths) -> tuple[str, str] | None:
     return (host, directory) if f"{host}{directory}".isprintable() else None
 
 
-def read_handed_over(paths: RunPaths) -> int:
-    """The record has what was written here until then, in nanoseconds of the files' times; 0: nobody knows of any."""
+def read_handed_over(paths: RunPaths) -> HandedOver:
+    """What the record has of this host's files."""
     try:
-        return int(read_json(paths.record_elsewhere, _LIMIT).get("handed_over", 0))
+        body = read_json(paths.record_elsewhere, _LIMIT)
+        ends = body.get("ends", {})
+        return HandedOver(int(body.get("handed_over", 0)), {str(name): int(end) for name, end in ends.items()})
     except (OSError, ValueError, TypeError, AttributeError):
-        return 0
+        return _NOTHING
 
 
 def _written(path: Path) -> int:

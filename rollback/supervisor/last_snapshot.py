@@ -1,6 +1,7 @@
 """The supervisor's part in the last snapshot: it asks the ranks of its host for one before it ends them, and reads what
 they made of it."""
 
+import contextlib
 import time
 
 from rollback.checkpoints import tiers
@@ -50,6 +51,14 @@ def kept_on_host(paths: RunPaths, attempt: int | None = None) -> KeptOnHost | No
         step=account.step if is_there else None, rank=account.rank, seconds=account.seconds, why_not=account.why_not,
         furthest=max(ends, default=None),
     )  # fmt: skip
+
+
+def forget_last_snapshot(paths: RunPaths, attempt: int) -> None:
+    """An attempt of this number begins, and there was one of the same number: what its ranks told is not of this one.
+    The ranks remove it, too, but they may end before they come to that."""
+    if (marks := _marks(paths)) is not None:
+        with contextlib.suppress(OSError):
+            last_account.forget_accounts(marks, attempt)
 
 
 def _marks(paths: RunPaths) -> EndMarkPaths | None:

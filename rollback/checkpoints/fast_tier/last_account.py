@@ -6,6 +6,7 @@ They lie beside the end marks (`end_marks`), and the next attempt removes them.
 from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
+from rollback.system import files
 from rollback.system.durable import write_file
 from rollback.system.small_json import sound_model
 
@@ -38,3 +39,9 @@ def read_accounts(paths: EndMarkPaths, attempt: int | None = None) -> list[LastA
     """What the ranks made of the last snapshot of an attempt (default: of the newest), by rank."""
     found = [sound_model(path, LastAccount, _LIMIT) for path in sorted(paths.root.glob("account-*"))]
     return [account for account in found if account is not None and attempt in (None, account.attempt)]
+
+
+def forget_accounts(paths: EndMarkPaths, attempt: int) -> None:
+    """Remove those of an attempt of this number. Raises OSError."""
+    for account in read_accounts(paths, attempt):
+        files.unlink(paths.account(account.rank))

@@ -56,11 +56,11 @@ class Follower:
             meeting.transport, ORDERS, Orders, blind=lambda: self._beacon is not None and self._beacon.failing
         )
         self._files = RecordFiles(paths, say) if meeting.apart else None
-        self._meanwhile = RecordFiles(paths, lambda text: None) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
         self._leader = ""
         self._last: Orders | None = None  # of this leader
+        self._seatless = False
 
     def follow(self, in_use: RunInUse | None = None) -> RunResult | None:
         """Follow the leader. Returns how the run ended; None: the leader is gone.
@@ -90,7 +90,7 @@ class Follower:
             return verdict
         finally:
             self._end_waiting(over=verdict is not None)
-            over = verdict is not None and not self._has_no_seat(self._last)  # else the others need what is in memory
+            over = verdict is not None and not self._seatless  # else the others need what is in memory
             helper.close(over=over, durable=verdict.durable if verdict else ())
             beacon.put_out()
             self._beacon = None
@@ -124,7 +124,7 @@ class Follower:
             orders = self._orders()
             if orders is None:
                 return self._without_leader()
-            if self._signals.received and self._has_no_seat(orders):
+            if self._signals.received and self._seatless:
                 return RunResult(
                     exit_code=ExitCode.RESUMABLE,
                     reason=f"told to stop while {self._place.name} waited without a seat: the others go on without it",
@@ -135,8 +135,6 @@ class Follower:
                 case "quit":
                     return orders.verdict
                 case "get ready":
-                    if self._files is not None:
-                        self._files.arrived()
                     if self._buddy is not None:
                         self._buddy.get_ready(orders.buddies)
                     beacon.show(
@@ -148,26 +146,24 @@ class Follower:
                         left=None,
                         kept=kept_on_host(self._paths),
                         brought_back=None,
-                        files={},
                         master=self._place.new_master(),
                     )
                 case "start":
                     self._end_waiting(over=False)
+                    if self._files is not None:
+                        self._files.arrived()
                     helper.waits = False
                     beacon.show(state="running")
                     left = self._attempt(orders, beacon)
-                    files = self._files.new() if self._files is not None else {}
+                    files = self._files.all() if self._files is not None else {}
                     beacon.show(state="ended", left=left, files=files)
                 case "pass":
                     beacon.show(state="ended", left=Left(status=0, guarded=False))
                 case _:
-                    if orders.phase == "run" and self._has_no_seat(orders):
+                    if orders.phase == "run" and self._seatless:
                         helper.waits = True
                         self._wait_as_spare(orders)
                     time.sleep(_POLL)
-
-    def _has_no_seat(self, orders: Orders | None) -> bool:
-        return orders is not None and has_no_seat(orders, self._place.launch)
 
     def _wait_as_spare(self, orders: Orders) -> None:
         """An attempt runs without this node: have at hand what its ranks will need if it takes another one's place."""
@@ -219,10 +215,10 @@ class Follower:
                 kept = True
                 self._host.output.keep()
                 self._host.keep_standby(running.attempt)
-                if self._files is not None and self._meanwhile is not None:
-                    until_over.enter_context(handing_over(self._meanwhile, beacon, self._meeting.transport.every))
+                if self._files is not None:
+                    until_over.enter_context(handing_over(self._files, beacon, self._meeting.transport.every))
                     has = self._files.handed_over
-                    write_elsewhere(self._paths, orders.host, orders.directory, self._say, handed_over=has)
+                    write_elsewhere(self._paths, orders.host, orders.directory, self._say, has=has)
             self._look_at_ranks(running, beacon, orders)
             move = followers_move("running", running.attempt, orders, self._place.launch) if orders else "end"
             if self._signals.insistent:
@@ -268,10 +264,13 @@ class Follower:
         if orders is None or orders.leader != self._leader:
             return None
         self._last = orders
+        self._seatless = has_no_seat(self._seatless and self._place.seated, orders, self._place.launch)
         return orders if orders.phase == "over" or not self._meeting.is_leaderless() else None
 
     def _without_leader(self) -> RunResult | None:
         if self._signals.received:
             return RunResult(exit_code=ExitCode.RESUMABLE, reason="told to stop while no node led")
-        self._say(f"the leader is gone, or silent for {SILENT_AFTER:.0f} s: this node has ended its ranks")
+        lost = self._last.host if self._meeting.apart and self._last is not None else None
+        what = f"; if {lost} is lost, start the same command there again: all meet there" if lost is not None else ""
+        self._say(f"the leader is gone, or silent for {SILENT_AFTER:.0f} s: this node has ended its ranks{what}")
         return None

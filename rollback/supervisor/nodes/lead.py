@@ -26,7 +26,7 @@ from rollback.supervisor.nodes.protocol import (
     must_end,
     ready,
 )
-from rollback.supervisor.nodes.record_files import keep_files
+from rollback.supervisor.nodes.record_files import RecordKeeper
 from rollback.supervisor.nodes.seats import FAILURES, awaited, failures_of_nodes, rank_by_name, replacements, seats
 from rollback.supervisor.torchrun.command import NodeGroup
 
@@ -37,7 +37,7 @@ _FAREWELL = 15.0  # seconds that followers have to read how the run ended
 # Seconds that a new leader waits for a node with a seat before a spare gets it, and that a spare has to come in for a
 # node that fails. At an endpoint a try to meet takes ten.
 _RETURN, _RETURN_APART = 5.0, 15.0
-_ENDS = 120.0  # that it has to end its ranks before a spare gets its seat: torchrun and a last snapshot take 30 each
+_ENDS = 120.0  # that it has to end its ranks before it counts as lost: torchrun and a last snapshot take 30 each
 
 
 class Leader(Nodes):
@@ -64,9 +64,10 @@ class Leader(Nodes):
         self._lost: dict[str, int] = {}
         self._ever: set[str] = set()
         self._reports: dict[str, NodeReport] = {}
-        self._kept: dict[str, dict[str, str]] = {}  # by launch: the files that were kept last
+        self._keeper = RecordKeeper(paths, say)
         self._first_beats: dict[str, int] = {}
         self._running: set[str] = set()
+        self._told_to_end: float | None = None
         self._overtaken, self._namesakes, self._unlike = False, Namesakes(), Unlike(place)
         orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=str(paths.root.absolute()))
         self._beacon = Beacon(meeting.transport, ORDERS, orders, say)
@@ -104,7 +105,7 @@ class Leader(Nodes):
         return self._least <= self._place.most
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
-        self._members = {}
+        self._members, self._told_to_end = {}, None
         buddies = self._copies.get_ready()
         self._beacon.show(
             phase="gather", attempt=attempt, members=(), master="", buddies=buddies, attached=False, stacks=False
@@ -160,6 +161,7 @@ class Leader(Nodes):
         """Give the nodes of the attempt their ranks, and order them to start. What is new is journalled first."""
         before, own = self._seats, self._place
         launches = {report.node: launch for launch, report in there.items()} | {own.name: own.launch}
+        self._keep_files(there.values())  # of those too that were taken for lost when the last attempt ended
         failing = self._failing()
         apart = self._meeting.apart
         self._seats = seats(before, own.name, launches, own.most, failing=failing, leader_first=apart)
@@ -218,6 +220,7 @@ class Leader(Nodes):
             self._beacon.show(phase="stop")
 
     def end(self) -> None:
+        self._told_to_end = self._told_to_end or time.monotonic()
         self._beacon.show(phase="end")
 
     def states(self) -> dict[int, str]:
@@ -258,9 +261,8 @@ class Leader(Nodes):
     def _keep_files(self, reports: Iterable[NodeReport | None]) -> None:
         """What other hosts hand over of the record: meanwhile, and all of it once the attempt has ended there."""
         for report in reports if self._meeting.apart else ():
-            if report is not None and report.files and report.files != self._kept.get(report.launch):
-                self._kept[report.launch] = report.files
-                keep_files(self._paths, report.files, f"{report.node} ({report.host})", self._say)
+            if report is not None:
+                self._keeper.keep(report.launch, f"{report.node} ({report.host})", report.files)
 
     def kept(self, own: KeptOnHost | None, attempt: int) -> KeptOnHost | None:
         others = (report.kept for report in self._reports.values())
@@ -316,9 +318,15 @@ class Leader(Nodes):
 
     def _member_reports(self) -> dict[str, NodeReport | None]:
         """The members' reports on this attempt; None: the member is silent, another launch has replaced it, or it had
-        lost its leader for a moment: then it has ended its ranks and comes anew, maybe between two looks."""
-        attempt = self._beacon.record.attempt
-        of_it = {launch: report for launch, report in self._reports.items() if report.attempt == attempt}
+        lost its leader for a moment: then it has ended its ranks and comes anew, maybe between two looks. Or it lives
+        and does not come to an end, as where a disk there never answers: the others do not wait for ever."""
+        attempt, since = self._beacon.record.attempt, self._told_to_end
+        overdue = since is not None and time.monotonic() - since > _ENDS
+        of_it = {
+            launch: report
+            for launch, report in self._reports.items()
+            if report.attempt == attempt and not (overdue and report.state != "ended")
+        }
         return {launch: of_it.get(launch) for launch in self._members}
 
     def _new_master(self) -> str:

@@ -171,9 +171,13 @@ def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> F
     return "wait"  # also where an order to start is read again, after the attempt has ended
 
 
-def has_no_seat(orders: Orders, launch: str) -> bool:
-    """Whether an attempt is under way in which a follower has no part: it waits, as a spare or for the next one."""
-    return orders.phase in ("run", "stop", "end") and launch not in orders.members
+def has_no_seat(before: bool, orders: Orders, launch: str) -> bool:
+    """Whether the attempt that is under way, or the last one while nodes are gathered for the next, has no part for a
+    follower: it waits, as a spare or for the next one. before: whether it had none by the orders before these, and the
+    next attempt can do without it."""
+    if orders.phase in ("gather", "over"):
+        return before and orders.phase == "gather"
+    return launch not in orders.members
 
 
 def leaders_move(own: int | None, members: Mapping[str, NodeReport | None]) -> LeadersMove:

@@ -11,18 +11,22 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from rollback.errors import RollbackError
+from rollback.facts.history import merge_windows
 from rollback.rundir.beacon import Beacon
-from rollback.rundir.elsewhere import read_handed_over
+from rollback.rundir.elsewhere import HandedOver, read_handed_over
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LineWriter
+from rollback.rundir.records import LineWriter, SkippedBatch
 from rollback.supervisor.nodes.protocol import NodeReport
 from rollback.system import files
 from rollback.system.durable import end_of_lines, open_regular, read_small_file, write_file
+from rollback.system.small_json import parse_model
 
 _LIMIT = 1 << 18  # bytes of all files of a node together, as JSON: they go in one record
 # What comes from another host is written into the run directory, so nothing else is believed.
@@ -34,66 +38,108 @@ _FILES = re.compile(
 _GROWS = ".jsonl"
 _KNOWN = 16 << 20  # bytes of the end of a file that grows, in which the leader looks for what it has already
 _PATTERNS = ("failures/*/*", "stacks/*/*", "incidents/*/*", "skips/*")
+_MAY_BE_LOST = 60 * 10**9  # nanoseconds; a leader copies its record to the bucket every 30 seconds
+
+
+class _Stamp(NamedTuple):
+    """A file that has changed has another one."""
+
+    size: int
+    changed: int
+    """Nanoseconds."""
+
+
+class _Known(NamedTuple):
+    """What was handed over of a file. end: of its lines, where it grows."""
+
+    stamp: _Stamp
+    end: int
 
 
 class RecordFiles:
-    """A follower's part: hands over what has changed since it was handed over last. say: takes a line for people.
+    """A follower's part: hands over what has changed. say: takes a line for people.
 
     What an attempt has left whose leader, or whose supervisor here, was gone before it was handed over comes with the
-    next attempt. So it is written down what has arrived (handed_over, as `read_handed_over`).
+    next attempt. So it is written down what has arrived. What arrived in the last minute may be lost with that leader
+    before the bucket has it: the next one gets it again.
     """
 
     def __init__(self, paths: RunPaths, say: Callable[[str], None]) -> None:
         self._paths, self._say = paths, say
-        self.handed_over = read_handed_over(paths)
-        stamps = {name: self._stamp(name) for name in self._names()}
-        self._ends: dict[str, int] = {}  # of the lines that were handed over, of each file that grows
-        self._known = {name: stamp for name, stamp in stamps.items() if stamp and stamp[1] <= self.handed_over}
+        self.handed_over = before = read_handed_over(paths)
+        stamps = {name: stamp for name in self._names() if (stamp := self._stamp(name))}
+        settled = {name: stamp for name, stamp in stamps.items() if stamp.changed <= before.until - _MAY_BE_LOST}
+        self._arrived = {name: _Known(stamp, before.ends.get(name, 0)) for name, stamp in settled.items()}
+        self._known = {**self._arrived}
 
     def new(self) -> dict[str, str]:
-        """The files by their path in the run directory, the smallest first, as many as one record takes."""
-        stamps = {
-            name: stamp for name in self._names() if (stamp := self._stamp(name)) not in (None, self._known.get(name))
-        }
-        found, room, left_out = {}, _LIMIT, []
-        for name in sorted(stamps, key=lambda name: stamps[name][0]):
-            whole, end = True, 0
-            try:
-                if name.endswith(_GROWS):
-                    since = self._ends.get(name, 0)
-                    text, start, end = _lines(self._paths.root / name, since, room // 2)  # JSON escapes their quotes
-                    whole = start <= since
-                else:
-                    text = read_small_file(self._paths.root / name, room).decode("utf-8", "replace")
-            except (OSError, ValueError):
-                left_out.append(name)
-                continue
-            if (size := len(json.dumps(text))) > room:
-                left_out.append(name)
-                continue
-            found[name], room = text, room - size
-            self._known[name] = stamps[name]
-            self._ends[name] = end
-            left_out += [] if whole else [name]
+        """What has changed since the last call: the files by their path in the run directory, the smallest first, as
+        many as one record takes. The next calls have the lines that did not fit. The leader may miss it."""
+        return self._take(oldest=True)[0]
+
+    def all(self) -> dict[str, str]:
+        """As `new`, of all that nobody has said to have arrived, of lines the last ones. The attempt is over: what has
+        been in no call is told to stay here."""
+        shown, self._known = self._known, {**self._arrived}
+        found, left_out = self._take(shown)
         if left_out:
             what = f"{len(left_out)} files of the record stay on this host, or lines of them"
             self._say(f"{what}, as {self._paths.root / left_out[0]}")
         return found
 
     def arrived(self) -> None:
-        """The leader has what was handed over: it asks for the next attempt."""
-        self.handed_over = max([self.handed_over, *(changed for _, changed in self._known.values())])
+        """The leader has what was handed over: it has read that this host is ready, and what came with that. When the
+        attempt ended it may have taken this host for lost."""
+        self._arrived = {**self._known}
+        until = max([self.handed_over.until, *(known.stamp.changed for known in self._known.values())])
+        ends = {name: known.end for name, known in self._known.items() if name.endswith(_GROWS)}
+        self.handed_over = HandedOver(until, {**self.handed_over.ends, **ends})
+
+    def _take(
+        self, shown: Mapping[str, _Known] | None = None, *, oldest: bool = False
+    ) -> tuple[dict[str, str], list[str]]:
+        """What has changed, which is known from now on; and the files that do not fit, or not with all their lines, and
+        are not in what was shown before. oldest: of lines that are too many, take the first ones."""
+        shown = shown or {}
+        changed = {
+            name: stamp
+            for name in self._names()
+            if (stamp := self._stamp(name)) and (name not in self._known or stamp != self._known[name].stamp)
+        }
+        found, room, left_out = dict[str, str](), _LIMIT, list[str]()
+        for name, stamp in sorted(changed.items(), key=lambda one: one[1].size):
+            whole, end = True, 0
+            try:
+                if name.endswith(_GROWS):
+                    since = self._known[name].end if name in self._known else 0
+                    most = room // 2  # JSON escapes their quotes
+                    text, start, end = _lines(self._paths.root / name, since, most, oldest=oldest)
+                    had = shown[name].end if name in shown else 0
+                    whole = start <= max(since, had, self.handed_over.ends.get(name, 0))
+                else:
+                    text = read_small_file(self._paths.root / name, room).decode("utf-8", "replace")
+            except (OSError, ValueError):
+                text = None
+            if text is None or (size := len(json.dumps(text))) > room:
+                left_out += [] if name in shown and shown[name].stamp == stamp else [name]
+                continue
+            if text or not name.endswith(_GROWS):
+                found[name], room = text, room - size
+            again = oldest and name.endswith(_GROWS) and bool(text)  # there may be more lines
+            self._known[name] = _Known(_Stamp(-1, stamp.changed) if again else stamp, end)
+            left_out += [] if whole else [name]
+        return found, left_out
 
     def _names(self) -> list[str]:
         found = (path for pattern in _PATTERNS for path in self._paths.root.glob(pattern))
         return sorted(name for path in found if _FILES.fullmatch(name := path.relative_to(self._paths.root).as_posix()))
 
-    def _stamp(self, name: str) -> tuple[int, int] | None:
+    def _stamp(self, name: str) -> _Stamp | None:
         try:
             status = (self._paths.root / name).lstat()
         except OSError:
             return None
-        return status.st_size, status.st_mtime_ns
+        return _Stamp(status.st_size, status.st_mtime_ns)
 
 
 @contextmanager
@@ -115,43 +161,73 @@ def handing_over(files: RecordFiles, beacon: Beacon[NodeReport], every: float) -
         thread.join()
 
 
-def keep_files(paths: RunPaths, given: Mapping[str, str], who: str, say: Callable[[str], None]) -> None:
-    """The leader's part: write what a follower hands over to its place. who: that follower, for people."""
-    faults: list[Exception] = []
-    for name in filter(_FILES.fullmatch, given):
+class RecordKeeper:
+    """The leader's part: writes what followers hand over to its place in the record. say: takes a line for people."""
+
+    def __init__(self, paths: RunPaths, say: Callable[[str], None]) -> None:
+        self._paths, self._say = paths, say
+        self._kept: dict[str, Mapping[str, str]] = {}
+        self._told: dict[str, str] = {}
+
+    def keep(self, launch: str, who: str, given: Mapping[str, str]) -> None:
+        """given: by a follower, which may have given it before. who: that follower, for people."""
+        if not given or given == self._kept.get(launch):
+            return
+        self._kept[launch] = given
+        faults: list[Exception] = []
+        for name in filter(_FILES.fullmatch, given):
+            try:
+                self._write(self._paths.root / name, given[name])
+            except (OSError, ValueError, RollbackError) as error:
+                faults.append(error)
+        trouble = str(getattr(faults[0], "strerror", faults[0])) if faults else ""
+        told, self._told[launch] = self._told.get(launch), trouble
+        if trouble and trouble != told:  # a disk that is full stays so, and every few seconds there is news
+            what = f"{len(faults)} files of what {who} says of the attempt cannot be kept in {self._paths.root}"
+            self._say(f"{what}: {faults[0]}")
+
+    def _write(self, target: Path, text: str) -> None:
+        if target.suffix != _GROWS:
+            files.make_directory(target.parent)
+            write_file(target, text.encode(), durable=False)
+            return
         try:
-            _keep(paths.root / name, given[name])
-        except (OSError, ValueError, RollbackError) as error:
-            faults.append(error)
-    if faults:
-        say(f"{len(faults)} files of what {who} says of the attempt cannot be kept in {paths.root}: {faults[0]}")
-
-
-def _keep(target: Path, text: str) -> None:
-    if target.suffix != _GROWS:
-        files.make_directory(target.parent)
-        write_file(target, text.encode(), durable=False)
-        return
-    try:
-        there, _, _ = _lines(target, 0, _KNOWN)
-    except FileNotFoundError:
-        there = ""
-    known = {*there.splitlines()}  # a host that hands its files over anew has handed over some of them before
-    writer = LineWriter(target)
-    try:
-        for line in text.splitlines():
-            if line not in known:
+            there, _, _ = _lines(target, 0, _KNOWN)
+        except FileNotFoundError:
+            there = ""
+        known = {*there.splitlines()}  # a host that hands its files over anew has handed over some of them before
+        if not (new := [line for line in text.splitlines() if line not in known]):
+            return
+        writer = LineWriter(target)
+        try:
+            for line in self._of_the_record(new):
                 writer.write(line)
-    finally:
-        writer.close()
+        finally:
+            writer.close()
+
+    def _of_the_record(self, lines: Sequence[str]) -> Iterator[str]:
+        """The skipped batches that the skip list has. It is journalled before anything is skipped, so what it does not
+        have is from a time that was lost with another leader: there is no trace of it in the record, and those batches
+        may have been trained since."""
+        windows = merge_windows(fold_journal(self._paths.train_journal).history.skip_list)
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                batch = parse_model(line.encode(), SkippedBatch).batch
+                if any(batch in window for window in windows):
+                    yield line
 
 
-def _lines(path: Path, since: int, most: int) -> tuple[str, int, int]:
+def _lines(path: Path, since: int, most: int, *, oldest: bool = False) -> tuple[str, int, int]:
     """The whole lines of a file from byte `since` on, of more than `most` bytes the last ones; where they begin and
-    end."""
+    end. oldest: the first ones, where one of them fits."""
     with open_regular(path) as file:
         end = end_of_lines(file)
-        start = max(since if since <= end else 0, end - most)
+        since = since if since <= end else 0
+        if oldest and end - since > most:
+            file.seek(since)
+            whole = file.read(most).rfind(b"\n") + 1
+            end = since + whole if whole else end
+        start = max(since, end - most)
         file.seek(max(0, start - 1))  # one byte before it tells whether a line begins there
         text = file.read(end - file.tell())
     if start:

@@ -23,7 +23,7 @@ from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.memory import OomCounters
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.diagnosis.stacks import take_stacks
-from rollback.supervisor.last_snapshot import ask_for_last_snapshot, kept_on_host
+from rollback.supervisor.last_snapshot import ask_for_last_snapshot, forget_last_snapshot, kept_on_host
 from rollback.supervisor.torchrun.command import (
     LaunchedJob,
     NodeGroup,
@@ -241,6 +241,7 @@ class Host:
         if self._meeting is not None:  # who leads after a lost leader counts from an older record
             for former in (self._paths.failures(number), self._paths.stacks(number)):
                 shutil.rmtree(former, ignore_errors=True)
+            forget_last_snapshot(self._paths, number)
         environment = self._rank_environment(number)
         if self._board is not None:
             self._board.clear()

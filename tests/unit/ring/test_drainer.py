@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from checkpoints import write_checkpoint
 from recorded_run import incident, rollback_plan
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
-from rollback.errors import CheckpointUnreadable, RingUnavailable
+from rollback.errors import CheckpointLeft, CheckpointUnreadable, RingUnavailable
 from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact
 from rollback.ring import drainer as draining
 from rollback.ring.drainer import Drainer, Phase
@@ -134,6 +135,43 @@ def test_a_checkpoint_that_leaves_before_it_is_read_is_no_trouble(tmp_path: Path
     drainer.close()
     assert drainer.wait(Phase.CLOSED, 60)
     assert (facts, told, drainer.trouble) == ([], [], None)
+
+
+class LeftElsewhere(AwayForDays):
+    """Another host has given each checkpoint up when it is asked for its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries = FAILURES
+        self.asked: list[str] = []
+
+    def if_stuck(self, let_go: Callable[[], None]) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        self.asked.append(manifest.name)
+        raise CheckpointLeft(f"another host cannot copy its part of {manifest.name}")
+
+
+def test_a_part_that_another_host_has_given_up_is_told_where_the_ring_gets_none_in_its_place(tmp_path: Path) -> None:
+    """Once is ordinary: the ranks go on meanwhile, each on its host."""
+    paths, facts, told = RunPaths(tmp_path), list[Fact](), list[str]()
+    journal, ring = Journal(paths.train_journal, 1), LeftElsewhere()
+    drainer = Drainer(paths, ring, DrainPace.parse("10"), 3, facts.append, told.append)  # type: ignore[arg-type]
+    drainer.start()
+    for seq in (1, 2):
+        name = write_checkpoint(paths, seq, 10 * seq)
+        journal.append(Committed(checkpoint=name, step=10 * seq, batch=10 * seq, timeline=0, bytes=1, seconds=0.1))
+        journal.append(BecameGood(checkpoint=name, step=10 * seq))
+        wait_for(lambda: len(ring.asked) == seq)  # noqa: B023 - called at once
+        if seq == 1:
+            assert told == []
+    wait_for(lambda: facts)
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 60)
+    assert [fact.checkpoint for fact in facts if isinstance(fact, DrainFailed)] == [ring.asked[1]]
+    (line,) = told
+    assert "another host cannot copy its part" in line
 
 
 class SlowToRemove(AwayForDays):

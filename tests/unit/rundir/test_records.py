@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollback.rundir.all_heartbeats import HostBeats, read_all_heartbeats
+from rollback.rundir.beacon import write_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import (
     Heartbeat,
@@ -143,3 +145,13 @@ def test_a_heartbeat_is_replaced_without_leaving_anything_else(tmp_path: Path) -
     for _ in range(3):
         write_heartbeat(tmp_path / "rank-00000.json", BEAT)
     assert os.listdir(tmp_path) == ["rank-00000.json"]
+
+
+def test_what_a_lost_host_said_last_is_not_taken_for_the_rank_that_came_in_its_place(tmp_path: Path) -> None:
+    """Its report lies there until the job ends, and by its name it may come behind the other one's."""
+    paths = RunPaths(tmp_path)
+    paths.nodes.mkdir()
+    for node, attempt in (("node-1", 3), ("node-3", 2)):
+        beat = Heartbeat(pid=1, host=node, attempt=attempt, step=attempt, batch=0, doing="", monotonic=0.0)
+        write_in_place(paths.node(node), HostBeats(beats={1: beat}).model_dump_json().encode())
+    assert read_all_heartbeats(paths)[1].host == "node-1"

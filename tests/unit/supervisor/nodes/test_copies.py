@@ -25,7 +25,7 @@ from rollback.supervisor import supervise
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.diagnosis.outcome import KeptOnHost, Left
-from rollback.supervisor.last_snapshot import kept_on_host
+from rollback.supervisor.last_snapshot import forget_last_snapshot, kept_on_host
 from rollback.supervisor.nodes.copies import Copies, addresses
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
@@ -316,6 +316,12 @@ def test_what_the_ranks_have_kept_at_the_end_may_be_brought_back_though_no_journ
     gone = kept_on_host(paths)
     assert gone is not None
     assert (gone.checkpoint, gone.step) == (None, None)
+    forget_last_snapshot(paths, 2)
+    assert kept_on_host(paths) == gone
+    forget_last_snapshot(paths, 1)
+    assert kept_on_host(paths) is None, "another attempt of that number begins, as after a leader that was lost"
+    end_marks.prepare(marks)
+    last_account.write_account(marks, LastAccount(attempt=1, rank=0, reason="a rank"))
     end_marks.prepare(marks)
     assert kept_on_host(paths) is None, "another attempt has begun"
 

@@ -16,19 +16,21 @@ import pytest
 from waiting import free_port, wait_for
 
 from rollback.errors import NodesMissing, RunDirectoryError
+from rollback.facts.training import SkipAdded, Window
 from rollback.inspect.audit.reading import require_run_directory
 from rollback.instructions import MeetingPoint
 from rollback.rundir.beacon import LIMIT, SILENT_AFTER, Beacon, SharedDirectory, Transport, Watchtower
-from rollback.rundir.elsewhere import write_elsewhere
+from rollback.rundir.elsewhere import HandedOver, write_elsewhere
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LineWriter
+from rollback.rundir.records import LineWriter, SkippedBatch
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes import meeting
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
 from rollback.supervisor.nodes.protocol import NodeReport, Orders
-from rollback.supervisor.nodes.record_files import RecordFiles, keep_files
+from rollback.supervisor.nodes.record_files import RecordFiles, RecordKeeper
 from rollback.supervisor.nodes.seats import rank_by_name
 from rollback.supervisor.nodes.store import StoreTransport
 
@@ -413,24 +415,40 @@ def test_nodes_keep_their_order_however_many_there_are() -> None:
     ]
 
 
+def skips(*batches: int, size: int = 1) -> str:
+    """Lines of a skip record."""
+    lines = [SkippedBatch(batch=one, epoch=0, offset=one, indices=[one] * size, timeline=0) for one in batches]
+    return "".join(f"{line.model_dump_json()}\n" for line in lines)
+
+
+def keeps(paths: RunPaths, said: list[str], last: int = 9999) -> RecordKeeper:
+    """The leader's part, of a record by which the batches up to the last one are skipped."""
+    journal = Journal(paths.train_journal, 1)
+    journal.append(SkipAdded(window=Window(first=0, last=last), who="test", why="test"))
+    journal.close()
+    return RecordKeeper(paths, said.append)
+
+
 def test_the_leader_keeps_the_small_files_of_a_follower_and_nothing_else(tmp_path: Path) -> None:
     here, there = RunPaths(tmp_path / "here"), RunPaths(tmp_path / "there")
     said: list[str] = []
-    gatherer = RecordFiles(there, said.append)
+    keeper, gatherer = keeps(here, said, last=2), RecordFiles(there, said.append)
     for name in ("failures/attempt-0001/rank-00003.json", "skips/rank-00003.jsonl", "ring/secret", "failures/x"):
         (there.root / name).parent.mkdir(parents=True, exist_ok=True)
-        (there.root / name).write_text("one\n")
+        (there.root / name).write_text(skips(1))
     found = gatherer.new()
     assert [*found] == ["failures/attempt-0001/rank-00003.json", "skips/rank-00003.jsonl"]
     assert gatherer.new() == {}, "what has not changed is not sent again"
-    keep_files(here, {**found, "../outside": "x", "run.json": "x", "skips/../../x": "x"}, "node-1", said.append)
-    kept = sorted(path.relative_to(here.root).as_posix() for path in here.root.rglob("*") if path.is_file())
-    assert kept == ["failures/attempt-0001/rank-00003.json", "skips/rank-00003.jsonl"]
-    keep_files(here, {"skips/rank-00003.jsonl": "two\n"}, "node-1", said.append)
-    assert here.skip_record(3).read_text() == "one\ntwo\n", "a new host has not what the old one had sent"
+    keeper.keep("b:1", "node-1", {**found, "../outside": "x", "run.json": "x", "skips/../../x": "x"})
+    kept = {path.relative_to(here.root).parts[0] for path in here.root.rglob("*") if path.is_file()}
+    assert kept == {"failures", "skips", "journal"}
+    keeper.keep("b:2", "node-1", {"skips/rank-00003.jsonl": skips(2)})
+    assert here.skip_record(3).read_text() == skips(1, 2), "a new host has not what the old one had sent"
     there.stacks(1).mkdir(parents=True)
     there.rank_stacks(1, 3).write_text("x" * (1 << 19))
     assert gatherer.new() == {}
+    assert said == []
+    assert gatherer.all() == found, "nobody has said that it has arrived"
     assert said == [f"1 files of the record stay on this host, or lines of them, as {there.rank_stacks(1, 3)}"]
 
 
@@ -441,23 +459,64 @@ def test_what_a_follower_hands_over_while_it_runs_is_kept_at_once(
     host, guest = stores
     paths = RunPaths(tmp_path)
     place = NodePlace(2, 2, "node-0", "d:1:1", "d", 1, 60.0, endpoint=host.point)
+    keeps(paths, [])
     leader = Leader(paths, place, print, EndpointMeeting(host))
     node = Beacon(guest, "node-91.json", report("node-91", leader="d:1:1", attempt=34), print)
     assert leader.gather(34, lambda: False)
-    node.show(state="running", files={"skips/rank-00003.jsonl": "one\n"})
+    node.show(state="running", files={"skips/rank-00003.jsonl": skips(1)})
     wait_for(lambda: leader.move(None) == "wait" and paths.skip_record(3).exists())
-    assert paths.skip_record(3).read_text() == "one\n"
+    assert paths.skip_record(3).read_text() == skips(1)
     node.put_out()
     leader._beacon.put_out()
 
 
-def test_a_file_that_cannot_be_kept_costs_no_other_one(tmp_path: Path) -> None:
+def test_what_a_host_hands_over_that_was_taken_for_lost_is_kept_when_it_is_ready_again(
+    stores: tuple[StoreTransport, StoreTransport], tmp_path: Path
+) -> None:
+    """It takes the order to begin for a word that all of it has arrived."""
+    host, guest = stores
+    paths = RunPaths(tmp_path)
+    place = NodePlace(2, 2, "node-0", "e:1:1", "e", 1, 60.0, endpoint=host.point)
+    keeps(paths, [])
+    leader = Leader(paths, place, print, EndpointMeeting(host))
+    node = Beacon(guest, "node-92.json", report("node-92", leader="e:1:1", attempt=44), print)
+    assert leader.gather(44, lambda: False)
+    node.show(state="ended", attempt=-1)  # for a moment it saw no leader
+    wait_for(lambda: leader.move(1) == "settled")
+    assert leader.left(Left(status=1)).lost_nodes == ("node-92",)
+    node.show(state="ready", attempt=45, files={"skips/rank-00003.jsonl": skips(1)})
+    assert leader.gather(45, lambda: False)
+    assert paths.skip_record(3).read_text() == skips(1)
+    node.put_out()
+    leader._beacon.put_out()
+
+
+def test_a_file_that_cannot_be_kept_costs_no_other_one_and_is_told_of_once(tmp_path: Path) -> None:
+    """A disk that is full stays so, and every few seconds there is something new to keep."""
     paths, said = RunPaths(tmp_path), list[str]()
+    keeper = keeps(paths, said)
     paths.skip_record(3).mkdir(parents=True)
-    keep_files(paths, {"skips/rank-00003.jsonl": "two\n", "skips/rank-00004.jsonl": "two\n"}, "node-1", said.append)
-    assert paths.skip_record(4).read_text() == "two\n"
-    assert len(said) == 1
-    assert "rank-00003" in said[0]
+    for batch in (1, 2):
+        given = {f"skips/rank-0000{rank}.jsonl": skips(batch) for rank in (3, 4)}
+        keeper.keep("b:1", "node-1", given)
+    assert paths.skip_record(4).read_text() == skips(1, 2)
+    (told,) = said
+    assert "rank-00003" in told
+    paths.skip_record(3).rmdir()
+    keeper.keep("b:1", "node-1", {"skips/rank-00003.jsonl": skips(3)})
+    paths.skip_record(3).unlink()
+    paths.skip_record(3).mkdir()
+    keeper.keep("b:1", "node-1", {"skips/rank-00003.jsonl": skips(4)})
+    assert said == [told, told.replace("2 files", "1 files")], "it was well in between"
+
+
+def test_what_was_skipped_in_a_time_that_was_lost_with_another_leader_is_not_kept(tmp_path: Path) -> None:
+    """An operator's skip, say, which was not in the bucket yet: those batches are trained now."""
+    paths, said = RunPaths(tmp_path), list[str]()
+    keeper = keeps(paths, said, last=4)
+    keeper.keep("b:1", "node-1", {"skips/rank-00003.jsonl": skips(3, 7) + "no line of ours\n"})
+    assert paths.skip_record(3).read_text() == skips(3)
+    assert said == []
 
 
 def test_files_that_are_handed_over_fit_into_the_record_whatever_is_in_them(tmp_path: Path) -> None:
@@ -467,45 +526,88 @@ def test_files_that_are_handed_over_fit_into_the_record_whatever_is_in_them(tmp_
     paths.stacks(1).mkdir(parents=True)
     paths.rank_stacks(1, 2).write_text("x" * 1000)
     paths.rank_stacks(1, 3).write_bytes(bytes(200 << 10))
-    found = gatherer.new()
+    found = gatherer.all()
     assert [*found] == ["stacks/attempt-0001/rank-00002.txt"]
     assert said == [f"1 files of the record stay on this host, or lines of them, as {paths.rank_stacks(1, 3)}"]
 
 
 def test_of_skip_records_of_any_size_the_new_lines_are_handed_over(tmp_path: Path) -> None:
     here, there, said = RunPaths(tmp_path / "here"), RunPaths(tmp_path / "there"), list[str]()
-    lines = [f'{{"batch": {batch}, "indices": [{", ".join(["12345"] * 64)}]}}\n' for batch in range(5000)]
-    gatherer = RecordFiles(there, said.append)
+    keeper, gatherer = keeps(here, said), RecordFiles(there, said.append)
     for first in range(0, 5000, 250):
         there.skip_record(3).parent.mkdir(parents=True, exist_ok=True)
         with there.skip_record(3).open("a") as file:
-            file.writelines([*lines[first : first + 250], '{"batch": 7, "ind'])  # the rank was killed in a line
-        keep_files(here, gatherer.new(), "node-1", said.append)
+            file.write(skips(*range(first, first + 250), size=64) + '{"batch": 7, "ind')  # killed in a line
+        keeper.keep("b:1", "node-1", gatherer.all())
+        gatherer.arrived()
         LineWriter(there.skip_record(3)).close()  # as the next one begins
-    assert here.skip_record(3).read_text() == "".join(lines)
+    assert here.skip_record(3).read_text() == skips(*range(5000), size=64)
+    keeper.keep("b:2", "node-1", RecordFiles(there, said.append).new())  # by another supervisor
+    assert here.skip_record(3).read_text() == skips(*range(5000), size=64)
     assert said == []
-    keep_files(here, RecordFiles(there, said.append).new(), "node-1", said.append)  # by another supervisor
-    assert here.skip_record(3).read_text() == "".join(lines)
-    assert said == [f"1 files of the record stay on this host, or lines of them, as {there.skip_record(3)}"]
+
+
+def test_lines_that_are_too_many_for_one_record_come_with_the_next_ones_and_are_not_said_to_stay(
+    tmp_path: Path,
+) -> None:
+    here, there, said = RunPaths(tmp_path / "here"), RunPaths(tmp_path / "there"), list[str]()
+    keeper, gatherer = keeps(here, said), RecordFiles(there, said.append)
+    there.skip_record(3).parent.mkdir(parents=True)
+    lines = skips(*range(1000), size=64)
+    there.skip_record(3).write_text(lines)
+    while given := gatherer.new():
+        keeper.keep("b:1", "node-1", given)
+    assert here.skip_record(3).read_text() == lines
+    assert lines.endswith(gatherer.all()["skips/rank-00003.jsonl"])
+    assert said == []
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_lines_that_have_arrived_are_not_said_to_stay_by_another_supervisor(tmp_path: Path, arrived: bool) -> None:
+    """The last ones go to its leader once more; there are more of them than one record takes."""
+    paths, said = RunPaths(tmp_path), list[str]()
+    paths.skip_record(3).parent.mkdir()
+    paths.skip_record(3).write_text(skips(*range(300), size=64))
+    files = RecordFiles(paths, said.append)
+    assert files.all()
+    files.arrived()
+    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over if arrived else HandedOver())
+    with paths.skip_record(3).open("a") as file:
+        file.write(skips(*range(300, 600), size=64))
+    assert said == []
+    told = RecordFiles(paths, said.append).all()["skips/rank-00003.jsonl"]
+    assert told.endswith(skips(599, size=64))
+    assert bool(said) is not arrived
 
 
 def test_what_has_not_arrived_is_handed_over_again_also_by_another_supervisor(tmp_path: Path) -> None:
-    """The leader, or the supervisor here, may be gone when an attempt ends."""
+    """The leader, or the supervisor here, may be gone when an attempt ends; or the leader's host, before the bucket has
+    what it was told."""
     paths, said = RunPaths(tmp_path), list[str]()
     paths.skip_record(3).parent.mkdir()
-    paths.skip_record(3).write_text("one\n")
+    paths.skip_record(3).write_text(skips(1))
+    minute = 60 * 10**9
+
+    def so_long_ago(path: Path, nanoseconds: int) -> None:
+        os.utime(path, ns=(paths.root.stat().st_mtime_ns - nanoseconds,) * 2)
+
+    so_long_ago(paths.skip_record(3), 2 * minute)
     files = RecordFiles(paths, said.append)
     assert [*files.new()] == ["skips/rank-00003.jsonl"]
-    write_elsewhere(paths, "head", "/data/run", said.append, handed_over=files.handed_over)
+    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over)
     files = RecordFiles(paths, said.append)
     assert [*files.new()] == ["skips/rank-00003.jsonl"], "nobody has said that it has arrived"
-    files.arrived()
-    write_elsewhere(paths, "head", "/data/run", said.append, handed_over=files.handed_over)
-    files = RecordFiles(paths, said.append)
-    assert files.new() == {}
     paths.stacks(2).mkdir(parents=True)
     paths.rank_stacks(2, 3).write_text("here\n")
     assert [*files.new()] == ["stacks/attempt-0002/rank-00003.txt"]
+    files.arrived()
+    assert files.all() == {}
+    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over)
+    files = RecordFiles(paths, said.append)
+    assert [*files.new()] == ["stacks/attempt-0002/rank-00003.txt"], "it may be lost with that leader"
+    with paths.skip_record(3).open("a") as file:
+        file.write(skips(2))
+    assert files.new() == {"skips/rank-00003.jsonl": skips(2)}
     assert said == []
 
 

@@ -36,8 +36,8 @@ def paths(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path / "run")
 
 
-def place() -> NodePlace:
-    found = place_among_nodes({"nnodes": "2", "node-rank": "0", "local-addr": "127.0.0.1"})
+def place(spares: int = 0) -> NodePlace:
+    found = place_among_nodes({"nnodes": "2", "node-rank": "0", "local-addr": "127.0.0.1"}, spares=spares)
     assert found is not None
     return found
 
@@ -136,8 +136,8 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
 class Following:
     """A follower in a thread, of a leader that is the beacon of its orders."""
 
-    def __init__(self, paths: RunPaths, ring: str | None = None) -> None:
-        self.paths, self.place, self.asked, self.looks = paths, place(), list[str](), 0
+    def __init__(self, paths: RunPaths, ring: str | None = None, spares: int = 0) -> None:
+        self.paths, self.place, self.asked, self.looks = paths, place(spares), list[str](), 0
         self.told: list[str] = []
         own = Orders(leader="a:1:1.0", host="a", pid=1, attempt=1)
         self.leads = Beacon(SharedDirectory(paths.nodes), "orders.json", own, lambda line: None)
@@ -153,7 +153,7 @@ class Following:
                 asked.append(orders.leader)
                 return meeting.is_led_by(orders)
 
-        host = SimpleNamespace(end_leftovers=lambda say: None, keep_standby=lambda attempt: None)
+        self.host = host = SimpleNamespace(end_leftovers=lambda say: None, keep_standby=lambda attempt: None)
         self.signals = SimpleNamespace(received=[], insistent=False)
         self.signals.take = lambda: self.signals.received
         follower = Follower(paths, self.place, host, 1.0, self.signals, self.told.append, Watched(), ring)  # type: ignore[arg-type]
@@ -228,14 +228,51 @@ def test_a_node_that_comes_back_during_an_attempt_waits_for_the_next_one_and_is_
     assert not any("as a spare" in line for line in following.told), following.told
 
 
-@pytest.mark.parametrize("phase", ["run", "stop", "end"])
+def test_what_is_handed_over_is_shown_until_the_leader_orders_to_begin(paths: RunPaths) -> None:
+    """Where the leader took this host for lost at an attempt's end, it did not hear of that end."""
+    following = Following(paths, ring=f"file://{paths.root.parent}/bucket")
+    evidence = paths.failure(1, 0)
+
+    @contextlib.contextmanager
+    def attempt(number: int, group: object) -> Iterator[SimpleNamespace]:
+        if number == 1:
+            evidence.parent.mkdir(parents=True)
+            evidence.write_text("{}")
+        yield SimpleNamespace(attempt=number, poll=lambda: 1, beats=dict)
+
+    following.host.attempt, following.host.left = attempt, lambda status, running: Left(status=status)
+    following.host.output = SimpleNamespace(release=lambda: None)
+
+    def handed_over(state: str, number: int) -> bool:
+        found = following.report
+        return found is not None and (found.state, found.attempt) == (state, number) and bool(found.files)
+
+    members = ("a:1:1.0", following.place.launch)
+    following.leads.show(phase="run", members=members)
+    following.until(lambda: handed_over("ended", 1))
+    following.leads.show(phase="gather", attempt=2, members=())
+    following.until(lambda: handed_over("ready", 2))
+    following.leads.show(phase="run", members=members)
+    following.until(lambda: following.report is not None and following.report.state == "ended")
+    assert following.report is not None
+    assert following.report.files == {}, "it has arrived"
+    assert following.end() == ["done"]
+
+
+@pytest.mark.parametrize("phase", ["run", "stop", "end", "gather"])
 def test_a_node_without_a_seat_that_is_told_to_stop_goes_and_the_others_do_not_hear_of_it(
-    following: Following, phase: str
+    paths: RunPaths, phase: str
 ) -> None:
-    """As where a scheduler takes the host of a spare back. A stop signal that it tells would stop the whole job."""
-    following.leads.show(phase=phase, members=("a:1:1.0", "somebody else"))
+    """As where a scheduler takes the host of a spare back. A stop signal that it tells would stop the whole job, also
+    between two attempts: the next one begins without it."""
+    following = Following(paths, spares=1)
+    members = ("a:1:1.0", "somebody else")
+    following.leads.show(phase="run" if phase == "gather" else phase, members=members)
     looks = following.looks
     following.until(lambda: following.looks > looks + 1)  # it has read that
+    if phase == "gather":
+        following.leads.show(phase=phase, attempt=2, members=())
+        following.until(lambda: following.report is not None and following.report.attempt == 2)
     following.signals.received.append(signal.SIGTERM)
     told: list[NodeReport] = []
     following.until(

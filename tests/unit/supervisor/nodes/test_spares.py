@@ -191,6 +191,23 @@ def test_a_node_that_is_only_slow_to_end_its_ranks_keeps_its_seat(crew: Crew, mo
     assert crew.replaced == [("node-1", "node-3", 1, "lost")]
 
 
+def test_a_node_that_lives_and_never_ends_its_ranks_holds_the_end_of_an_attempt_up_no_longer(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a disk there never answers: what it was told to do is not done, and its sign of life goes on."""
+    for rank in (1, 2):
+        crew.tell(rank, 1)
+    assert crew.gather(1)
+    for rank in (1, 2):
+        crew.tell(rank, 1, state="running")
+    assert crew.leader.move(1) == "end"
+    crew.tell(2, 1, state="ended", left=Left(status=-9))
+    assert crew.leader.move(1) == "end"
+    monkeypatch.setattr(lead, "_ENDS", 0.0)
+    assert crew.leader.move(1) == "settled"
+    assert crew.leader.left(Left(status=1)).lost_nodes == ("node-1",)
+
+
 def test_two_supervisors_of_one_name_are_told_once_and_one_that_is_started_again_is_not(crew: Crew) -> None:
     """Where hosts share no directory, no lock keeps them from it: both report, in turn."""
     for launch in ("h1:1:1.0", "h1:2:1.0"):  # started again

@@ -166,8 +166,11 @@ def test_what_ended_an_attempt_that_a_lost_leader_numbered_alike_is_forgotten(
     host = Host(paths, JOB, Settings(), {}, tmp_path / "private", listener, grace=1.0)
     host.stay_apart(list)
     monkeypatch.setattr(host_module, "torchrun_command", lambda job, group: [sys.executable, "-c", ""])
+    forgotten: list[int] = []
+    monkeypatch.setattr(host_module, "forget_last_snapshot", lambda paths, attempt: forgotten.append(attempt))
     with host.attempt(2) as running:
         assert not paths.failure(2, 1).exists()
+        assert forgotten == [2]
         wait_for(lambda: running.poll() is not None)
     host.close()
 
