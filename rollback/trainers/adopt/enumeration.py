@@ -34,8 +34,9 @@ class HandedOut:
 
     def falls_short(self, guard: Guard) -> bool:
         """Whether the newest pass, which is at its end, was of less than an epoch: the run stands behind it, it began
-        in its midst, or some of it is skipped. Where the data themselves have no batch, it is not."""
-        return guard.awaits_epoch or guard.batch - self._epoch_began != self.batches - self._before
+        in its midst, or some of it is skipped. Not where the data themselves have no batch, and behind the training."""
+        early = guard.awaits_epoch or guard.batch - self._epoch_began != self.batches - self._before
+        return early and not guard.finished
 
 
 class Enumeration:
