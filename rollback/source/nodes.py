@@ -71,3 +71,33 @@ def is_train(node: ast.AST) -> bool:
         case ast.Call(func=ast.Attribute(attr="train"), args=[], keywords=[]):
             return True
     return False
+
+
+def demands_item(tree: ast.AST, line: int) -> bool:
+    """Whether `line` asks an iterator for one item by `next`, and is not prepared for there being none. What catches
+    all errors of the taking is; around a whole loop it is for what goes wrong."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_call_of(node, "next")]
+    here = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
+    return any(len(call.args) == 1 for call in here) and not any(
+        handler.type is None or _names(handler) & {"Exception", "BaseException"}
+        for tried in _tries(tree, line)
+        for handler in tried.handlers
+        if not any(isinstance(node, ast.For | ast.While) and _has_line(node.body, line) for node in ast.walk(tried))
+    )
+
+
+def catches_end(tree: ast.AST, line: int) -> bool:
+    """Whether an iterator's end that comes at `line` is caught, by its name."""
+    return any("StopIteration" in _names(handler) for tried in _tries(tree, line) for handler in tried.handlers)
+
+
+def _tries(tree: ast.AST, line: int) -> list[ast.Try]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Try) and _has_line(node.body, line)]
+
+
+def _names(handler: ast.ExceptHandler) -> set[str]:
+    return set() if handler.type is None else {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)}
+
+
+def _has_line(body: list[ast.stmt], line: int) -> bool:
+    return body[0].lineno <= line <= (body[-1].end_lineno or 0)

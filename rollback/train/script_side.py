@@ -145,6 +145,11 @@ class ScriptSide(GuardAssembly):
         return self._passes.interrupted
 
     @property
+    def awaits_epoch(self) -> bool:
+        """Whether the pass has no batches because the run, which goes on, stands in the epoch of a later one."""
+        return self._passes.awaits_epoch
+
+    @property
     def finished(self) -> bool:
         """Whether training is over: `max_steps` is reached, or `guard.epochs` has come to its end.
 

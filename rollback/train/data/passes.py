@@ -106,6 +106,11 @@ class Passes:
     def interrupted(self) -> bool:
         return self.state is PassState.INTERRUPTED
 
+    @property
+    def awaits_epoch(self) -> bool:
+        """Whether the present pass is before the one with which training goes on."""
+        return self._sought is not None and self.state is PassState.OVER
+
     def start_pass(self) -> Again:
         """A `for batch in guard` begins."""
         number, self._next = self._next, self._next + 1

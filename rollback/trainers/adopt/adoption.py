@@ -25,7 +25,6 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -125,10 +124,10 @@ class Adoption:
                 say(f"{left}; its last update was judged to demand a return. The next attempt goes on from there")
                 raise SystemExit(1)
             if breaks_off:
-                self._signs.say(f"{left}. {_LEFT_BEHIND}")
+                self._signs.say(f"{left}. {signs.LEFT_BEHIND}")
         if not breaks_off and (loop := self._steered) is not None and loop.place + 1 < len(loop):
             left = f"the script has left its loop over epochs by itself, in epoch {loop.place + 1} of {len(loop)}"
-            self._signs.say(f"{left}. {_LEFT_BEHIND}")
+            self._signs.say(f"{left}. {signs.LEFT_BEHIND}")
         guard.close()
 
     def leave_group(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
@@ -197,7 +196,8 @@ class Adoption:
             return original(loader)
         else:
             self._look_for_schedulers(self._adopted)
-        return ScriptPass(partial(self._begin_pass, self._adopted), partial(self._next_batch, self._adopted))
+        own = self._adopted
+        return ScriptPass(partial(self._begin_pass, own), partial(self._next_batch, own), partial(self._go_on, own))
 
     def _adopt(self, loader: Any, loop: EpochLoop | None) -> Adopted:
         """Make the guard, of all that there is. Collective; ends the ranks where it cannot be."""
@@ -280,19 +280,16 @@ class Adoption:
 
     def _begin_pass(self, adopted: Adopted) -> tuple[Iterator[Any], int]:
         """A pass over the guard: its batches, and the number of its epoch."""
-        guard, prepared = adopted.guard, adopted.prepared
         if (loop := self._steered) is not None:
             if loop.taken and not loop.over:
                 self._signs.refuse(as_error("goes over its loader more than once in each of its epochs"))
             loop.taken = True
-            if prepared is not None:
+            if adopted.prepared is not None:
                 adopted.loader.iteration = loop.place
         if self._handed.untrained:
-            self._signs.note(_READS, guard.step)
-        batches = iter(prepared if prepared is not None else self._with_guard(iter, guard))
-        self._move(ScriptEvent.PASS_BEGAN)
-        self._handed.begin_pass(guard)
-        return batches, loop.place if loop is not None else 0
+            self._signs.note(signs.READS, adopted.guard.step)
+        self._handed.passes += 1
+        return self._batches_of(adopted), loop.place if loop is not None else 0
 
     def _next_batch(self, adopted: Adopted, batches: Iterator[Any], epoch: int) -> Any:
         guard = adopted.guard
@@ -312,6 +309,18 @@ class Adoption:
         self._handed.batches += 1
         self._handed.untrained = self._handed.untrained or guard.batch_in_epoch == 0
         return batch
+
+    def _go_on(self, adopted: Adopted) -> tuple[Iterator[Any], int] | None:
+        """What a script that demands a batch goes on with, where a pass ends early because of us; None: it is told."""
+        early = self._steered is None and self._handed.falls_short(adopted.guard)
+        return (self._batches_of(adopted), 0) if early and self._sources.demands() else None
+
+    def _batches_of(self, adopted: Adopted) -> Any:
+        """Of another pass over the guard."""
+        found = iter(adopted.prepared) if adopted.prepared is not None else self._with_guard(iter, adopted.guard)
+        self._move(ScriptEvent.PASS_BEGAN)
+        self._handed.pass_begins(adopted.guard)
+        return found
 
     def _with_guard(self, call: Callable[..., Any], *given: Any) -> Any:
         """What the guard iterates meanwhile is its own."""
@@ -342,15 +351,11 @@ class Adoption:
             return original(tensors, *given, **others)
         return self.losses.backward(original, tensors, *given, **others)
 
-    def clip(self, original: Callable[..., Any], parameters: Any, *given: Any, **others: Any) -> Any:
-        """clip_grad_norm_: the norm before clipping, where it is that of all gradients, is the update's."""
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        norm = original(parameters, *given, **others)
-        kind = given[1] if len(given) > 1 else others.get("norm_type", 2.0)
-        adopted = self._guarded
-        if adopted is not None and self.losses.is_norm_of_all(adopted.optimizer, parameters, kind):
-            self.losses.tell(adopted.guard, norm)
-        return norm
+    def clip(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
+        """clip_grad_norm_."""
+        if (adopted := self._guarded) is not None:
+            original = partial(self.losses.clip, original, adopted.guard, adopted.optimizer)
+        return original(*given, **others)
 
     def before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to make an update."""
@@ -393,7 +398,3 @@ class Adoption:
             self._signs.end_of_guard(what)
             self._other = what
             self._move(ScriptEvent.OTHER_TRAINING)
-
-
-_READS = "goes over the loader that it trains on, and computes no gradients there: under torch.no_grad() it may"
-_LEFT_BEHIND = "If a count of its own told it to: a rollback and a resume leave that count behind"

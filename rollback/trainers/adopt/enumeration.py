@@ -23,10 +23,20 @@ class HandedOut:
     passes: int = 0
     limited: bool = False
     untrained: bool = False
+    _epoch_began: int = 0
+    _before: int = 0
+    """Where in the data the epoch of the newest pass begins, and how many batches there were before that pass."""
 
-    def begin_pass(self, guard: Guard) -> None:
+    def pass_begins(self, guard: Guard) -> None:
+        """A pass over the guard, which may go on where the script's has ended early."""
         self.guard, self.limited = guard, False
-        self.passes += 1
+        self._epoch_began, self._before = guard.batch - guard.batch_in_epoch, self.batches
+
+    def falls_short(self, guard: Guard) -> bool:
+        """Whether the newest pass, which is at its end, was of less than an epoch: the run stands behind it, it began
+        in its midst, or some of it is skipped. Not where the data themselves have no batch, and behind the training."""
+        early = guard.awaits_epoch or guard.batch - self._epoch_began != self.batches - self._before
+        return early and not guard.finished
 
 
 class Enumeration:

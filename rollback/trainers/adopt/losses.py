@@ -39,6 +39,17 @@ class UntoldLosses:
             self._losses.append(tensors.detach() if scaled is None else scaled[1])
         return result
 
+    def clip(
+        self, original: Any, guard: Guard, optimizer: Optimizer, parameters: Any, *given: Any, **others: Any
+    ) -> Any:
+        """clip_grad_norm_: the norm before clipping, where it is that of all gradients, is the update's."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = original(parameters, *given, **others)
+        kind = given[1] if len(given) > 1 else others.get("norm_type", 2.0)
+        if self.is_norm_of_all(optimizer, parameters, kind):
+            self.tell(guard, norm)
+        return norm
+
     def is_norm_of_all(self, optimizer: Optimizer, parameters: list[Tensor], kind: float) -> bool:
         """Whether what is clipped to has the norm by which a guard measures an update: of all gradients, of kind 2."""
         clipped = {id(parameter) for parameter in parameters}

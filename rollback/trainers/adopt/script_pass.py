@@ -7,14 +7,20 @@ from rollback.trainers.adopt.epochs import EpochMoved
 
 
 class ScriptPass:
-    """The batches of one pass. begin: called with the first one, for what `draw` is given then.
+    """The batches of one pass. begin: called with the first one, for what `draw` is given then. go_on: asked where
+    there is no further one, for what `draw` is given from there; None: the script is told of the end.
 
     No generator: behind an error that it has raised, one is at its end. A script that catches such an error, to leave
     out a sample that cannot be read, would take that for the end of the epoch.
     """
 
-    def __init__(self, begin: Callable[[], tuple[Any, ...]], draw: Callable[..., Any]) -> None:
-        self._begin, self._draw = begin, draw
+    def __init__(
+        self,
+        begin: Callable[[], tuple[Any, ...]],
+        draw: Callable[..., Any],
+        go_on: Callable[[], tuple[Any, ...] | None] = lambda: None,
+    ) -> None:
+        self._begin, self._draw, self._go_on = begin, draw, go_on
         self._begun: tuple[Any, ...] | None = None
         self._over = False
 
@@ -27,7 +33,16 @@ class ScriptPass:
         try:
             if self._begun is None:
                 self._begun = self._begin()
-            return self._draw(*self._begun)
+            return self._drawn(self._begun)
         except (StopIteration, EpochMoved):
             self._over = True
             raise
+
+    def _drawn(self, begun: tuple[Any, ...]) -> Any:
+        while True:
+            try:
+                return self._draw(*begun)
+            except StopIteration:
+                if (further := self._go_on()) is None:
+                    raise
+            self._begun = begun = further

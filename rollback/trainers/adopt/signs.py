@@ -17,6 +17,9 @@ from rollback.train.guard import Guard
 from rollback.train.script_side import refuse_guarded
 from rollback.train.start import attach
 
+READS = "goes over the loader that it trains on, and computes no gradients there: under torch.no_grad() it may"
+LEFT_BEHIND = "If a count of its own told it to: a rollback and a resume leave that count behind"
+
 
 class ScriptSigns:
     """Of this rank. strict: late signs end the job too."""

@@ -14,6 +14,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from rollback.source.loops import OwnCounter, ScriptLoops
+from rollback.source.nodes import catches_end, demands_item
 from rollback.source.steering import steered
 
 _OURS = os.path.dirname(importlib.util.find_spec("rollback").origin or "")  # type: ignore[union-attr]
@@ -73,6 +74,11 @@ class ScriptSources:
         """Whether the loop that iterates a loader puts the model in training mode by itself, batch by batch."""
         found = ((self._loops(name), line) for name, line in self.callers())
         return any(loops.sets_mode_at(line) for loops, line in found if loops is not None)
+
+    def demands(self) -> bool:
+        """Whether a batch is asked for by `next`, and nothing that calls it is prepared for there being none."""
+        places = [(loops.tree, line) for name, line in self.callers() if (loops := self._loops(name)) is not None]
+        return bool(places) and demands_item(*places[0]) and not any(catches_end(*place) for place in places)
 
     def epochs_at(self) -> tuple[str, int] | None:
         """File and line of the steered loop over epochs in which a loader is iterated; None where that is in none."""

@@ -474,6 +474,69 @@ print("weights", model.weight.tolist(), torch.get_rng_state().sum())
 """
 
 
+BY_NEXT_SCRIPT = """
+import os, signal, sys
+import torch
+
+torch.manual_seed(7)
+loader = torch.utils.data.DataLoader(torch.randn(10, 2), batch_size=2, shuffle=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+updates = torch.nn.Parameter(torch.zeros(()), requires_grad=False)
+model.register_parameter("updates", updates)
+
+def train(x):
+    if updates.item() == int(sys.argv[1]) and not os.path.exists("killed"):
+        open("killed", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    updates.add_(1)
+    return updates.item() < 28
+
+"""
+BY_NEXT = {
+    "begun anew where it ends": """
+batches = iter(loader)
+going = True
+while going:
+    try:
+        x = next(batches)
+    except StopIteration:
+        batches = iter(loader)
+        x = next(batches)
+    going = train(x)
+print("weights", model.weight.tolist())
+""",
+    "begun anew for some batches": """
+for epoch in range(99):
+    batches = iter(loader)
+    for _ in range(4):
+        x = next(batches)
+        if not train(x):
+            break
+    else:
+        continue
+    break
+print("weights", updates.item() == 28)
+""",
+}
+
+
+@pytest.mark.parametrize("loop", by_default(tuple(BY_NEXT), "begun anew where it ends"))
+def test_a_loop_that_takes_its_batches_by_next_goes_on_in_a_later_epoch(tmp_path: Path, loop: str) -> None:
+    """Epochs of five batches, and a kill in the fourth one. Where the run stands the optimizer says, which is kept."""
+    script = tmp_path / "by_next.py"
+    script.write_text(BY_NEXT_SCRIPT + BY_NEXT[loop])
+    runs = [refused(tmp_path, "--adopt=strict", "--snapshot-every", "1", "--run", str(at), str(script), str(at))
+            for at in (-1, 17)]  # fmt: skip
+    assert [done.returncode for done in runs] == [ExitCode.DONE] * 2, runs[1].stdout
+    assert len(facts(tmp_path / "17", Attached)) == 2, "the second attempt goes on to the end"
+    ends = [line for done in runs for line in done.stdout.splitlines() if line.startswith("weights")]
+    assert ends == [ends[0]] * 2
+
+
 def test_a_rollback_into_the_first_epoch_has_the_scheduler_that_its_body_makes(tmp_path: Path) -> None:
     """As torchvision's detection does. Its constructor sets the learning rate, behind what was put back."""
     script = tmp_path / "warmed.py"

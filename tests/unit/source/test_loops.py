@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rollback.source.loops import OwnCounter, ScriptLoops
+from rollback.source.nodes import catches_end, demands_item
 from rollback.source.steering import ENUMERATE, EPOCHS, MOVED, steered
 
 PLAIN = """
@@ -438,3 +439,23 @@ def test_a_batch_of_a_generator_is_trained_on_where_it_is_taken_in_a_loop_that_t
 )
 def test_itertools_cycle_is_known_by_its_import(source: str, cycles: bool) -> None:
     assert ScriptLoops(source).cycles_at(2) is cycles
+
+
+@pytest.mark.parametrize(
+    ("taken", "demanded"),
+    [
+        ("x = next(batches)", True),
+        ("for x in batches: pass", False),
+        ("x = next(batches, None)", False),
+        ("try:\n    x = next(batches)\nexcept StopIteration:\n    pass", False),
+        ("try:\n    x = next(batches)\nexcept:\n    pass", False),
+        ("try:\n    x = next(batches)\nexcept OSError:\n    pass", True),
+        ("try:\n    pass\nexcept StopIteration:\n    x = next(batches)", True),
+        ("try:\n    for _ in range(3):\n        x = next(batches)\nexcept Exception:\n    raise", True),
+        ("try:\n    for _ in range(3):\n        x = next(batches)\nexcept StopIteration:\n    pass", False),
+    ],
+)
+def test_who_asks_by_next_may_be_prepared_for_an_end(taken: str, demanded: bool) -> None:
+    line = next(number for number, text in enumerate(taken.splitlines(), 1) if "batches" in text)
+    tree = ast.parse(taken)
+    assert (demands_item(tree, line) and not catches_end(tree, line)) is demanded
