@@ -55,6 +55,12 @@ class Generators:
             _restore(generator, state)
         return True
 
+    def begin_anew(self) -> None:
+        """As each of them was when it was made. That is known of torch's alone."""
+        for generator in self._found:
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(generator.initial_seed())
+
     def seed(self, key: str) -> None:
         """Seeds each generator as a pure function of `key`."""
         for number, generator in enumerate(self._found):

@@ -64,8 +64,7 @@ class MapStyleCursor(Cursor):
         """Indices of the previous epoch's last batch, until this epoch has returned or skipped one."""
         self._unfit: RunDoesNotFit | None = None
         """What is wrong with the position, if the script's next `set_epoch` may still put it right."""
-        self._owed: list[Any] = []
-        """States of generators that the first read of this process is yet to make."""
+        self._owed: list[Any] = []  # states of generators that the first read of this process is yet to make
         self._random = RawRandom()
         self._feed = Feed()
         self._clone: DataLoader[Any] | None = None
@@ -257,6 +256,8 @@ class MapStyleCursor(Cursor):
         self._reader, self._indices, self._unfit = None, None, None
         self._base_seed, self._seeding = state["base_seed"], state["seeding"]
         self._before_epoch, self._owed = state["before_epoch"], state["data_generators"]
+        if self.batch == 0 and self._loader.num_workers == 0:
+            self._of_reading().begin_anew()  # what the first read made is not in the state
         with rng.preserved():
             if not self.opened:
                 self._generators.restore(state["generators"])
@@ -378,9 +379,8 @@ class MapStyleCursor(Cursor):
         return data if len(self._of_reading()) == len(generators) else self._last_under(key)  # it has made some
 
     def _from_last(self) -> Iterator[Any]:
-        assert self._clone is not None
         self._feed.repeat_last()
-        return iter(self._clone)
+        return iter(self._clone)  # type: ignore[arg-type] # it is there
 
     def _does_not_fit(self, difference: str) -> RunDoesNotFit:
         return RunDoesNotFit(

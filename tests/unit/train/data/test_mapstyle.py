@@ -851,6 +851,8 @@ def test_a_generator_that_a_collator_makes_at_its_first_call_goes_with_the_posit
         return cursor_for(DataLoader(Numbers(8), 2, num_workers=workers, collate_fn=Masking()))
 
     witness, cursor = Recorded(), loader()
+    cursor.open_epoch()
+    first = cursor.state_dict()
     for batch in range(3):
         witness.digests[batch] = Digest(read(cursor, 1)[0]).value
     if place == "between two epochs":
@@ -862,6 +864,8 @@ def test_a_generator_that_a_collator_makes_at_its_first_call_goes_with_the_posit
     cursor.load_state_dict(state)
     rng.restore(random_states)
     assert repr(read(cursor, 5)) == expected, "in the same process"
+    cursor.load_state_dict(first)
+    assert [Digest(read(cursor, 1)[0]).value for _ in range(3)] == [*witness.digests.values()], "to its beginning"
     cursor.close()
 
     resumed = loader()
