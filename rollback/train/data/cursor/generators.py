@@ -1,4 +1,4 @@
-"""Finds, saves, restores and seeds the random generators that loaders, samplers and data sets hold."""
+"""Finds, saves, restores and seeds the random generators that loaders, samplers, data sets and collators hold."""
 
 import copy
 import random
@@ -47,11 +47,19 @@ class Generators:
         """A state for each generator, as a tree that a checkpoint can hold."""
         return [_state(generator) for generator in self._found]
 
-    def restore(self, states: list[Any]) -> None:
-        """Restores what `states` returned. Does nothing if the number of generators has changed."""
-        if len(states) == len(self._found):
-            for generator, state in zip(self._found, states, strict=True):
-                _restore(generator, state)
+    def restore(self, states: list[Any]) -> bool:
+        """Restores what `states` returned. False: the number of generators has changed, and nothing was done."""
+        if len(states) != len(self._found):
+            return False
+        for generator, state in zip(self._found, states, strict=True):
+            _restore(generator, state)
+        return True
+
+    def begin_anew(self) -> None:
+        """As each of them was when it was made. That is known of torch's alone."""
+        for generator in self._found:
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(generator.initial_seed())
 
     def seed(self, key: str) -> None:
         """Seeds each generator as a pure function of `key`."""

@@ -6,8 +6,8 @@ the user's loader whose batch sampler begins at the position.
 
 With worker processes, each batch is read under random states that are seeded from (base seed, epoch, offset). So random
 augmentation, too, is a function of the position alone, for any number of workers and however far they have read ahead.
-The generators that a data set holds as attributes are seeded along with them. Without workers, the data set draws from
-the random states of the process, as in an unguarded run.
+The generators that a data set or a collator holds as attributes are seeded along with them. Without workers, both draw
+from the random states of the process, as in an unguarded run.
 
 The clone keeps the batches in order: with `in_order=False`, "batch b" would mean nothing. A sampler's own `state_dict`
 is not used; the sampler is run again from the opening, and the random generators that it holds as attributes are
@@ -27,10 +27,11 @@ from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.base import Cursor, Indices, Witness
 from rollback.train.data.cursor.description import description_of, length_of, samplers_of
-from rollback.train.data.cursor.digest import Digest, digest_of_indices, hex_digest_of
+from rollback.train.data.cursor.digest import digest_of_indices, hex_digest_of
 from rollback.train.data.cursor.feed import Feed
 from rollback.train.data.cursor.generators import Generators
 from rollback.train.data.cursor.order import BatchOrder, gives_all, order_of, order_of_share, share_of
+from rollback.train.data.cursor.proof import require_same_last
 from rollback.train.data.cursor.quarantine import Neighbours, unreadable
 from rollback.train.data.cursor.workers import clone_of
 from rollback.train.data.raw_random import RawRandom, tree_of
@@ -63,6 +64,7 @@ class MapStyleCursor(Cursor):
         """Indices of the previous epoch's last batch, until this epoch has returned or skipped one."""
         self._unfit: RunDoesNotFit | None = None
         """What is wrong with the position, if the script's next `set_epoch` may still put it right."""
+        self._owed: list[Any] = []  # states of generators that the first read of this process is yet to make
         self._random = RawRandom()
         self._feed = Feed()
         self._clone: DataLoader[Any] | None = None
@@ -158,7 +160,11 @@ class MapStyleCursor(Cursor):
 
     def of_data(self) -> dict[str, Any]:
         here = self._loader.num_workers == 0  # else the workers have copies, and reseed them
-        return {"data_generators": Generators(self._loader.dataset).states() if here else []}
+        return {"data_generators": self._of_reading().states() if here else []}
+
+    def _of_reading(self) -> Generators:
+        """Looked for each time: some are made when the first batch is read."""
+        return Generators(self._loader.dataset, self._loader.collate_fn)
 
     def of_next(self) -> dict[str, Any]:
         return {"next_indices": self._next_indices()}
@@ -188,21 +194,33 @@ class MapStyleCursor(Cursor):
             self._feed.planned.clear()
             self._reader = None
         reader = self._start_reading() if self._reader is None else self._reader
-        here = self._loader.num_workers == 0
-        before = (self._random.read(), self.of_data()["data_generators"]) if here else None
+        owed = not self._put_back()  # never of workers
+        before = (self._random.read(), self._of_reading().states()) if self._loader.num_workers == 0 else None
         try:
             data = next(reader)
-        except StopIteration:
+            if owed and len(self._of_reading()) == len(self._owed):  # it has made them, and has drawn from them
+                self._unread(before)
+                self._put_back()
+                data = next(self._start_reading())
+        except BaseException as error:
+            if not isinstance(error, StopIteration):
+                self._unread(before)
             raise
-        except BaseException:
-            self._reader = None  # it is a batch further than we are: the next read begins at the position again
-            if before is not None:  # and draws what this one has drawn before it raised
-                rng.restore(tree_of(*before[0]))
-                self._random.forget()
-                Generators(self._loader.dataset).restore(before[1])
-            raise
-        self._indices = _as_indices(self._feed.pop())
+        self._owed, self._indices = [], _as_indices(self._feed.pop())
         return data
+
+    def _unread(self, before: tuple[Any, list[Any]] | None) -> None:
+        """The next read begins at the position again. before: the random states that it draws from."""
+        self._reader = None
+        if before is not None:  # no workers draw
+            rng.restore(tree_of(*before[0]))
+            self._random.forget()
+            self._of_reading().restore(before[1])
+
+    def _put_back(self) -> bool:
+        """False: the generators whose states are owed are not there yet."""
+        self._owed = [] if not self._owed or self._of_reading().restore(self._owed) else self._owed
+        return not self._owed
 
     def _pass_over(self) -> Indices:
         self._refuse_unfit()
@@ -237,10 +255,13 @@ class MapStyleCursor(Cursor):
         self._random.forget()
         self._reader, self._indices, self._unfit = None, None, None
         self._base_seed, self._seeding = state["base_seed"], state["seeding"]
-        self._before_epoch = state["before_epoch"]
+        self._before_epoch, self._owed = state["before_epoch"], state["data_generators"]
+        if self.batch == 0 and self._loader.num_workers == 0:
+            self._of_reading().begin_anew()  # what the first read made is not in the state
         with rng.preserved():
             if not self.opened:
                 self._generators.restore(state["generators"])
+                self._put_back()
                 self._epoch_setters.leave()
                 return
             self._opening = state["opening"]
@@ -248,7 +269,7 @@ class MapStyleCursor(Cursor):
             self._generators.restore(self._opening["generators"])
             self._epoch_setters.give(self.epoch, self._opening["epochs"])
             order = self._make_order()
-        Generators(self._loader.dataset).restore(state["data_generators"])
+        self._put_back()
         self._unproven = self._unproven or self._fresh
         self._fresh = False
         try:
@@ -328,51 +349,38 @@ class MapStyleCursor(Cursor):
         if self._clone is None:
             self._clone = clone_of(self._loader, self._feed, self._seeding)
             self._clone_epoch = self.epoch
-        proof = self._feed.last is not None and self.witness is not None and self.witness.knows(self.batch - 1)
-        if self._unproven and proof and self.witness is not None:
+        witness = self.witness if self._unproven and self._feed.last is not None else None
+        if witness is not None and witness.knows(self.batch - 1):
             self._unproven = False
-            self._read_last_again(self.witness)
-        if self._reader is not None:
-            return self._reader
+            self._read_last_again(witness)
         # With workers this drops what they had read ahead and sets them to work at the position. They are not started
         # anew, as the clone's workers always persist: only the cursor ends them.
-        self._reader = iter(self._clone)
+        if self._reader is None:
+            self._reader = iter(self._clone)
         return self._reader
 
     def _read_last_again(self, witness: Witness) -> None:
-        """In a resumed process: checks that the batch before the position is what it was.
-
-        A worker reads it under the random states of that time. Without workers those states are not known. So the batch
-        is read twice under one made-up state and once under another. If the first two differ, the data depend on
-        something that cannot be restored: RunDoesNotFit. If only the third differs, random states matter and nothing
-        can be compared.
-        """
-        assert self._clone is not None
+        """In a resumed process: checks that the batch before the position is what it was. A worker reads it under the
+        random states of that time. Without workers those states are not known."""
         if self._loader.num_workers > 0:
-            self._feed.repeat_last()
-            self._reader = iter(self._clone)
+            self._reader = self._from_last()
             witness.check(self.batch - 1, next(self._reader))
             return
-        generators = Generators(self._loader.dataset)
-        states = generators.states()
-        read: list[Any] = []
+        states = self._of_reading().states()
         with rng.preserved():
-            for key in ("one", "one", "other"):
-                rng.seed_all(key)
-                generators.seed(key)
-                self._feed.repeat_last()
-                read.append(next(iter(self._clone)))
-        generators.restore(states)
-        first, again, other = (Digest(data).value for data in read)
-        if first != again:
-            raise RunDoesNotFit(
-                f"cannot go on at batch {self.batch} of the data: read twice under the same random states, the batch "
-                "before it is not the same, so the data set depends on something that does not come back",
-                hint="let it draw from the global random states, or from a generator that is one of its attributes; or "
-                "go on with the data as they are now by --accept-data-change",
-            )
-        if first == other:
-            witness.check(self.batch - 1, read[0])
+            require_same_last(self.batch, self._last_under, witness)
+        self._of_reading().restore(states)  # those that this has made are owed
+
+    def _last_under(self, key: str) -> Any:
+        generators = self._of_reading()
+        rng.seed_all(key)
+        generators.seed(key)
+        data = next(self._from_last())
+        return data if len(self._of_reading()) == len(generators) else self._last_under(key)  # it has made some
+
+    def _from_last(self) -> Iterator[Any]:
+        self._feed.repeat_last()
+        return iter(self._clone)  # type: ignore[arg-type] # it is there
 
     def _does_not_fit(self, difference: str) -> RunDoesNotFit:
         return RunDoesNotFit(

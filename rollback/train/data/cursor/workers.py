@@ -1,7 +1,8 @@
 """The clone of a user's map-style loader, which reads from any position on. Its workers get a data set that is read
 under random states of the position."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,36 +20,35 @@ class Keyed(NamedTuple):
     indices: Any
 
 
-def _seed(dataset: Any, key: str) -> None:
-    rng.seed_all(key)
-    Generators(dataset).seed(key)  # looked for each time: some are made when the first sample is read
-
-
 class KeyedDataset:
-    """Reads `dataset` for a `Keyed` request. First it seeds Python, NumPy, torch and the data set's own generators.
+    """Reads `dataset` for a `Keyed` request. First it seeds Python, NumPy, torch and the generators of the data set and
+    of `collate`.
 
     For other code in the worker (`get_worker_info().dataset`) it behaves as the user's data set: attributes are read
     from and written to that, and `isinstance` sees its class.
     """
 
-    __slots__ = ("_dataset",)
+    __slots__ = ("_collate", "_dataset")
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, collate: "KeyedCollate") -> None:
         object.__setattr__(self, "_dataset", dataset)
+        object.__setattr__(self, "_collate", collate)
 
     def __getitem__(self, request: Any) -> Any:
-        if type(request) is not Keyed:
-            return self._dataset[request]
-        _seed(self._dataset, request.key)
-        return self._dataset[request.indices]
+        return self._dataset[self._begun(request, self.__getitem__)]
 
     def __getitems__(self, request: Any) -> Any:
-        indices = request
-        if type(request) is Keyed:
-            _seed(self._dataset, request.key)
-            indices = request.indices
+        indices = self._begun(request, self.__getitems__)
         read_many = getattr(self._dataset, "__getitems__", None)
         return read_many(indices) if read_many else [self._dataset[index] for index in indices]
+
+    def _begun(self, request: Any, read: Callable[[Any], Any]) -> Any:
+        if type(request) is not Keyed:
+            return request
+        self._collate.read_again = partial(read, request)
+        rng.seed_all(request.key)
+        Generators(self._dataset, self._collate).seed(request.key)  # looked for each time: the first read makes some
+        return request.indices
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -67,7 +67,23 @@ class KeyedDataset:
         return type(self._dataset)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return KeyedDataset, (self._dataset,)
+        return KeyedDataset, (self._dataset, self._collate)
+
+
+class KeyedCollate:
+    """Calls `collate`. Where that makes random generators, as at its first call, nothing has seeded them: then it is
+    called once more, with samples that are read once more."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+        self.read_again: Callable[[], Any] | None = None
+
+    def __call__(self, samples: Any) -> Any:
+        known = len(Generators(self._collate))
+        batch = self._collate(samples)
+        if self.read_again is None or len(Generators(self._collate)) == known:
+            return batch
+        return self._collate(self.read_again())
 
 
 def clone_of(loader: DataLoader[Any], feed: Iterable[Any], seeding: torch.Tensor | None) -> DataLoader[Any]:
@@ -77,9 +93,11 @@ def clone_of(loader: DataLoader[Any], feed: Iterable[Any], seeding: torch.Tensor
     unguarded run, and no other generator is drawn from.
     """
     dataset: Any = loader.dataset
+    collate: Any = loader.collate_fn
     in_workers: dict[str, Any] = {}
     if loader.num_workers > 0:
-        dataset = KeyedDataset(dataset)
+        collate = KeyedCollate(collate)
+        dataset = KeyedDataset(dataset, collate)
         in_workers = {
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": True,
@@ -94,7 +112,7 @@ def clone_of(loader: DataLoader[Any], feed: Iterable[Any], seeding: torch.Tensor
     return DataLoader(
         dataset,
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=collate,
         pin_memory=loader.pin_memory,
         pin_memory_device=loader.pin_memory_device,
         timeout=loader.timeout,

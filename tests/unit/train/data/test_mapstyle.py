@@ -1,5 +1,6 @@
 """A map-style loader under a cursor: the same data in the same order, from any position, without a needless read."""
 
+import contextlib
 import copy
 import itertools
 import json
@@ -820,6 +821,60 @@ def test_a_resumed_process_reads_the_batch_before_its_position_again(workers: in
         with pytest.raises(RunDoesNotFit, match="moved"):
             moved.next()
         moved.close()
+
+
+class Masking:
+    """Its draws are from a generator that its first call makes, as transformers' collator that masks words has one."""
+
+    generator: torch.Generator | None = None
+
+    def __call__(self, samples: list[int]) -> Any:
+        self.generator = self.generator or torch.Generator().manual_seed(7)
+        return torch.tensor(samples), torch.rand(len(samples), generator=self.generator)
+
+
+def read(cursor: Cursor, count: int) -> list[Any]:
+    """The next batches; an epoch is opened where none is open."""
+    found: list[Any] = []
+    while len(found) < count:
+        if not cursor.opened:
+            cursor.open_epoch()
+        with contextlib.suppress(StopIteration):
+            found.append(cursor.next())
+    return found
+
+
+@pytest.mark.parametrize("place", ["in an epoch", "in an epoch, nothing to compare with", "between two epochs"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_generator_that_a_collator_makes_at_its_first_call_goes_with_the_position(workers: int, place: str) -> None:
+    def loader() -> Cursor:
+        return cursor_for(DataLoader(Numbers(8), 2, num_workers=workers, collate_fn=Masking()))
+
+    witness, cursor = Recorded(), loader()
+    cursor.open_epoch()
+    first = cursor.state_dict()
+    for batch in range(3):
+        witness.digests[batch] = Digest(read(cursor, 1)[0]).value
+    if place == "between two epochs":
+        read(cursor, 1)
+        with pytest.raises(StopIteration):
+            cursor.next()
+    state, random_states = cursor.state_dict(), rng.capture()
+    expected = repr(read(cursor, 5))
+    cursor.load_state_dict(state)
+    rng.restore(random_states)
+    assert repr(read(cursor, 5)) == expected, "in the same process"
+    cursor.load_state_dict(first)
+    assert [Digest(read(cursor, 1)[0]).value for _ in range(3)] == [*witness.digests.values()], "to its beginning"
+    cursor.close()
+
+    resumed = loader()
+    resumed.witness = witness if place == "in an epoch" else None
+    resumed.load_state_dict(state)
+    rng.restore(random_states)
+    assert repr(read(resumed, 5)) == expected
+    assert witness.asked == ([2] if workers and resumed.witness else [])
+    resumed.close()
 
 
 def test_it_is_that_of_the_epoch_before_also_where_the_run_went_back_to_between_two_epochs() -> None:
