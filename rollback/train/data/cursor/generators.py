@@ -78,7 +78,9 @@ def _may_hold(thing: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _is_data(kind: type) -> bool:
-    return issubclass(kind, (torch.Tensor, np.ndarray, type, str, bytes, Mapping))
+    """Or has no generator, and much to look into: a tokenizer, as most collators of text have one."""
+    of_data = (torch.Tensor, np.ndarray, type, str, bytes, Mapping)
+    return issubclass(kind, of_data) or hasattr(kind, "convert_tokens_to_ids")
 
 
 def _has_data_only(items: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
