@@ -1,12 +1,32 @@
-"""What the threads of this process run at present."""
+"""What the threads of this process run at present, and what of it is the user's own."""
 
+import importlib.util
+import os
 import sys
+import sysconfig
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 from rollback.system.collector import no_collection
 
 _ONE = threading.Lock()
+_OURS = os.path.dirname(importlib.util.find_spec("rollback").origin or "")  # type: ignore[union-attr]
+_LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _OURS))
+
+
+def is_own(filename: str) -> bool:
+    """Whether it is a file of the user's: not of Python, of an installed package, or of rollback."""
+    return not filename.startswith((*_LIBRARIES, "<")) and "-packages" + os.sep not in filename
+
+
+def own_callers() -> Iterator[FrameType]:
+    """The frames of the user's own files in which this is called, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_own(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
 
 
 def frame_of(thread: int) -> FrameType | None:

@@ -42,7 +42,7 @@ from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.snapshots.tier_choice import open_tier
 from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
-from rollback.train.state.unkept import Unkept
+from rollback.train.state.unkept import Unkept, generators_beside
 from rollback.train.step import StepInProgress
 from rollback.train.updates.advice import Advisor
 from rollback.train.updates.hooks import weak_hook
@@ -121,9 +121,12 @@ class GuardAssembly:
         manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
         evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
         pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
+        generators = generators_beside(state, loader)
+        if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
+            state.kept.keep_generators(generators)
         self._judge = Judge(
             run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence,
-            Advisor(state.model, optimizer, layers, Unkept(state)), skips, cursor.batch, max_steps,
+            Advisor(state.model, optimizer, layers, Unkept(state, generators)), skips, cursor.batch, max_steps,
         )  # fmt: skip
         lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)

@@ -69,9 +69,9 @@ class ScriptSide(GuardAssembly):
         its checkpoint at once, or these if the checkpoint does not have the name. Returns the one object with all
         values as attributes. Values are numbers, texts, None, and lists, tuples and dicts of these; a tensor of one
         number becomes that number. An object with `state_dict` and `load_state_dict` is kept too: the guard stores such
-        values from the former, and gives them to the latter after each resume and rollback. Each rank has its own
-        values, so rank 0 may use a name that others do not. Raises UsageError for any other value, and for a name that
-        is already kept.
+        values from the former, and gives them to the latter after each resume and rollback. So is a random generator
+        of torch, NumPy or Python. Each rank has its own values, so rank 0 may use a name that others do not. Raises
+        UsageError for any other value, and for a name that is already kept.
         """
         return self._state.kept.add(first)
 

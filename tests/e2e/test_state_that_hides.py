@@ -40,6 +40,31 @@ def test_a_checkpoint_from_before_such_buffers_were_kept_is_read_and_what_it_lac
     assert facts(run, Attached)[-1].step == 40
 
 
+NOISES = ["torch", "numpy", "twister", "python"]
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_random_generator_of_the_script_s_own_comes_back_after_a_kill(
+    tmp_path: Path, forker: Forker, noise: str
+) -> None:
+    toy = Toy(noise=noise, samples=160, epochs=3, loop="epochs")
+    assert (
+        forker.status(toy, tmp_path / "run", log=str(tmp_path / "log"), signal=[68, signal.SIGKILL]) == -signal.SIGKILL
+    )
+    ended = forker.finish(toy, tmp_path / "run", log=tmp_path / "log")
+    require_same(ended, train(toy, tmp_path / "undisturbed"), noise)
+    require_same(ended, train(toy), f"{noise}, without a guard")
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_random_generator_of_the_script_s_own_goes_with_a_rollback(tmp_path: Path, noise: str) -> None:
+    """Into the epoch before, too, which the script seeds one of them for."""
+    toy, run = Toy(noise=noise, samples=160, epochs=3, loop="epochs", nan=(42,)), tmp_path / "run"
+    ended = train(toy, run)
+    assert [plan.action for plan in facts(run, Planned)] == ["rollback"]
+    require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), noise)
+
+
 def test_tensors_that_are_no_buffers_are_named_once(tmp_path: Path) -> None:
     toy, run = Toy(level="hidden"), tmp_path / "run"
     for steps in (20, 40):

@@ -85,6 +85,9 @@ class Toy:
     level: str | None = None
     """The model follows the level of its inputs in a buffer: `hidden`: no state_dict has it, and what the model gives
     depends on it; `aside`: it is in the state_dict, and nothing depends on it, nor on inputs that are NaN."""
+    noise: str | None = None
+    """Inputs get noise by a random generator of the script's own: `torch` (seeded anew for each epoch), `numpy`,
+    `twister` (NumPy's older one), `python`."""
     average: bool = False
     """Keep an average of the model, buffers too, beside it."""
     base: str | None = None
@@ -283,6 +286,12 @@ def shard(model: nn.Module, sharding: str, device: str) -> None:
     fully_shard(model, **options)
 
 
+_NOISES: dict[str, Callable[[int], Any]] = {
+    "torch": lambda seed: torch.Generator().manual_seed(seed), "numpy": np.random.default_rng,
+    "twister": np.random.RandomState, "python": random.Random,
+}  # fmt: skip
+
+
 class _Parts:
     """The objects of a script."""
 
@@ -323,6 +332,7 @@ class _Parts:
             same = ranks // 2 if toy.sharding == "tensor parallel" else 1  # so many ranks in a row share one batch
             self.sampler = DistributedSampler(data, num_replicas=ranks // same, rank=rank // same)
         self.loader = self._loader(toy, data)
+        self.noise = _NOISES[toy.noise](rank) if toy.noise is not None else None
 
     def _loader(self, toy: Toy, data: Samples) -> Any:
         match toy.loader:
@@ -375,6 +385,8 @@ class Loop:
             if parts.sampler is not None:
                 parts.sampler.set_epoch(epoch)
             self.micro = 0 if toy.by_epoch else self.micro
+            if isinstance(parts.noise, torch.Generator):
+                parts.noise.manual_seed(epoch)
             taken = 0
             with parts.model.join() if toy.join else contextlib.nullcontext():  # type: ignore[operator]
                 for taken, (x, y, ids) in enumerate(self.batches(), 1):
@@ -407,6 +419,12 @@ class Loop:
         self.rehearsed = next(iter(self.parts.loader))
         return self.rehearsed
 
+    def drawn(self) -> float:
+        noise: Any = self.parts.noise
+        if isinstance(noise, torch.Generator):
+            return torch.rand(1, generator=noise).item()
+        return float(noise.normal() if hasattr(noise, "normal") else noise.gauss(0, 1))
+
     def train_on(self, x: Tensor, y: Tensor, ids: Tensor) -> None:
         toy, parts, position = self.toy, self.parts, self.position
         counts = self.rehearsed is None or x is not self.rehearsed[0]
@@ -417,6 +435,8 @@ class Loop:
         if counts:
             self.note(ids.tolist())
         x, y = (each.to(toy.device, non_blocking=toy.pinned) for each in (x, y))
+        if parts.noise is not None:
+            x = x + self.drawn()
         y = self.spoil(y, position)
         if position in toy.nan_input and toy.nan_rank in (None, self.rank):
             x = x.clone()

@@ -12,6 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from rollback.errors import UsageError
+from rollback.train.data.cursor.generators import is_generator
+from rollback.train.data.own_generators import KeptGenerator
 
 _AS_IT_IS, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
 _OF_NUMBERS = Tensor, np.ndarray, np.generic
@@ -63,6 +65,7 @@ class KeptByScript:
     def __init__(self) -> None:
         self._first: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
+        self._generators: dict[str, KeptGenerator] = {}
         self._texts: dict[str, SharedText] = {}
         self._restored: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
@@ -80,9 +83,11 @@ class KeptByScript:
                 )
             if name.startswith("_"):
                 raise UsageError(f"guard.keep: {name!r} begins with an underscore", hint="choose another name")
-        objects = {name: value for name, value in first.items() if _tells_its_state(value, name)}
+        generators = {name: KeptGenerator(value) for name, value in first.items() if is_generator(value)}
+        objects = generators | {name: value for name, value in first.items() if _tells_its_state(value, name)}
         checked = {name: _plain(value, name) for name, value in first.items() if name not in objects}
         self._objects.update(objects)
+        self._generators.update(generators)
         self._texts.update({name: item for name, item in objects.items() if isinstance(item, SharedText)})
         self._load_objects(objects)
         self._first.update(plain(checked))
@@ -118,6 +123,22 @@ class KeptByScript:
         for name, item in objects.items():
             if name in self._restored:
                 item.load_state_dict(copy.deepcopy(self._restored[name]))
+            elif isinstance(item, KeptGenerator):
+                item.begin_anew()
+
+    def keep_generators(self, found: Mapping[str, Any]) -> None:
+        """Keep random generators of the script from now on. In a run that goes on they are put back as its loop begins:
+        what the script draws in front of that is what it drew at the first start."""
+        kept = {f"generator {name}": KeptGenerator(generator) for name, generator in found.items()}
+        self._generators.update(kept)
+        self._objects.update(kept)
+
+    def restore_generators(self) -> None:
+        """Those among the values, as they were at the last load."""
+        self._load_objects(self._generators)
+
+    def is_kept(self, generator: object) -> bool:
+        return any(generator is item.generator for item in self._generators.values())
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -335,8 +335,9 @@ class TrainingState:
         return hint
 
     def restore_random_states(self) -> None:
-        """Restore the random states of the last `load`."""
+        """Restore the random states of the last `load`, and of the generators that the script has had kept."""
         rng.restore(self._random)
+        self.kept.restore_generators()
 
 
 def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
 """What acts on the training and is in no checkpoint: an optimizer, or a scheduler, that the guard was not handed; the
-workers of another loader; a random generator of a module's or an optimizer's own.
+workers of another loader; a random generator of a module's, of an optimizer's or of the script's own.
 
 Nothing else of rollback sees it: all goes well until a resume or a rollback begins it anew. torch tells of each step of
 any optimizer. What it keeps is compared by memory with what a checkpoint would have, so that an optimizer inside of
@@ -10,8 +10,8 @@ persist are looked for among all objects, once.
 import functools
 import gc
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators, is_generator
+from rollback.train.data.own_generators import generators_of_script
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.own_attributes import OwnAttributes, tells_itself
@@ -53,9 +54,12 @@ def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class Unkept:
-    """Watches all optimizers of this process, for as long as it lives. Nothing here is collective."""
+    """Watches all optimizers of this process, for as long as it lives. Nothing here is collective.
 
-    def __init__(self, state: TrainingState) -> None:
+    generators: random generators that nobody has had kept yet, by name.
+    """
+
+    def __init__(self, state: TrainingState, generators: Mapping[str, Any]) -> None:
         self._state = state
         self._seen: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """Positions of the first batches in which an optimizer has stepped that the guard does not have."""
@@ -63,7 +67,7 @@ class Unkept:
         handed = (state.optimizer, *state.objects.values())
         own = (item for item in handed if isinstance(item, Optimizer) and not tells_itself(item))
         self._own = [OwnAttributes(item) for item in own]
-        self._generators = {name: (found, Digest(found.states()).value) for name, found in _generators_of(state)}
+        self._generators = {name: (thing, _state_of(thing)) for name, thing in generators.items()}
         """Each with its state now."""
         self._looks = 0
         _WATCHING.append(weakref.ref(self, _WATCHING.remove))
@@ -91,11 +95,12 @@ class Unkept:
                 yield type(own.optimizer).__name__, ", ".join(names)
 
     def generators(self) -> list[str]:
-        """Names of the random generators that are attributes of modules or optimizers, and that have drawn since."""
+        """Names of the random generators of modules, of optimizers and of the script that have drawn since."""
         self._looks += 1
         if self._looks > _LOOKS:
             return []
-        return [name for name, (found, then) in self._generators.items() if Digest(found.states()).value != then]
+        unkept = {name: one for name, one in self._generators.items() if not self._state.kept.is_kept(one[0])}
+        return [name for name, (thing, then) in unkept.items() if _state_of(thing) != then]
 
     def in_its_place(self) -> str | None:
         """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
@@ -154,7 +159,18 @@ class Unkept:
         return any(value is optimizer for item in others for value in _attributes(item))
 
 
-def _generators_of(state: TrainingState) -> Iterator[tuple[str, Generators]]:
+def _state_of(generator: Any) -> int:
+    return cast(int, Digest(Generators(generator).states()).value)
+
+
+def generators_beside(state: TrainingState, loader: Any) -> dict[str, Any]:
+    """Random generators that are attributes of modules or optimizers, or variables of the script, by name. Those that
+    the loader has are the cursor's."""
+    found = dict(_generators_of(state))
+    return found | generators_of_script(loader, *found.values())
+
+
+def _generators_of(state: TrainingState) -> Iterator[tuple[str, Any]]:
     """In the attributes themselves: what else these refer to may be the loader's, which is kept."""
     parts: list[tuple[str, Any]] = [
         (f"{owner}.{prefix}" if prefix else owner, part)
@@ -165,7 +181,7 @@ def _generators_of(state: TrainingState) -> Iterator[tuple[str, Generators]]:
     for name, part in parts:
         for attribute, value in vars(part).items():
             if is_generator(value):
-                yield f"{name}.{attribute}", Generators(value)
+                yield f"{name}.{attribute}", value
 
 
 def _may_schedule(item: object) -> bool:

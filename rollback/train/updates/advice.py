@@ -160,8 +160,8 @@ ATTRIBUTES_NOT_KEPT = (
 GENERATOR_NOT_KEPT = (
     "generator-not-kept",
     "in the training {names} draws random numbers, a generator that no checkpoint has: a rollback leaves it as it is, "
-    "and a resume begins it anew. Draw from the process's own random numbers, which are kept, or seed it in each batch "
-    "from them: generator.manual_seed(int(torch.randint(2**63 - 1, ())))",
+    "and a resume begins it anew. If it makes no data, have it kept, in front of the loop: "
+    "guard.keep(noise=generator). One that the script seeds in each batch needs nothing",
 )
 SCHEDULER_NOT_KEPT = (
     "scheduler-not-kept",

@@ -7,18 +7,15 @@ import importlib.util
 import linecache
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
-from typing import Any
 
 from rollback.source.loops import OwnCounter, ScriptLoops
 from rollback.source.nodes import catches_end, demands_item
 from rollback.source.steering import steered
+from rollback.system.frames import is_own, own_callers
 
-_OURS = os.path.dirname(importlib.util.find_spec("rollback").origin or "")  # type: ignore[union-attr]
-_LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _OURS))
 _STEERED = b"backward", b"optim", b"zero_grad"
 """What a file without loops to steer has none of."""
 
@@ -49,12 +46,8 @@ class ScriptSources:
 
     def callers(self) -> Iterator[tuple[str, int]]:
         """Files and lines of the user's own that have called this, innermost first."""
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if _is_own(name):
-                yield name, frame.f_lineno
-            frame = frame.f_back
+        for frame in own_callers():
+            yield frame.f_code.co_filename, frame.f_lineno
 
     def caller(self) -> str:
         return next((f"{os.path.basename(name)}, line {line}" for name, line in self.callers()), "in a library")
@@ -132,7 +125,7 @@ class _OwnModules:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         found = PathFinder.find_spec(name, path, target)
-        if found is None or type(found.loader) is not SourceFileLoader or not _is_own(found.loader.path):
+        if found is None or type(found.loader) is not SourceFileLoader or not is_own(found.loader.path):
             return None
         found.loader = _OwnLoader(found.loader, self._compiled)
         return found
@@ -149,10 +142,6 @@ class _OwnLoader(SourceFileLoader):
         source = self.get_data(self.path)
         steers = any(word in source for word in _STEERED)
         return self._compiled(source, self.path) if steers else super().get_code(fullname)
-
-
-def _is_own(filename: str) -> bool:
-    return not filename.startswith((*_LIBRARIES, "<")) and "-packages" + os.sep not in filename
 
 
 def _loops_of(filename: str) -> ScriptLoops | None:

@@ -43,6 +43,9 @@ class Generators:
     def __len__(self) -> int:
         return len(self._found)
 
+    def __contains__(self, generator: Any) -> bool:
+        return any(generator is known for known in self._found)
+
     def states(self) -> list[Any]:
         """A state for each generator, as a tree that a checkpoint can hold."""
         return [_state(generator) for generator in self._found]

@@ -45,6 +45,7 @@ class Script:
     steps: int = 12
     observe_first: bool = False
     optimizer: Any = torch.optim.SGD
+    loader: Callable[[Tensor], Any] = lambda data: DataLoader(data, 4)  # type: ignore[assignment,arg-type,return-value]
     others: Callable[[Any], dict[str, Any]] = lambda optimizer: {}
     """What is handed over beside it."""
     sharded: bool = False
@@ -60,7 +61,7 @@ class Script:
         optimizer = self.optimizer(model.parameters(), lr=1e-3)
         data = torch.randn(4 * self.steps * self.accumulate, 4, generator=torch.Generator().manual_seed(1))
         guard = rollback.Guard(
-            model=model, optimizer=optimizer, loader=DataLoader(data, 4), scaler=self.scaler, run=self.folder,
+            model=model, optimizer=optimizer, loader=self.loader(data), scaler=self.scaler, run=self.folder,
             snapshot_every=0, observe_only=True, **self.others(optimizer),
         )  # fmt: skip
         for number, x in enumerate(guard):
@@ -242,7 +243,7 @@ def test_an_optimizer_whose_state_another_does_not_hand_out_is_named(tmp_path: P
 def test_a_guard_that_is_forgotten_while_an_optimizer_goes_through_its_hooks_ends_no_step() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = [Unkept(TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal")))]
+    watching = [Unkept(TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal")), {})]
     handles = [register_optimizer_step_post_hook(hook) for hook in (lambda *_: watching.clear(), lambda *_: None)]
     model(torch.ones(2)).backward()
     optimizer.step()
@@ -353,20 +354,23 @@ def test_torchs_own_optimizers_and_what_schedulers_add_to_them_are_innocent(tmp_
 
 @pytest.mark.parametrize("generator", [torch.Generator(), np.random.default_rng(0), random.Random(0)])
 @pytest.mark.parametrize("draws", [True, False])
-def test_a_generator_of_a_modules_own_that_draws_in_the_training_is_named(
-    tmp_path: Path, generator: Any, draws: bool
+@pytest.mark.parametrize("reads_ahead", [True, False])
+def test_a_generator_of_a_modules_own_that_draws_in_the_training_is_named_where_it_is_not_kept(
+    tmp_path: Path, generator: Any, draws: bool, reads_ahead: bool
 ) -> None:
     """One that has made the first weights is none."""
     noise = nn.Module()
     noise.generator = generator
+    loader: dict[str, Any] = {"loader": lambda data: [*DataLoader(data, 4)]} if reads_ahead else {}
 
     def draw(model: nn.Module) -> object:
         if not draws:
             return None
         return torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
 
-    codes = Script(tmp_path, plain, stepping(before=draw), others=lambda optimizer: {"noise": noise}).codes()
-    assert codes == ["generator-not-kept"] * draws
+    others = {"noise": noise}
+    codes = Script(tmp_path, plain, stepping(before=draw), others=lambda optimizer: others, **loader).codes()
+    assert codes == ["generator-not-kept"] * (draws and reads_ahead)
 
 
 PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
