@@ -92,7 +92,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         "auto", description="what the loss is of: of the last two only what is far beyond all seen is called"
     )
     snapshot_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        "auto", description="steps between checkpoints; auto: by what they cost; 0 takes none, not even the first"
+        "auto",
+        description="steps between checkpoints; auto: by what they cost; 0 takes none at all (observe only)",
     )
     overhead: float = Field(0.01, gt=0, le=1, description="share of the time that checkpoints may hold up the loop")
     fast_tier: str = Field("auto", description="where slots in memory are made: auto (/dev/shm), off, or a directory")

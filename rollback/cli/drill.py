@@ -48,9 +48,10 @@ def drill(
 ) -> None:
     """Let planned faults strike short runs of a job, and see what becomes of it.
 
-    Flags, script and arguments as for rollback launch. Each run has a run directory of its own below --scratch; the
-    job's real one is not touched. Runs are ended in the guard, so what stands behind the script's loop is not reached;
-    what the script writes by itself on the way, it writes."""
+    Flags, script and arguments as for rollback launch, but for flags of the real run (--run, --ring, trackers and the
+    like): leave these out. Each run has a run directory of its own below --scratch; the job's real one is not touched.
+    Runs are ended in the guard, so what stands behind the script's loop is not reached; what the script writes by
+    itself on the way, it writes."""
     from rollback.drill.drill import DrillOrder, scratch_for
     from rollback.drill.drill import drill as run_drill
     from rollback.drill.faults import FAULTS, choose

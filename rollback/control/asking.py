@@ -201,7 +201,8 @@ def _standing(run: Path) -> tuple[RunPaths, Status]:
     if status.state not in _LIVE and ending and ending.how == "finished" and (unsupervised or ending.exit_code == 0):
         raise UsageError(
             f"{run} has ended: training is finished" + (f" at step {ending.step}" if ending.step is not None else ""),
-            hint="start a new run, with --skips-of to pass over what was passed over in this one",
+            hint="there is nothing to order: start it with more steps or epochs, or start a new run, with --skips-of "
+            "to pass over what was passed over in this one",
         )
     return paths, status
 

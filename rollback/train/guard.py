@@ -114,7 +114,8 @@ class Guard(ScriptSide):
         False where the last update was judged to demand a return: training stands elsewhere then, and goes on."""
         self._prober.drop()
         self._pass_rehearsal.end()
-        decision, left = self._end_step(), self._passes.leave_broken_epoch()
+        decision = Attend() if self._requests.starting else self._end_step()  # no batch may be left
+        left = self._passes.leave_broken_epoch()
         # Only then may the ranks stop: else the next start would go on with what the script has left unread.
         if self._act(decision) or not self._all_is_well():
             return False

@@ -392,6 +392,20 @@ def test_a_run_that_is_not_running_does_it_at_its_next_start(
     require_same(portrait, same_skips_from_the_start(TOY, run, tmp_path / "fresh"), "at the next start")
 
 
+def test_a_run_that_is_to_end_before_where_it_stands_goes_back_first_as_it_was_asked(
+    tmp_path: Path, forker: Forker
+) -> None:
+    """No batch is left of the fewer epochs that are asked for now, before the order is carried out."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    toy = TOY.but(samples=160, epochs=3, loop="epochs")  # 40 batches each
+    assert forker.status(toy, run, log=str(log), signal=[97, 9]) == -9
+    hand_in(run, "rewind", to=44, skip=[41, 45])
+    shorter = toy.but(epochs=2)
+    portrait = forker.finish(shorter, run, log=log)
+    assert [carried_out for carried_out, _ in answers(run).values()] == [True]
+    require_same(portrait, same_skips_from_the_start(shorter, run, tmp_path / "fresh"), "shortened")
+
+
 @pytest.mark.parametrize("kind", ["plan", "restored", *soak("request", "incident", "outcome")])
 def test_a_rewind_that_a_crash_interrupts_is_carried_out_once(
     tmp_path: Path, forker: Forker, as_if_never_there: dict[str, str], kind: str
