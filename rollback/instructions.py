@@ -3,7 +3,10 @@
 Every restart waits for the imports of that process (`rollback.agent`), so this module imports next to nothing.
 """
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 MODULE = "rollback.agent.entry"
 """What runs in torchrun's process."""
@@ -20,6 +23,19 @@ STAND_IN_MODULE = "rollback.train.last_snapshot.stand_in"
 """What torchrun's process runs where no rank of this host is left to take part in a last snapshot of several hosts."""
 FORK_SERVER = "fork server"
 """What `ps -o comm` shows of the process that forks ranks."""
+
+_ROOT = str(Path(__file__).parents[1])
+_BEGIN = (
+    "import sys; sys.path[0] or sys.path.pop(0); ROOT in sys.path or sys.path.append(ROOT); "
+    "from importlib import import_module; import_module(sys.argv.pop(1)).main()"
+)
+
+
+def program(module: str) -> Sequence[str]:
+    """The words that run one of our modules as `python -m` would, but for the working directory: there -m looks for
+    each module first, and a `types.py` or `profile.py` of the user's is not meant. (Python has -P for that since 3.11.)
+    """
+    return [sys.executable, "-c", _BEGIN.replace("ROOT", repr(_ROOT)), module]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What runs in torchrun's process: torchrun as it is, and around it the things that it does not do.
 
-`python -m rollback.agent.entry ARGS` is `python -m torch.distributed.run ARGS`, except that
+`main` is that of `torch.distributed.run`, except that
 
 - it ends when its supervisor does. torchrun has its own session, so nothing else would tell it;
 - it leaves stopping and restarting to its supervisor, and tells the ranks how often they were restarted;
@@ -230,7 +230,3 @@ def _run(
         _leave_at_once(1)  # the supervisor says in a line what a traceback says in forty
     finally:
         end_what_is_left()
-
-
-if __name__ == "__main__":
-    main()

@@ -31,7 +31,7 @@ import traceback
 import types
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +40,8 @@ from rollback.instructions import FORK_SERVER
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+_IS_SAFE_PATH = getattr(sys.flags, "safe_path", False)
+"""Whether Python was told to look for no module in the script's folder (PYTHONSAFEPATH)."""
 # What a rank needs before and in its first step: the last is what torch's optimizers import when they first step.
 AHEAD = ("torch", "torch.distributed", "torch._dynamo")
 
@@ -224,6 +226,8 @@ def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn
     if _is_spoiled():
         os.execv(sys.executable, [sys.executable, "-u", *request["arguments"]])
     _as_in_a_new_process()
+    if not _IS_SAFE_PATH:
+        sys.path.insert(0, "")
     run_script(list(request["arguments"]))
 
 
@@ -263,8 +267,9 @@ def run_script(
     of that name. at_end: called behind the last line, and where the script leaves as if all were well."""
     script = arguments[0]
     sys.argv = arguments
-    if not getattr(sys.flags, "safe_path", False):
+    if not _IS_SAFE_PATH:
         sys.path[0] = str(Path(os.path.realpath(script)).parent)
+        _make_way_for(sys.path[0])
     main = types.ModuleType("__main__")
     main.__dict__.update(
         __file__=script, __builtins__=__builtins__, __cached__=None, __annotations__={},
@@ -285,6 +290,21 @@ def run_script(
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
     at_end()
     sys.exit(0)
+
+
+def _make_way_for(folder: str) -> None:
+    """Forget what was imported ahead by the name of a module in the script's folder, where `python -u SCRIPT` looks
+    first. Who has imported it keeps it. What Python itself imports before any script stands in front of `rollback`."""
+    imported = [name.partition(".")[0] for name in sys.modules]
+    begin = imported.index("rollback")
+    with contextlib.suppress(OSError):
+        beside = {name.partition(".")[0] for name in os.listdir(folder)}
+        for name in beside & {*imported[begin:]} - {*imported[:begin], "rollback"}:
+            meant = PathFinder.find_spec(name, [folder])
+            known = getattr(sys.modules.get(name), "__file__", None)  # None: built in, which no file stands before
+            if meant and meant.has_location and known and not os.path.samefile(str(meant.origin), known):
+                for forgotten in [one for one in sys.modules if one.partition(".")[0] == name]:
+                    del sys.modules[forgotten]
 
 
 def _from_script_on(trace: types.TracebackType | None, script: str) -> types.TracebackType | None:

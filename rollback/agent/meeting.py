@@ -186,7 +186,3 @@ def main() -> None:
 
     threading.Thread(target=carry, args=(say_all,), daemon=True).start()
     carry(end.listen)
-
-
-if __name__ == "__main__":
-    main()

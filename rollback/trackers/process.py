@@ -5,13 +5,13 @@ so that none of it is left behind.
 """
 
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from rollback.instructions import program
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 
@@ -28,7 +28,7 @@ def trackers_beside(run: Path, flags: Sequence[str], say: Callable[[str], None])
     # Not those that are on record already: the launch that made them has told of them.
     before = fold_journal(RunPaths(run).train_journal).history.last_attempt
     own = ["--until-eof", f"--after-attempt={before}"]
-    command = [sys.executable, "-m", "rollback", "track", str(run), *own, *flags]
+    command = [*program("rollback.__main__"), "track", str(run), *own, *flags]
     with tempfile.TemporaryFile() as errors:
         # A session of its own: a Ctrl-C in the terminal is the supervisor's to act on.
         process = subprocess.Popen(

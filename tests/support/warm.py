@@ -247,6 +247,7 @@ def _run_python(arguments: list[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     elif arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
         exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = arguments

@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Literal
 
 import psutil
 
-from rollback.instructions import ENV_MEETING, MEETING_MODULE, MeetingPoint
+from rollback.instructions import ENV_MEETING, MEETING_MODULE, MeetingPoint, program
 from rollback.rundir.beacon import LIMIT, write_in_place
 from rollback.system import files
 
@@ -64,7 +63,7 @@ class StoreTransport:
             quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL", ENV_MEETING: told}
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", MEETING_MODULE], env={**os.environ, **quiet}, pass_fds=[theirs.fileno()],
+                    program(MEETING_MODULE), env={**os.environ, **quiet}, pass_fds=[theirs.fileno()],
                     start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 )  # fmt: skip
             except OSError:

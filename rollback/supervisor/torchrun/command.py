@@ -1,13 +1,12 @@
 """The command line of torchrun, and the environment of the ranks. Pure."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rollback import config
-from rollback.instructions import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions
+from rollback.instructions import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions, program
 from rollback.supervisor.torchrun.flags import names_a_rendezvous
 
 LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000"}
@@ -67,7 +66,7 @@ def torchrun_command(job: LaunchedJob, group: NodeGroup | None = None) -> list[s
     if not names_a_rendezvous(flags):
         flags["standalone"] = True  # a free port, so that two jobs on one host do not collide
     options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
-    return [sys.executable, "-m", MODULE, *options, *job.other_flags, *job.runner, job.script, *job.arguments]
+    return [*program(MODULE), *options, *job.other_flags, *job.runner, job.script, *job.arguments]
 
 
 def rank_environment(

@@ -10,14 +10,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 import psutil
 
-from rollback.instructions import ENV_STANDBY, MODULE
+from rollback.instructions import ENV_STANDBY, MODULE, program
 
-_LAUNCHER = [sys.executable, "-m", MODULE]
+_LAUNCHER = program(MODULE)
 
 
 class Standby:
@@ -66,12 +65,12 @@ class Standby:
         A process that still imports is ended: at its low priority it may need longer than a new process.
         """
         process, connection = self._process, self._socket
-        if not self.waiting or process is None or connection is None or list(command[:3]) != _LAUNCHER:
+        if not self.waiting or process is None or connection is None or list(command[: len(_LAUNCHER)]) != _LAUNCHER:
             return None
         if not self.ready:
             self.drop()
             return None
-        order = {"arguments": list(command[3:]), "environment": dict(environment), "folder": os.getcwd()}
+        order = {"arguments": list(command[len(_LAUNCHER) :]), "environment": dict(environment), "folder": os.getcwd()}
         try:
             streams = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
             socket.send_fds(connection, [json.dumps(order).encode()], streams)

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[3])  # beside this file there are modules that scripts do not mean
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(__file__).parents[3])  # beside this file there are modules that scripts do not mean
     from rollback.agent.fork_server import run_script
     from rollback.trainers.adopt.adoption import Adoption
     from rollback.trainers.adopt.hooks import watch

@@ -91,3 +91,30 @@ def test_a_rank_that_could_not_use_a_gpu_any_more_is_started_from_nothing(tmp_pa
         [sys.executable, "-c", SPOILED], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
     )
     assert done.stdout == "train.py 7 3 False\nended with 4\n"
+
+
+BESIDE = """
+import os
+from rollback.agent.fork_server import ForkServer, import_ahead
+
+import_ahead()
+print("ended with", ForkServer().start(["folder/train.py"], os.environ, 1, 2).wait())
+"""
+
+
+def test_a_module_beside_the_script_is_found_before_one_that_was_imported_ahead(tmp_path: Path) -> None:
+    """As in a rank that is started from nothing: neither Python nor torch has imported `profile` there by then."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "profile.py").write_text("SPEED = 7")
+    (folder / "rollback.py").write_text("")  # the guard comes from the package all the same
+    (folder / "pstats").mkdir()  # without an __init__.py it stands behind the library's
+    (folder / "train.py").write_text(
+        "import cProfile, os, profile, pstats, sys, rollback\n"
+        "print(profile.SPEED, pstats.Stats.__name__, rollback.Guard.__name__, cProfile._pyprofile is profile)\n"
+        "print(sys.path.count(os.path.dirname(os.path.abspath(__file__))), flush=True)\n"
+    )
+    done = run_warm(
+        [sys.executable, "-c", BESIDE], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+    )
+    assert done.stdout == "7 Stats Guard False\n1\nended with 0\n"

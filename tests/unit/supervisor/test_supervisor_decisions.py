@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.agent.entry import Instructions
 from rollback.config import Settings
 from rollback.errors import JournalDamaged, Refused, ScriptRefused
 from rollback.facts.training import (
@@ -27,7 +25,7 @@ from rollback.facts.training import (
     LastSaveFailed,
     Stopped,
 )
-from rollback.instructions import LOGS_SPECS
+from rollback.instructions import LOGS_SPECS, Instructions, program
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts
@@ -355,7 +353,7 @@ class TestCommand:
     def test_flags_go_as_they_stand_and_torchrun_restarts_nothing(self) -> None:
         job = LaunchedJob({"nproc-per-node": "2", "module": True, "tee": "3"}, "pkg.train", ["--lr", "0.1"])
         flags = ["--max-restarts=0", "--nproc-per-node=2", "--module", "--tee=3", "--standalone"]
-        expected = [sys.executable, "-m", "rollback.agent.entry", *flags, "pkg.train", "--lr", "0.1"]
+        expected = [*program("rollback.agent.entry"), *flags, "pkg.train", "--lr", "0.1"]
         assert torchrun_command(job) == expected
 
     def test_a_given_rendezvous_is_left_alone(self) -> None:
