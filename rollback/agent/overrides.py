@@ -6,6 +6,7 @@ Most of these put something in the place of a private name of torchrun, for the 
 import importlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import Distribution, DistributionFinder
@@ -106,7 +107,16 @@ def read_arguments(words: Sequence[str], run_id: str) -> Any:
     if arguments.standalone:  # as torchrun does it, but under one name over all attempts
         arguments.standalone = False
         arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", "localhost:0", run_id
+        if arguments.local_addr is None and not _is_known(socket.getfqdn()):
+            arguments.local_addr = "localhost"  # ranks that are to meet at an unknown name would wait for ever
     return arguments
+
+
+def _is_known(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 def check_configuration() -> None:

@@ -206,6 +206,20 @@ class TestWrongUse:
         meeting = (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id)
         assert meeting == ("c10d", "localhost:0", "one launch")
 
+    @pytest.mark.parametrize(
+        ("name", "words", "address"),
+        [
+            ("no-such.invalid", [], "localhost"),
+            ("no-such.invalid", ["--local-addr=::1"], "::1"),
+            ("localhost", [], None),
+        ],
+    )
+    def test_on_a_host_whose_name_nobody_knows_standalone_meets_at_localhost(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, words: list[str], address: str | None
+    ) -> None:
+        monkeypatch.setattr("socket.getfqdn", lambda *_: name)
+        assert read_arguments(["--standalone", *words, "x.py"], "id").local_addr == address
+
 
 def failure(rank: int, exitcode: int, *, at: int, error_file: str = "") -> ProcessFailure:
     found = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=error_file)
