@@ -65,6 +65,9 @@ class Material:
     """Whether the skip records are too large to be read here."""
 
 
+_NO_URL = ". What is at a URL `rollback ring list` shows; a run that goes on from it has a run directory of its own"
+
+
 def require_run_directory(root: Path) -> RunPaths:
     """Paths of a run directory. Raises UsageError where it is missing, RunDirectoryError where it holds no run, and
     RunDoesNotFit where another version of rollback wrote it: what that one records would be passed over in silence."""
@@ -73,7 +76,8 @@ def require_run_directory(root: Path) -> RunPaths:
         if not root.exists():
             raise UsageError(
                 f"there is no run directory {root}",
-                hint="`rollback launch` names it at start; by default runs/<script>",
+                hint="`rollback launch` names it at start; by default runs/<script>"
+                + (_NO_URL if root.parts[0].endswith(":") else ""),
             )
         if not root.is_dir():
             raise RunDirectoryError(f"{root} is not a directory", hint="give the run directory, not a file inside it")

@@ -69,6 +69,15 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
+def test_where_a_run_directory_is_expected_a_url_is_told_from_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, is_url in [("s3://bucket/run", True), ("runs/train", False)]:
+        assert run(monkeypatch, "status", given) == ExitCode.USAGE
+        assert ("`rollback ring list`" in capsys.readouterr().err) == is_url
+
+
 class TestFrame:
     def test_help_and_commands_do_not_import_torch(self) -> None:
         code = (
