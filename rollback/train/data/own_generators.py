@@ -66,8 +66,8 @@ def generators_of_script(*others: Any) -> dict[str, Any]:
 
 def _held_by(thing: Any) -> list[tuple[str, Any]]:
     """The attributes of an object of the script's, and the items of a short list or dict."""
-    if isinstance(thing, list | tuple | dict):
-        items = thing.items() if isinstance(thing, dict) else enumerate(thing)
+    if type(thing) in (list, tuple, dict):  # others, as of lazy imports, may do something when they are asked
+        items = thing.items() if type(thing) is dict else enumerate(thing)
         return [(f"[{key!r}]", held) for key, held in items] if len(thing) <= _FEW else []
     file = getattr(sys.modules.get(type(thing).__module__), "__file__", None)
     if file is None or not is_own(file):
