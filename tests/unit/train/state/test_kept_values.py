@@ -3,6 +3,8 @@
 import enum
 import json
 import math
+import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -179,3 +181,31 @@ def test_an_object_of_which_no_checkpoint_knows_stays_as_it_is() -> None:
     script.add({"counting": counting})
     script.load_state_dict({})
     assert counting.moved == 0
+
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch": (lambda: torch.Generator().manual_seed(1), lambda one: torch.rand(1, generator=one).item()),
+    "python": (lambda: random.Random(1), lambda one: one.gauss(0, 1)),
+    "older numpy": (lambda: np.random.RandomState(1), lambda one: one.normal()),
+    **{
+        kind.__name__: (lambda kind=kind: np.random.Generator(kind(1)), lambda one: (one.normal(), one.integers(9)))
+        for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)
+    },
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("by", ["add", "keep_generators"])
+def test_a_generator_draws_what_it_drew_behind_a_restore_and_anew_from_before_it_was_kept(kind: str, by: str) -> None:
+    make, draw = GENERATORS[kind]
+    script, generator = KeptByScript(), make()
+    getattr(script, by)({"rngs['a/b']": generator})
+    first = draw(generator)
+    state = through_disk(script.state_dict())
+    then = [draw(generator), draw(generator)]
+    script.load_state_dict(state)
+    assert [draw(generator), draw(generator)] == then
+    script.restore_generators()
+    assert [draw(generator), draw(generator)] == then
+    script.load_state_dict({})
+    assert draw(generator) == first
