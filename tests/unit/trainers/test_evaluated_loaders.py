@@ -1,7 +1,7 @@
 """Workers of an evaluation's loader that persist: whether a pass draws a seed goes by the passes that count."""
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 
@@ -36,3 +36,45 @@ def test_a_loader_whose_workers_do_not_persist_draws_for_each_pass() -> None:
     loader, evaluated = DataLoader(TensorDataset(torch.arange(6))), EvaluatedLoaders()
     assert drawn(evaluated, loader)
     assert drawn(evaluated, loader)
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Draws at each reading: a sample's masked words, so to speak."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(())
+
+
+class Masking:
+    """A collator with a generator that it makes at its first call, as that of Hugging Face for masked words."""
+
+    generator: torch.Generator | None = None
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        self.generator = self.generator or torch.Generator().manual_seed(5)
+        return torch.stack([*samples, torch.rand((), generator=self.generator)])
+
+
+def test_what_workers_that_persist_draw_goes_by_the_passes_that_count() -> None:
+    def noisy() -> DataLoader[torch.Tensor]:
+        return DataLoader(Noisy(), 2, num_workers=2, persistent_workers=True, collate_fn=Masking())
+
+    def read(evaluated: EvaluatedLoaders, loader: DataLoader[torch.Tensor]) -> list[float]:
+        evaluated.begin("eval", loader)
+        return torch.cat(list(loader)).tolist()
+
+    loader, evaluated = noisy(), EvaluatedLoaders()
+    first = read(evaluated, loader)
+    state = evaluated.state_dict()
+    second, third = read(evaluated, loader), read(evaluated, loader)
+    assert first != second != third, "each pass draws other numbers"
+    evaluated.load_state_dict(state)
+    assert [read(evaluated, loader), read(evaluated, loader)] == [second, third], "behind a rollback"
+
+    torch.manual_seed(1)
+    resumed, anew = EvaluatedLoaders(), noisy()
+    resumed.load_state_dict(state)
+    assert [read(resumed, anew), read(resumed, anew)] == [second, third], "in a new process"
