@@ -53,23 +53,23 @@ class EvaluatedLoaders:
 
 
 class _ReadByPass(KeyedDataset):
-    """Workers that live on read it under random states of the batch and the pass. `number`: of the pass, in memory that
+    """Workers that live on read it under random states of the batch and the pass, whose number is in memory that
     they share: what they still read of a pass that was broken off is dropped."""
 
-    __slots__ = ("key", "number")
+    __slots__ = ("_pass_key", "_pass_number")
 
     def __init__(self, dataset: Any, collate: KeyedCollate, key: str, number: torch.Tensor) -> None:
         super().__init__(dataset, collate)
-        object.__setattr__(self, "key", key)
-        object.__setattr__(self, "number", number)
+        object.__setattr__(self, "_pass_key", key)
+        object.__setattr__(self, "_pass_number", number)
 
     def _begun(self, request: Any, read: Any) -> Any:
         if type(request) is Keyed or get_worker_info() is None:  # the script itself may look at a sample
             return super()._begun(request, read)
-        return super()._begun(Keyed(f"{self.key}/{self.number.item()}/{request}", request), read)
+        return super()._begun(Keyed(f"{self._pass_key}/{self._pass_number.item()}/{request}", request), read)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ReadByPass, (self._dataset, self._collate, self.key, self.number)
+        return _ReadByPass, (self._dataset, self._collate, self._pass_key, self._pass_number)
 
 
 def _read_by_pass(loader: DataLoader[Any], key: str, number: int) -> bool:
@@ -80,8 +80,8 @@ def _read_by_pass(loader: DataLoader[Any], key: str, number: int) -> bool:
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
         return False
-    if type(dataset) is _ReadByPass and dataset.key == key:
-        dataset.number.fill_(number)
+    if type(dataset) is _ReadByPass and dataset._pass_key == key:
+        dataset._pass_number.fill_(number)
         return False
     if type(dataset) is _ReadByPass:
         dataset = dataset._dataset

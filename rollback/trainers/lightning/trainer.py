@@ -166,7 +166,7 @@ class _GuardedFit:
 
     def begin_validation(self) -> None:
         for number, loader in enumerate(self._epoch_loop.val_loop._combined_loader.flattened):
-            if isinstance(loader, DataLoader):
+            if isinstance(loader, DataLoader) and loader is not self._loop._combined_loader.iterables:
                 self._evaluated.begin(str(number), loader)
         self._originals["reset"]()
 
