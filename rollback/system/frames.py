@@ -7,10 +7,12 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from rollback.system.collector import no_collection
 
 _ONE = threading.Lock()
+_FEW = 16
 _OURS = os.path.dirname(importlib.util.find_spec("rollback").origin or "")  # type: ignore[union-attr]
 _LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _OURS))
 
@@ -27,6 +29,25 @@ def own_callers() -> Iterator[FrameType]:
         if is_own(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
+
+
+def own_variables() -> Iterator[tuple[str, Any]]:
+    """The variables of these frames by name, and what the user's own objects, and short lists and dicts, hold there."""
+    for frame in own_callers():
+        for name, thing in [*frame.f_locals.items(), *frame.f_globals.items()]:
+            yield name, thing
+            for place, held in _held_by(thing):
+                yield f"{name}{place}", held
+
+
+def _held_by(thing: Any) -> list[tuple[str, Any]]:
+    if type(thing) in (list, tuple, dict):  # others, as of lazy imports, may do something when they are asked
+        items = thing.items() if type(thing) is dict else enumerate(thing)
+        return [(f"[{key!r}]", held) for key, held in items] if len(thing) <= _FEW else []
+    file = getattr(sys.modules.get(type(thing).__module__), "__file__", None)
+    if file is None or not is_own(file):
+        return []
+    return [(f".{name}", held) for name, held in getattr(thing, "__dict__", {}).items()]
 
 
 def frame_of(thread: int) -> FrameType | None:

@@ -4,7 +4,6 @@ They are variables of the script and of what calls it, or what its own objects, 
 loader has are the cursor's.
 """
 
-import sys
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollback.system.frames import is_own, own_callers
+from rollback.system.frames import own_variables
 from rollback.train.data.cursor.generators import Generators, is_generator
 
-_FEW = 16
 _WORDS = 64  # a longer tuple of numbers is kept as bytes
 
 
@@ -46,8 +44,8 @@ class KeptGenerator:
 
 
 def generators_of_script(*others: Any) -> dict[str, Any]:
-    """Those in the variables of the frames of the script in which this is called, by their names there; of two with one
-    name, the second one has a number. Without those that `others` have, as the loader."""
+    """Those in the script's variables, by their names; of two with one name, the second one has a number. Without those
+    that `others` have, as the loader."""
     of_others = Generators(*others)
     found: dict[str, Any] = {}
 
@@ -56,23 +54,9 @@ def generators_of_script(*others: Any) -> dict[str, Any]:
             places = (f"{name}{number or ''}" for number in range(len(found) + 1))
             found[next(place for place in places if place not in found)] = thing
 
-    for frame in own_callers():
-        for name, thing in [*frame.f_locals.items(), *frame.f_globals.items()]:
-            note(name, thing)
-            for place, held in _held_by(thing):
-                note(f"{name}{place}", held)
+    for name, thing in own_variables():
+        note(name, thing)
     return found
-
-
-def _held_by(thing: Any) -> list[tuple[str, Any]]:
-    """The attributes of an object of the script's, and the items of a short list or dict."""
-    if type(thing) in (list, tuple, dict):  # others, as of lazy imports, may do something when they are asked
-        items = thing.items() if type(thing) is dict else enumerate(thing)
-        return [(f"[{key!r}]", held) for key, held in items] if len(thing) <= _FEW else []
-    file = getattr(sys.modules.get(type(thing).__module__), "__file__", None)
-    if file is None or not is_own(file):
-        return []
-    return [(f".{name}", held) for name, held in getattr(thing, "__dict__", {}).items()]
 
 
 def _are_same(state: Any, before: Any) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from rollback.checkpoints.format.layout import ITEM_SIZE
 from rollback.checkpoints.format.shard import ShardPiece
@@ -42,6 +43,8 @@ _MOVING = "offset", "batch", "last_indices"
 """What of a position is another one in each step: whole numbers and a text, or nothing."""
 _LENGTHS = struct.Struct("<2Q")  # of a text, and of the bytes that it tells of
 _NOTHING = b"{}]"  # the end of a text that tells nothing of the next batch
+_MOST = 1 << 20  # bytes of the tensors of another object
+_AT_EACH = "would have to be copied at every step"
 _MARSHAL = 2  # later versions of the format tell of references, too
 
 
@@ -203,8 +206,12 @@ class SmallStateReader:
             if name != "model":
                 return (
                     f"beside the model the guard keeps another module, the {type(item).__name__} {name!r}: all of it "
-                    "would have to be copied at every step"
+                    + _AT_EACH
                 )
+        for name, other_object in self._state.objects.items():
+            size = sum(leaf.nbytes for leaf in tree_leaves(other_object.state_dict()) if isinstance(leaf, Tensor))
+            if size > _MOST:
+                return f"beside the model the guard keeps {size >> 20} MiB of {name!r}: all of it {_AT_EACH}"
         if (other := self._of_another_kind()) is not None:
             return (
                 f"the model's state has {other!r}, which is neither a parameter nor a buffer, and whether a forward "

@@ -1,5 +1,6 @@
 """What acts on the training and is in no checkpoint: an optimizer, or a scheduler, that the guard was not handed; the
-workers of another loader; a random generator of a module's, of an optimizer's or of the script's own.
+workers of another loader; a random generator of a module's, of an optimizer's or of the script's own; an average of the
+weights that the script makes by hand.
 
 Nothing else of rollback sees it: all goes well until a resume or a rollback begins it anew. torch tells of each step of
 any optimizer. What it keeps is compared by memory with what a checkpoint would have, so that an optimizer inside of
@@ -25,6 +26,7 @@ from rollback.train.data.cursor.generators import Generators, is_generator
 from rollback.train.data.own_generators import generators_of_script
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
+from rollback.train.updates.copies import copies_of_script, tensors_in
 from rollback.train.updates.own_attributes import OwnAttributes, tells_itself
 
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
@@ -69,6 +71,9 @@ class Unkept:
         self._own = [OwnAttributes(item) for item in own]
         self._generators = {name: (thing, _state_of(thing)) for name, thing in generators.items()}
         """Each with its state now."""
+        copies = copies_of_script(state.model, handed)
+        self._copies = {name: (held, _marks_of(held)) for name, held in copies.items()}
+        """Each with what tells of a write to it."""
         self._looks = 0
         _WATCHING.append(weakref.ref(self, _WATCHING.remove))
         _watch_all_steps()
@@ -101,6 +106,12 @@ class Unkept:
             return []
         unkept = {name: one for name, one in self._generators.items() if not self._state.kept.is_kept(one[0])}
         return [name for name, (thing, then) in unkept.items() if _state_of(thing) != then]
+
+    def copies(self) -> list[str]:
+        """Names of copies of the model's weights, as of an average, that the script holds and writes to."""
+        if self._looks > _LOOKS:
+            return []
+        return [name for name, (held, then) in self._copies.items() if _marks_of(held) != then]
 
     def in_its_place(self) -> str | None:
         """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
@@ -161,6 +172,10 @@ class Unkept:
 
 def _state_of(generator: Any) -> int:
     return cast(int, Digest(Generators(generator).states()).value)
+
+
+def _marks_of(held: Any) -> list[tuple[int, int]]:
+    return [(id(item), item._version) for item in tensors_in(held)]
 
 
 def generators_beside(state: TrainingState, loader: Any) -> dict[str, Any]:

@@ -163,6 +163,12 @@ GENERATOR_NOT_KEPT = (
     "and a resume begins it anew. If it makes no data, have it kept, in front of the loop: "
     "guard.keep(noise=generator). One that the script seeds in each batch needs nothing",
 )
+COPIES_NOT_KEPT = (
+    "copies-not-kept",
+    "the training writes to {names}, copies of the model's weights as an average of them has, and no checkpoint has "
+    "these: a rollback leaves them as they are, and a resume begins them anew. Hand over an object with state_dict and "
+    "load_state_dict that has them, by a name of its own: Guard(..., average=average)",
+)
 SCHEDULER_NOT_KEPT = (
     "scheduler-not-kept",
     "a scheduler changes the learning rate, and the guard was not handed it: after a resume it begins with its first "
@@ -226,6 +232,8 @@ class NotHandedOver(Protocol):
 
     def generators(self) -> Collection[str]: ...
 
+    def copies(self) -> Collection[str]: ...
+
     def in_its_place(self) -> str | None: ...
 
     def scheduler(self) -> bool: ...
@@ -282,6 +290,8 @@ class Advisor:
         said += [_filled(ATTRIBUTES_NOT_KEPT, kind=kind, names=names) for kind, names in self._unkept.attributes()]
         if names := self._unkept.generators():
             said.append(_filled(GENERATOR_NOT_KEPT, names=", ".join(names)))
+        if names := self._unkept.copies():
+            said.append(_filled(COPIES_NOT_KEPT, names=", ".join(names)))
         said += [SCHEDULER_NOT_KEPT] * self._unkept.scheduler()
         return said + [EVALUATION_DRAWS] * self._unkept.evaluation()
 

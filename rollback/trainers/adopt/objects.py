@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from rollback.errors import UsageError
 from rollback.train.sharded import HeldByFsdp, local_of
 from rollback.train.start.arguments import check_whole
+from rollback.train.updates.copies import ModelCopies, copies_of_script, tensors_in
+
+
+class CopiedWeights:
+    """A list or a dict of tensors of the script, for a guard: it puts them back where they are."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {str(place): item for place, item in enumerate(tensors_in(self._held))}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for place, item in enumerate(tensors_in(self._held)):
+                item.copy_(state[str(place)])
 
 
 class MadeObjects:
@@ -99,7 +116,11 @@ def kept_besides(model: nn.Module, made: list[Any]) -> dict[str, Any]:
     schedulers = [scheduler for scheduler in schedulers if id(scheduler) not in parts]
     scalers = [thing for thing in made if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled()]
     averages = _averages_of(model)
-    named: dict[str, list[Any]] = {"scheduler": schedulers, "scaler": scalers, "module": others, "average": averages}
+    known = [*others, *averages, *optimizers_of(made)]
+    named: dict[str, list[Any]] = {
+        "scheduler": schedulers, "scaler": scalers, "module": others, "average": averages,
+        "copies": [CopiedWeights(held) for held in copies_of_script(model, known).values()],
+    }  # fmt: skip
     return {
         name if place == 1 else f"{name}{place}": thing
         for name, things in named.items()
@@ -119,19 +140,10 @@ def _averages_of(model: nn.Module) -> list[Any]:
     found = [thing for thing in things if type(thing) in kinds and hasattr(thing, "__dict__")]
     if not found:
         return []
-    own, state = list(model.parameters()), list(model.state_dict().values())
-    wholes = own, [p for p in own if p.requires_grad], state
-    shapes = [[getattr(tensor, "shape", None) for tensor in whole] for whole in wholes if whole]
-    held = {id(tensor) for tensor in (*own, *state)}
-
-    def is_copy(values: Any) -> bool:
-        items = list(values.values() if isinstance(values, dict) else values)
-        tensors = all(isinstance(item, Tensor) and id(item) not in held for item in items)
-        return tensors and [item.shape for item in items] in shapes
-
+    copies = ModelCopies(model)
     averages: dict[str, Any] = {}
     for thing in found:
-        if any(isinstance(value, list | tuple | dict) and is_copy(value) for value in vars(thing).values()):
+        if any(isinstance(value, list | tuple | dict) and copies.has(value) for value in vars(thing).values()):
             kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
             if averages.setdefault(kind, thing) is not thing:
                 raise UsageError(

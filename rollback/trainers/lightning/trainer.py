@@ -165,8 +165,10 @@ class _GuardedFit:
         self.guard.close()
 
     def begin_validation(self) -> None:
+        combined = self._loop._combined_loader  # None: this is the check in front of the training
+        trained = self._loop._data_source.instance if combined is None else combined.iterables
         for number, loader in enumerate(self._epoch_loop.val_loop._combined_loader.flattened):
-            if isinstance(loader, DataLoader) and loader is not self._loop._combined_loader.iterables:
+            if isinstance(loader, DataLoader) and loader is not trained:
                 self._evaluated.begin(str(number), loader)
         self._originals["reset"]()
 

@@ -6,6 +6,7 @@ It writes what it ends with to OUT-<rank>.pt, and what it consumes to OUT-<rank>
 
 import argparse
 import os
+import random
 import signal
 
 import torch
@@ -35,6 +36,7 @@ def arguments():
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--own", action="store_true", help="noise by a generator, and an average, of its own")
     parser.add_argument("--bad", default="")
     parser.add_argument("--kill", default="")
     return parser.parse_args()
@@ -42,6 +44,7 @@ def arguments():
 
 args = arguments()
 taken = 0
+noise = random.Random(3)
 
 
 def take(model, ids, epoch, rank):
@@ -57,12 +60,24 @@ def take(model, ids, epoch, rank):
     return any(int(where) == epoch and int(sample) in ids.tolist() for where, sample in bad)
 
 
-def train(model, loader, optimizer, scheduler, scaler, epoch, rank):
+class Average:
+    def __init__(self, model):
+        self.shadow = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    @torch.no_grad()
+    def follow(self, model):
+        for name, value in model.named_parameters():
+            self.shadow[name].lerp_(value, 0.1)
+
+
+def train(model, loader, optimizer, scheduler, scaler, average, epoch, rank):
     model.train()
     inner = model.module if isinstance(model, DDP) else model
     for i, (x, y, ids) in enumerate(loader):
         if take(inner, ids, epoch, rank):
             y = y * float("nan")
+        if args.own:
+            x = x + noise.gauss(0, 0.1)
         last = (i + 1) % args.accumulate == 0 or i + 1 == len(loader)
         model.require_backward_grad_sync = last
         loss = nn.functional.mse_loss(model(x), y) / args.accumulate
@@ -78,6 +93,8 @@ def train(model, loader, optimizer, scheduler, scaler, epoch, rank):
                 optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+            if average is not None:
+                average.follow(model)
     return loss.item()
 
 
@@ -111,14 +128,17 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.99)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20) if args.scaler else None
+    average = Average(model) if args.own else None
     torch.manual_seed(100 + rank)
     print("first batch has", next(iter(loader))[0].shape)
     for epoch in range(args.epochs):
         if sampler is not None:
             sampler.set_epoch(epoch)
-        loss = train(model, loader, optimizer, scheduler, scaler, epoch, rank)
+        loss = train(model, loader, optimizer, scheduler, scaler, average, epoch, rank)
         print(f"epoch {epoch}: loss {loss:.6f}, validation {evaluate(model, validation):.6f}")
     kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    if average is not None:
+        kept["average"] = average.shadow
     torch.save({**kept, "random": torch.get_rng_state()}, f"{args.out}-{rank}.pt")
     if ranks > 1:
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """What the last snapshot takes of a state: nothing is copied that a file can be written from where it lies."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,12 @@ def test_why_nothing_is_copied_at_every_step_is_told_by_what_the_other_module_is
     assert told.startswith("beside the model the guard keeps another module, the AveragedModel 'module'")
     assert "too large" not in told
     assert why() is None
+    assert why(scheduler=torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)) is None
+    average = SimpleNamespace(state_dict=lambda: {"shadow": [torch.zeros(1 << 19)]}, load_state_dict=lambda state: None)
+    assert (
+        why(average=average)
+        == "beside the model the guard keeps 2 MiB of 'average': all of it would have to be copied at every step"
+    )
 
 
 class Counting(torch.nn.Linear):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -371,6 +372,30 @@ def test_a_generator_of_a_modules_own_that_draws_in_the_training_is_named_where_
     others = {"noise": noise}
     codes = Script(tmp_path, plain, stepping(before=draw), others=lambda optimizer: others, **loader).codes()
     assert codes == ["generator-not-kept"] * (draws and reads_ahead)
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+@pytest.mark.parametrize("follows", [False, True])
+def test_an_average_by_hand_that_was_not_handed_over_is_named(tmp_path: Path, follows: bool, handed_over: bool) -> None:
+    model = nn.Linear(2, 1)
+    average = {name: item.detach().clone() for name, item in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    others = {"average": SimpleNamespace(held=average, state_dict=lambda: average, load_state_dict=average.update)}
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 6, run=tmp_path, **(others if handed_over else {})
+    )
+    for x in guard:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        guard.observe(loss)
+        if follows:
+            for name, item in model.named_parameters():
+                average[name].lerp_(item.detach(), 0.1)
+    guard.close()
+    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    codes = [fact.code for fact in said if isinstance(fact, Advice)]
+    assert codes == ["copies-not-kept"] * (follows and not handed_over)
 
 
 PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}

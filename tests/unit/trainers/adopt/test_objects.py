@@ -72,6 +72,32 @@ def test_an_average_that_is_no_module_is_found_by_what_it_has() -> None:
     del another
 
 
+class Shadow:
+    """A script's own, without a state_dict."""
+
+    def __init__(self, shadow: dict[str, Any]) -> None:
+        self.shadow = shadow
+
+
+def test_copies_of_the_weights_in_variables_of_the_script_are_kept_where_they_are() -> None:
+    model = nn.Linear(7, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ema = Shadow({name: p.detach().clone() for name, p in model.named_parameters()})
+    listed = [p.detach().clone() for p in model.parameters()]
+    again = list(ema.shadow.values())
+    others = [*model.parameters()], listed[:1]
+    found = trained_objects(made(model, optimizer))[2]
+    assert [*found] == ["copies", "copies2"], (again, others)
+    kept = {name: {place: item.clone() for place, item in thing.state_dict().items()} for name, thing in found.items()}
+    tensors = [*listed, *ema.shadow.values()]
+    before = [item.clone() for item in tensors]
+    for item in tensors:
+        item.add_(1)
+    for name, thing in found.items():
+        thing.load_state_dict(kept[name])
+    assert all(map(torch.equal, tensors, before))
+
+
 def test_a_scaler_that_is_switched_off_is_not_kept() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,0 +1,45 @@
+"""Copies of a model's weights that the script keeps in a list or a dict, as an average: found by their shapes."""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from rollback.system.frames import own_variables
+
+
+def tensors_in(held: Any) -> list[Any]:
+    """The values of a dict, the items of a list or a tuple."""
+    return list(held.values() if isinstance(held, dict) else held)
+
+
+class ModelCopies:
+    """What copies of a model look like: tensors of their own, with the shapes of its parameters, of those that are
+    trained, or of all that its state_dict has, in that order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own, state = list(model.parameters()), list(model.state_dict().values())
+        wholes = own, [p for p in own if p.requires_grad], state
+        self._shapes = [[getattr(item, "shape", None) for item in whole] for whole in wholes if whole]
+        self._held = {id(item) for item in (*own, *state)}
+
+    def has(self, held: Any) -> bool:
+        items = tensors_in(held)
+        if not all(isinstance(item, Tensor) and id(item) not in self._held for item in items):
+            return False
+        return [item.shape for item in items] in self._shapes
+
+
+def copies_of_script(model: nn.Module, others: Collection[Any]) -> dict[str, Any]:
+    """Those in the script's variables, by their names. Without what `others` have: modules, and objects that keep such
+    copies in their attributes, as an optimizer of the script's own may."""
+    known = {id(item) for other in others if isinstance(other, nn.Module) for item in other.parameters()}
+    known |= {id(value) for other in others for value in getattr(other, "__dict__", {}).values()}
+    copies, found = ModelCopies(model), dict[str, Any]()
+    for name, held in own_variables():
+        if type(held) not in (list, tuple, dict) or id(held) in known or not copies.has(held):
+            continue
+        if not {*map(id, tensors_in(held))} <= known:
+            found[name] = held
+            known |= {id(held), *map(id, tensors_in(held))}
+    return found
