@@ -88,7 +88,17 @@ def demands_item(tree: ast.AST, line: int) -> bool:
 
 def catches_end(tree: ast.AST, line: int) -> bool:
     """Whether an iterator's end that comes at `line` is caught, by its name."""
-    return any("StopIteration" in _names(handler) for tried in _tries(tree, line) for handler in tried.handlers)
+    suppressed = any(
+        isinstance(node, ast.With) and _has_line(node.body, line) and _is_named(node.items, "StopIteration")
+        for node in ast.walk(tree)
+    )
+    return suppressed or any(
+        "StopIteration" in _names(handler) for tried in _tries(tree, line) for handler in tried.handlers
+    )
+
+
+def _is_named(items: list[ast.withitem], name: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == name for item in items for node in ast.walk(item))
 
 
 def _tries(tree: ast.AST, line: int) -> list[ast.Try]:

@@ -1,6 +1,7 @@
 """What the threads of this process run at present, and what of it is the user's own."""
 
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -34,10 +35,19 @@ def own_callers() -> Iterator[FrameType]:
 def own_variables() -> Iterator[tuple[str, Any]]:
     """The variables of these frames by name, and what the user's own objects, and short lists and dicts, hold there."""
     for frame in own_callers():
-        for name, thing in [*frame.f_locals.items(), *frame.f_globals.items()]:
+        for name, thing in [*_locals_of(frame), *frame.f_globals.items()]:
             yield name, thing
             for place, held in _held_by(thing):
                 yield f"{name}{place}", held
+
+
+def _locals_of(frame: FrameType) -> list[tuple[str, Any]]:
+    """Up to CPython 3.12 a function's frame keeps the dict that is made for this, and what is in it, until it ends."""
+    variables = frame.f_locals
+    found = [*variables.items()]
+    if type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        variables.clear()
+    return found
 
 
 def _held_by(thing: Any) -> list[tuple[str, Any]]:

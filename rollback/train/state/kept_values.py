@@ -17,6 +17,8 @@ from rollback.train.data.own_generators import KeptGenerator
 
 _AS_IT_IS, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
 _OF_NUMBERS = Tensor, np.ndarray, np.generic
+GENERATOR = "generator "
+"""Begins the name of one of the script's that was found. No name of the script's has a space there."""
 _PHASE = "_phase"
 """No name of the script's begins so."""
 
@@ -121,15 +123,16 @@ class KeptByScript:
 
     def _load_objects(self, objects: Mapping[str, Any]) -> None:
         for name, item in objects.items():
+            if name not in self._restored and isinstance(item, KeptGenerator):
+                item.begin_anew()
+        for name, item in objects.items():  # last: a generator may be kept by two names
             if name in self._restored:
                 item.load_state_dict(copy.deepcopy(self._restored[name]))
-            elif isinstance(item, KeptGenerator):
-                item.begin_anew()
 
     def keep_generators(self, found: Mapping[str, Any]) -> None:
         """Keep random generators of the script from now on. In a run that goes on they are put back as its loop begins:
         what the script draws in front of that is what it drew at the first start."""
-        kept = {f"generator {name}": KeptGenerator(generator) for name, generator in found.items()}
+        kept = {f"{GENERATOR}{name}": KeptGenerator(generator) for name, generator in found.items()}
         self._generators.update(kept)
         self._objects.update(kept)
 

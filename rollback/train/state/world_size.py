@@ -2,7 +2,8 @@
 
 The shared part is read as usual. Of the local parts (buffers, random states, cursor), rank r takes that of rank r
 modulo the number of ranks then. Without a rank of its number it would draw the same as its source, so its random states
-are derived from the source's and from its number. Local parts of ranks beyond the present number are not used.
+are derived from the source's and from its number; generators of the script's own are as the script makes them. Local
+parts of ranks beyond the present number are not used.
 
 The position in the data is the same number on all ranks. `rollback.rundir.identity` checks that a batch has as many
 samples as before, and the cursor checks the order.
@@ -14,6 +15,7 @@ from typing import Any
 import xxhash
 
 from rollback.train.data import rng
+from rollback.train.state.kept_values import GENERATOR
 
 
 def source_of(rank: int, ranks_then: int) -> int:
@@ -34,7 +36,8 @@ def adopt(local: Mapping[str, Any], rank: int, ranks_then: int) -> dict[str, Any
     if (opening := cursor["opening"]) is not None:
         random, seed = rng.derived(opening["rng"], f"rank {rank}, data"), _derived_seed(opening["base_seed"], rank)
         cursor["opening"] = {**opening, "rng": random, "base_seed": seed}
-    return {**local, "random": rng.derived(local["random"], f"rank {rank}"), "cursor": cursor}
+    kept = {name: value for name, value in local.get("kept", {}).items() if not name.startswith(GENERATOR)}
+    return {**local, "random": rng.derived(local["random"], f"rank {rank}"), "cursor": cursor, "kept": kept}
 
 
 def _derived_seed(seed: int | None, rank: int) -> int | None:

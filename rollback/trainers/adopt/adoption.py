@@ -306,8 +306,7 @@ class Adoption:
                 raise EpochMoved from None
             raise
         self._stranger = None
-        self._handed.batches += 1
-        self._handed.untrained = self._handed.untrained or guard.batch_in_epoch == 0
+        self._handed.note_batch(guard)
         return batch
 
     def _go_on(self, adopted: Adopted) -> tuple[Iterator[Any], int] | None:

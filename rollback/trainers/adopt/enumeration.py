@@ -23,20 +23,30 @@ class HandedOut:
     passes: int = 0
     limited: bool = False
     untrained: bool = False
-    _epoch_began: int = 0
+    _stood: int = 0
     _before: int = 0
-    """Where in the data the epoch of the newest pass begins, and how many batches there were before that pass."""
+    """Where in the data the newest pass began, and how many batches there were before it."""
+    _epoch_began: int = 0
+    """Where in the data the epoch of its first batch begins."""
 
     def pass_begins(self, guard: Guard) -> None:
         """A pass over the guard, which may go on where the script's has ended early."""
         self.guard, self.limited = guard, False
-        self._epoch_began, self._before = guard.batch - guard.batch_in_epoch, self.batches
+        self._stood, self._before = guard.batch, self.batches
+
+    def note_batch(self, guard: Guard) -> None:
+        """The guard has handed one out."""
+        if self.batches == self._before:
+            self._epoch_began = guard.batch - guard.batch_in_epoch
+        self.batches += 1
+        self.untrained = self.untrained or guard.batch_in_epoch == 0
 
     def falls_short(self, guard: Guard) -> bool:
         """Whether the newest pass, which is at its end, was of less than an epoch: the run stands behind it, it began
         in its midst, or some of it is skipped. Not where the data themselves have no batch, and behind the training."""
-        early = guard.awaits_epoch or guard.batch - self._epoch_began != self.batches - self._before
-        return early and not guard.finished
+        handed = self.batches - self._before
+        early = guard.batch + 1 - self._epoch_began != handed if handed else guard.batch != self._stood
+        return (early or guard.awaits_epoch) and not guard.finished
 
 
 class Enumeration:

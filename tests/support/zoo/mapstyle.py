@@ -478,7 +478,7 @@ def _(again: bool) -> Any:
     return DataLoader(OwnNoise(), batch_size=SIZE, shuffle=True)
 
 
-@kind("data set with own generator, made in the worker", REFUSED, trials=("stopped", "retried"))
+@kind("data set with own generator, made in the worker", alone=IDS)
 def _(again: bool) -> Any:
     data = OwnNoise()
     data.rng = None

@@ -52,6 +52,7 @@ class Masking:
     """A collator with a generator that it makes at its first call, as that of Hugging Face for masked words."""
 
     generator: torch.Generator | None = None
+    tokenizer = "a tokenizer"
 
     def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
         self.generator = self.generator or torch.Generator().manual_seed(5)
@@ -71,6 +72,7 @@ def test_what_workers_that_persist_draw_goes_by_the_passes_that_count() -> None:
     state = evaluated.state_dict()
     second, third = read(evaluated, loader), read(evaluated, loader)
     assert first != second != third, "each pass draws other numbers"
+    assert loader.collate_fn.tokenizer == "a tokenizer", "as a callback may ask for"
     evaluated.load_state_dict(state)
     assert [read(evaluated, loader), read(evaluated, loader)] == [second, third], "behind a rollback"
 

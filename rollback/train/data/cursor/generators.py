@@ -3,7 +3,8 @@
 import copy
 import random
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,10 @@ def _has_data_only(items: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
 
 
 def _attributes(thing: Any) -> list[Any]:
+    if isinstance(thing, MethodType):
+        return [thing.__self__]
+    if isinstance(thing, partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, (list, tuple)):
         return [item for item in thing[:_MOST] if type(item) not in _DATA]
     held = thing.values() if type(thing) is dict else [value for _, value in sorted(vars(thing).items())]
@@ -122,7 +127,8 @@ def is_generator(thing: Any) -> bool:
 
 @lru_cache(maxsize=1024)  # generators are looked for at every step, among things of a few types
 def _draws(kind: type) -> bool:
-    return issubclass(kind, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
+    kinds = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+    return issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)  # which has no state
 
 
 def _state(generator: Any) -> Any:

@@ -160,7 +160,7 @@ class MapStyleCursor(Cursor):
 
     def of_data(self) -> dict[str, Any]:
         here = self._loader.num_workers == 0  # else the workers have copies, and reseed them
-        return {"data_generators": self._of_reading().states() if here else []}
+        return {"data_generators": self._owed or (self._of_reading().states() if here else [])}
 
     def _of_reading(self) -> Generators:
         """Looked for each time: some are made when the first batch is read."""

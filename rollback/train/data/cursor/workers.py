@@ -45,10 +45,15 @@ class KeyedDataset:
     def _begun(self, request: Any, read: Callable[[Any], Any]) -> Any:
         if type(request) is not Keyed:
             return request
-        self._collate.read_again = partial(read, request)
         rng.seed_all(request.key)
-        Generators(self._dataset, self._collate).seed(request.key)  # looked for each time: the first read makes some
+        found = self._generators()  # looked for each time: the first read makes some
+        found.seed(request.key)
+        self._collate.read_again = partial(read, request)
+        self._collate.are_more = lambda: len(self._generators()) != len(found)
         return request.indices
+
+    def _generators(self) -> Generators:
+        return Generators(self._dataset, self._collate._collate)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -71,19 +76,23 @@ class KeyedDataset:
 
 
 class KeyedCollate:
-    """Calls `collate`. Where that makes random generators, as at its first call, nothing has seeded them: then it is
-    called once more, with samples that are read once more."""
+    """Calls `collate`, and has its attributes. Where that or the reading of the samples has made random generators, as
+    a first call does, nothing had seeded them: then it is called once more, with samples that are read once more."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
         self.read_again: Callable[[], Any] | None = None
+        self.are_more: Callable[[], bool] = lambda: False
 
     def __call__(self, samples: Any) -> Any:
-        known = len(Generators(self._collate))
         batch = self._collate(samples)
-        if self.read_again is None or len(Generators(self._collate)) == known:
-            return batch
-        return self._collate(self.read_again())
+        return self._collate(self.read_again()) if self.read_again is not None and self.are_more() else batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._collate, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeyedCollate, (self._collate,)
 
 
 def clone_of(loader: DataLoader[Any], feed: Iterable[Any], seeding: torch.Tensor | None) -> DataLoader[Any]:

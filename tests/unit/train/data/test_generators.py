@@ -1,6 +1,8 @@
 """Generators are found among whatever a data set is made of, and its samples are not looked through for every batch."""
 
 import random
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from rollback.train.data.cursor import generators
-from rollback.train.data.cursor.generators import Generators
+from rollback.train.data.cursor.generators import Generators, is_generator
 
 
 def found_in(data_set: Any) -> int:
@@ -32,6 +34,29 @@ def test_samples_are_looked_through_once(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(generators, "is_generator", lambda thing: looked.append(thing) or False)
     found_in(data_set)
     assert len(looked) < 10
+
+
+def test_what_draws_from_the_system_has_no_state() -> None:
+    assert not is_generator(random.SystemRandom())
+    assert len(Generators([random.SystemRandom()])) == 0
+
+
+BY_METHOD: dict[str, Callable[[Any], Any]] = {
+    "a method": lambda one: one.collate,
+    "a partial": lambda one: partial(print, one),
+}
+
+
+@pytest.mark.parametrize("wrapped", BY_METHOD.values(), ids=BY_METHOD)
+def test_what_a_bound_method_and_a_partial_call_hold_is_found(wrapped: Callable[[Any], Any]) -> None:
+    class Collator:
+        def __init__(self) -> None:
+            self.rng = random.Random(1)
+
+        def collate(self, samples: Any) -> Any:
+            return samples
+
+    assert len(Generators(wrapped(Collator()))) == 1
 
 
 def test_a_generator_is_found_wherever_it_is_made_and_as_soon_as_it_is_there() -> None:

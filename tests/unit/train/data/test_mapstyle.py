@@ -872,6 +872,7 @@ def test_a_generator_that_a_collator_makes_at_its_first_call_goes_with_the_posit
     resumed.witness = witness if place == "in an epoch" else None
     resumed.load_state_dict(state)
     rng.restore(random_states)
+    assert resumed.state_dict()["data_generators"] == state["data_generators"], "before the first batch is read"
     assert repr(read(resumed, 5)) == expected
     assert witness.asked == ([2] if workers and resumed.witness else [])
     resumed.close()

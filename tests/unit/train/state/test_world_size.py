@@ -290,3 +290,11 @@ def test_a_new_rank_begins_with_the_kept_values_of_its_source() -> None:
     cursor.open_epoch()
     local = {"buffers": {}, "random": rng.capture(), "cursor": cursor.state_dict(), "kept": {"best": 0.5}}
     assert [adopt(local, rank, 1)["kept"] for rank in (0, 1)] == [{"best": 0.5}] * 2
+
+
+def test_a_rank_that_is_added_draws_by_a_generator_of_the_script_as_the_script_made_it() -> None:
+    kept = {"generator noise": {"state": "drawn"}, "best": 1.0}
+    cursor = {"base_seed": None, "opening": None}
+    local = {"random": rng.capture(), "cursor": cursor, "kept": kept}
+    assert adopt(local, 1, 2)["kept"] == kept
+    assert adopt(local, 3, 2)["kept"] == {"best": 1.0}

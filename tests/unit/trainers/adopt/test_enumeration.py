@@ -121,3 +121,38 @@ def test_a_limit_of_one_pass_that_has_gone_back_over_its_start_ends_this_attempt
     assert [next(batches) for _ in range(4)] == [4, 5, 1, 2]
     with pytest.raises(RollbackError, match="into an earlier epoch"):
         next(batches)
+
+
+@pytest.mark.parametrize(
+    ("places", "short"),
+    [
+        ([[0, 1, 2, 3]], False),
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], False),
+        ([[1, 2, 3]], True),
+        ([[0, 1, 2, 3], [4, 6, 7]], True),
+        ([[0, 1, 2]], True),
+        ([[0, 1, 2, 3], []], True),
+        ([[]], True),
+    ],
+    ids=[
+        "whole",
+        "both whole",
+        "a resume",
+        "one is skipped",
+        "the last one is skipped",
+        "all are",
+        "a resume, all are",
+    ],
+)
+def test_a_pass_of_less_than_an_epoch_falls_short(places: list[list[int]], short: bool) -> None:
+    handed, moved = HandedOut(), 0
+    for number, taken in enumerate(places):
+        in_hand = bool(moved)
+        stands = SimpleNamespace(batch=moved - in_hand, batch_in_epoch=0, awaits_epoch=False, finished=False)
+        handed.pass_begins(cast(Guard, stands))
+        for place in taken:
+            stands.batch, stands.batch_in_epoch = place, place % LENGTH
+            handed.note_batch(cast(Guard, stands))
+        moved = LENGTH * (number + 1)
+        stands.batch, stands.batch_in_epoch = moved - 1, 0
+    assert handed.falls_short(cast(Guard, stands)) == short

@@ -80,7 +80,7 @@ class Shadow:
 
 
 def test_copies_of_the_weights_in_variables_of_the_script_are_kept_where_they_are() -> None:
-    model = nn.Linear(7, 3)
+    model = nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ema = Shadow({name: p.detach().clone() for name, p in model.named_parameters()})
     listed = [p.detach().clone() for p in model.parameters()]
