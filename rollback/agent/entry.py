@@ -167,6 +167,7 @@ def _refuse(instructions: Instructions, reason: str) -> NoReturn:
     error = UsageError(
         f"torchrun does not take its flags: {' '.join(reason.split())}",
         hint="rollback launch --help and torchrun --help list them; nothing was started",
+        refuses="job",  # torchrun does not take them without protection either
     )
     _tell_supervisor(instructions.refusal, error.fields)
     _leave_at_once(2)

@@ -22,8 +22,10 @@ _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 _PROBE_LIMIT = 180.0
 _SIZE_OF_TIMEX = 512  # it has 208 bytes
 
-# Runs in a process of its own: importing torch takes seconds and memory, and may fail.
+# Runs in a process of its own: importing torch takes seconds and memory, and may fail. Python looks in the working
+# directory first there, where a `json.py` of the user's is not meant.
 _PROBE = """
+import sys; sys.path[0] or sys.path.pop(0)
 import json, torch
 import torch.distributed as dist
 cuda = torch.cuda.is_available()

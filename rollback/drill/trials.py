@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollback import instructions
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import fast_tier_of
 from rollback.errors import ExitCode, OutputNotWritten, RollbackError, reporting
@@ -23,6 +24,7 @@ from rollback.rundir.records import read_metrics
 
 _MANNERS = 30.0  # seconds that a launch has to end when it is told to
 _TAIL = 12
+_PROGRAM = tuple(instructions.program("rollback.__main__")[1:])
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,11 @@ class Trial:
 
 
 class DrillStage:
-    """Where the trials of a drill take place. flags: of `rollback launch`; job: script and arguments; program: ours."""
+    """Where the trials of a drill take place. flags: of `rollback launch`; job: script and arguments; program: ours,
+    as Python's words."""
 
     def __init__(
-        self, scratch: Path, flags: Sequence[str], job: Sequence[str], program: Sequence[str] = ("-m", "rollback")
+        self, scratch: Path, flags: Sequence[str], job: Sequence[str], program: Sequence[str] = _PROGRAM
     ) -> None:
         self.scratch = scratch
         self._flags, self._job = list(flags), list(job)

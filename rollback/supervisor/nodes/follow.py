@@ -125,10 +125,14 @@ class Follower:
             if orders is None:
                 return self._without_leader()
             if self._signals.received and self._seatless:
-                return RunResult(
-                    exit_code=ExitCode.RESUMABLE,
-                    reason=f"told to stop while {self._place.name} waited without a seat: the others go on without it",
+                beacon.put_out()  # before what takes time: the next attempt must not be given to it
+                others = (
+                    "the others begin the next attempt once enough of them are there"
+                    if orders.phase == "gather"
+                    else "the others go on without it"
                 )
+                reason = f"told to stop while {self._place.name} waited without a seat: {others}"
+                return RunResult(exit_code=ExitCode.RESUMABLE, reason=reason)
             self._tell_of_signals(beacon)
             report = beacon.record
             match followers_move(report.state, report.attempt, orders, self._place.launch):
@@ -153,7 +157,7 @@ class Follower:
                     if self._files is not None:
                         self._files.arrived()
                     helper.waits = False
-                    beacon.show(state="running")
+                    beacon.show(state="running", files={})
                     left = self._attempt(orders, beacon)
                     files = self._files.all() if self._files is not None else {}
                     beacon.show(state="ended", left=left, files=files)

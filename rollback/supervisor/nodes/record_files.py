@@ -13,11 +13,13 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from rollback.errors import RollbackError
 from rollback.facts.history import merge_windows
+from rollback.facts.training import Window
 from rollback.rundir.beacon import Beacon
 from rollback.rundir.elsewhere import HandedOver, read_handed_over
 from rollback.rundir.journal.folded_journal import fold_journal
@@ -61,7 +63,8 @@ class RecordFiles:
 
     What an attempt has left whose leader, or whose supervisor here, was gone before it was handed over comes with the
     next attempt. So it is written down what has arrived. What arrived in the last minute may be lost with that leader
-    before the bucket has it: the next one gets it again.
+    before the bucket has it: the next one gets it again. Failure records and stacks are in no bucket: what arrived of
+    them before that is lost with that leader's disk, and stays on this host.
     """
 
     def __init__(self, paths: RunPaths, say: Callable[[str], None]) -> None:
@@ -107,32 +110,39 @@ class RecordFiles:
             if (stamp := self._stamp(name)) and (name not in self._known or stamp != self._known[name].stamp)
         }
         found, room, left_out = dict[str, str](), _LIMIT, list[str]()
+        growing = sum(name.endswith(_GROWS) for name in changed)
         for name, stamp in sorted(changed.items(), key=lambda one: one[1].size):
-            whole, end = True, 0
-            try:
-                if name.endswith(_GROWS):
+            grows, since, start, end = name.endswith(_GROWS), 0, 0, 0
+            text, had = None, shown.get(name)
+            with contextlib.suppress(OSError, ValueError):
+                if grows:
                     since = self._known[name].end if name in self._known else 0
-                    most = room // 2  # JSON escapes their quotes
+                    most = room // 2 // growing  # JSON escapes their quotes
                     text, start, end = _lines(self._paths.root / name, since, most, oldest=oldest)
-                    had = shown[name].end if name in shown else 0
-                    whole = start <= max(since, had, self.handed_over.ends.get(name, 0))
                 else:
                     text = read_small_file(self._paths.root / name, room).decode("utf-8", "replace")
-            except (OSError, ValueError):
-                text = None
-            if text is None or (size := len(json.dumps(text))) > room:
-                left_out += [] if name in shown and shown[name].stamp == stamp else [name]
+            growing -= grows
+            if text is None or (size := len(json.dumps(text))) > room or (end > since and not text):
+                left_out += [] if had and (had.stamp == stamp or 0 < end <= had.end) else [name]
                 continue
-            if text or not name.endswith(_GROWS):
+            if text or not grows:
                 found[name], room = text, room - size
-            again = oldest and name.endswith(_GROWS) and bool(text)  # there may be more lines
+            again = oldest and grows and bool(text)  # there may be more lines
             self._known[name] = _Known(_Stamp(-1, stamp.changed) if again else stamp, end)
+            whole = start <= max(since, had.end if had else 0, self.handed_over.ends.get(name, 0))
             left_out += [] if whole else [name]
         return found, left_out
 
     def _names(self) -> list[str]:
-        found = (path for pattern in _PATTERNS for path in self._paths.root.glob(pattern))
-        return sorted(name for path in found if _FILES.fullmatch(name := path.relative_to(self._paths.root).as_posix()))
+        """A directory that cannot be listed is in place of its files: it cannot be read either, and is told of so."""
+        found = list[str]()
+        for pattern in _PATTERNS:
+            try:
+                names = (path.relative_to(self._paths.root).as_posix() for path in self._paths.root.glob(pattern))
+                found += filter(_FILES.fullmatch, names)
+            except OSError:
+                found.append(pattern.partition("/")[0])
+        return sorted(found)
 
     def _stamp(self, name: str) -> _Stamp | None:
         try:
@@ -166,27 +176,34 @@ class RecordKeeper:
 
     def __init__(self, paths: RunPaths, say: Callable[[str], None]) -> None:
         self._paths, self._say = paths, say
+        self._looked_at: dict[str, Mapping[str, str]] = {}
         self._kept: dict[str, Mapping[str, str]] = {}
         self._told: dict[str, str] = {}
 
     def keep(self, launch: str, who: str, given: Mapping[str, str]) -> None:
-        """given: by a follower, which may have given it before. who: that follower, for people."""
-        if not given or given == self._kept.get(launch):
+        """given: by a follower, which may have given it before. who: that follower, for people. What the disk refuses
+        is tried again at the follower's next sign of life, which makes `given` another object."""
+        if not given or given is self._looked_at.get(launch):
             return
-        self._kept[launch] = given
+        self._looked_at[launch] = given
+        before, kept = self._kept.get(launch, {}), dict[str, str]()
+        skip_list = cache(self._skip_list)
         faults: list[Exception] = []
         for name in filter(_FILES.fullmatch, given):
             try:
-                self._write(self._paths.root / name, given[name])
+                if given[name] != before.get(name):
+                    self._write(self._paths.root / name, given[name], skip_list)
+                kept[name] = given[name]
             except (OSError, ValueError, RollbackError) as error:
                 faults.append(error)
+        self._kept[launch] = kept
         trouble = str(getattr(faults[0], "strerror", faults[0])) if faults else ""
         told, self._told[launch] = self._told.get(launch), trouble
         if trouble and trouble != told:  # a disk that is full stays so, and every few seconds there is news
             what = f"{len(faults)} files of what {who} says of the attempt cannot be kept in {self._paths.root}"
             self._say(f"{what}: {faults[0]}")
 
-    def _write(self, target: Path, text: str) -> None:
+    def _write(self, target: Path, text: str, skip_list: Callable[[], Sequence[Window]]) -> None:
         if target.suffix != _GROWS:
             files.make_directory(target.parent)
             write_file(target, text.encode(), durable=False)
@@ -198,35 +215,40 @@ class RecordKeeper:
         known = {*there.splitlines()}  # a host that hands its files over anew has handed over some of them before
         if not (new := [line for line in text.splitlines() if line not in known]):
             return
+        windows = skip_list()
         writer = LineWriter(target)
         try:
-            for line in self._of_the_record(new):
+            for line in _of_the_record(new, windows):
                 writer.write(line)
         finally:
             writer.close()
 
-    def _of_the_record(self, lines: Sequence[str]) -> Iterator[str]:
-        """The skipped batches that the skip list has. It is journalled before anything is skipped, so what it does not
-        have is from a time that was lost with another leader: there is no trace of it in the record, and those batches
-        may have been trained since."""
-        windows = merge_windows(fold_journal(self._paths.train_journal).history.skip_list)
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                batch = parse_model(line.encode(), SkippedBatch).batch
-                if any(batch in window for window in windows):
-                    yield line
+    def _skip_list(self) -> Sequence[Window]:
+        return merge_windows(fold_journal(self._paths.train_journal).history.skip_list)
+
+
+def _of_the_record(lines: Sequence[str], windows: Sequence[Window]) -> Iterator[str]:
+    """The skipped batches that the skip list has. It is journalled before anything is skipped, so what it does not have
+    is from a time that was lost with another leader: there is no trace of it in the record, and those batches may have
+    been trained since."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            batch = parse_model(line.encode(), SkippedBatch).batch
+            if any(batch in window for window in windows):
+                yield line
 
 
 def _lines(path: Path, since: int, most: int, *, oldest: bool = False) -> tuple[str, int, int]:
     """The whole lines of a file from byte `since` on, of more than `most` bytes the last ones; where they begin and
-    end. oldest: the first ones, where one of them fits."""
+    end; none, and both the end, where not one fits. oldest: the first ones."""
     with open_regular(path) as file:
         end = end_of_lines(file)
         since = since if since <= end else 0
         if oldest and end - since > most:
             file.seek(since)
-            whole = file.read(most).rfind(b"\n") + 1
-            end = since + whole if whole else end
+            if not (whole := file.read(most).rfind(b"\n") + 1):
+                return "", end, end
+            end = since + whole
         start = max(since, end - most)
         file.seek(max(0, start - 1))  # one byte before it tells whether a line begins there
         text = file.read(end - file.tell())

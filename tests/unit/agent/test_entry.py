@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.run import get_args_parser
 
+from rollback.agent import entry
 from rollback.agent.entry import describe
 from rollback.agent.overrides import WrongUse, check_configuration, method_name, read_arguments
 from rollback.cli import app, command_line
 from rollback.cli.command_line import flags_of, spell_out
 from rollback.config import Settings
-from rollback.errors import UsageError
-from rollback.supervisor.diagnosis.outcome import Failures
+from rollback.errors import ScriptRefused, UsageError
+from rollback.supervisor.diagnosis.outcome import Failures, Refusal
 from rollback.supervisor.torchrun.flags import FLAGS, RENDEZVOUS, Flag, names_a_rendezvous, read_flags
 
 INSTALLED = flags_of(get_args_parser())
@@ -164,6 +166,15 @@ def test_a_flag_that_only_the_installed_torchrun_knows_is_handed_on(monkeypatch:
 
 class TestWrongUse:
     """What torchrun's own parser and its own checks say, in one line."""
+
+    def test_is_that_of_the_job_and_not_of_its_protection(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With --adopt the script would be started without, by the same flags."""
+        told: list[dict[str, Any]] = []
+        monkeypatch.setattr(entry, "_tell_supervisor", lambda path, fields: told.append(fields))
+        monkeypatch.setattr(entry, "_leave_at_once", lambda status: None)
+        entry._refuse(SimpleNamespace(refusal="there"), "no such flag")  # type: ignore[arg-type]
+        (fields,) = told
+        assert not isinstance(Refusal(**fields).as_error(reached=0), ScriptRefused)
 
     @pytest.mark.parametrize(
         ("words", "told"),

@@ -259,6 +259,16 @@ def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch,
     assert ("no libtorch" in finding.found) == bool(code)
 
 
+def test_a_file_of_the_working_directory_is_not_taken_for_a_module_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("raise SystemExit('a file of the user')")
+    finding = machine.look_at_torch()
+    assert finding.level == "ok", finding
+
+
 def test_where_no_temporary_file_can_be_made_that_is_the_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.look_at_temporary_files().level == "ok"
     monkeypatch.setattr(tempfile, "tempdir", None)

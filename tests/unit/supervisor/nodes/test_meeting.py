@@ -25,7 +25,7 @@ from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, SkippedBatch
 from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.nodes import meeting
+from rollback.supervisor.nodes import meeting, record_files
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
@@ -510,6 +510,27 @@ def test_a_file_that_cannot_be_kept_costs_no_other_one_and_is_told_of_once(tmp_p
     assert said == [told, told.replace("2 files", "1 files")], "it was well in between"
 
 
+def test_what_the_disk_refused_is_kept_once_it_can_be_and_the_skip_list_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The follower shows the same until the next attempt begins, and takes it as kept then."""
+    paths, said, folds = RunPaths(tmp_path), list[str](), list[Path]()
+    keeper, fold = keeps(paths, said), record_files.fold_journal
+    monkeypatch.setattr(record_files, "fold_journal", lambda path: (folds.append(path), fold(path))[1])
+    names = [f"skips/rank-0000{rank}.jsonl" for rank in range(4)]
+    stacks = paths.rank_stacks(1, 3)
+    stacks.mkdir(parents=True)
+    given = {**dict.fromkeys(names, skips(1)), "stacks/attempt-0001/rank-00003.txt": "here"}
+    keeper.keep("b:1", "node-1", given)
+    assert (len(said), len(folds)) == (1, 1)
+    stacks.rmdir()
+    keeper.keep("b:1", "node-1", {**given})
+    assert stacks.read_text() == "here"
+    assert {paths.skip_record(rank).read_text() for rank in range(4)} == {skips(1)}
+    keeper.keep("b:2", "node-1", {**given})
+    assert (len(said), len(folds)) == (1, 1), "nothing is new"
+
+
 def test_what_was_skipped_in_a_time_that_was_lost_with_another_leader_is_not_kept(tmp_path: Path) -> None:
     """An operator's skip, say, which was not in the bucket yet: those batches are trained now."""
     paths, said = RunPaths(tmp_path), list[str]()
@@ -560,6 +581,49 @@ def test_lines_that_are_too_many_for_one_record_come_with_the_next_ones_and_are_
     assert here.skip_record(3).read_text() == lines
     assert lines.endswith(gatherer.all()["skips/rank-00003.jsonl"])
     assert said == []
+
+
+def test_lines_of_many_ranks_all_come_and_share_the_room(tmp_path: Path) -> None:
+    paths, said, handed_over = RunPaths(tmp_path), list[str](), dict[str, str]()
+    paths.skip_record(0).parent.mkdir()
+    lines = skips(*range(300), size=64)
+    for rank in range(16):
+        paths.skip_record(rank).write_text(lines)
+    gatherer = RecordFiles(paths, said.append)
+    while given := gatherer.new():
+        handed_over = {name: handed_over.get(name, "") + given.get(name, "") for name in {**handed_over, **given}}
+    assert [*handed_over.values()] == [lines] * 16
+    assert len(gatherer.all()) == 16
+    assert said == [], "all of them were in a call"
+    assert len(RecordFiles(paths, said.append).all()) == 16
+    assert len(said) == 1
+
+
+def test_a_line_that_fits_into_no_record_is_told_to_stay(tmp_path: Path) -> None:
+    paths, said = RunPaths(tmp_path), list[str]()
+    paths.skip_record(3).parent.mkdir()
+    paths.skip_record(3).write_text(skips(1, size=1 << 18))
+    gatherer = RecordFiles(paths, said.append)
+    assert (gatherer.new(), gatherer.all()) == ({}, {})
+    gatherer.arrived()
+    assert gatherer.handed_over == HandedOver()
+    assert said == [f"1 files of the record stay on this host, or lines of them, as {paths.skip_record(3)}"]
+
+
+def test_a_directory_that_cannot_be_listed_is_told_to_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, said, glob = RunPaths(tmp_path), list[str](), Path.glob
+    paths.rank_stacks(1, 3).parent.mkdir(parents=True)
+    paths.rank_stacks(1, 3).write_text("here")
+    paths.skip_record(3).parent.mkdir()
+
+    def of_a_failing_disk(path: Path, pattern: str) -> Iterator[Path]:
+        if pattern.startswith("skips"):
+            raise OSError(errno.EIO, "Input/output error")
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", of_a_failing_disk)
+    assert [*RecordFiles(paths, said.append).all()] == ["stacks/attempt-0001/rank-00003.txt"]
+    assert said == [f"1 files of the record stay on this host, or lines of them, as {paths.root / 'skips'}"]
 
 
 @pytest.mark.parametrize("arrived", [True, False])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.journal import SupervisorJournal
+from rollback.supervisor.nodes import follow
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
@@ -231,13 +233,14 @@ def test_a_node_that_comes_back_during_an_attempt_waits_for_the_next_one_and_is_
 def test_what_is_handed_over_is_shown_until_the_leader_orders_to_begin(paths: RunPaths) -> None:
     """Where the leader took this host for lost at an attempt's end, it did not hear of that end."""
     following = Following(paths, ring=f"file://{paths.root.parent}/bucket")
-    evidence = paths.failure(1, 0)
+    evidence, files_of_running = paths.failure(1, 0), list[dict[str, str] | None]()
 
     @contextlib.contextmanager
     def attempt(number: int, group: object) -> Iterator[SimpleNamespace]:
         if number == 1:
             evidence.parent.mkdir(parents=True)
             evidence.write_text("{}")
+        files_of_running.append(following.report and following.report.files)
         yield SimpleNamespace(attempt=number, poll=lambda: 1, beats=dict)
 
     following.host.attempt, following.host.left = attempt, lambda status, running: Left(status=status)
@@ -256,15 +259,24 @@ def test_what_is_handed_over_is_shown_until_the_leader_orders_to_begin(paths: Ru
     following.until(lambda: following.report is not None and following.report.state == "ended")
     assert following.report is not None
     assert following.report.files == {}, "it has arrived"
+    assert files_of_running[1:] == [{}], "what has arrived is not shown all the time"
     assert following.end() == ["done"]
 
 
 @pytest.mark.parametrize("phase", ["run", "stop", "end", "gather"])
 def test_a_node_without_a_seat_that_is_told_to_stop_goes_and_the_others_do_not_hear_of_it(
-    paths: RunPaths, phase: str
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """As where a scheduler takes the host of a spare back. A stop signal that it tells would stop the whole job, also
     between two attempts: the next one begins without it."""
+    shown_at_last: list[NodeReport | None] = []
+    close = follow.Helper.close
+
+    def closes(helper: follow.Helper, **how: Any) -> None:
+        shown_at_last.append(following.report)
+        close(helper, **how)
+
+    monkeypatch.setattr(follow.Helper, "close", closes)
     following = Following(paths, spares=1)
     members = ("a:1:1.0", "somebody else")
     following.leads.show(phase="run" if phase == "gather" else phase, members=members)
@@ -283,6 +295,8 @@ def test_a_node_without_a_seat_that_is_told_to_stop_goes_and_the_others_do_not_h
     (result,) = following.found
     assert result is not None
     assert result.exit_code == ExitCode.RESUMABLE
-    assert result.reason == "told to stop while node-0 waited without a seat: the others go on without it"
+    others = {"gather": "the others begin the next attempt once enough of them are there"}
+    what = others.get(phase, "the others go on without it")
+    assert result.reason == f"told to stop while node-0 waited without a seat: {what}"
     following.thread.join(60)
-    assert following.report is None, "nobody counts with it any more"
+    assert shown_at_last == [None], "nobody counts with it any more, from before its end takes time"
