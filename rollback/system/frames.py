@@ -55,9 +55,9 @@ def _held_by(thing: Any) -> list[tuple[str, Any]]:
         items = thing.items() if type(thing) is dict else enumerate(thing)
         return [(f"[{key!r}]", held) for key, held in items] if len(thing) <= _FEW else []
     file = getattr(sys.modules.get(type(thing).__module__), "__file__", None)
-    if file is None or not is_own(file):
+    if file is None or not is_own(file) or not type(thing).__dictoffset__:
         return []
-    return [(f".{name}", held) for name, held in getattr(thing, "__dict__", {}).items()]
+    return [(f".{name}", held) for name, held in vars(thing).items()]
 
 
 def frame_of(thread: int) -> FrameType | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -39,6 +40,8 @@ def nonpersistent(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tens
     found: dict[str, Tensor | None] = {}
     for name, owner, key in _registered(module):
         item, stored = owner._buffers[key], state.get(name)
+        if item is not None and is_lazy(item):
+            continue  # it is in the state, too, which is refused by its name
         same = isinstance(stored, Tensor) and item is not None and stored.data_ptr() == item.data_ptr() != 0
         if item is None or (not same and is_kept(item)):
             found[name] = item

@@ -99,7 +99,7 @@ def encode_once(value: Mapping[str, Tensor | None], path: str, tensors: dict[str
     stored: dict[object, Json] = {}
     items = []
     for key, item in value.items():
-        memory = memory_of(item) if isinstance(item, Tensor) else key
+        memory = memory_of(item) if isinstance(item, Tensor) and not is_lazy(item) else key
         if memory not in stored:
             stored[memory] = encode(item, f"{path}/{escape(key)}", tensors)
         items.append((key, stored[memory]))

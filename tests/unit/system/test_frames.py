@@ -1,13 +1,15 @@
-"""What a thread runs, asked while nobody searches for reference cycles."""
+"""What a thread runs, asked while nobody searches for reference cycles; what the user's own files hold."""
 
 import gc
 import sys
 import threading
+import weakref
 from types import FrameType
+from typing import Any
 
 import pytest
 
-from rollback.system.frames import frame_of
+from rollback.system.frames import frame_of, own_variables
 
 
 def test_no_search_for_cycles_may_begin_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +25,47 @@ def test_no_search_for_cycles_may_begin_in_the_call(monkeypatch: pytest.MonkeyPa
     assert seen == [False]
     assert gc.isenabled()
     assert frame_of(0) is None
+
+
+class Strange(type):  # noqa: PLW1641
+    """Its classes cannot be hashed."""
+
+    def __eq__(cls, other: object) -> bool:
+        return False
+
+
+class Unhashed(metaclass=Strange):
+    pass
+
+
+class Slots:
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Holder:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+def test_variables_are_found_with_what_own_objects_and_short_lists_and_dicts_hold() -> None:
+    one, two, three = object(), object(), object()
+    holder, some, many = Holder(one), {"a": two}, [three] * 17
+    strange = Unhashed(), Slots()
+    found = {name: thing for name, thing in own_variables() if thing in (one, two, three)}
+    assert found == {"one": one, "two": two, "three": three, "holder.held": one, "some['a']": two}, (many, strange)
+    assert holder
+    assert some
+
+
+def test_a_look_at_the_variables_keeps_nothing_alive() -> None:
+    class Large:
+        pass
+
+    large = Large()
+    gone = weakref.ref(large)
+    assert "large" in dict(own_variables())
+    del large
+    assert gone() is None

@@ -16,6 +16,7 @@ _DATA = frozenset((
     type(None), bool, int, float, complex, str, bytes, dict, torch.Tensor, np.ndarray, np.int32, np.int64, np.float32,
     np.float64,
 ))  # fmt: skip
+_KINDS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 _LISTS = frozenset((list, tuple))
 _LONG = 16  # a longer list is looked through once, and a longer dict is data
 _SAMPLES: dict[int, tuple[int, type, type]] = {}
@@ -118,17 +119,12 @@ def _attributes(thing: Any) -> list[Any]:
 
 
 def is_generator(thing: Any) -> bool:
-    """Whether it is a random generator, and none of the process's own."""
-    if not _draws(type(thing)):  # type: ignore[arg-type] # a class can be hashed
+    """Whether it is a random generator that has a state, and none of the process's own."""
+    kind = type(thing)
+    if not issubclass(kind, _KINDS) or issubclass(kind, random.SystemRandom):
         return False
     of_process = thing is torch.default_generator or thing is getattr(np.random.mtrand, "_rand", None)
     return not of_process and thing is not getattr(random, "_inst", None)
-
-
-@lru_cache(maxsize=1024)  # generators are looked for at every step, among things of a few types
-def _draws(kind: type) -> bool:
-    kinds = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
-    return issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)  # which has no state
 
 
 def _state(generator: Any) -> Any:

@@ -246,3 +246,11 @@ def test_each_rank_stores_about_as_much_as_the_others(sizes: dict[str, int], ran
     assert owner == owners(dict(reversed(tensors.items())), range(ranks)), "the same on all ranks"
     load = [sum(sizes[name] for name in sizes if owner[name] == rank) for rank in range(ranks)]
     assert max(load) - min(load) <= max(sizes.values(), default=0)
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(4), nn.LazyBatchNorm1d()], ids=["parameters", "buffers"])
+def test_a_module_without_values_is_refused_by_name(lazy: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), lazy)
+    state = TrainingState(model, torch.optim.SGD(model[0].parameters(), 0.1), {}, cursor_for([1]), Sentinel())
+    with pytest.raises(UsageError, match=r"has no values yet \(it has no shape\)"):
+        state.check()
