@@ -88,7 +88,7 @@ class Prober:
             return
         if self._hidden is None and self._kept.some:
             self._hidden = self._marks_of_hidden()
-        self._kept.keep(step, batch)
+        self._kept.keep(step, batch, self._state.kept)
 
     def begin(self) -> Any:
         """The first batch of a probe; `NO_BATCH`: there is none, and the journal has the reason.
@@ -113,7 +113,9 @@ class Prober:
             return NO_BATCH
         self._step.probe_batches = (self._step.probe_batches or 0) + 1
         self._step.updates.expect_backward(last=False)
-        return self._probe.left.pop(0).again()
+        kept = self._probe.left.pop(0)
+        self._state.kept.put_generators(kept.generators)
+        return kept.again()
 
     def end(self) -> Decision | None:
         """If a probe is under way, put everything back, and judge what the model has answered."""

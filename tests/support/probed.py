@@ -42,7 +42,8 @@ class Case:
     """`map`, `iterable`."""
     odd: str | None = None
     """`object`: batches have something that is not looked into, `object on the last rank` there alone; `hidden`: the
-    model counts in a plain attribute; `gradients`: half of each is left for the next update."""
+    model counts in a plain attribute; `gradients`: half of each is left for the next update; `noise`: the loop draws
+    from a generator of its own."""
     skip: tuple[tuple[int, int], ...] = ()
     steps: int = STEPS
 
@@ -116,6 +117,7 @@ def run_case(case: Case, run: Path, in_probe: Callable[[], bool] = lambda: False
         loader = DataLoader(data, BATCH, sampler=sampler, num_workers=case.workers, collate_fn=collate)
     else:
         loader = DataLoader(InOrder(data, rank, ranks), BATCH)
+    noise = torch.Generator().manual_seed(60 + rank) if case.odd == "noise" else None
     guard = rollback.Guard(
         model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, max_steps=case.steps, run=run,
         probe=case.probe, skip=[{"first": first, "last": last} for first, last in case.skip], **SETTINGS,
@@ -128,6 +130,8 @@ def run_case(case: Case, run: Path, in_probe: Callable[[], bool] = lambda: False
         for samples_x, samples_y, ids, *_ in guard:
             x, y = samples_x.flatten(0, 1), samples_y.flatten(0, 1)
             guard._checkpoints.snapshots.wait()
+            if noise is not None:
+                y = y + 0.2 * torch.randn(y.shape, generator=noise)
             if case.fault == "weights" and guard.step == FAULT_AT and not moved:
                 moved = 1
                 with torch.no_grad():

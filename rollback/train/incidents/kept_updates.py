@@ -22,6 +22,7 @@ from rollback.sentinel import Sentinel
 from rollback.train.data import rng
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepMark
+from rollback.train.state.kept_values import KeptByScript
 
 KEPT_EVERY = 100
 """Steps between two updates that are kept."""
@@ -32,14 +33,17 @@ _AGAIN_AFTER = 10  # steps, where the last try was of an unfit time
 
 
 class KeptBatch:
-    """A copy of a batch, and the random states as it was handed out. Raises ValueError where it cannot be copied."""
+    """A copy of a batch, and the random states as it was handed out. Raises ValueError where it cannot be copied.
 
-    def __init__(self, batch: Any, most: int) -> None:
+    generators: the states of the script's own.
+    """
+
+    def __init__(self, batch: Any, most: int, generators: Mapping[str, Any]) -> None:
         found = list(_parts_of(batch))
         self.nbytes = sum(item.nbytes for item in found)
         if self.nbytes > most:
             raise ValueError(f"the batches of an update have more than {MOST >> 20} MiB")
-        self._random = rng.capture()
+        self._random, self.generators = rng.capture(), generators
         tensors = [item for item in found if isinstance(item, Tensor)]
         memo = {id(item): item.to("cpu", copy=True) for item in tensors}
         self._devices = [(memo[id(item)], item.device) for item in tensors]
@@ -75,7 +79,7 @@ class KeptUpdates:
         self._open: KeptUpdate | None = None
         self._held: list[KeptUpdate] = []
 
-    def keep(self, step: int, batch: Any) -> None:
+    def keep(self, step: int, batch: Any, scripts: KeptByScript) -> None:
         """A batch of this step is handed out."""
         if not self.wanted or step < self._from:
             return
@@ -84,7 +88,8 @@ class KeptUpdates:
         kept = self._open
         if kept.step == step and kept.unfit is None:  # else it is not judged yet
             try:
-                kept.batches.append(KeptBatch(batch, MOST - sum(each.nbytes for each in kept.batches)))
+                room = MOST - sum(each.nbytes for each in kept.batches)
+                kept.batches.append(KeptBatch(batch, room, scripts.generators()))
             except (ValueError, TypeError, AttributeError, RuntimeError, MemoryError, RecursionError) as error:
                 kept.batches, kept.unfit = [], f"a batch cannot be kept: {error}"
 

@@ -140,6 +140,15 @@ class KeptByScript:
         """Those among the values, as they were at the last load."""
         self._load_objects(self._generators)
 
+    def generators(self) -> dict[str, dict[str, Any]]:
+        """The present states of those among the values, by name."""
+        return {name: item.state_dict() for name, item in self._generators.items()}
+
+    def put_generators(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """To draw again as at the time of these."""
+        for name in states.keys() & self._generators:
+            self._generators[name].load_state_dict(states[name])
+
     def is_kept(self, generator: object) -> bool:
         return any(generator is item.generator for item in self._generators.values())
 

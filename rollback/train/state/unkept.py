@@ -30,8 +30,6 @@ from rollback.train.updates.copies import copies_of_script, tensors_in
 from rollback.train.updates.own_attributes import OwnAttributes, tells_itself
 
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
-_LOOKS = 10  # updates: a generator that has drawn in none of them has drawn the first weights
-
 
 _WATCHING: "list[weakref.ref[Unkept]]" = []
 _KEPT_LOADERS: "weakref.WeakSet[DataLoader[Any]]" = weakref.WeakSet()
@@ -74,7 +72,6 @@ class Unkept:
         copies = copies_of_script(state.model, handed)
         self._copies = {name: (held, _marks_of(held)) for name, held in copies.items()}
         """Each with what tells of a write to it."""
-        self._looks = 0
         _WATCHING.append(weakref.ref(self, _WATCHING.remove))
         _watch_all_steps()
 
@@ -101,16 +98,11 @@ class Unkept:
 
     def generators(self) -> list[str]:
         """Names of the random generators of modules, of optimizers and of the script that have drawn since."""
-        self._looks += 1
-        if self._looks > _LOOKS:
-            return []
         unkept = {name: one for name, one in self._generators.items() if not self._state.kept.is_kept(one[0])}
         return [name for name, (thing, then) in unkept.items() if _state_of(thing) != then]
 
     def copies(self) -> list[str]:
         """Names of copies of the model's weights, as of an average, that the script holds and writes to."""
-        if self._looks > _LOOKS:
-            return []
         return [name for name, (held, then) in self._copies.items() if _marks_of(held) != then]
 
     def in_its_place(self) -> str | None:

@@ -210,6 +210,7 @@ _CLIPPED = 300  # updates that are judged together; not the first ones: there ev
 _CLIPPED_SHARE = 0.5  # of these updates
 _SCALED = 5
 _SPIKES = 3
+_FIRST = 10  # updates: a generator that has drawn in none of them has drawn the first weights
 _SELDOM = 16  # updates between two looks at what is not kept, behind the first ones: what is found stays there
 _UNCLIPPED = 100  # updates without a write to any gradient
 _SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
@@ -288,9 +289,9 @@ class Advisor:
             return []
         said = [_filled(OPTIMIZER_NOT_KEPT, kind=kind) for kind in self._unkept.optimizers()]
         said += [_filled(ATTRIBUTES_NOT_KEPT, kind=kind, names=names) for kind, names in self._unkept.attributes()]
-        if names := self._unkept.generators():
+        if self._looks <= _FIRST and (names := self._unkept.generators()):
             said.append(_filled(GENERATOR_NOT_KEPT, names=", ".join(names)))
-        if names := self._unkept.copies():
+        if self._looks <= _FIRST and (names := self._unkept.copies()):
             said.append(_filled(COPIES_NOT_KEPT, names=", ".join(names)))
         said += [SCHEDULER_NOT_KEPT] * self._unkept.scheduler()
         return said + [EVALUATION_DRAWS] * self._unkept.evaluation()

@@ -17,7 +17,10 @@ from rollback.train.updates.copies import ModelCopies, copies_of_script, tensors
 
 
 class CopiedWeights:
-    """A list or a dict of tensors of the script, for a guard: it puts them back where they are."""
+    """A list or a dict of tensors of the script, for a guard: it puts them back where they are.
+
+    Raises ValueError where the script's holds others: what is then which copy, nobody could tell.
+    """
 
     def __init__(self, held: Any) -> None:
         self._held = held
@@ -26,9 +29,15 @@ class CopiedWeights:
         return {str(place): item for place, item in enumerate(tensors_in(self._held))}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        own = self.state_dict()
+        shapes, kept = ({place: [*item.shape] for place, item in items.items()} for items in (own, state))
+        if shapes != kept:
+            raise ValueError(
+                f"the script's tensors are of shapes {[*shapes.values()]} here, and {[*kept.values()]} there"
+            )
         with torch.no_grad():
-            for place, item in enumerate(tensors_in(self._held)):
-                item.copy_(state[str(place)])
+            for place, item in own.items():
+                item.copy_(state[place])
 
 
 class MadeObjects:

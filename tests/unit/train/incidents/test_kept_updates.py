@@ -15,6 +15,7 @@ from rollback.sentinel import Hint, Observation, Sentinel
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepMark
 from rollback.train.incidents.kept_updates import KEPT_EVERY, MOST, KeptBatch, KeptUpdates
+from rollback.train.state.kept_values import KeptByScript
 
 
 @dataclass
@@ -35,7 +36,7 @@ def nested() -> dict[str, Any]:
 
 def test_a_copy_is_what_was_handed_out_whatever_the_script_does_to_it() -> None:
     batch, untouched = nested(), nested()
-    kept = KeptBatch(batch, MOST)
+    kept = KeptBatch(batch, MOST, {})
     for _ in range(2):  # nor does the script of the first probe change the second
         batch["pair"][0].zero_()
         batch["pair"][1].append(torch.ones(1))
@@ -51,7 +52,7 @@ def test_a_copy_is_what_was_handed_out_whatever_the_script_does_to_it() -> None:
 
 
 def test_with_it_come_the_random_states_of_its_time() -> None:
-    kept = KeptBatch(torch.zeros(1), MOST)
+    kept = KeptBatch(torch.zeros(1), MOST, {})
     drawn = torch.rand(3).tolist(), np.random.rand(2).tolist()
     kept.again()
     assert (torch.rand(3).tolist(), np.random.rand(2).tolist()) == drawn
@@ -71,13 +72,13 @@ def test_with_it_come_the_random_states_of_its_time() -> None:
 )
 def test_what_may_have_more_than_data_is_refused(batch: Any) -> None:
     with pytest.raises(ValueError, match="looked into"):
-        KeptBatch(batch, MOST)
+        KeptBatch(batch, MOST, {})
 
 
 def test_a_batch_that_is_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match="64 MiB"):
-        KeptBatch([torch.zeros(3), np.zeros(1)], 19)
-    assert KeptBatch([torch.zeros(3), np.zeros(1)], 20).nbytes == 20
+        KeptBatch([torch.zeros(3), np.zeros(1)], 19, {})
+    assert KeptBatch([torch.zeros(3), np.zeros(1)], 20, {}).nbytes == 20
 
 
 class Steps:
@@ -94,7 +95,7 @@ class Steps:
     ) -> None:
         for step in steps:
             for _ in range(batches):
-                self.kept.keep(step, torch.zeros(2) if odd is None else odd)
+                self.kept.keep(step, torch.zeros(2) if odd is None else odd, KeptByScript())
             mark = StepMark(step, step, step, per_step, Hint.NONE, batches=batches)
             self.kept.judged(mark, loss, self.sentinel)
 
@@ -114,8 +115,8 @@ def test_an_update_is_kept_every_hundred_steps_and_two_of_them() -> None:
 
 def test_only_what_was_judged_is_of_use() -> None:
     steps = Steps()
-    steps.kept.keep(0, torch.zeros(1))
-    steps.kept.keep(1, torch.zeros(1))  # the next batch comes before the verdict
+    steps.kept.keep(0, torch.zeros(1), KeptByScript())
+    steps.kept.keep(1, torch.zeros(1), KeptByScript())  # the next batch comes before the verdict
     assert steps.newest() is None
     steps.kept.judged(StepMark(0, 0, 0, 1, Hint.NONE), 1.0, steps.sentinel)
     assert steps.newest() == 0

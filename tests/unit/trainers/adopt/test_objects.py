@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 
 from rollback.errors import UsageError
-from rollback.trainers.adopt.objects import MadeObjects, applies_gradients, trained_objects
+from rollback.trainers.adopt.objects import CopiedWeights, MadeObjects, applies_gradients, trained_objects
 
 
 def made(*things: Any) -> list[Any]:
@@ -125,6 +125,15 @@ def test_parameters_without_a_module_are_refused() -> None:
     optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)
     with pytest.raises(UsageError, match="parameters that are in no module"):
         trained_objects([nn.Linear(2, 2), optimizer])
+
+
+@pytest.mark.parametrize("shapes", [[2, 3], [2, 3, 3, 3], [2, 2, 3], [2, 1, 3]], ids=str)
+def test_copies_are_not_put_into_others(shapes: list[int]) -> None:
+    kept = CopiedWeights([torch.ones(size) for size in (2, 3, 3)]).state_dict()
+    here = [torch.zeros(size) for size in shapes]
+    with pytest.raises(ValueError, match=r"here, and \[\[2\], \[3\], \[3\]\] there"):
+        CopiedWeights(here).load_state_dict(kept)
+    assert not any(map(torch.any, here))
 
 
 def test_objects_that_are_gone_are_forgotten_and_training_mode_is_that_of_a_trained_module() -> None:
