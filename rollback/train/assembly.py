@@ -11,6 +11,7 @@ from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
+from rollback.system.frames import own_variables
 from rollback.train.catalogue.catalogue import Catalogue, HeldAtStart
 from rollback.train.catalogue.draining import start_draining
 from rollback.train.catalogue.host_copies import HostCopies
@@ -121,12 +122,14 @@ class GuardAssembly:
         manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
         evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
         pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
-        generators = generators_beside(state, loader)
+        variables = list(own_variables())
+        generators = generators_beside(state, loader, variables)
         if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
             state.kept.keep_generators(generators)
         self._judge = Judge(
             run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence,
-            Advisor(state.model, optimizer, layers, Unkept(state, generators)), skips, cursor.batch, max_steps,
+            Advisor(state.model, optimizer, layers, Unkept(state, generators, variables)), skips, cursor.batch,
+            max_steps,
         )  # fmt: skip
         lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)

@@ -5,14 +5,13 @@ loader has are the cursor's.
 """
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollback.system.frames import own_variables
 from rollback.train.data.cursor.generators import Generators, is_generator
 
 _WORDS = 64  # a longer tuple of numbers is kept as bytes
@@ -43,9 +42,9 @@ class KeptGenerator:
         self.load_state_dict(self._first)
 
 
-def generators_of_script(*others: Any) -> dict[str, Any]:
-    """Those in the script's variables, by their names; of two with one name, the second one has a number. Without those
-    that `others` have, as the loader."""
+def generators_of_script(variables: Iterable[tuple[str, Any]], *others: Any) -> dict[str, Any]:
+    """Those among its variables (`rollback.system.frames.own_variables`), by their names; of two with one name, the
+    second one has a number. Without those that `others` have, as the loader."""
     of_others = Generators(*others)
     found: dict[str, Any] = {}
 
@@ -54,7 +53,7 @@ def generators_of_script(*others: Any) -> dict[str, Any]:
             places = (f"{name}{number or ''}" for number in range(len(found) + 1))
             found[next(place for place in places if place not in found)] = thing
 
-    for name, thing in own_variables():
+    for name, thing in variables:
         note(name, thing)
     return found
 

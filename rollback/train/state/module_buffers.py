@@ -135,9 +135,9 @@ def marks_of_not_kept(module: nn.Module) -> list[tuple[str, int, int]]:
 
 def _not_kept(module: nn.Module) -> list[tuple[str, Tensor]]:
     state = (item for item in tree_leaves(module.state_dict()) if isinstance(item, Tensor))  # also of extra states
-    held = {_storage_of(item) for item in (*module.parameters(), *module.buffers(), *state) if is_kept(item)}
+    held = {storage_of(item) for item in (*module.parameters(), *module.buffers(), *state) if is_kept(item)}
     odd = [(name, item) for name, item in module.named_buffers() if not is_kept(item)]
-    plain = [(name, item) for name, item in _attributes(module) if not is_kept(item) or _storage_of(item) not in held]
+    plain = [(name, item) for name, item in _attributes(module) if not is_kept(item) or storage_of(item) not in held]
     return odd + plain
 
 
@@ -175,6 +175,7 @@ def _rebuilt(owner: nn.Module) -> set[str]:
     return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}
 
 
-def _storage_of(item: Tensor) -> object:
+def storage_of(item: Tensor) -> object:
+    """Equal for two tensors if the memory of one is part of the other's, or of what both are views of."""
     item = local_of(item)
     return item.untyped_storage().data_ptr(), item.device

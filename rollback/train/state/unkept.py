@@ -1,6 +1,6 @@
 """What acts on the training and is in no checkpoint: an optimizer, or a scheduler, that the guard was not handed; the
 workers of another loader; a random generator of a module's, of an optimizer's or of the script's own; an average of the
-weights that the script makes by hand.
+weights that the script makes by hand, and other tensors of its variables, as a queue of features.
 
 Nothing else of rollback sees it: all goes well until a resume or a rollback begins it anew. torch tells of each step of
 any optimizer. What it keeps is compared by memory with what a checkpoint would have, so that an optimizer inside of
@@ -11,7 +11,7 @@ persist are looked for among all objects, once.
 import functools
 import gc
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -24,10 +24,11 @@ from torch.utils.data import DataLoader
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators, is_generator
 from rollback.train.data.own_generators import generators_of_script
+from rollback.train.state.module_buffers import storage_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
-from rollback.train.updates.copies import copies_of_script, tensors_in
 from rollback.train.updates.own_attributes import OwnAttributes, tells_itself
+from rollback.train.updates.script_tensors import copies_of_script, tensors_in, tensors_of_script
 
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
 
@@ -56,10 +57,12 @@ def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 class Unkept:
     """Watches all optimizers of this process, for as long as it lives. Nothing here is collective.
 
-    generators: random generators that nobody has had kept yet, by name.
+    generators: random generators that nobody has had kept yet, by name. variables: those of the script.
     """
 
-    def __init__(self, state: TrainingState, generators: Mapping[str, Any]) -> None:
+    def __init__(
+        self, state: TrainingState, generators: Mapping[str, Any], variables: Sequence[tuple[str, Any]]
+    ) -> None:
         self._state = state
         self._seen: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """Positions of the first batches in which an optimizer has stepped that the guard does not have."""
@@ -69,9 +72,12 @@ class Unkept:
         self._own = [OwnAttributes(item) for item in own]
         self._generators = {name: (thing, _state_of(thing)) for name, thing in generators.items()}
         """Each with its state now."""
-        copies = copies_of_script(state.model, handed)
+        copies = copies_of_script(state.model, handed, variables)
         self._copies = {name: (held, _marks_of(held)) for name, held in copies.items()}
         """Each with what tells of a write to it."""
+        known = {id(item) for held in copies.values() for item in tensors_in(held)}
+        others = tensors_of_script((name, item) for name, item in variables if id(item) not in known)
+        self._tensors = {name: (weakref.ref(item), item._version) for name, item in others.items()}
         _WATCHING.append(weakref.ref(self, _WATCHING.remove))
         _watch_all_steps()
 
@@ -104,6 +110,14 @@ class Unkept:
     def copies(self) -> list[str]:
         """Names of copies of the model's weights, as of an average, that the script holds and writes to."""
         return [name for name, (held, then) in self._copies.items() if _marks_of(held) != then]
+
+    def tensors(self) -> list[str]:
+        """Names of other tensors of the script's that are written to, as a queue of features is."""
+        alive = ((name, reference(), then) for name, (reference, then) in self._tensors.items())
+        written = [(name, item) for name, item, then in alive if item is not None and item._version != then]
+        kept = {storage_of(item) for item in self._state.image(data=False).tensors} if written else ()
+        gradients = {storage_of(p.grad) for p in self._state.trained if p.grad is not None} if written else ()
+        return [name for name, item in written if storage_of(item) not in {*kept, *gradients}]
 
     def in_its_place(self) -> str | None:
         """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
@@ -170,11 +184,11 @@ def _marks_of(held: Any) -> list[tuple[int, int]]:
     return [(id(item), item._version) for item in tensors_in(held)]
 
 
-def generators_beside(state: TrainingState, loader: Any) -> dict[str, Any]:
+def generators_beside(state: TrainingState, loader: Any, variables: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Random generators that are attributes of modules or optimizers, or variables of the script, by name. Those that
     the loader has are the cursor's."""
     found = dict(_generators_of(state))
-    return found | generators_of_script(loader, *found.values())
+    return found | generators_of_script(variables, loader, *found.values())
 
 
 def _generators_of(state: TrainingState) -> Iterator[tuple[str, Any]]:

@@ -169,6 +169,12 @@ COPIES_NOT_KEPT = (
     "these: a rollback leaves them as they are, and a resume begins them anew. Hand over an object with state_dict and "
     "load_state_dict that has them, by a name of its own: Guard(..., average=average)",
 )
+VARIABLES_NOT_KEPT = (
+    "variables-not-kept",
+    "the training writes to {names}, tensors of the script's that no checkpoint has: a rollback leaves them as they "
+    "are, and a resume begins them anew. If a later batch reads what is written there, as from a queue of features, "
+    'make them buffers of a module that is handed over: bank.register_buffer("queue", queue), Guard(..., bank=bank)',
+)
 SCHEDULER_NOT_KEPT = (
     "scheduler-not-kept",
     "a scheduler changes the learning rate, and the guard was not handed it: after a resume it begins with its first "
@@ -235,6 +241,8 @@ class NotHandedOver(Protocol):
 
     def copies(self) -> Collection[str]: ...
 
+    def tensors(self) -> Collection[str]: ...
+
     def in_its_place(self) -> str | None: ...
 
     def scheduler(self) -> bool: ...
@@ -293,6 +301,8 @@ class Advisor:
             said.append(_filled(GENERATOR_NOT_KEPT, names=", ".join(names)))
         if self._looks <= _FIRST and (names := self._unkept.copies()):
             said.append(_filled(COPIES_NOT_KEPT, names=", ".join(names)))
+        if self._looks <= _FIRST and (names := self._unkept.tensors()):
+            said.append(_filled(VARIABLES_NOT_KEPT, names=", ".join(names)))
         said += [SCHEDULER_NOT_KEPT] * self._unkept.scheduler()
         return said + [EVALUATION_DRAWS] * self._unkept.evaluation()
 

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rollback.errors import UsageError
+from rollback.system.frames import own_variables
 from rollback.train.sharded import HeldByFsdp, local_of
 from rollback.train.start.arguments import check_whole
-from rollback.train.updates.copies import ModelCopies, copies_of_script, tensors_in
+from rollback.train.updates.script_tensors import ModelCopies, copies_of_script, tensors_in
 
 
 class CopiedWeights:
@@ -128,7 +129,7 @@ def kept_besides(model: nn.Module, made: list[Any]) -> dict[str, Any]:
     known = [*others, *averages, *optimizers_of(made)]
     named: dict[str, list[Any]] = {
         "scheduler": schedulers, "scaler": scalers, "module": others, "average": averages,
-        "copies": [CopiedWeights(held) for held in copies_of_script(model, known).values()],
+        "copies": [CopiedWeights(held) for held in copies_of_script(model, known, own_variables()).values()],
     }  # fmt: skip
     return {
         name if place == 1 else f"{name}{place}": thing

@@ -244,7 +244,7 @@ def test_an_optimizer_whose_state_another_does_not_hand_out_is_named(tmp_path: P
 def test_a_guard_that_is_forgotten_while_an_optimizer_goes_through_its_hooks_ends_no_step() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = [Unkept(TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal")), {})]
+    watching = [Unkept(TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal")), {}, [])]
     handles = [register_optimizer_step_post_hook(hook) for hook in (lambda *_: watching.clear(), lambda *_: None)]
     model(torch.ones(2)).backward()
     optimizer.step()
@@ -396,6 +396,39 @@ def test_an_average_by_hand_that_was_not_handed_over_is_named(tmp_path: Path, fo
     said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
     codes = [fact.code for fact in said if isinstance(fact, Advice)]
     assert codes == ["copies-not-kept"] * (follows and not handed_over)
+
+
+@pytest.mark.parametrize("held", ["variable", "buffer", "view of a weight", "gradients", "batch", "read alone"])
+def test_a_tensor_of_the_scripts_that_the_training_writes_to_is_named(tmp_path: Path, held: str) -> None:
+    """Not what a checkpoint has, nor what each step makes anew."""
+    model, bank = nn.Linear(2, 3), nn.Module()
+    queue = model.weight.detach() if held == "view of a weight" else torch.zeros(3, 2)
+    others = {}
+    if held == "buffer":
+        bank.register_buffer("queue", queue)
+        others = {"bank": bank}
+    if held == "gradients":
+        model.weight.grad = queue.view(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.ones(1, 2)
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=[x.clone() for _ in range(6)], run=tmp_path, **others
+    )
+    for x in guard:
+        loss = (model(x) + queue.detach().sum()).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        guard.observe(loss)
+        if held == "batch":
+            x.mul_(2)
+        elif held in ("variable", "buffer"):
+            queue[guard.step % 3] = x[0]
+    guard.close()
+    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    texts = [fact.text for fact in said if isinstance(fact, Advice) and fact.code == "variables-not-kept"]
+    assert len(texts) == (held == "variable")
+    assert all("writes to queue," in text for text in texts)
 
 
 PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}

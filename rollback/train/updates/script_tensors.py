@@ -1,11 +1,15 @@
-"""Copies of a model's weights that the script keeps in a list or a dict, as an average: found by their shapes."""
+"""Tensors in variables of the script: copies of a model's weights in a list or a dict, as of an average, which are
+found by their shapes; and others.
 
-from collections.abc import Collection
+variables: see `rollback.system.frames.own_variables`.
+"""
+
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-from rollback.system.frames import own_variables
+Variables = Iterable[tuple[str, Any]]
 
 
 def tensors_in(held: Any) -> list[Any]:
@@ -30,16 +34,22 @@ class ModelCopies:
         return [item.shape for item in items] in self._shapes
 
 
-def copies_of_script(model: nn.Module, others: Collection[Any]) -> dict[str, Any]:
-    """Those in the script's variables, by their names. Without what `others` have: modules, and objects that keep such
+def copies_of_script(model: nn.Module, others: Collection[Any], variables: Variables) -> dict[str, Any]:
+    """Copies in lists and dicts, by their names. Without what `others` have: modules, and objects that keep such
     copies in their attributes, as an optimizer of the script's own may."""
     known = {id(item) for other in others if isinstance(other, nn.Module) for item in other.parameters()}
     known |= {id(value) for other in others for value in getattr(other, "__dict__", {}).values()}
     copies, found = ModelCopies(model), dict[str, Any]()
-    for name, held in own_variables():
+    for name, held in variables:
         if type(held) not in (list, tuple, dict) or id(held) in known or not copies.has(held):
             continue
         if not {*map(id, tensors_in(held))} <= known:
             found[name] = held
             known |= {id(held), *map(id, tensors_in(held))}
     return found
+
+
+def tensors_of_script(variables: Variables) -> dict[str, Tensor]:
+    """Those by their names that a state of the training may be in: of several numbers that are no whole ones."""
+    found = {name: item for name, item in variables if type(item) is Tensor and not item.is_inference()}
+    return {name: item for name, item in found.items() if item.numel() > 1 and item.is_floating_point()}
