@@ -1,5 +1,6 @@
 """The assembly of a guard: what it is made of, and in which order its members hear of a rollback."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +135,7 @@ class GuardAssembly:
         lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
         self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
+        heartbeat.evaluates = weakref.WeakMethod(self._step_in_progress.evaluates)
         self._passes = Passes(cursor, objects.values(), state.gradients)
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)

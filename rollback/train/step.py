@@ -124,6 +124,10 @@ class StepInProgress:
         """As `updated`, whatever the batches were."""
         return self.updates.happened or self.updates.dropped_by_scaler
 
+    def evaluates(self) -> bool:
+        """Whether the script seems to evaluate, behind the update: an exception leaves the model's mode as it is."""
+        return self.updated and not self._state.model.training
+
     def finish(self) -> StepMark:
         """The update is done: count its batches, keep its losses and gradients, and return its mark."""
         counters, cursor, epoch_end = self._state.counters, self._state.cursor, self._state.cursor.epoch_end

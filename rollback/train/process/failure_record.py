@@ -69,7 +69,8 @@ class FailureRecorder:
     """Records every exception that nobody catches, before the earlier hook prints it; and, when the guard is closed, an
     exit with an error in the loop's body, such as `if not math.isfinite(loss): sys.exit(1)`.
 
-    in_loop: whether the script's loop over the guard is still there.
+    in_loop: whether the script's loop over the guard is still there. evaluates: whether the script evaluates, behind
+    the update of the batch in hand: that batch is not what it works with then.
     """
 
     def __init__(
@@ -81,9 +82,11 @@ class FailureRecorder:
         cursor: Cursor,
         empty_pass: Callable[[], int | None],
         in_loop: Callable[[], bool],
+        evaluates: Callable[[], bool],
     ) -> None:
         self._path, self._rank, self._attempt, self._standing = path, rank, attempt, standing
         self._cursor, self._empty_pass, self._in_loop = cursor, empty_pass, in_loop
+        self._evaluates = evaluates
         self._pid = os.getpid()
         self.before_the_end: Callable[[str], object] = lambda reason: None
         """Called behind the record, with what happened."""
@@ -142,7 +145,8 @@ class FailureRecorder:
         said = message if (remark := self._remark(error)) is None else f"{message} ({remark})"
         now = time.time()
         reading = standing.doing == "reading"
-        samples = self._cursor.in_hand(reading) if standing.in_hand else None
+        in_hand = standing.in_hand and not self._evaluates()
+        samples = self._cursor.in_hand(reading) if in_hand else None
         unreadable = self._cursor.unreadable(samples) if samples and reading else []
         return FailureRecord(
             rank=self._rank, pid=self._pid, host=host_name(), attempt=self._attempt,
@@ -150,5 +154,5 @@ class FailureRecorder:
             step=standing.step, batch=standing.batch, whole_step=standing.whole_step, doing=standing.doing,
             error=name, message=said, traceback=formatted(error), frames=frames,
             fingerprint=fingerprint(name, message, frames), samples=list(samples or ()), unreadable=unreadable,
-            in_hand=standing.in_hand, ours=raised_in(error, _OURS),
+            in_hand=in_hand, ours=raised_in(error, _OURS),
         )  # fmt: skip

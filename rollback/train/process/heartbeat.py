@@ -58,10 +58,12 @@ class HeartbeatWriter:
         """The epoch of a pass over the guard that had no batch, until the next batch."""
         self.loop: Callable[[], object | None] = lambda: None
         """The script's loop over the guard; None where it is over or broken off."""
+        self.evaluates: Callable[[], Callable[[], bool] | None] = lambda: None
+        """`StepInProgress.evaluates`, while there is a guard."""
         self._write()
         self._last_words = FailureRecorder(
             paths.failure(attempt, ranks.rank), ranks.rank, attempt, lambda: self.standing, cursor,
-            lambda: self.empty_pass, lambda: self.loop() is not None,
+            lambda: self.empty_pass, lambda: self.loop() is not None, self._script_evaluates,
         )  # fmt: skip
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
         if not faulthandler.is_enabled():
@@ -100,6 +102,10 @@ class HeartbeatWriter:
         self._unrecorded = unrecorded[:UNRECORDED]
         self._ended, self._moved = True, time.monotonic()
         self._write()
+
+    def _script_evaluates(self) -> bool:
+        evaluates = self.evaluates()
+        return evaluates is not None and evaluates()
 
     @property
     def raised(self) -> bool:

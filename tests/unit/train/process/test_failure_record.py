@@ -64,6 +64,21 @@ def in_a_step(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> 
             raise ValueError("here")
 
 
+def in_an_evaluation(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
+    for x in guard:
+        update(x)
+        if guard.batch == 3:
+            guard._state.model.eval()
+            with torch.no_grad():
+                raise ValueError("here")
+
+
+def in_a_loss_of_another_mode(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
+    for _ in guard:
+        guard._state.model.eval()
+        raise ValueError("here")
+
+
 def behind_a_pass(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
     for x in guard:
         update(x)
@@ -102,7 +117,8 @@ def before_the_loop(guard: rollback.Guard, update: Callable[[torch.Tensor], None
 @pytest.mark.parametrize(
     ("script", "in_hand"),
     [
-        (in_a_step, True), (behind_a_pass, False), (behind_epochs, False), (behind_finish, False),
+        (in_a_step, True), (in_an_evaluation, False), (in_a_loss_of_another_mode, True),
+        (behind_a_pass, False), (behind_epochs, False), (behind_finish, False),
         (behind_close, False), (before_the_loop, False),
     ],
 )  # fmt: skip
