@@ -63,7 +63,7 @@ def launch(
     restart_budget: int | None,
     grace: float | None,
     hang_after: str | None,
-    stall_after: float | None,
+    stall_after: str | None,
     node_timeout: float | None,
     spare_nodes: int | None,
     replicas: int | None,
@@ -333,22 +333,25 @@ def _restart_budget(own: int | None, torchruns: str | bool | None) -> int:
     return RESTART_BUDGET if torchruns is None else int(torchruns)
 
 
-def hang_limits(after: str | None, stall: float | None) -> HangLimits:
-    """Raises UsageError for what is neither auto, off, nor a positive number of seconds."""
+_HANG_HINT = "auto reckons with the length of the steps, and never less than 5 minutes"
+
+
+def hang_limits(after: str | None, stall: str | None) -> HangLimits:
+    """Raises UsageError for what is neither one of their words nor a positive number of seconds."""
+    limit = None if stall in (None, "off") else _seconds("--stall-after", stall, "off", None)
     if after in (None, "auto"):
-        return HangLimits("auto", stall)
-    if after == "off":
-        return HangLimits(None, stall)
+        return HangLimits("auto", limit)
+    return HangLimits(None if after == "off" else _seconds("--hang-after", after, "auto, off,", _HANG_HINT), limit)
+
+
+def _seconds(flag: str, text: str, words: str, hint: str | None) -> float:
     try:
-        seconds = float(after or "")
+        seconds = float(text)
         if not 0 < seconds < float("inf"):
             raise ValueError("not positive")
     except ValueError as error:
-        raise UsageError(
-            f"--hang-after: {after!r} is neither auto, off, nor a number of seconds",
-            hint="auto reckons with the length of the steps, and never less than 5 minutes",
-        ) from error
-    return HangLimits(seconds, stall)
+        raise UsageError(f"{flag}: {text!r} is neither {words} nor a number of seconds", hint=hint) from error
+    return seconds
 
 
 def closing_line(result: RunResult, run: Path, command: Sequence[str]) -> str:

@@ -58,6 +58,14 @@ def test_shell_scripts_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+def test_more_spares_than_hosts_start_nothing() -> None:
+    words = ["/bin/bash", str(LAUNCH / "bare" / "many-hosts"), "one", "two", "--", "train.py"]
+    # With no PATH there is no ssh to start anything by.
+    done = subprocess.run(words, check=False, env={"SPARES": "2", "PATH": ""}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "many-hosts: 2 hosts and SPARES=2 leave none that trains\n"
+
+
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=name)
 def test_manifests_fit_the_published_schemas(manifest: Path) -> None:
     """What the models do not know they drop, so a manifest must come back as it went in."""

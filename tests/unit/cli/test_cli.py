@@ -26,6 +26,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
 from rollback.rundir.seal import ENV_SEAL
 from rollback.supervisor.attempts import LaunchOrder
+from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.flags import FLAGS
@@ -286,6 +287,18 @@ class TestLaunchFlags:
         assert run(monkeypatch, "launch", *words) == ExitCode.DONE
         assert ("train.py, line 2, starts processes by torch.multiprocessing.spawn" in capfd.readouterr().err) is said
         assert len(orders) == 1
+
+    def test_a_limit_is_switched_off_by_the_word_for_it_and_what_is_no_limit_is_refused(
+        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        run(monkeypatch, "launch", "--stall-after", "off", "--hang-after", "off", "train.py")
+        run(monkeypatch, "launch", "--stall-after", "9", "train.py")
+        assert [order.hang for order in orders] == [HangLimits(None, None), HangLimits("auto", 9.0)]
+        for flag, words in (("--stall-after", "off"), ("--hang-after", "auto, off,")):
+            for text in ("auto!", "0", "nan"):
+                assert run(monkeypatch, "launch", flag, text, "train.py") == ExitCode.USAGE
+                said = capfd.readouterr().err
+                assert f"{flag}: '{text}' is neither {words} nor a number of seconds" in said
 
     def test_torchruns_restarts_become_the_budget(
         self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch
