@@ -100,17 +100,23 @@ def launch(
     )  # fmt: skip
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with (
-        _audience(paths.root) as screen,
-        trackers_beside(paths.root, trackers, screen.say),
-        StopSignals(str(flags.get("signals-to-handle", ""))) as signals,
-    ):
-        if (line := _starts_ranks_at(script, flags)) is not None:
+    with StopSignals(str(flags.get("signals-to-handle", ""))) as signals, signals.ignored_from_its_end_on():
+        result = _run(order, trackers, signals, unprotected_if_refused=adopt == "notice")
+        say(closing_line(result, paths.root, redacted(["rollback", *sys.argv[1:]], names)))
+        raise typer.Exit(result.exit_code)
+
+
+def _run(
+    order: LaunchOrder, trackers: Sequence[str], signals: StopSignals, *, unprotected_if_refused: bool
+) -> RunResult:
+    script, root = order.job.script, order.paths.root
+    with _audience(root) as screen, trackers_beside(root, trackers, screen.say, lambda: len(signals.received)):
+        if (line := _starts_ranks_at(script, order.job.flags)) is not None:
             screen.say(_STARTS_RANKS.format(script=script, line=line))
         try:
-            result = supervise(order, screen, signals)
+            return supervise(order, screen, signals)
         except ScriptRefused as error:
-            if adopt != "notice":
+            if not unprotected_if_refused:
                 raise
             screen.say(f"not protected: {error.message}\n{error.hint}")
             if signals.received:
@@ -119,9 +125,7 @@ def launch(
                     hint="the same command starts it", exit_code=ExitCode.RESUMABLE,
                 ) from None  # fmt: skip
             screen.say("starting the script as torchrun would")
-            result = supervise(_unprotected(order), screen, signals)
-    say(closing_line(result, paths.root, redacted(["rollback", *sys.argv[1:]], names)))
-    raise typer.Exit(result.exit_code)
+            return supervise(_unprotected(order), screen, signals)
 
 
 def _replicas(given: int | None, settings: Settings) -> int:

@@ -58,14 +58,32 @@ def test_a_stop_while_an_adopted_script_is_refused_is_one_for_the_launch_without
         raise ScriptRefused("two loaders", hint="one will do")
 
     monkeypatch.setattr(sys.modules["rollback.cli.launch"], "supervise", refuse)
-    with StopSignals():  # in its place a stop would end the tests
-        assert run(monkeypatch, "launch", "--adopt", "train.py") == ExitCode.RESUMABLE
+    assert run(monkeypatch, "launch", "--adopt", "train.py") == ExitCode.RESUMABLE
     assert "told to stop before the script was started without protection" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("late", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_that_comes_when_all_is_over_leaves_the_exit_code_as_it_is(
+    tmp_path: Path, late: signal.Signals
+) -> None:
+    (tmp_path / "train.py").touch()
+    program = f"""
+import atexit, os, signal, sys
+from rollback import cli
+launch = sys.modules["rollback.cli.launch"]
+stopped = launch.RunResult(exit_code=75, reason="SIGUSR1", recorded=True)
+launch.supervise = lambda order, audience, signals: stopped
+atexit.register(os.kill, os.getpid(), {int(late)})
+sys.argv = ["rollback", "launch", "train.py"]
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == ExitCode.RESUMABLE, done.stderr
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["rollback", *arguments])
-    with pytest.raises(SystemExit) as ended:
+    with StopSignals(), pytest.raises(SystemExit) as ended:  # it leaves them ignored
         cli.main()
     return int(ended.value.code or 0)
 
@@ -93,16 +111,23 @@ class TestFrame:
         for command in ("launch", "status", "audit", "backtest"):
             assert command in output
 
-    def test_ctrl_c_while_the_commands_are_imported_ends_without_a_traceback(self) -> None:
-        code = (
-            "import builtins, runpy\n"
+    @pytest.mark.parametrize(
+        "interrupted",
+        [
+            "import builtins\n"
             "ordinary = builtins.__import__\n"
             "def interrupted(name, *more, **others):\n"
             "    if name == 'typer': raise KeyboardInterrupt\n"
             "    return ordinary(name, *more, **others)\n"
-            "builtins.__import__ = interrupted\n"
-            "runpy.run_module('rollback', run_name='__main__')"
-        )
+            "builtins.__import__ = interrupted\n",
+            "import typer.main\n"
+            "def interrupted(*_, **__): raise KeyboardInterrupt\n"
+            "typer.main.get_command = interrupted\n",
+        ],
+        ids=["imported", "made"],
+    )
+    def test_ctrl_c_while_the_commands_are_imported_or_made_ends_without_a_traceback(self, interrupted: str) -> None:
+        code = f"{interrupted}import runpy\nrunpy.run_module('rollback', run_name='__main__')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
