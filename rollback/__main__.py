@@ -4,12 +4,14 @@ import sys
 
 
 def main() -> None:
-    """Exits with a code of `rollback.errors.ExitCode`; with 130 where Ctrl-C comes while the commands are imported."""
+    """Exits with a code of `rollback.errors.ExitCode`; with 130 where Ctrl-C comes while the commands are imported, or
+    made of their tables."""
     try:
         from rollback import cli
+
+        cli.main()
     except KeyboardInterrupt:
         sys.exit(130)
-    cli.main()
 
 
 if __name__ == "__main__":

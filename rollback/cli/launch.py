@@ -63,7 +63,7 @@ def launch(
     restart_budget: int | None,
     grace: float | None,
     hang_after: str | None,
-    stall_after: float | None,
+    stall_after: str | None,
     node_timeout: float | None,
     spare_nodes: int | None,
     replicas: int | None,
@@ -100,17 +100,23 @@ def launch(
     )  # fmt: skip
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with (
-        _audience(paths.root) as screen,
-        trackers_beside(paths.root, trackers, screen.say),
-        StopSignals(str(flags.get("signals-to-handle", ""))) as signals,
-    ):
-        if (line := _starts_ranks_at(script, flags)) is not None:
+    with StopSignals(str(flags.get("signals-to-handle", ""))) as signals, signals.ignored_from_its_end_on():
+        result = _run(order, trackers, signals, unprotected_if_refused=adopt == "notice")
+        say(closing_line(result, paths.root, redacted(["rollback", *sys.argv[1:]], names)))
+        raise typer.Exit(result.exit_code)
+
+
+def _run(
+    order: LaunchOrder, trackers: Sequence[str], signals: StopSignals, *, unprotected_if_refused: bool
+) -> RunResult:
+    script, root = order.job.script, order.paths.root
+    with _audience(root) as screen, trackers_beside(root, trackers, screen.say, lambda: len(signals.received)):
+        if (line := _starts_ranks_at(script, order.job.flags)) is not None:
             screen.say(_STARTS_RANKS.format(script=script, line=line))
         try:
-            result = supervise(order, screen, signals)
+            return supervise(order, screen, signals)
         except ScriptRefused as error:
-            if adopt != "notice":
+            if not unprotected_if_refused:
                 raise
             screen.say(f"not protected: {error.message}\n{error.hint}")
             if signals.received:
@@ -119,9 +125,7 @@ def launch(
                     hint="the same command starts it", exit_code=ExitCode.RESUMABLE,
                 ) from None  # fmt: skip
             screen.say("starting the script as torchrun would")
-            result = supervise(_unprotected(order), screen, signals)
-    say(closing_line(result, paths.root, redacted(["rollback", *sys.argv[1:]], names)))
-    raise typer.Exit(result.exit_code)
+            return supervise(_unprotected(order), screen, signals)
 
 
 def _replicas(given: int | None, settings: Settings) -> int:
@@ -333,22 +337,25 @@ def _restart_budget(own: int | None, torchruns: str | bool | None) -> int:
     return RESTART_BUDGET if torchruns is None else int(torchruns)
 
 
-def hang_limits(after: str | None, stall: float | None) -> HangLimits:
-    """Raises UsageError for what is neither auto, off, nor a positive number of seconds."""
+_HANG_HINT = "auto reckons with the length of the steps, and never less than 5 minutes"
+
+
+def hang_limits(after: str | None, stall: str | None) -> HangLimits:
+    """Raises UsageError for what is neither one of their words nor a positive number of seconds."""
+    limit = None if stall in (None, "off") else _seconds("--stall-after", stall, "off", None)
     if after in (None, "auto"):
-        return HangLimits("auto", stall)
-    if after == "off":
-        return HangLimits(None, stall)
+        return HangLimits("auto", limit)
+    return HangLimits(None if after == "off" else _seconds("--hang-after", after, "auto, off,", _HANG_HINT), limit)
+
+
+def _seconds(flag: str, text: str, words: str, hint: str | None) -> float:
     try:
-        seconds = float(after or "")
+        seconds = float(text)
         if not 0 < seconds < float("inf"):
             raise ValueError("not positive")
     except ValueError as error:
-        raise UsageError(
-            f"--hang-after: {after!r} is neither auto, off, nor a number of seconds",
-            hint="auto reckons with the length of the steps, and never less than 5 minutes",
-        ) from error
-    return HangLimits(seconds, stall)
+        raise UsageError(f"{flag}: {text!r} is neither {words} nor a number of seconds", hint=hint) from error
+    return seconds
 
 
 def closing_line(result: RunResult, run: Path, command: Sequence[str]) -> str:

@@ -157,10 +157,9 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
     ),
     _run_parameter(
         "stall_after",
-        float,
-        "SECONDS",
+        str,
+        "SECONDS|off",
         "the same for a job that runs and finishes no batch: start-up, compilation and evaluation count (default: off)",
-        0.001,
     ),
     _run_parameter(
         "node_timeout",

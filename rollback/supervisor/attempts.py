@@ -238,7 +238,8 @@ class Attempts:
                 if deadline is None:
                     deadline = time.monotonic() + self._order.grace
                     self._nodes.stop()
-                    self._say(f"{name}: telling the ranks to stop and save (again to end now)")
+                    order = "stop and save" if self._host.guarded else "stop"  # without a guard nobody saves
+                    self._say(f"{name}: telling the ranks to {order} (again to end now)")
             runs = running.poll() is None
             if move == "end":
                 if runs:

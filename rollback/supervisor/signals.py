@@ -60,6 +60,17 @@ class StopSignals:
         finally:
             self._breaking_off = False
 
+    @contextlib.contextmanager
+    def ignored_from_its_end_on(self) -> Iterator[None]:
+        """For the last `with` block of a program: behind it nothing is left to be stopped, and a late signal (a SIGTERM
+        at the end of the time of which a SIGUSR1 has warned) would put its own exit code in the place of the job's."""
+        try:
+            yield
+        finally:
+            for signum in self._before:
+                signal.signal(signum, signal.SIG_IGN)
+            self._before.clear()
+
     def __enter__(self) -> "StopSignals":
         for signum in self._heeded:
             if signal.getsignal(signum) is not signal.SIG_IGN:

@@ -97,8 +97,9 @@ def _until_told(signals: StopSignals, doing: str) -> Iterator[None]:
 @contextmanager
 def _private_directory() -> Iterator[Path]:
     """A directory for messages of ranks and torchrun, locked: systemd removes what is some days old below /tmp, but
-    nothing that is."""
-    with tempfile.TemporaryDirectory(prefix="rollback-") as made:
+    nothing that is. What cannot be removed at the end (on NFS, what somebody still has open) stays: a run does not fail
+    for it."""
+    with tempfile.TemporaryDirectory(prefix="rollback-", ignore_cleanup_errors=True) as made:
         private = Path(os.path.realpath(made))  # no link is followed in it
         fd = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -6,6 +6,7 @@ so that none of it is left behind.
 
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,16 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 
 _ERROR = "rollback: error: "
+_POLL = 0.1
 _PATIENCE = 60.0  # seconds for the last of it to be written, or sent
 
 
 @contextmanager
-def trackers_beside(run: Path, flags: Sequence[str], say: Callable[[str], None]) -> Iterator[None]:
-    """`rollback track RUN` runs with these flags meanwhile; without any, nothing does. say: a line for people."""
+def trackers_beside(
+    run: Path, flags: Sequence[str], say: Callable[[str], None], told_to_stop: Callable[[], int] = lambda: 0
+) -> Iterator[None]:
+    """`rollback track RUN` runs with these flags meanwhile; without any, nothing does. say: a line for people.
+    told_to_stop: how often we were, until now; once more while they end, and they are not waited for any longer."""
     if not flags:
         yield
         return
@@ -37,24 +42,40 @@ def trackers_beside(run: Path, flags: Sequence[str], say: Callable[[str], None])
         try:
             yield
         finally:
-            _let_end(process, errors, run, say)
+            _let_end(process, errors, run, say, told_to_stop)
 
 
-def _let_end(process: subprocess.Popen[bytes], errors: IO[bytes], run: Path, say: Callable[[str], None]) -> None:
+def _let_end(
+    process: subprocess.Popen[bytes],
+    errors: IO[bytes],
+    run: Path,
+    say: Callable[[str], None],
+    told_to_stop: Callable[[], int],
+) -> None:
     """Tell it that the run is over, give it time for the last of it, and say how it ended if that was not well."""
     assert process.stdin is not None
     process.stdin.close()
-    try:
-        status = process.wait(_PATIENCE)
-    except subprocess.TimeoutExpired:
+    before, until = told_to_stop(), time.monotonic() + _PATIENCE
+    while (status := _status(process)) is None:
+        if told_to_stop() == before and time.monotonic() < until:
+            continue
         process.kill()
         process.wait()
-        say(f"the trackers took more than {_PATIENCE:.0f} s to end; `rollback track {run}` tells them all")
+        why = f"within {_PATIENCE:.0f} s" if told_to_stop() == before else "when one more stop signal came"
+        say(f"the trackers had not ended {why}; `rollback track {run}` tells them all")
         return
     if status:
         errors.seek(0)
         words = _last_words(errors.read().decode(errors="replace")) or f"status {status}"
         say(f"the trackers failed ({words}); the run did not; `rollback track {run}` tells them all")
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """None: it still runs a moment from now."""
+    try:
+        return process.wait(_POLL)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _last_words(stderr: str) -> str:

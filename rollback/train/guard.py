@@ -337,6 +337,7 @@ class Guard(ScriptSide):
         code = self._end.stop(halt)
         self._requests.note_stop(self.step)
         self._run.ranks.barrier()
+        self._requests.stop.obey()
         self.close()
         told = SystemExit(0 if supervised() else int(code))
         self.departure.note(told)

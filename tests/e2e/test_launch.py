@@ -209,6 +209,37 @@ def test_a_guarded_job_stops_on_request_and_the_same_command_goes_on_from_there(
         assert isinstance(facts[-1], Finished)
 
 
+_LEAVES = """
+import os, signal
+import torch
+from torch.utils.data import DataLoader
+import rollback
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+guard = rollback.Guard(model=model, optimizer=optimizer, loader=DataLoader(torch.ones(9, 2)))
+try:
+    for batch in guard:
+        os.kill(os.getpid(), signal.SIGTERM)
+        loss = model(batch).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.observe(loss)
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)  # as the supervisor's, which finds the rank on its way out
+    print("left by itself", flush=True)
+"""
+
+
+def test_a_rank_that_leaves_as_it_was_told_to_is_not_struck_down_on_its_way_out(tmp_path: Path) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(_LEAVES)
+    with launching(tmp_path, with_torchrun=True, script=script) as job:
+        code, output = job.finish("")
+        assert (code, "left by itself" in output) == (75, True), output
+
+
 def test_a_rank_that_the_kernel_kills_for_memory_is_told_apart(job: Launch) -> None:
     with memory_cgroup(3 << 28) as members:
         job.program = ["-c", IN_CGROUP.format(members=str(members))]

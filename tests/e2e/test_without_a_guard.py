@@ -49,6 +49,7 @@ def test_it_gets_the_signal_that_came_and_the_grace_to_save_although_another_ran
     output, _ = supervisor.communicate(timeout=LIMIT)
     assert supervisor.returncode == 1, output
     assert "rank 0 has saved on SIGHUP" in output
+    assert "SIGHUP: telling the ranks to stop (again to end now)" in output, "what a rank saves is its own affair"
     assert not job.run.exists()
 
 

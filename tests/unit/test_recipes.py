@@ -1,6 +1,7 @@
 """The recipes in launch/ name flags that exist, agree with our exit codes, and fit the published schemas."""
 
 import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -56,6 +57,32 @@ def test_a_flag_that_does_not_exist_would_be_found() -> None:
 def test_shell_scripts_parse(script: Path) -> None:
     assert script.read_text().startswith("#!/bin/bash\n")
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize("code", [ExitCode.RESUMABLE, ExitCode.USAGE])
+@pytest.mark.parametrize(("recipe", "started"), [("one-node", "rollback"), ("many-nodes", "srun")])
+def test_a_job_of_slurm_that_ends_at_once_has_its_exit_code(
+    recipe: str, started: str, code: ExitCode, tmp_path: Path
+) -> None:
+    for program, does in ((started, f"exit {int(code)}"), ("scontrol", f'echo "$@" >> {tmp_path / "asked"}')):
+        (tmp_path / program).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / program).chmod(0o755)
+    # Where the script sets its traps, what it has started is over.
+    trap = "() { while [[ -e /proc/${supervisor:-$srun} ]]; do :; done; }"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "BASH_FUNC_trap%%": trap}
+    words = ["/bin/bash", str(LAUNCH / "slurm" / f"{recipe}.sbatch"), "train.py"]
+    done = subprocess.run(words, check=False, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, "")
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert ("requeue 7\n" in asked) is (code == ExitCode.RESUMABLE)
+
+
+def test_more_spares_than_hosts_start_nothing() -> None:
+    words = ["/bin/bash", str(LAUNCH / "bare" / "many-hosts"), "one", "two", "--", "train.py"]
+    # With no PATH there is no ssh to start anything by.
+    done = subprocess.run(words, check=False, env={"SPARES": "2", "PATH": ""}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "many-hosts: 2 hosts and SPARES=2 leave none that trains\n"
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=name)

@@ -51,7 +51,7 @@ def compile_ledger(material: Material) -> report.AuditReport:
         probes=_probes(told),
         scaler_skipped=[report.Point.of(fact) for _, fact in of_kind(told, facts.ScalerSkipped)],
         phases=[report.PhaseEntry.of(fact, at=record.at) for record, fact in of_kind(told, facts.PhaseAnnounced)],
-        requests=request_entries(told),
+        requests=request_entries(told, material.handed_in),
         attempts=attempts,
         checkpoints=_checkpoints(records, history),
         advice=[_message(record, fact.code, fact.text) for record, fact in of_kind(told, facts.Advice)],

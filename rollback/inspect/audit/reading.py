@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.facts.training import (
     Accepted,
+    Answered,
     AttemptStarted,
     Fetched,
     Incident,
@@ -21,6 +22,7 @@ from rollback.facts.training import (
     StuckAtExit,
 )
 from rollback.inspect.audit.metrics import LINES
+from rollback.inspect.audit.requests import handed_in
 from rollback.rundir import seal
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.elsewhere import read_elsewhere
@@ -31,6 +33,7 @@ from rollback.rundir.lock import read_holder
 from rollback.rundir.metrics.metric_columns import last_steps, metric_pieces
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric, SkippedBatch, read_last_metrics, read_skipped
+from rollback.rundir.requests import Request
 from rollback.system.collector import no_collection
 from rollback.system.files import size_of
 from rollback.system.processes import is_alive
@@ -63,6 +66,8 @@ class Material:
     """Whether who holds the run directory was killed, and no rank is alive."""
     skipped_left_out: bool = False
     """Whether the skip records are too large to be read here."""
+    handed_in: Sequence[tuple[str, Request]] = ()
+    """Requests that the ranks have not answered, by name."""
 
 
 _NO_URL = ". What is at a URL `rollback ring list` shows; a run that goes on from it has a run directory of its own"
@@ -142,6 +147,7 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
         paths.holder.exists(),
         _is_abandoned(paths),
         left_out,
+        handed_in(paths, {fact.request for _, fact in of_kind(records, Answered)}),
     )
 
 

@@ -241,7 +241,7 @@ class RequestEntry(ReportItem):
     samples: list[int] = Field([], description="data set samples to leave out, or to take in again")
     who: str | None
     why: str | None
-    at: str = Field(description="when the ranks took it up")
+    at: str = Field(description="when the ranks took it up; until then, when it was asked")
     taken_up: Point | None = Field(description="where they stood then")
     state: Literal["open", "carried_out", "refused"]
     answer: str | None

@@ -7,12 +7,18 @@ from rollback.inspect.audit.report import Point, RequestEntry
 from rollback.rundir import requests
 from rollback.rundir.journal.journal import of_kinds
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.requests import Request
 
 _SHOWN = 8
 
 
-def request_entries(records: Iterable[JournalEntry]) -> list[RequestEntry]:
-    """All requests that the ranks have taken up or refused, in that order."""
+def request_entries(
+    records: Iterable[JournalEntry], handed_in: Iterable[tuple[str, Request]] = ()
+) -> list[RequestEntry]:
+    """All requests that the ranks have taken up or refused, in that order; then those that only lie there.
+
+    handed_in: requests in the run directory, by name.
+    """
     entries: dict[str, RequestEntry] = {}
     for record in of_kinds(records, {Requested, Answered}):
         match record.fact:
@@ -28,16 +34,25 @@ def request_entries(records: Iterable[JournalEntry]) -> list[RequestEntry]:
                 )  # fmt: skip
                 state = "carried_out" if fact.carried_out else "refused"
                 entries[fact.request] = known.model_copy(update={"state": state, "answer": fact.text})
+    for name, request in handed_in:
+        entries.setdefault(
+            name, RequestEntry.of(request, request=name, taken_up=None, state="open", answer="no rank has seen it yet")
+        )
     return list(entries.values())
 
 
-def open_requests(paths: RunPaths, answered: Collection[str]) -> list[str]:
-    """The oldest requests without an answer, in words, with who asked."""
+def handed_in(paths: RunPaths, answered: Collection[str]) -> list[tuple[str, Request]]:
+    """The oldest requests without an answer, by name."""
     try:
         names = [name for name in requests.names(paths) if name not in answered]
     except OSError:
         return []
+    return list(requests.sound_requests(paths, names[:_SHOWN]))
+
+
+def open_requests(paths: RunPaths, answered: Collection[str]) -> list[str]:
+    """The same in words, with who asked."""
     return [
         f"{request.in_words()} ({request.who}{': ' + request.why if request.why else ''})"
-        for _, request in requests.sound_requests(paths, names[:_SHOWN])
+        for _, request in handed_in(paths, answered)
     ]

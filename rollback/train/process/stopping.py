@@ -50,6 +50,13 @@ class StopRequest:
             for number in self._before:
                 self._give_back(number)
 
+    def obey(self) -> None:
+        """This rank leaves, since the ranks have stopped together. A supervisor tells each of them to stop that still
+        lives, and may find this one on its way out: that must not strike it down there."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and os.environ.get(ENV_SUPERVISOR) and signal.SIGTERM in self._before:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who hangs on its way out is killed when the grace is over
+
     def _give_back(self, number: int) -> None:
         if signal.getsignal(number) == self._note:
             signal.signal(number, self._before[number] or signal.SIG_DFL)

@@ -26,6 +26,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
 from rollback.rundir.seal import ENV_SEAL
 from rollback.supervisor.attempts import LaunchOrder
+from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.flags import FLAGS
@@ -57,14 +58,32 @@ def test_a_stop_while_an_adopted_script_is_refused_is_one_for_the_launch_without
         raise ScriptRefused("two loaders", hint="one will do")
 
     monkeypatch.setattr(sys.modules["rollback.cli.launch"], "supervise", refuse)
-    with StopSignals():  # in its place a stop would end the tests
-        assert run(monkeypatch, "launch", "--adopt", "train.py") == ExitCode.RESUMABLE
+    assert run(monkeypatch, "launch", "--adopt", "train.py") == ExitCode.RESUMABLE
     assert "told to stop before the script was started without protection" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("late", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_that_comes_when_all_is_over_leaves_the_exit_code_as_it_is(
+    tmp_path: Path, late: signal.Signals
+) -> None:
+    (tmp_path / "train.py").touch()
+    program = f"""
+import atexit, os, signal, sys
+from rollback import cli
+launch = sys.modules["rollback.cli.launch"]
+stopped = launch.RunResult(exit_code=75, reason="SIGUSR1", recorded=True)
+launch.supervise = lambda order, audience, signals: stopped
+atexit.register(os.kill, os.getpid(), {int(late)})
+sys.argv = ["rollback", "launch", "train.py"]
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == ExitCode.RESUMABLE, done.stderr
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["rollback", *arguments])
-    with pytest.raises(SystemExit) as ended:
+    with StopSignals(), pytest.raises(SystemExit) as ended:  # it leaves them ignored
         cli.main()
     return int(ended.value.code or 0)
 
@@ -92,16 +111,23 @@ class TestFrame:
         for command in ("launch", "status", "audit", "backtest"):
             assert command in output
 
-    def test_ctrl_c_while_the_commands_are_imported_ends_without_a_traceback(self) -> None:
-        code = (
-            "import builtins, runpy\n"
+    @pytest.mark.parametrize(
+        "interrupted",
+        [
+            "import builtins\n"
             "ordinary = builtins.__import__\n"
             "def interrupted(name, *more, **others):\n"
             "    if name == 'typer': raise KeyboardInterrupt\n"
             "    return ordinary(name, *more, **others)\n"
-            "builtins.__import__ = interrupted\n"
-            "runpy.run_module('rollback', run_name='__main__')"
-        )
+            "builtins.__import__ = interrupted\n",
+            "import typer.main\n"
+            "def interrupted(*_, **__): raise KeyboardInterrupt\n"
+            "typer.main.get_command = interrupted\n",
+        ],
+        ids=["imported", "made"],
+    )
+    def test_ctrl_c_while_the_commands_are_imported_or_made_ends_without_a_traceback(self, interrupted: str) -> None:
+        code = f"{interrupted}import runpy\nrunpy.run_module('rollback', run_name='__main__')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
@@ -286,6 +312,18 @@ class TestLaunchFlags:
         assert run(monkeypatch, "launch", *words) == ExitCode.DONE
         assert ("train.py, line 2, starts processes by torch.multiprocessing.spawn" in capfd.readouterr().err) is said
         assert len(orders) == 1
+
+    def test_a_limit_is_switched_off_by_the_word_for_it_and_what_is_no_limit_is_refused(
+        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        run(monkeypatch, "launch", "--stall-after", "off", "--hang-after", "off", "train.py")
+        run(monkeypatch, "launch", "--stall-after", "9", "train.py")
+        assert [order.hang for order in orders] == [HangLimits(None, None), HangLimits("auto", 9.0)]
+        for flag, words in (("--stall-after", "off"), ("--hang-after", "auto, off,")):
+            for text in ("auto!", "0", "nan"):
+                assert run(monkeypatch, "launch", flag, text, "train.py") == ExitCode.USAGE
+                said = capfd.readouterr().err
+                assert f"{flag}: '{text}' is neither {words} nor a number of seconds" in said
 
     def test_torchruns_restarts_become_the_budget(
         self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,11 @@
 """The pure parts of the supervisor: how an attempt ended, what follows, and what torchrun is called with."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
+import tempfile
 import time
 from dataclasses import replace
 from functools import partial
@@ -36,6 +39,7 @@ from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Ran
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.supervise import _private_directory
 from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, rank_environment, torchrun_command
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
@@ -466,3 +470,17 @@ def test_what_the_supervisor_adds_to_the_command_line_is_no_change_of_the_order(
     now = LaunchedJob(flags, "a.py", ["--log-dir=x", "--epochs=5"])
     assert change_in_words(torchrun_command(done), torchrun_command(now)) == "the same, with --epochs=5"
     assert change_in_words(torchrun_command(now), torchrun_command(done)) == "the same, without --epochs=5"
+
+
+def test_what_cannot_be_removed_below_tmp_at_the_end_fails_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(path: str, **_: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", path)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with _private_directory() as private:
+        (private / "open-on-nfs").touch()
+        monkeypatch.setattr(os, "unlink", busy)
+    monkeypatch.undo()
+    assert list(tmp_path.rglob("*")) == [private, private / "open-on-nfs"]

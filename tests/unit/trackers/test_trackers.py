@@ -283,6 +283,19 @@ def test_a_tracker_that_fails_is_told_of_and_fails_nothing_else(tmp_path: Path) 
     assert "the run did not" in said[0]
 
 
+def test_trackers_that_do_not_end_are_left_when_a_stop_comes_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    said: list[str] = []
+    told = iter([1, 1, 2])  # the stop that ended the run; and one while its trackers end
+    with trackers_beside(tmp_path / "run", ["--wandb", "mine"], said.append, lambda: next(told, 2)):
+        pass
+    run = tmp_path / "run"
+    assert said == [f"the trackers had not ended when one more stop signal came; `rollback track {run}` tells them all"]
+
+
 @pytest.mark.parametrize("error", [wandb.errors.UsageError, wandb.errors.CommError])
 def test_what_wandb_refuses_is_an_error_in_words(
     run: RecordedRun, monkeypatch: pytest.MonkeyPatch, error: type[Exception]

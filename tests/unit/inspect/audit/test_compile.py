@@ -27,6 +27,7 @@ from rollback.errors import (
 from rollback.facts.probes import NotProbed, Probed
 from rollback.facts.training import (
     Advice,
+    Answered,
     AttemptEnded,
     AttemptStarted,
     CheckpointLost,
@@ -41,6 +42,7 @@ from rollback.facts.training import (
     PassedOver,
     Planned,
     Quarantined,
+    Requested,
     Restored,
     RunEnded,
     SampleQuarantine,
@@ -60,6 +62,8 @@ from rollback.inspect.audit.samples import read_samples
 from rollback.inspect.audit.text import indices_in_words, print_ledger
 from rollback.inspect.audit.verify import check_integrity
 from rollback.inspect.ring.checkpoints import read_listing
+from rollback.rundir import requests
+from rollback.rundir.requests import Request
 from rollback.terminal.escape import console_for, printable, quoted
 
 C0, C1, C2 = "c000000-s00000000", "c000001-s00000020", "c000002-s00000040"
@@ -572,6 +576,26 @@ def test_ranks_that_stopped_since_their_supervisor_was_killed_are_told_of_as_suc
     hold(run.paths, alive=True)
     ledger = ledger_of(run)
     assert (ledger.ending, [entry.cause for entry in ledger.attempts]) == (None, [NO_END, None])
+
+
+def test_an_order_that_no_rank_has_seen_is_told_with_those_that_were_carried_out(run: RecordedRun) -> None:
+    asked = {"who": "ann@site", "why": "", "at": "2026-01-01T00:00:00+00:00"}
+    done, refused, waits = (
+        requests.submit(run.paths, Request.model_validate({**asked, **order}))
+        for order in (
+            {"order": "rewind", "to": 4},
+            {"order": "stop"},
+            {"order": "skip", "skip": {"first": 5, "last": 9}, "why": "torn"},
+        )
+    )
+    run.tell(21, Requested(request=done, order="rewind", to=4, skip=None, who="ann@site", why="", step=9, batch=18))
+    run.tell(22, Answered(request=refused, carried_out=False, text="it is for another launch"))
+    ledger = ledger_of(run)
+    assert [(entry.request, entry.state) for entry in ledger.requests] == [
+        (done, "open"), (refused, "refused"), (waits, "open"),
+    ]  # fmt: skip
+    assert ledger.requests[2].taken_up is None
+    assert "skip batches 5:9, by ann@site: torn; open; no rank has seen it yet" in text_of(ledger, width=200)
 
 
 def test_an_order_without_a_reason_leaves_no_room_for_one(run: RecordedRun) -> None:

@@ -122,6 +122,22 @@ def test_an_ignored_signal_of_an_unsupervised_job_stays_ignored(monkeypatch: pyt
     assert not stop.requested
 
 
+@pytest.mark.parametrize(("supervised", "ends"), [(True, 7), (False, -signal.SIGTERM)])
+def test_a_rank_that_leaves_as_it_was_told_is_not_struck_down_by_a_supervisor_that_tells_it_again(
+    supervised: bool, ends: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_SUPERVISOR, "1:0.0" if supervised else "")
+    child = os.fork()
+    if child == 0:
+        stop = StopRequest()
+        stop.obey()
+        stop.withdraw()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == ends
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_process_that_was_forked_off_can_still_be_ended(number: signal.Signals) -> None:
     StopRequest()
