@@ -266,8 +266,9 @@ def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
 
 
 _STARTS_RANKS = (
-    "notice: {script}, line {line}, starts processes by torch.multiprocessing.spawn. Where a rank comes to that line, "
-    "they wait for each other in vain, under torchrun too: --nproc N starts the ranks, and each calls the function "
+    "notice: {script}, line {line}, starts processes by torch.multiprocessing.spawn: what they train is not protected. "
+    "Unless they meet over file://, they wait for each other in vain where a rank comes to that line, under torchrun "
+    "too. Instead, --nproc N starts the ranks, and each calls the function "
     'itself, as in main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])), with MASTER_ADDR and MASTER_PORT as '
     "they are"
 )

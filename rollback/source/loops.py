@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollback.source.nodes import (
+    begins_anew,
     has_range,
     is_backward,
     is_call_of,
@@ -252,13 +253,15 @@ class ScriptLoops:
         return list(found.values())
 
     def _added(self, loop: ast.For | ast.While) -> Iterator[OwnCounter]:
-        """In what the loop calls, attributes alone: a patience, which its variables do not outlive."""
+        """What outlives a turn of the loop. In what it calls, attributes alone: a patience, which its variables do not
+        outlive."""
         deciding, own = self._deciding(loop), {id(node): node for node in ast.walk(loop)}
         for node in (*own.values(), *self._reached(loop)):
             match node:
                 case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=target):
                     name = ast.unparse(target)
-                    if id(node) in own or isinstance(target, ast.Attribute):
+                    stays = id(node) in own and not begins_anew(name, node.lineno, loop)
+                    if stays or isinstance(target, ast.Attribute):
                         yield OwnCounter(name, node.lineno, name in deciding)
                 case ast.If(test=test, body=[*body]) if id(node) in own:  # `if i - last >= n: update(); last = i`
                     inside = [item for part in body for item in ast.walk(part)]

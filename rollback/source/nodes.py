@@ -61,6 +61,19 @@ def names_update(node: ast.AST) -> bool:
     return False
 
 
+def begins_anew(name: str, line: int, loop: ast.For | ast.While) -> bool:
+    """Whether each turn of a loop sets that variable, in its head or at its body's top, in front of `line`."""
+    heads: list[ast.AST] = [loop.target] if isinstance(loop, ast.For) else []
+    for part in loop.body:
+        if isinstance(part, ast.Assign) and part.lineno < line and (name, ast.Load) not in _variables(part.value):
+            heads += part.targets
+    return any((name, ast.Store) in _variables(head) for head in heads)
+
+
+def _variables(tree: ast.AST) -> set[tuple[str, type[ast.expr_context]]]:
+    return {(node.id, type(node.ctx)) for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
 def is_backward(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
 

@@ -310,7 +310,8 @@ class TestLaunchFlags:
         Path("train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
         Path("train.py").chmod(0o700)
         assert run(monkeypatch, "launch", *words) == ExitCode.DONE
-        assert ("train.py, line 2, starts processes by torch.multiprocessing.spawn" in capfd.readouterr().err) is said
+        told = "train.py, line 2, starts processes by torch.multiprocessing.spawn: what they train is not protected."
+        assert (told in capfd.readouterr().err) is said
         assert len(orders) == 1
 
     def test_a_limit_is_switched_off_by_the_word_for_it_and_what_is_no_limit_is_refused(

@@ -192,6 +192,21 @@ def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_v
     assert ScriptLoops(loop + method).counters() == [OwnCounter("self.count", 8, ends=False)]
 
 
+@pytest.mark.parametrize(
+    ("before", "counts", "named"),
+    [
+        ("i = i", "i", False),  # torchvision's similarity prints the number of the batch from 1 on so
+        ("n = 0", "n", False),
+        ("n = n % 4", "n", True),
+        ("if i % 4 == 0: n = 0", "n", True),
+        ("lst[n] = 0", "n", True),
+    ],
+)
+def test_what_each_turn_of_the_loop_sets_anew_is_no_count(before: str, counts: str, named: bool) -> None:
+    source = f"for i, x in enumerate(loader):\n  f(x).backward()\n  {before}\n  if i % 4: {counts} += 1\n"
+    assert ScriptLoops(source).counters() == ([OwnCounter(counts, 4, ends=False)] if named else [])
+
+
 @pytest.mark.parametrize(("does", "named"), [("scaler.step(optimizer)", True), ("print(x)", False)])
 def test_the_place_of_the_last_update_is_named_where_the_next_one_waits_for_it(does: str, named: bool) -> None:
     """As YOLOv5 accumulates gradients: behind a resume its first update would have one batch."""
