@@ -163,7 +163,7 @@ class Logs(SharedText):
     """What a Trainer has logged so far, as text: a row to a line.
 
     The guard reads it at every step's end, and the rows of a long run are thousands. They only become more. Ranks log
-    the same, but for how long an evaluation took.
+    the same, but for how long an evaluation took, and a Trainer whose `evaluate` logs on its first rank alone.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -171,6 +171,10 @@ class Logs(SharedText):
         self._rows: list[dict[str, Any]] = []
         self._known = 0
         self._text = ""
+
+    @property
+    def lines(self) -> int:
+        return len(self._trainer.state.log_history)
 
     def load_state_dict(self, text: str) -> None:
         self._trainer.state.log_history = [json.loads(row) for row in text.splitlines()]
