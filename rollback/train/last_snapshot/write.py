@@ -231,7 +231,11 @@ class HostWrite:
 
     def _shard(self, rank: int) -> tuple[list[ShardPiece], dict[str, str]]:
         """Tensors and metadata of a rank's shard."""
-        local, pieces = self._marks[rank].local(self.alike, self.texts)
+        mark = self._marks[rank]
+        for name, text in self.texts.items():
+            if mark.trees["kept"][name] > text.count("\n"):
+                raise NotProved(f"rank {rank} had lines of {name!r} that the rank which would keep them has not")
+        local, pieces = mark.local(self.alike, self.texts)
         metadata = {"local": json.dumps(local)}
         if rank == 0:
             assert self.shared is not None

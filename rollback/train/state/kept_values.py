@@ -52,7 +52,12 @@ class KeptValues:
 
 class SharedText:
     """Base of what is kept as one text that is the same on all ranks, and may be long. Marks of a step's end, which are
-    written anew at each step, leave it out: any rank that is left has it."""
+    written anew at each step, leave it out: any rank that is left has it. But a rank may have written more than others,
+    as one that alone logs an evaluation: marks have the number of lines."""
+
+    @property
+    def lines(self) -> int:
+        raise NotImplementedError
 
     def state_dict(self) -> str:
         raise NotImplementedError
@@ -105,11 +110,11 @@ class KeptByScript:
         return {**self.of_rank(), **self.shared_texts()}
 
     def of_rank(self) -> dict[str, Any]:
-        """`told` without shared texts."""
+        """`told` with the number of lines in place of each shared text."""
         objects = {name: item.state_dict() for name, item in self._objects.items() if name not in self._texts}
         phase = {} if self.phase is None else {_PHASE: self.phase}
         told = {**self._restored, **self._values, **objects, **phase}
-        return {name: value for name, value in told.items() if name not in self._texts} if self._texts else told
+        return {**told, **{name: item.lines for name, item in self._texts.items()}} if self._texts else told
 
     def shared_texts(self) -> dict[str, str]:
         return {name: item.state_dict() for name, item in self._texts.items()}

@@ -3,7 +3,9 @@
 import copy
 import json
 import os
+from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ _LOOP = (
 back in place."""
 _METRICS = "_metrics", "_stored_metrics"
 """What TRL's trainers have gathered for their next log, by mode and name; of those one has one of the two."""
+_PLAIN = {type(None), bool, int, float, str}
 
 
 class RunMark(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -68,6 +71,7 @@ class LoopState:
             "loop": {name: of_trainer[name] for name in (*_LOOP, *adapted(trainer)) if name in of_trainer},
             "loss": trainer._tr_loss.item(),
             "last_update": tuple(map(_number, self.last_update)),
+            "generation": self._changed_generation(),
             "metrics": {
                 mode: {name: list(map(_number, values)) for name, values in gathered.items()}
                 for mode, gathered in self._gathered().items()
@@ -89,6 +93,7 @@ class LoopState:
             setattr(trainer, name, kept["loop"][name])
         trainer._tr_loss.fill_(kept["loss"])
         self.last_update = kept["last_update"]
+        self._put_generation(kept.get("generation", {}))
         for gathered in self._gathered().values():
             gathered.clear()
         for mode, values in kept["metrics"].items():
@@ -129,6 +134,30 @@ class LoopState:
                 "taken its place, or it was on a host that was lost. The next evaluation chooses a new best model"
             )
 
+    @property
+    def _of_generation(self) -> dict[str, Any]:
+        """How the model makes texts."""
+        return vars(getattr(self._trainer.model, "generation_config", None) or SimpleNamespace())
+
+    @cached_property
+    def _generation(self) -> dict[str, Any]:
+        """The same when training began, as the script has set it."""
+        return dict(self._of_generation)
+
+    def _changed_generation(self) -> dict[str, Any]:
+        """What has become other than the script has set it, and what that was: the first evaluation that makes texts
+        fills in what was left open, so that those behind it make texts of another length."""
+        now, first = self._of_generation, self._generation
+        if now == first:
+            return {}
+        pairs = {name: [first.get(name), value] for name, value in now.items()}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and {*map(type, pair)} <= _PLAIN}
+
+    def _put_generation(self, changed: dict[str, Any]) -> None:
+        first = self._generation
+        again = {name: value for name, (was, value) in changed.items() if first.get(name) == was}  # else set anew
+        self._of_generation.update({**first, **again})
+
     def _gathered(self) -> Any:
         of_trainer = vars(self._trainer)
         return next((of_trainer[name] for name in _METRICS if name in of_trainer), {})
@@ -163,7 +192,7 @@ class Logs(SharedText):
     """What a Trainer has logged so far, as text: a row to a line.
 
     The guard reads it at every step's end, and the rows of a long run are thousands. They only become more. Ranks log
-    the same, but for how long an evaluation took.
+    the same, but for how long an evaluation took, and a Trainer whose `evaluate` logs on its first rank alone.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -171,6 +200,10 @@ class Logs(SharedText):
         self._rows: list[dict[str, Any]] = []
         self._known = 0
         self._text = ""
+
+    @property
+    def lines(self) -> int:
+        return len(self._trainer.state.log_history)
 
     def load_state_dict(self, text: str) -> None:
         self._trainer.state.log_history = [json.loads(row) for row in text.splitlines()]

@@ -24,7 +24,7 @@ def trainer_with(rows: list[dict[str, Any]]) -> Any:
     return SimpleNamespace(
         state=state, callback_handler=SimpleNamespace(callbacks=[]), _tr_loss=torch.zeros(()),
         control=SimpleNamespace(should_training_stop=False), _step=8, _last_loaded_step=7,
-        args=SimpleNamespace(should_save=False),
+        args=SimpleNamespace(should_save=False), model=SimpleNamespace(),
     )  # fmt: skip
 
 
@@ -49,6 +49,26 @@ def test_after_a_return_the_rows_of_undone_steps_are_gone() -> None:
     logs.load_state_dict(before)
     trainer.state.log_history.append({"step": 20})
     assert logs.state_dict().splitlines() == ['{"step": 1}', '{"step": 20}']
+
+
+def test_what_an_evaluation_has_filled_in_of_how_texts_are_made_is_as_it_was_then() -> None:
+    """It makes those behind it stop at another length. What the script sets otherwise now, is as it sets it now."""
+
+    def generating(beams: int) -> tuple[Any, Any, dict[str, Any]]:
+        trainer = trainer_with([])
+        config = trainer.model.generation_config = SimpleNamespace(num_beams=beams, max_length=None, stops=None)
+        kept = kept_of(trainer)
+        return kept, config, kept.state_dict()
+
+    kept, config, before = generating(1)
+    vars(config).update(max_length=20, num_beams=2, stops=object())
+    behind = json.loads(json.dumps(kept.state_dict()))
+    for resumed, beams in ((1, 2), (4, 4)):
+        other, filled, _ = generating(resumed)
+        other.load_state_dict(behind)
+        assert vars(filled) == {"num_beams": beams, "max_length": 20, "stops": None}
+    kept.load_state_dict(before)
+    assert vars(config) == {"num_beams": 1, "max_length": None, "stops": None}
 
 
 @pytest.mark.parametrize(("asked", "stops"), [(90, True), (7, False), (120, False)])

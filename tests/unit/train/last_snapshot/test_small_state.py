@@ -1,5 +1,6 @@
 """What the last snapshot takes of a state: nothing is copied that a file can be written from where it lies."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.sentinel import Sentinel
 from rollback.train.data import rng
 from rollback.train.data.cursor import cursor_for
 from rollback.train.last_snapshot.small_state import SharedState, SmallState, SmallStateReader
+from rollback.train.last_snapshot.write import SLOTS, HostWrite, NotProved
 from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree
 from rollback.train.state.kept_values import SharedText
@@ -65,6 +68,10 @@ def test_what_is_shared_is_told_as_a_checkpoint_would_and_as_it_was(state: dict[
 class Log(SharedText):
     text = "a line\n" * 100_000
 
+    @property
+    def lines(self) -> int:
+        return self.text.count("\n")
+
     def state_dict(self) -> str:
         return self.text
 
@@ -89,6 +96,27 @@ def test_a_text_that_is_the_same_on_all_ranks_is_in_no_mark_and_in_each_shard_as
     state.kept.load_state_dict(kept["kept"])
     assert log.text == Log.text
     assert state.kept.state_dict() == kept["kept"]
+
+
+def test_what_a_rank_alone_has_written_is_not_kept_without_it(memory: Path) -> None:
+    """As the first rank of a Trainer that logs evaluations there alone: the text of another one lacks them."""
+    model = torch.nn.Linear(1, 1)
+    state = TrainingState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {}, cursor_for([1, 2, 3]), Sentinel("normal")
+    )
+    log = Log()
+    state.kept.add({"log": log})
+    reader = SmallStateReader(state)
+    local = reader.local()
+
+    def write(text: str) -> object:
+        bodies = {1: local.body({}) + local.stays}
+        return HostWrite(SlotPaths(memory), bodies, reader.alike(), {"log": text}).write_part(SLOTS[0], ())
+
+    assert write(log.text)
+    assert write(f"another one's line\n{log.text}")
+    with pytest.raises(NotProved, match="rank 1 had lines of 'log'"):
+        write(log.text.removeprefix("a line\n"))
 
 
 def test_behind_a_rollback_a_number_that_numpy_had_drawn_and_not_given_out_is_in_the_mark() -> None:
