@@ -6,21 +6,18 @@ them, or over `x.chunk(2)`. What other files do is not known here.
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rollback.source.nodes import (
-    begins_anew,
-    has_range,
     is_backward,
     is_call_of,
     is_train,
     limits_batches,
-    limits_or_counts,
     names_epochs,
     names_update,
     of_scope,
     range_of,
 )
+from rollback.source.turns import turning_loops
 
 _WRAPPERS = "enumerate", "tqdm"
 _RANGES = "range", "trange"
@@ -32,18 +29,6 @@ _GATHER = "list", "tuple", "set", "dict", "sorted", "sum", "min", "max"
 _PASSES_ON = (ast.Yield, ast.YieldFrom)
 _OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
 """Methods that models and optimizers have: `model.train()` does not mean the script's own of that name."""
-
-
-@dataclass(frozen=True)
-class OwnCounter:
-    """What counts the script's batches or updates beside the guard: a variable that it adds 1 to, a `range`.
-
-    ends: it decides when the loop is left.
-    """
-
-    name: str
-    line: int
-    ends: bool
 
 
 class ScriptLoops:
@@ -64,7 +49,7 @@ class ScriptLoops:
                 self._methods |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
         self._loops = [node for node in ast.walk(self.tree) if isinstance(node, ast.For)]
         mentioned = "backward" in source  # else nothing of what follows is found, and a large file takes seconds
-        training = [loop for loop in self._loops if mentioned and any(map(is_backward, self._reached(loop)))]
+        training = [loop for loop in self._loops if mentioned and any(map(is_backward, self.reached(loop)))]
         whole = [loop for loop in training if range_of(loop) is None and not self._divides(loop)]
         parts = {id(item) for loop in whole for item in self._inside(loop, training) if self._divides(item)}
         training = [loop for loop in training if id(loop) not in parts]
@@ -75,18 +60,18 @@ class ScriptLoops:
             if range_of(loop) is None and all(range_of(item) is not None for item in inner[id(loop)])
         ]
         around = [loop for loop in training if range_of(loop) is not None]
-        self._drawing = [
+        self.drawing = [
             loop for loop in around
             if not any(batches in inner[id(loop)] for batches in self.batches)
-            and any(is_call_of(node, "next") for node in self._reached(loop))
+            and any(is_call_of(node, "next") for node in self.reached(loop))
         ]  # fmt: skip
-        self._turning = [  # `while True: batch = next(batches)`
+        self.turning = [  # `while True: batch = next(batches)`
             node for node in ast.walk(self.tree)
             if isinstance(node, ast.While)
             and mentioned
-            and any(is_call_of(item, "next") for item in self._reached(node))
-            and any(map(is_backward, self._reached(node)))
-            and not any(item in self.batches for item in self._reached(node))
+            and any(is_call_of(item, "next") for item in self.reached(node))
+            and any(map(is_backward, self.reached(node)))
+            and not any(item in self.batches for item in self.reached(node))
         ]  # fmt: skip
         self.epochs: dict[int, ast.For] = {}
         for batches in self.batches:
@@ -97,12 +82,16 @@ class ScriptLoops:
         self.trains_elsewhere = not training
         """Whether no loop of this file calls backward(), as where a helper in another file does. Then each one that
         mentions an optimizer may train, or call what does; a loop over the layers of a model is none of them."""
-        around = [loop for loop in training if self._numbers(loop) is not None]
-        of_each = [[loop for loop in around if batches in inner[id(loop)]] for batches in self.batches]
+        around = [loop for loop in training if self.numbers(loop) is not None]
+        self.by_turns = turning_loops(
+            self.drawing, self.reached, self.around, alone=not (self.batches or self.turning)
+        )  # fmt: skip
+        within = [*self.batches, *(each.loop for each in self.by_turns if each.in_epochs)]
+        of_each = [[loop for loop in around if batches in inner[id(loop)]] for batches in within]
         may_train = [loop for found in of_each for loop in found if not any(each in inner[id(loop)] for each in found)]
         if self.trains_elsewhere and is_script:
             may_train = [loop for loop in self._loops if names_epochs(loop) or self._has_optimizer(loop)]
-        self.steerable = {loop: numbers for loop in may_train if (numbers := self._numbers(loop)) is not None}
+        self.steerable = {loop: numbers for loop in may_train if (numbers := self.numbers(loop)) is not None}
         """The loops that may go over epochs, each with its call of `range`, or with what has a range in it."""
 
     def steerable_at(self, line: int) -> int | None:
@@ -118,7 +107,7 @@ class ScriptLoops:
         gives = found is not None and any(isinstance(node, _PASSES_ON) for node in ast.walk(found))
         return None if gives or self.takes_at(line) else found
 
-    def _numbers(self, loop: ast.For) -> ast.expr | None:
+    def numbers(self, loop: ast.For) -> ast.expr | None:
         """What of a loop's head goes over a range: its call, or what will have one: `trange(3)`, a variable of that."""
         return range_of(loop) or (loop.iter if self._has_range(loop.iter, loop) else None)
 
@@ -145,9 +134,26 @@ class ScriptLoops:
     def around(self, loop: ast.For) -> ast.For | ast.While | None:
         """A loop by which this one is begun anew each time, also by way of a function."""
         for other in ast.walk(self.tree):
-            if isinstance(other, ast.For | ast.While) and any(node is loop for node in self._reached(other)):
+            if isinstance(other, ast.For | ast.While) and any(node is loop for node in self.reached(other)):
                 return other
         return None
+
+    def sets_around(self, name: str, loop: ast.For | ast.While) -> bool:
+        """Whether a variable is set, outside of a training loop, where each epoch comes by: in a loop around, or in the
+        function that has this loop, and no loop around, and that whoever has the epochs calls for each."""
+        inside = {id(node) for node in ast.walk(loop)}
+        loops = (node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While))
+        reached = [list(self.reached(outer)) for outer in loops if id(outer) not in inside]
+        around = [node for nodes in reached if any(node is loop for node in nodes) for node in nodes]
+        scope = self._scope_of(loop)
+        own = list(of_scope(scope))
+        nested = (node for node in own if isinstance(node, ast.For | ast.While) and node is not loop)
+        if scope is not self.tree and not any(loop is node for outer in nested for node in ast.walk(outer)):
+            around += own
+        return any(
+            isinstance(node, ast.Assign) and id(node) not in inside and name in map(ast.unparse, node.targets)
+            for node in around
+        )
 
     def iterated(self, loop: ast.For) -> ast.expr:
         """What a loop goes over, without `enumerate` and `tqdm`, also where they are in a variable: a progress bar."""
@@ -190,13 +196,13 @@ class ScriptLoops:
         """Whether the training loop at `line` calls train() of its model for each batch, and so begins in any mode. Not
         where a function without backward() does, as an evaluation at its end."""
         loops = (loop for loop in self.batches if loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno))
-        found = (node for loop in loops for node in self._reached(loop) if is_train(node))
+        found = (node for loop in loops for node in self.reached(loop) if is_train(node))
         return any(any(map(is_backward, ast.walk(self._scope_of(node)))) for node in found)
 
     def _may_train_on(self, taken: ast.Call) -> bool:
         """Whether a batch that is taken here, and not iterated, is in a loop that may train, or beside a backward()."""
         for loop in (node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While)):
-            reached = list(self._reached(loop))
+            reached = list(self.reached(loop))
             if any(node is taken for node in reached) and (
                 any(map(is_backward, reached)) or (self.trains_elsewhere and any(map(names_update, reached)))
             ):
@@ -238,76 +244,9 @@ class ScriptLoops:
             for call in calls
         )
 
-    def counters(self, *, is_steered: bool = True) -> list[OwnCounter]:
-        """Of the training loops: what is added up in their bodies, and what limits them from outside.
-
-        is_steered: `steered` has changed this file. What they count by `enumerate` is none of it then, unless the loop
-        itself sets what that begins with, and neither is what `limits` them.
-        """
-        found: dict[str, OwnCounter] = {}
-        loops: list[ast.For | ast.While] = [*self.batches, *self._drawing, *self._turning]
-        enumerated = self._numbered(is_steered=is_steered)
-        limits = self._limiting(is_steered=is_steered)
-        for counter in (*limits, *enumerated, *(item for loop in loops for item in self._added(loop))):
-            found.setdefault(counter.name, counter)
-        return list(found.values())
-
-    def _added(self, loop: ast.For | ast.While) -> Iterator[OwnCounter]:
-        """What outlives a turn of the loop. In what it calls, attributes alone: a patience, which its variables do not
-        outlive."""
-        deciding, own = self._deciding(loop), {id(node): node for node in ast.walk(loop)}
-        for node in (*own.values(), *self._reached(loop)):
-            match node:
-                case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=target):
-                    name = ast.unparse(target)
-                    stays = id(node) in own and not begins_anew(name, node.lineno, loop)
-                    if stays or isinstance(target, ast.Attribute):
-                        yield OwnCounter(name, node.lineno, name in deciding)
-                case ast.If(test=test, body=[*body]) if id(node) in own:  # `if i - last >= n: update(); last = i`
-                    inside = [item for part in body for item in ast.walk(part)]
-                    asked = {
-                        ast.unparse(item.right)
-                        for item in ast.walk(test)
-                        if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Sub)
-                    }
-                    for item in inside if any(map(names_update, inside)) else ():
-                        if isinstance(item, ast.Assign) and (name := ast.unparse(item.targets[0])) in asked:
-                            yield OwnCounter(name, item.lineno, name in deciding)
-
-    def _numbered(self, *, is_steered: bool) -> Iterator[OwnCounter]:
-        for loop in self.batches:
-            if (counted := self.enumerated(loop)) is not None and (not is_steered or self.carries_on(loop)):
-                yield OwnCounter(counted[0], loop.lineno, counted[0] in self._deciding(loop))
-
-    def _deciding(self, loop: ast.For | ast.While) -> set[str]:
-        """What the loop, or a `while` around it, is ended by."""
-        ends = [
-            node.test for node in ast.walk(loop)
-            if isinstance(node, ast.If) and any(isinstance(item, ast.Break | ast.Return) for item in ast.walk(node))
-        ]  # fmt: skip
-        turning = (node for node in ast.walk(self.tree) if isinstance(node, ast.While))
-        ends += [node.test for node in turning if node is loop or any(item is loop for item in self._reached(node))]
-        return {
-            ast.unparse(item)
-            for test in ends
-            for item in ast.walk(test)
-            if isinstance(item, ast.Name | ast.Attribute | ast.Subscript)
-        }
-
     def limits(self, loop: ast.For) -> list[ast.Call]:
         """The calls by which a loop has so many batches and no more: `islice(loader, 10)`, `zip(range(10), loader)`."""
         return [call for call in ast.walk(loop.iter) if isinstance(call, ast.Call) and limits_batches(call)]
-
-    def _limiting(self, *, is_steered: bool) -> Iterator[OwnCounter]:
-        """What else limits a loop over batches from outside, or counts; the `range` of one that goes by `next`."""
-        for batches in self.batches:
-            ours = self.limits(batches) if is_steered else []
-            for call in ast.walk(batches.iter):
-                if isinstance(call, ast.Call) and limits_or_counts(call) and call not in ours:
-                    yield OwnCounter(ast.unparse(call), call.lineno, not is_call_of(call, "zip") or has_range(call))
-        for loop in self._drawing:
-            if self.around(loop) is None:  # a loop over the parts of an update is begun anew for each
-                yield OwnCounter(ast.unparse(loop.target), loop.lineno, ends=True)
 
     def enumerated(self, loop: ast.For) -> tuple[str, str] | None:
         """The name that a loop counts its batches in by `enumerate`, and from what on; None where it does not."""
@@ -365,10 +304,10 @@ class ScriptLoops:
         return any(ast.unparse(call.func).rpartition(".")[2] in _DIVIDE for call in calls)
 
     def _inside(self, loop: ast.For, loops: list[ast.For]) -> list[ast.For]:
-        reached = set(map(id, self._reached(loop)))
+        reached = set(map(id, self.reached(loop)))
         return [other for other in loops if other is not loop and id(other) in reached]
 
-    def _reached(self, loop: ast.For | ast.While) -> Iterator[ast.AST]:
+    def reached(self, loop: ast.For | ast.While) -> Iterator[ast.AST]:
         """The body, and the bodies of what it calls in this file."""
         pending: list[ast.AST] = list(loop.body)
         entered: set[int] = set()
@@ -381,7 +320,7 @@ class ScriptLoops:
                         pending += function.body
 
     def _has_optimizer(self, loop: ast.For) -> bool:
-        return any(names_update(node) for node in self._reached(loop))
+        return any(names_update(node) for node in self.reached(loop))
 
     def _called(self, node: ast.AST) -> str | None:
         match node:

@@ -3,9 +3,13 @@
 import ast
 
 from rollback.source.loops import ScriptLoops
+from rollback.source.nodes import is_call_of
+from rollback.source.own_counters import LedCount, led_counts
 
 EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
 ENUMERATE, LIMIT = "__rollback_enumerate__", "__rollback_limit__"
+COUNT = "__rollback_count__"
+TURNS, TAKE, TURNED = "__rollback_turns__", "__rollback_take__", "__rollback_turned__"
 """Names under which a script that `steered` has changed finds what steers it."""
 
 
@@ -13,7 +17,8 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module
     """The script, or a module of its own, with its loops over epochs and its counts of batches steered.
 
     EPOCHS is told the epochs' range and where the loop is, MOVED begins another one, ENUMERATE and LIMIT know where in
-    the data a batch is.
+    the data a batch is, COUNT what a count was there. TAKE takes a batch, and TURNS gives its number; where a batch has
+    another number than its turn, TURNED begins the one that has.
 
         for epoch in range(10):         for epoch in __rollback_epochs__(range(10), "script.py", 1):
             BODY                            try:
@@ -23,6 +28,18 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module
 
         for i, batch in enumerate(loader):      for i, batch in __rollback_enumerate__(loader):
         for batch in islice(loader, 10):        for batch in __rollback_limit__(islice, loader, 10):
+
+        for batch in loader:            for batch in loader:
+            BODY                            steps += __rollback_count__(steps, 0, "steps", "script.py", False)
+            steps += 1                      BODY
+                                            steps += __rollback_count__(steps, 1, "steps", "script.py", False)
+
+        for i in range(40):             for i in __rollback_turns__(range(40), "script.py", 1, False):
+            batch = next(batches)           try:
+            BODY                                batch = __rollback_take__("script.py", 1, batches)
+                                                BODY
+                                            except __rollback_turned__:
+                                                continue
     """
     loops = ScriptLoops(source, is_script=is_script)
     for loop in loops.batches:
@@ -31,13 +48,43 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module
             limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
     for call in loops.enumerations():
         call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
+    for count in led_counts(loops):
+        _lead(count, filename)
+    for turning in loops.by_turns:
+        for call in turning.takes:
+            call.func = ast.copy_location(ast.Name(TAKE, ast.Load()), call.func)
+            call.args[:0] = [ast.Constant(filename), ast.Constant(turning.loop.lineno)]
+        if (numbers := loops.numbers(turning.loop)) is not None:
+            _number(turning.loop, numbers, TURNS, TURNED, filename, turning.in_epochs)
     for loop, numbers in loops.steerable.items():
-        place: list[ast.expr] = [ast.Constant(filename), ast.Constant(loop.lineno)]
-        if numbers is loop.iter:
-            loop.iter = ast.copy_location(ast.Call(ast.Name(EPOCHS, ast.Load()), [numbers, *place], []), numbers)
-        elif isinstance(numbers, ast.Call):  # in a call around it
-            inner = ast.copy_location(ast.Call(numbers.func, numbers.args, numbers.keywords), numbers)
-            numbers.func, numbers.args, numbers.keywords = ast.Name(EPOCHS, ast.Load()), [inner, *place], []
-        handler = ast.ExceptHandler(ast.Name(MOVED, ast.Load()), None, [ast.Continue()])
-        loop.body = [ast.copy_location(ast.Try(loop.body, [handler], [], []), loop.body[0])]
+        _number(loop, numbers, EPOCHS, MOVED, filename)
     return ast.fix_missing_locations(loops.tree)
+
+
+def _lead(count: LedCount, filename: str) -> None:
+    """What is added to a count, and nothing where its loop has a new batch, makes it what it is there in the data."""
+    place = ", ".join(map(repr, (count.name, filename, count.each_epoch)))
+
+    def by(added: int) -> ast.AugAssign:
+        (statement,) = ast.parse(f"{count.name} += {COUNT}({count.name}, {added}, {place})").body
+        assert isinstance(statement, ast.AugAssign)
+        return statement
+
+    for node in count.added:
+        node.value = ast.copy_location(by(1).value, node.value)
+    body = count.loop.body
+    drawn = [at for at, part in enumerate(body, 1) if any(is_call_of(node, "next") for node in ast.walk(part))]
+    for at in (*reversed(drawn), 0):
+        body.insert(at, ast.copy_location(by(0), body[max(at - 1, 0)]))
+
+
+def _number(loop: ast.For, numbers: ast.expr, by: str, ended_by: str, filename: str, *others: bool) -> None:
+    """Have `by` give a loop its numbers; `ended_by` ends a turn of it. numbers: what has its range, in its head."""
+    place: list[ast.expr] = [ast.Constant(filename), ast.Constant(loop.lineno), *map(ast.Constant, others)]
+    if numbers is loop.iter:
+        loop.iter = ast.copy_location(ast.Call(ast.Name(by, ast.Load()), [numbers, *place], []), numbers)
+    elif isinstance(numbers, ast.Call):  # in a call around it
+        inner = ast.copy_location(ast.Call(numbers.func, numbers.args, numbers.keywords), numbers)
+        numbers.func, numbers.args, numbers.keywords = ast.Name(by, ast.Load()), [inner, *place], []
+    handler = ast.ExceptHandler(ast.Name(ended_by, ast.Load()), None, [ast.Continue()])
+    loop.body = [ast.copy_location(ast.Try(loop.body, [handler], [], []), loop.body[0])]

@@ -128,7 +128,7 @@ class KeptByScript:
 
     def _load_objects(self, objects: Mapping[str, Any]) -> None:
         for name, item in objects.items():
-            if name not in self._restored and isinstance(item, KeptGenerator):
+            if name not in self._restored and hasattr(item, "begin_anew"):
                 item.begin_anew()
         for name, item in objects.items():  # last: a generator may be kept by two names
             if name in self._restored:

@@ -29,14 +29,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
-from rollback.source.steering import ENUMERATE, EPOCHS, LIMIT, MOVED
+from rollback.source.steering import COUNT, ENUMERATE, EPOCHS, LIMIT, MOVED, TAKE, TURNED, TURNS
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.trainers.adopt import signs
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
+from rollback.trainers.adopt.counts import Counts, Turned, TurningLoops
 from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
-from rollback.trainers.adopt.epochs import CountedPasses, EpochLoop, EpochMoved, in_place_of
+from rollback.trainers.adopt.epochs import CountedPasses, EpochLoop, EpochLoops, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
 from rollback.trainers.adopt.other_loaders import OtherBatches, described
@@ -65,10 +66,10 @@ class Adoption:
         """Whether it is the guard that iterates, not the script."""
         self._handed = HandedOut()
         self._counted = CountedPasses()
+        self._counts = Counts()
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
-        self._loops: dict[tuple[str, int] | None, EpochLoop] = {}
-        """Those that the script has begun last, by where they are."""
+        self._loops = EpochLoops(self.made.note)
         self._steered: EpochLoop | None = None
         """The one that the guard leads."""
 
@@ -85,22 +86,17 @@ class Adoption:
         """Compile it, with its epochs and its counts of batches steered, as are those of the modules that it imports.
 
         Raises SyntaxError as Python does."""
-        counts = {ENUMERATE: partial(numbered, self._handed), LIMIT: partial(limit, self._handed)}
-        vars(builtins).update({EPOCHS: self.epochs, MOVED: EpochMoved, **counts})
+        turns = TurningLoops(self._handed, lambda: self._signs.guard, self._sources.demands)
+        led: dict[str, Any] = {ENUMERATE: partial(numbered, self._handed), LIMIT: partial(limit, self._handed)}
+        led |= {EPOCHS: self._loops.epochs, MOVED: EpochMoved, COUNT: self._counts.added}
+        vars(builtins).update({**led, TURNS: turns.turns, TAKE: turns.take, TURNED: Turned})
         self._sources.watch_imports()
         return self._sources.read_script(source, filename)
 
-    def epochs(self, numbers: Any, filename: str, line: int) -> Any:
-        """What the script goes over in place of `numbers`, in the loop of that line."""
-        instead, loop = in_place_of(numbers, partial(self._loops.__setitem__, (filename, line)))
-        if loop is not None:
-            self.made.note(loop)
-        return instead
-
     @property
     def _loop(self) -> EpochLoop | None:
-        """The one that the script is in."""
-        return self._loops.get(self._sources.epochs_at())
+        """The loop over epochs that the script is in."""
+        return self._loops.begun.get(self._sources.epochs_at())
 
     def end(self) -> None:
         """The script is through, or leaves its process group. Collective inside a pass; nothing where it raised."""
@@ -123,7 +119,7 @@ class Adoption:
             if not stays:
                 say(f"{left}; its last update was judged to demand a return. The next attempt goes on from there")
                 raise SystemExit(1)
-            if breaks_off:
+            if breaks_off and not self._sources.ends_by_led_count():
                 self._signs.say(f"{left}. {signs.LEFT_BEHIND}")
         if not breaks_off and (loop := self._steered) is not None and loop.place + 1 < len(loop):
             left = f"the script has left its loop over epochs by itself, in epoch {loop.place + 1} of {len(loop)}"
@@ -219,15 +215,12 @@ class Adoption:
         except UsageError as error:
             self._signs.refuse(error)
         self._signs.guard = guard
+        self._counts.keep(guard, self._sources.led_counts())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
         if loop is None and (where := self._sources.left_at()) is not None:
             self._signs.say(signs.not_led(where))
         for where, counter in self._sources.counters():
-            self._signs.say(
-                f"the script counts with `{counter.name}` by itself ({where})"
-                + (", and ends its loop by it" if counter.ends else "")
-                + ": a rollback and a resume leave that count behind. guard.keep is for such values"
-            )
+            self._signs.say(signs.counts_by_itself(where, counter))
         return Adopted(guard, plan.model, plan.optimizer, self.made.schedulers_of(plan.optimizer), loader, prepared)
 
     def _steer(self, adopted: Adopted, loop: EpochLoop) -> None:

@@ -1,7 +1,10 @@
 """The script's loop over epochs: where the guard stands in another epoch than the loop's body, that body is left."""
 
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+Loop = TypeVar("Loop", bound=Iterable[int])
 
 
 class EpochMoved(BaseException):
@@ -83,24 +86,40 @@ class EpochLoop:
         return getattr(self._numbers, name)
 
 
-def in_place_of(numbers: Any, begun: Callable[[EpochLoop], None]) -> tuple[Any, EpochLoop | None]:
-    """What a script goes over in place of `numbers`, and the loop over epochs that is made of it, if it is one: of a
-    range, or of a bar of tqdm over a range."""
+def in_place_of(numbers: Any, make: Callable[[range], Loop]) -> tuple[Any, Loop | None]:
+    """What a script goes over in place of `numbers`, and the loop that is made of these if they are a range, or a bar
+    of tqdm over a range."""
     found = numbers if type(numbers) is range else getattr(numbers, "iterable", None)
     if type(found) is not range or not len(found):
         return numbers, None
-    loop = EpochLoop(found, begun)
+    loop = make(found)
     return (loop if found is numbers else _shown(loop, numbers)), loop
 
 
-def _shown(loop: EpochLoop, bar: Any) -> Iterator[int]:
-    """The loop's epochs, as the script's bar counts them. What the bar goes over stays the script's range."""
+def _shown(loop: Iterable[int], bar: Any) -> Iterator[int]:
+    """The loop's numbers, as the script's bar counts them. What the bar goes over stays the script's range."""
     try:
         for number in loop:
             yield number
             bar.update()
     finally:
         bar.close()
+
+
+class EpochLoops:
+    """begun: those that the script has begun last, by where they are. note: called with each that is made."""
+
+    def __init__(self, note: Callable[[EpochLoop], None]) -> None:
+        self._note = note
+        self.begun: dict[tuple[str, int] | None, EpochLoop] = {}
+
+    def epochs(self, numbers: Any, filename: str, line: int) -> Any:
+        """What the script goes over in place of `numbers`, in the loop of that line."""
+        begun = partial(self.begun.__setitem__, (filename, line))
+        instead, loop = in_place_of(numbers, lambda found: EpochLoop(found, begun))
+        if loop is not None:
+            self._note(loop)
+        return instead
 
 
 class CountedPasses:

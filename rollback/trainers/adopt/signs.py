@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from rollback.errors import EARLY, RollbackError, UsageError
+from rollback.source.own_counters import OwnCounter
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
@@ -142,6 +143,14 @@ def scheduler_made_anew(kind: str) -> RollbackError:
         f"going back led into the first epoch, in which the script has made its {kind} anew: that has changed the "
         "learning rate, and this process cannot put it back",
         hint="a new attempt can: `rollback launch` starts one, else run the same command again",
+    )
+
+
+def counts_by_itself(where: str, counter: OwnCounter) -> str:
+    ends = ", and ends its loop by it" if counter.ends else ""
+    return (
+        f"the script counts with `{counter.name}` by itself ({where}){ends}: a rollback and a resume leave that count "
+        "behind. guard.keep is for such values"
     )
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 
-from rollback.source.loops import OwnCounter, ScriptLoops
+from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import catches_end, demands_item
+from rollback.source.own_counters import OwnCounter, led_counts, own_counters
 from rollback.source.steering import steered
 from rollback.system.frames import is_own, own_callers
 
@@ -108,8 +109,20 @@ class ScriptSources:
     def counters(self) -> Iterator[tuple[str, OwnCounter]]:
         """Those of the training loops in the files that were read, and where that is."""
         for name, loops in self._files.items():
-            for counter in loops.counters(is_steered=name in self._steered) if loops is not None else ():
+            for counter in own_counters(loops, is_steered=name in self._steered) if loops is not None else ():
                 yield f"{self._where(name)}line {counter.line}", counter
+
+    def ends_by_led_count(self) -> bool:
+        """Whether it is a count that is led by which a training loop ends, for all that can be seen."""
+        known = (loops for loops in self._files.values() if loops is not None)
+        all_of = [{c.name for c in own_counters(loops, is_steered=False) if c.ends} for loops in known]
+        return any(all_of) and not any(counter.ends for _, counter in self.counters())
+
+    def led_counts(self) -> Iterator[tuple[str, str]]:
+        """Name and file of each that is led."""
+        for name, loops in self._files.items():
+            if name in self._steered and loops is not None:
+                yield from ((count.name, name) for count in led_counts(loops))
 
     def _where(self, name: str) -> str:
         return "" if name == self._script else f"{os.path.basename(name)}, "

@@ -414,20 +414,19 @@ def test_a_late_sign_that_one_rank_alone_sees_is_said_by_that_rank(tmp_path: Pat
     assert facts(tmp_path / "runs" / "one_sided", Finished)
 
 
-def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
+def test_a_count_of_the_scripts_own_ends_its_loop(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a count of its own")
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `steps` by itself (line 118), and ends its loop by it" in done.stdout
-    assert "has left its loop by itself, at step 4" in done.stdout
+    assert "counts with `steps`" not in done.stdout, "it is led"
     assert facts(tmp_path / "runs" / "refused", Finished)
 
 
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("a count beside next", "`taken` by itself (line 130), and ends its loop by it"),
+        ("a count beside next", "`taken[0]` by itself (line 130), and ends its loop by it"),
         ("a loop in another file", "`i` by itself (engine.py, line 7)"),
-        ("next of a generator", "`step` by itself (line 176), and ends its loop by it"),
+        ("next of a generator", "`step[0]` by itself (line 176), and ends its loop by it"),
         ("a limit of its own", "`itertools.islice(loader, 0, 4)` by itself (line 134), and ends its loop by it"),
     ],
 )
@@ -646,3 +645,98 @@ def test_what_rollback_adopt_prints_applies_and_is_exact(tmp_path: Path, name: s
         return
     job.launched("oracle", "--skips-of", "explicit", script=explicit)
     job.require_same("explicit", "oracle")
+
+
+OWN_COUNTS = """
+import os, signal, sys
+import torch
+
+torch.manual_seed(7)
+loader = torch.utils.data.DataLoader(torch.randn(20, 2), batch_size=2, shuffle=True)
+model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+fault, at = sys.argv[1], 23
+calls = [0]
+
+def train(x, *numbers):
+    optimizer.param_groups[0]["lr"] = 0.1 / (1 + sum(numbers))
+    loss = model(x).square().mean()
+    strikes = calls[0] == at and os.environ.get("ROLLBACK_ATTEMPT") == "1"
+    calls[0] = calls[0] + 1
+    (loss * float("nan") if strikes and fault == "nan" else loss).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("trained", *numbers)
+    if strikes and fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+"""
+COUNTED = {
+    "updates, and those of an epoch": """
+completed_steps = 0
+for epoch in range(9):
+    in_epoch = 0
+    for x in loader:
+        train(x, completed_steps, in_epoch)
+        in_epoch += 1
+        completed_steps += 1
+        if completed_steps >= 35:
+            break
+    if completed_steps >= 35:
+        break
+""",
+    "turns of a generator": """
+def forever():
+    while True:
+        yield from loader
+
+batches = forever()
+for step in range(35):
+    train(next(batches), step)
+""",
+    "turns of each epoch": """
+for epoch in range(4):
+    batches = iter(loader)
+    for i in range(len(loader) - 1):
+        x = next(batches)
+        train(x, epoch, i)
+""",
+    "turns of an iterator that is begun anew": """
+batches = iter(loader)
+for step in range(35):
+    try:
+        x = next(batches)
+    except StopIteration:
+        batches = iter(loader)
+        x = next(batches)
+    train(x, step)
+""",
+    "a while by its count": """
+batches, step = iter(x for _ in range(9) for x in loader), 0
+while step < 35:
+    x = next(batches)
+    train(x, step)
+    step += 1
+""",
+}
+
+
+@pytest.mark.parametrize("counts", by_default(tuple(COUNTED), "updates, and those of an epoch", "turns of a generator"))
+def test_what_a_script_counts_is_what_it_was_behind_a_kill_and_a_rollback(tmp_path: Path, counts: str) -> None:
+    """Its learning rate and its end go by it."""
+    script = tmp_path / "counted.py"
+    weights = "print('weights', *map(torch.Tensor.tolist, model.parameters()))\n"
+    script.write_text(OWN_COUNTS + COUNTED[counts] + weights)
+    common = "--adopt=strict", "--snapshot-every", "5", "--probation", "6", "--policy", "balanced"
+    plain = run_torch_alone(
+        [sys.executable, str(script), "none"], cwd=tmp_path, timeout=LIMIT, stdout=subprocess.PIPE, text=True
+    )
+    killed = refused(tmp_path, *common, "--run", "killed", str(script), "kill")
+    nan = refused(tmp_path, *common, "--run", "nan", str(script), "nan")
+    told = refused(tmp_path, *common, "--run", "told", "--skips-of", "nan", str(script), "none")
+    assert [done.returncode for done in (plain, killed, nan, told)] == [ExitCode.DONE] * 4, killed.stdout + nan.stdout
+    assert len(facts(tmp_path / "killed", Attached)) == 2
+    assert len(facts(tmp_path / "nan", Incident)) == 1
+    ends = [done.stdout[done.stdout.index("weights") :].splitlines()[0] for done in (plain, killed, nan, told)]
+    assert (ends[0], ends[2]) == (ends[1], ends[3])
+    assert "by itself" not in killed.stdout + nan.stdout

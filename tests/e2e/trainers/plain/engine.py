@@ -4,8 +4,9 @@
 def train(model, optimizer, loader):
     i = 0
     for (x,) in loader:
-        i += 1  # noqa: SIM113 - a count of its own is what this file is for
+        i += 1
         model(x).square().mean().backward()
+        i = i % 99
         if i % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()

@@ -13,6 +13,10 @@ def begun(_: EpochLoop) -> None:
     """Somebody is told."""
 
 
+def new_loop(numbers: range) -> EpochLoop:
+    return EpochLoop(numbers, begun)
+
+
 def going(*places: int) -> Callable[[int], Iterator[int]]:
     return lambda count: iter(places)
 
@@ -95,13 +99,13 @@ def test_a_body_that_has_begun_with_the_number_of_where_the_run_stands_goes_on()
 
 def test_a_bar_over_a_range_stays_the_script_s_bar_and_its_epochs_are_where_the_guard_says() -> None:
     bar: Any = pytest.importorskip("tqdm").trange(4, file=io.StringIO())
-    bodies, loop = in_place_of(bar, begun)
+    bodies, loop = in_place_of(bar, new_loop)
     assert loop is not None
     assert next(bodies) == 0
     loop.steer(0, {0}, going(0, 1, 0))
     assert [*bodies] == [1, 0]
     assert bar.n == 3, "bodies"
-    again, _ = in_place_of(bar, begun)
+    again, _ = in_place_of(bar, new_loop)
     assert [*again] == [0, 1, 2, 3], "what it goes over is its own"
 
 
@@ -115,4 +119,4 @@ def test_a_body_is_told_from_the_next_one_by_whether_it_has_taken_batches() -> N
 
 @pytest.mark.parametrize("numbers", [[0, 1], range(0), iter(range(3))])
 def test_what_is_no_range_is_left_to_the_script(numbers: Any) -> None:
-    assert in_place_of(numbers, begun) == (numbers, None)
+    assert in_place_of(numbers, new_loop) == (numbers, None)

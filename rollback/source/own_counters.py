@@ -1,0 +1,144 @@
+"""What a training loop counts beside the guard, and which of these counts can be led: put back with the training.
+
+A rollback and a resume leave the variables of a script as they are. A count that decides when the loop is left ends the
+training too early behind a rollback, and too late behind a resume.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollback.source.loops import ScriptLoops
+from rollback.source.nodes import begins_anew, has_range, is_call_of, limits_or_counts, names_update, of_scope
+
+Loop = ast.For | ast.While
+
+
+@dataclass(frozen=True)
+class OwnCounter:
+    """What counts the script's batches or updates beside the guard: a variable that it adds 1 to, a `range`.
+
+    ends: it decides when the loop is left.
+    """
+
+    name: str
+    line: int
+    ends: bool
+
+
+@dataclass(frozen=True)
+class LedCount:
+    """A variable, or an attribute of one, that a training loop adds 1 to, and that nothing else in that loop sets.
+
+    loop: with the batch in hand at its top, or where it takes one by `next`. each_epoch: whether it may begin anew in
+    each epoch, outside of that loop.
+    """
+
+    name: str
+    loop: Loop
+    added: tuple[ast.AugAssign, ...]
+    each_epoch: bool
+
+
+def own_counters(loops: ScriptLoops, *, is_steered: bool = True) -> list[OwnCounter]:
+    """Of the training loops: what is added up in their bodies, and what limits them from outside.
+
+    is_steered: `steered` has changed this file. `led_counts` are none of it then, nor what they count by `enumerate`,
+    unless the loop itself sets what that begins with, nor what `limits` them.
+    """
+    found: dict[str, OwnCounter] = {}
+    led = {count.name for count in led_counts(loops)} if is_steered else ()
+    training: list[Loop] = [*loops.batches, *loops.drawing, *loops.turning]
+    added = (item for loop in training for item in _added(loops, loop) if item.name not in led)
+    for counter in (*_limiting(loops, is_steered=is_steered), *_numbered(loops, is_steered=is_steered), *added):
+        found.setdefault(counter.name, counter)
+    return list(found.values())
+
+
+def led_counts(loops: ScriptLoops) -> list[LedCount]:
+    """Those of a file. Not where two of its training loops count by one name: they may not mean the same."""
+    training: list[Loop] = [*loops.batches, *loops.drawing, *loops.turning]
+    found = [count for loop in training for count in _led(loops, loop, training)]
+    names = [count.name for count in found]
+    return [count for count in found if names.count(count.name) == 1]
+
+
+def _led(loops: ScriptLoops, loop: Loop, training: list[Loop]) -> Iterator[LedCount]:
+    own = list(of_scope(loop))
+    inner = {id(node) for node in own if node in training for node in ast.walk(node)}
+    added: dict[str, list[ast.AugAssign]] = {}
+    for node in own:
+        match node:
+            case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=target) if _is_plain(target):
+                added.setdefault(ast.unparse(target), []).append(node)
+    set_there = [ast.unparse(node) for node in own if isinstance(getattr(node, "ctx", None), ast.Store)]
+    taking = [part for part in loop.body if any(is_call_of(node, "next") for node in ast.walk(part))]
+    beside = {ast.unparse(node) for part in taking for node in ast.walk(part) if isinstance(node, ast.expr)}
+    for name, nodes in added.items():  # beside the call that takes the batch a count is what it was before that
+        if set_there.count(name) == len(nodes) and name not in beside and not any(id(node) in inner for node in nodes):
+            yield LedCount(name, loop, tuple(nodes), loops.sets_around(name, loop))
+
+
+def _is_plain(target: ast.expr) -> bool:
+    match target:
+        case ast.Name() | ast.Attribute(value=ast.Name()):
+            return True
+    return False
+
+
+def _added(loops: ScriptLoops, loop: Loop) -> Iterator[OwnCounter]:
+    """What outlives a turn of the loop. In what it calls, attributes alone: a patience, which its variables do not
+    outlive."""
+    deciding, own = _deciding(loops, loop), {id(node): node for node in ast.walk(loop)}
+    for node in (*own.values(), *loops.reached(loop)):
+        match node:
+            case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=target):
+                name = ast.unparse(target)
+                stays = id(node) in own and not begins_anew(name, node.lineno, loop)
+                if stays or isinstance(target, ast.Attribute):
+                    yield OwnCounter(name, node.lineno, name in deciding)
+            case ast.If(test=test, body=[*body]) if id(node) in own:  # `if i - last >= n: update(); last = i`
+                inside = [item for part in body for item in ast.walk(part)]
+                asked = {
+                    ast.unparse(item.right)
+                    for item in ast.walk(test)
+                    if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Sub)
+                }
+                for item in inside if any(map(names_update, inside)) else ():
+                    if isinstance(item, ast.Assign) and (name := ast.unparse(item.targets[0])) in asked:
+                        yield OwnCounter(name, item.lineno, name in deciding)
+
+
+def _numbered(loops: ScriptLoops, *, is_steered: bool) -> Iterator[OwnCounter]:
+    for loop in loops.batches:
+        if (counted := loops.enumerated(loop)) is not None and (not is_steered or loops.carries_on(loop)):
+            yield OwnCounter(counted[0], loop.lineno, counted[0] in _deciding(loops, loop))
+
+
+def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
+    """What the loop, or a `while` around it, is ended by."""
+    ends = [
+        node.test for node in ast.walk(loop)
+        if isinstance(node, ast.If) and any(isinstance(item, ast.Break | ast.Return) for item in ast.walk(node))
+    ]  # fmt: skip
+    turning = (node for node in ast.walk(loops.tree) if isinstance(node, ast.While))
+    ends += [node.test for node in turning if node is loop or any(item is loop for item in loops.reached(node))]
+    return {
+        ast.unparse(item)
+        for test in ends
+        for item in ast.walk(test)
+        if isinstance(item, ast.Name | ast.Attribute | ast.Subscript)
+    }
+
+
+def _limiting(loops: ScriptLoops, *, is_steered: bool) -> Iterator[OwnCounter]:
+    """What else limits a loop over batches from outside, or counts; the `range` of one that goes by `next`."""
+    for batches in loops.batches:
+        ours = loops.limits(batches) if is_steered else []
+        for call in ast.walk(batches.iter):
+            if isinstance(call, ast.Call) and limits_or_counts(call) and call not in ours:
+                yield OwnCounter(ast.unparse(call), call.lineno, not is_call_of(call, "zip") or has_range(call))
+    led = [*loops.steerable, *(each.loop for each in loops.by_turns)] if is_steered else []
+    for loop in loops.drawing:
+        if loop not in led and loops.around(loop) is None:  # one over the parts of an update is begun anew for each
+            yield OwnCounter(ast.unparse(loop.target), loop.lineno, ends=True)

@@ -1,0 +1,189 @@
+"""What a script counts by itself, made what it was where the training stands.
+
+`steps += 1`: variables of the script, which only it can set. So the batch that follows a resume or a rollback adds to
+them what is missing (`rollback.source.steering`), and checkpoints have them as values of the script.
+
+`for i in range(n): batch = next(batches)`: the numbers are those of the batches in the data. A batch that follows a
+resume or a rollback has another number than the turn that takes it. That turn ends, and the next one has this batch and
+its number.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from rollback.train.guard import Guard
+from rollback.trainers.adopt.enumeration import HandedOut
+from rollback.trainers.adopt.epochs import in_place_of
+
+
+class Count:
+    """One of them, on one rank. each_epoch: whether the script may begin it anew in front of an epoch's first batch."""
+
+    def __init__(self) -> None:
+        self._value: int | None = None
+        """As the script has it now; behind a load, as it is to have it."""
+        self._loaded = False
+        self._first: int | None = None
+        """As this process had it first."""
+        self._at_start: int | None = None
+        """As it was at the first batch of the newest epoch that this process has begun."""
+        self._given: int | None = None
+        """As the script had it last."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self._value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._value, self._loaded = state["value"], True
+
+    def begin_anew(self) -> None:
+        self.load_state_dict({"value": None})
+
+    def now(self, present: int, *, begins: bool) -> int:
+        """What the script should have. begins: with the first batch of an epoch it may be that the script has begun to
+        count anew."""
+        if self._loaded:
+            wanted = self._first if self._value is None else self._value
+            if begins:  # what it was at the end of the epoch before counts for nothing
+                wanted = self._at_start if present == self._given else present
+            present = present if wanted is None else wanted
+        if begins:
+            self._at_start = present
+        self._first = present if self._first is None else self._first
+        self.set(present)
+        return present
+
+    def set(self, present: int) -> None:
+        self._value = self._given = present
+        self._loaded = False
+
+
+class Counts:
+    """Those of a watched script."""
+
+    def __init__(self) -> None:
+        self._guard: Guard | None = None
+        self._counts: dict[tuple[str, str], Count] = {}
+
+    def keep(self, guard: Guard, led: Iterable[tuple[str, str]]) -> None:
+        """The guard is made: it keeps these from now on, and gives them what they were. led: name and file of each."""
+        self._guard, self._counts = guard, {each: Count() for each in led}
+        named = {f"count {name} of {os.path.basename(file)}": count for (name, file), count in self._counts.items()}
+        guard.keep(**named)
+
+    def added(self, present: Any, by: int, name: str, filename: str, each_epoch: bool) -> int:
+        """What the script adds to one in place of `by`, which is 0 where it has a batch."""
+        count, guard = self._counts.get((name, filename)), self._guard
+        if count is None or guard is None or type(present) is not int:
+            return by
+        now = count.now(present, begins=each_epoch and guard.batch_in_epoch == 0) + by
+        count.set(now)
+        return now - present
+
+
+class Turned(BaseException):
+    """Ends a turn of a loop that `rollback.source.steering.steered` has changed; another one begins."""
+
+
+class Turns:
+    """What the script goes over in place of a loop's `range`. first: the place in the data of its first batch, in the
+    epoch or from the run's start; None: the loop goes over one epoch."""
+
+    def __init__(self, numbers: range, first: int | None, handed: HandedOut) -> None:
+        self._numbers, self._first, self._handed = numbers, first, handed
+        self._next = 0
+        self._held: list[Any] = []
+        """The batch that the turn takes that begins next, if it was taken by the one before."""
+        self.over = False
+        """Whether it has come to the end of its numbers."""
+
+    @property
+    def end(self) -> int | None:
+        """The place in the data behind its last batch, from the run's start."""
+        return None if self._first is None else self._first + len(self._numbers)
+
+    def begin(self, guard: Guard) -> None:
+        """No batch was handed out in this process: the run goes on from where it stands."""
+        self._next = self._place(guard)
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.over = self._next >= len(self._numbers)
+        if self.over:
+            self._handed.limited = True
+            raise StopIteration
+        number, self._next = self._numbers[self._next], self._next + 1
+        return number
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._numbers, name)
+
+    def _place(self, guard: Guard) -> int:
+        return guard.batch_in_epoch if self._first is None else guard.batch - self._first
+
+    def held(self) -> Any:
+        """The batch that belongs to this turn, in a list; empty: none was taken for it yet."""
+        held, self._held = self._held, []
+        return held
+
+    def require_number(self, guard: Guard, item: Any) -> None:
+        """The turn has taken this batch. Raises Turned where it has another number."""
+        place = self._place(guard)
+        if place != self._next - 1:
+            self._next = place
+            self._held = [item]
+            raise Turned
+
+    def end_early(self) -> NoReturn:
+        """There is no batch for this turn: what is left of the epoch is skipped, or was trained on before."""
+        self._next = len(self._numbers)
+        raise Turned
+
+
+class TurningLoops:
+    """Those that a watched script has begun last, by where they are. guard: of the script; None: none yet. demands:
+    whether the script is not prepared for the end of what it takes from."""
+
+    def __init__(self, handed: HandedOut, guard: Callable[[], Guard | None], demands: Callable[[], bool]) -> None:
+        self._handed, self._guard, self._demands = handed, guard, demands
+        self._turns: dict[tuple[str, int], Turns] = {}
+
+    def turns(self, numbers: Any, filename: str, line: int, in_epochs: bool) -> Any:
+        """What the script goes over in place of `numbers`, in the loop of that line."""
+        before = self._turns.pop((filename, line), None)
+        first = None if in_epochs else 0
+        if not in_epochs and before is not None:
+            first = before.end if before.over else None
+            if first is None:  # broken off: where the data of this one begin, a later attempt could not know
+                return numbers
+        instead, made = in_place_of(numbers, lambda found: Turns(found, first, self._handed))
+        if made is not None:
+            self._turns[filename, line] = made
+            if (guard := self._guard()) is not None and not self._handed.batches:
+                made.begin(guard)
+        return instead
+
+    def take(self, filename: str, line: int, batches: Iterator[Any], *default: Any) -> Any:
+        """`next(batches, *default)` in that loop. Raises Turned."""
+        turns = self._turns.get((filename, line))
+        if turns is None:
+            return next(batches, *default)
+        for item in turns.held():
+            return item
+        before = self._handed.batches
+        try:
+            item = next(batches, *default)
+        except StopIteration:
+            if turns.end is None and self._demands():
+                turns.end_early()
+            raise
+        guard = self._handed.guard
+        if guard is not None and self._handed.batches == before + 1:  # an item of several batches has no place
+            turns.require_number(guard, item)
+        return item

@@ -1,0 +1,125 @@
+"""Counts of a script that are led: which, and that they stay what they are where nobody leads them."""
+
+import textwrap
+from typing import Any
+
+import pytest
+
+from rollback.source.loops import ScriptLoops
+from rollback.source.own_counters import led_counts, own_counters
+from rollback.source.steering import COUNT, TAKE, TURNED, TURNS, steered
+
+
+class Loss:
+    def backward(self) -> None:
+        """Of no interest."""
+
+
+class Turned(BaseException):
+    pass
+
+
+def run(source: str, **names: Any) -> dict[str, Any]:
+    space: dict[str, Any] = {"f": lambda x: Loss(), "loader": "abcdef", TURNED: Turned, **names}
+    exec(compile(steered(textwrap.dedent(source), "script.py"), "script.py", "exec"), space)
+    return space
+
+
+@pytest.mark.parametrize(
+    ("source", "led"),
+    [
+        ("for x in loader:\n  f(x).backward()\n  if x: n += 1\n  n += 1", [("n", False)]),
+        ("for x in loader:\n  f(x).backward()\n  self.n += 1\n  n.m[0] += 1", [("self.n", False)]),
+        ("for e in range(3):\n  n = 0\n  for x in loader:\n    f(x).backward()\n    n += 1\n    m += 1",
+         [("n", True), ("m", False)]),
+        ("def one():\n  n = 0\n  for x in loader:\n    f(x).backward()\n    n += 1\nfor e in range(3):\n  one()",
+         [("n", True)]),
+        ("while n < 9:\n  f(next(it)).backward()\n  n += 1", [("n", False)]),
+        ("while n < 9:\n  x = next(it)\n  f(x, n).backward()\n  n += 1", [("n", False)]),
+        ("while n < 9:\n  f(next(it), n).backward()\n  n += 1", []),
+        ("for x in loader:\n  f(x).backward()\n  n += 1\n  if n == 4: n = 0", []),
+        ("for x in loader:\n  n = 0\n  f(x).backward()\n  n += 1", []),
+        ("for x in loader:\n  f(x).backward()\n  n += 2\n  total += x", []),
+        ("for x in loader:\n  n += 1\nfor x in loader:\n  f(x).backward()\n  m -= 1", []),
+        ("for x in loader:\n  f(x).backward()\n  n += 1\nfor x in loader:\n  f(x).backward()\n  n += 1", []),
+    ],
+)  # fmt: skip
+def test_what_a_training_loop_adds_1_to_and_sets_nowhere_else_is_led(source: str, led: list[tuple[str, bool]]) -> None:
+    loops = ScriptLoops(source)
+    assert [(count.name, count.each_epoch) for count in led_counts(loops)] == led
+    assert not {count.name for count in own_counters(loops)} & {name for name, _ in led}
+    assert {name for name, _ in led} <= {count.name for count in own_counters(loops, is_steered=False)}
+
+
+def test_a_count_is_made_what_it_was_with_the_batch_and_told_what_is_added() -> None:
+    source = """
+        n = seen = 0
+        for x in loader:
+            at_top = n
+            f(x).backward()
+            n += 1
+            log.append((at_top, n))
+    """
+    told: list[tuple[int, int, str, str, bool]] = []
+
+    def count(present: int, by: int, *place: Any) -> int:
+        told.append((present, by, *place))
+        return by + 10 * (len(told) == 3)  # with the second batch
+
+    log: list[tuple[int, int]] = []
+    run(source, log=log, **{COUNT: count})
+    assert log[:3] == [(0, 1), (11, 12), (12, 13)]
+    assert told[:3] == [
+        (0, 0, "n", "script.py", False),
+        (0, 1, "n", "script.py", False),
+        (1, 0, "n", "script.py", False),
+    ]
+
+
+TAKEN = """
+    batches = iter(loader)
+    for i in range(3):
+        x = next(batches)
+        f(x).backward()
+        log.append((i, x))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "led"),
+    [
+        (TAKEN, [False]),
+        (TAKEN.replace("x = next(batches)", "try: x = next(batches)\n        except StopIteration: x = next(batches)"),
+         [False]),
+        (TAKEN.replace("range(3)", "tqdm(range(3))"), [False]),
+        ("for e in range(2):\n" + textwrap.indent(textwrap.dedent(TAKEN), "  "), [True]),
+        ("def one():\n" + textwrap.indent(textwrap.dedent(TAKEN), "  ") + "for e in range(2):\n  one()", [True]),
+        # more than one in a turn, or less
+        (TAKEN.replace("x = next(batches)", "x = next(batches)\n        x = next(batches)"), []),
+        (TAKEN.replace("x = next(batches)", "if i % 2: x = next(batches)"), []),
+        (TAKEN.replace("x = next(batches)", "for _ in range(2): f(next(batches)).backward()\n        x = 0"), []),
+        (TAKEN.replace("next(batches)", "next(iter(loader))"), []),
+        # where the iterator outlives the epochs, and other loops train
+        ("batches = iter(loader)\nfor e in range(2):\n  for i in range(3):\n    f(next(batches)).backward()", []),
+        (textwrap.dedent(TAKEN) + "for x in loader:\n  f(x).backward()", []),
+        (textwrap.dedent(TAKEN) * 2, []),
+    ],
+)  # fmt: skip
+def test_a_loop_over_a_range_that_takes_one_batch_in_each_turn_is_led(source: str, led: list[bool]) -> None:
+    assert [each.in_epochs for each in ScriptLoops(textwrap.dedent(source)).by_turns] == led
+
+
+def test_such_a_loop_begins_another_turn_where_it_is_told_to() -> None:
+    taken: list[Any] = []
+
+    def take(filename: str, line: int, batches: Any) -> Any:
+        taken.append((filename, line))
+        if len(taken) == 2:
+            raise Turned
+        return next(batches)
+
+    log: list[tuple[int, str]] = []
+    turns = lambda numbers, filename, line, in_epochs: [*numbers, 9]  # noqa: E731
+    run(TAKEN, log=log, **{TURNS: turns, TAKE: take})
+    assert log == [(0, "a"), (2, "b"), (9, "c")]
+    assert {*taken} == {("script.py", 3)}
