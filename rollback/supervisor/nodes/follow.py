@@ -87,18 +87,15 @@ class Follower:
         verdict: RunResult | None = None
         try:
             verdict = self._obey(beacon, helper)
-            return verdict
+            if verdict is None or not self._meeting.apart or self._last is None:
+                return verdict
+            return verdict.model_copy(update={"record": (self._last.host, self._last.directory)})
         finally:
             self._end_waiting(over=verdict is not None)
             over = verdict is not None and not self._seatless  # else the others need what is in memory
             helper.close(over=over, durable=verdict.durable if verdict else ())
             beacon.put_out()
             self._beacon = None
-
-    @property
-    def record(self) -> tuple[str, str] | None:
-        """Host and directory of the record, where that is not the run directory here."""
-        return (self._last.host, self._last.directory) if self._meeting.apart and self._last is not None else None
 
     def _introduce(self, in_use: RunInUse | None) -> Orders | None:
         """The orders of who leads; None: nobody leads by now."""
