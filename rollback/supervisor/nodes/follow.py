@@ -58,8 +58,7 @@ class Follower:
         self._files = RecordFiles(paths, say) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
-        self._leader = ""
-        self._last: Orders | None = None  # of this leader
+        self._last: Orders | None = None  # of who leads, or led before
         self._seatless = False
 
     def follow(self, in_use: RunInUse | None = None) -> RunResult | None:
@@ -71,12 +70,12 @@ class Follower:
         orders = self._introduce(in_use)
         if orders is None:
             return None
-        self._leader = orders.leader
+        self._last = orders
         self._host.end_leftovers(self._say)
         self._say(f"{self._place.name}: following {orders.host} (pid {orders.pid})")
         report = NodeReport(
             node=self._place.name, launch=self._place.launch, host=self._place.host, pid=self._place.pid,
-            leader=self._leader, attempt=-1, state="ended", command=dict(self._place.command),
+            leader=orders.leader, attempt=-1, state="ended", command=dict(self._place.command),
             buddy=self._buddy.address if self._buddy is not None else "",
         )  # fmt: skip
         beacon = self._beacon = Beacon(
@@ -87,7 +86,7 @@ class Follower:
         verdict: RunResult | None = None
         try:
             verdict = self._obey(beacon, helper)
-            if verdict is None or not self._meeting.apart or self._last is None:
+            if verdict is None or not self._meeting.apart:
                 return verdict
             return verdict.model_copy(update={"record": (self._last.host, self._last.directory)})
         finally:
@@ -99,7 +98,7 @@ class Follower:
 
     def _introduce(self, in_use: RunInUse | None) -> Orders | None:
         """The orders of who leads; None: nobody leads by now."""
-        deadline = time.monotonic() + (self._place.timeout if self._leader else _INTRODUCTION)
+        deadline = time.monotonic() + (self._place.timeout if self._last is not None else _INTRODUCTION)
         while time.monotonic() < deadline:
             orders = self._tower.look().get(ORDERS)
             if orders is not None and self._meeting.is_led_by(orders):
@@ -109,7 +108,7 @@ class Follower:
             if self._signals.received:
                 raise NodesMissing("told to stop while no node led", hint="the same command on all nodes goes on")
             time.sleep(_POLL)
-        if not self._leader and in_use is not None:
+        if self._last is None and in_use is not None:
             raise in_use
         raise NodesMissing(
             f"whoever leads has been silent for {self._place.timeout:.0f} s, and still holds {self._meeting.words}",
@@ -259,10 +258,11 @@ class Follower:
 
     def _orders(self) -> Orders | None:
         """The leader's orders; None: it is gone (it is silent, another one leads, or nobody does)."""
-        orders = self._tower.look().get(ORDERS)
-        if orders is not None and orders.leader != self._leader and not self._meeting.is_led_by(orders):
-            orders = self._last  # one that led before was cut off, and says late what it had to say
-        if orders is None or orders.leader != self._leader:
+        orders, last = self._tower.look().get(ORDERS), self._last
+        assert last is not None
+        if orders is not None and orders.leader != last.leader and not self._meeting.is_led_by(orders):
+            orders = last  # one that led before was cut off, and says late what it had to say
+        if orders is None or orders.leader != last.leader:
             return None
         self._last = orders
         self._seatless = has_no_seat(self._seatless and self._place.seated, orders, self._place.launch)
