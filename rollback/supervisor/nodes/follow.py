@@ -16,7 +16,7 @@ from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move, has_no_seat
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move, leaves_alone
 from rollback.supervisor.nodes.record_files import RecordFiles, handing_over
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 from rollback.supervisor.signals import StopSignals
@@ -59,7 +59,7 @@ class Follower:
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
         self._last: Orders | None = None  # of who leads, or led before
-        self._seatless = False
+        self._waits = False  # the last attempt that was ordered has no part for this node
 
     def follow(self, in_use: RunInUse | None = None) -> RunResult | None:
         """Follow the leader. Returns how the run ended; None: the leader is gone.
@@ -81,17 +81,19 @@ class Follower:
         beacon = self._beacon = Beacon(
             self._meeting.transport, self._paths.node(self._place.name).name, report, self._say
         )
-        helper = Helper(self._paths, self._place.name, self._say, self._meeting.transport, self._ring)
+        helper = Helper(
+            self._paths, self._place.name, self._say, self._meeting.transport, self._ring, lambda: self._waits
+        )
         helper.start()
         verdict: RunResult | None = None
         try:
-            verdict = self._obey(beacon, helper)
+            verdict = self._obey(beacon)
             if verdict is None or not self._meeting.apart:
                 return verdict
             return verdict.model_copy(update={"record": (self._last.host, self._last.directory)})
         finally:
             self._end_waiting(over=verdict is not None)
-            over = verdict is not None and not self._seatless  # else the others need what is in memory
+            over = verdict is not None and not self._leaves_alone(self._last)  # else the others need what is in memory
             helper.close(over=over, durable=verdict.durable if verdict else ())
             beacon.put_out()
             self._beacon = None
@@ -115,12 +117,12 @@ class Follower:
             hint="see to its host; the same command on all nodes goes on where the run was",
         ) from in_use
 
-    def _obey(self, beacon: Beacon[NodeReport], helper: Helper) -> RunResult | None:
+    def _obey(self, beacon: Beacon[NodeReport]) -> RunResult | None:
         while True:
             orders = self._orders()
             if orders is None:
                 return self._without_leader()
-            if self._signals.received and self._seatless:
+            if self._signals.received and self._leaves_alone(orders):
                 beacon.put_out()  # before what takes time: the next attempt must not be given to it
                 others = (
                     "the others begin the next attempt once enough of them are there"
@@ -152,7 +154,6 @@ class Follower:
                     self._end_waiting(over=False)
                     if self._files is not None:
                         self._files.arrived()
-                    helper.waits = False
                     beacon.show(state="running", files={})
                     left = self._attempt(orders, beacon)
                     files = self._files.all() if self._files is not None else {}
@@ -160,8 +161,7 @@ class Follower:
                 case "pass":
                     beacon.show(state="ended", left=Left(status=0, guarded=False))
                 case _:
-                    if orders.phase == "run" and self._seatless:
-                        helper.waits = True
+                    if orders.phase == "run" and self._waits:
                         self._wait_as_spare(orders)
                     time.sleep(_POLL)
 
@@ -265,8 +265,12 @@ class Follower:
         if orders is None or orders.leader != last.leader:
             return None
         self._last = orders
-        self._seatless = has_no_seat(self._seatless and self._place.seated, orders, self._place.launch)
+        if orders.members:
+            self._waits = self._place.launch not in orders.members
         return orders if orders.phase == "over" or not self._meeting.is_leaderless() else None
+
+    def _leaves_alone(self, orders: Orders) -> bool:
+        return leaves_alone(orders, waits=self._waits, seated=self._place.seated)
 
     def _without_leader(self) -> RunResult | None:
         if self._signals.received:
