@@ -100,7 +100,8 @@ class Follower:
 
     def _introduce(self, in_use: RunInUse | None) -> Orders | None:
         """The orders of who leads; None: nobody leads by now."""
-        deadline = time.monotonic() + (self._place.timeout if self._last is not None else _INTRODUCTION)
+        patience = self._place.timeout if self._last is not None else _INTRODUCTION
+        deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             orders = self._tower.look().get(ORDERS)
             if orders is not None and self._meeting.is_led_by(orders):
@@ -113,7 +114,7 @@ class Follower:
         if self._last is None and in_use is not None:
             raise in_use
         raise NodesMissing(
-            f"whoever leads has been silent for {self._place.timeout:.0f} s, and still holds {self._meeting.words}",
+            f"whoever leads has been silent for {patience:.0f} s, and still holds {self._meeting.words}",
             hint="see to its host; the same command on all nodes goes on where the run was",
         ) from in_use
 
