@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -67,6 +68,10 @@ class MeetingEnd(ABC):
     @abstractmethod
     def say(self, line: bytes) -> None:
         """Carry a line of the supervisor to the other hosts."""
+
+    def say_all(self) -> None:
+        for line in self._channel.lines():
+            self.say(line)
 
     @abstractmethod
     def listen(self) -> None:
@@ -166,23 +171,18 @@ def main() -> None:
     point = MeetingPoint(**json.loads(os.environ.pop(ENV_MEETING)))
     channel = Channel(point.descriptor)
     name_this_process("meeting")
-    try:
-        end = meet(point, channel)
-    except Exception as error:  # noqa: BLE001 - torch's own are of many kinds; the supervisor is told
-        channel.tell(gone=str(error).splitlines()[0] if str(error) else type(error).__name__)
-        os._exit(1)
-    channel.tell(role="host" if isinstance(end, StoreHost) else "guest")
 
-    def carry(work: Any) -> None:
+    def carry(work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - torch's own are of many kinds; the supervisor is told
             channel.tell(gone=str(error).splitlines()[0] if str(error) else type(error).__name__)
         os._exit(0)
 
-    def say_all() -> None:
-        for line in channel.lines():
-            end.say(line)
+    def take_part() -> None:
+        end = meet(point, channel)
+        channel.tell(role="host" if isinstance(end, StoreHost) else "guest")
+        threading.Thread(target=carry, args=(end.say_all,), daemon=True).start()
+        end.listen()
 
-    threading.Thread(target=carry, args=(say_all,), daemon=True).start()
-    carry(end.listen)
+    carry(take_part)

@@ -31,7 +31,8 @@ class Helper:
 
     host: the name of this host, unique among all hosts. say: takes a line for people, called from the thread.
     transport: reaches the process that fills the ring (default: by the run directory). ring: the only URL to which
-    shards are copied from a run directory of this host's own; None: the run directory is shared.
+    shards are copied from a run directory of this host's own; None: the run directory is shared. waits: whether the
+    ranks run on other hosts only: no part of a checkpoint is here then, and nothing is answered.
     """
 
     def __init__(
@@ -41,10 +42,9 @@ class Helper:
         say: Callable[[str], None],
         transport: Transport | None = None,
         ring: str | None = None,
+        waits: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._paths, self._host, self._say, self._ring = paths, host, say, ring
-        self.waits = False
-        """Whether the ranks run on other hosts only: no part of a checkpoint is here then, and nothing is answered."""
+        self._paths, self._host, self._say, self._ring, self._waits = paths, host, say, ring, waits
         self._transport: Transport = transport or SharedDirectory(paths.nodes)
         self._tower = Watchtower(self._transport, paths.wanted.name, Wanted)
         self._beacon: Beacon[HostPart] | None = None
@@ -174,7 +174,7 @@ class Helper:
         files.rename(temporary, arriving / file.name)
 
     def _wanted(self) -> Wanted | None:
-        wanted = self._tower.look().get(self._paths.wanted.name) if not self.waits else None
+        wanted = self._tower.look().get(self._paths.wanted.name) if not self._waits() else None
         self._met |= wanted is not None
         return wanted
 

@@ -30,7 +30,6 @@ from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.last_snapshot import kept_on_host
-from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
@@ -54,15 +53,15 @@ class LaunchOrder:
     """Seconds that the ranks have to stop and save when they are told to."""
     hang: HangLimits
     """How long the ranks may show no progress."""
-    node_timeout: float = NODE_TIMEOUT
+    node_timeout: float
     """Seconds that the launch waits for missing nodes."""
-    spare_nodes: int = 0
+    spare_nodes: int
     """Nodes that wait for the place of another one."""
-    replicas: int = 1
+    replicas: int
     """On how many hosts each snapshot is in memory, at most: 2 with a copy on another host."""
-    preload: bool = True
+    preload: bool
     """Whether ranks are forked from a process that has imported torch (`rollback.agent.fork_server`)."""
-    expects_guard: bool = False
+    expects_guard: bool
     """Whether the order is about a guard, so that the script must have one."""
     fetches: bool = True
     """Whether the run goes on from the ring's URL, where that has it."""

@@ -128,13 +128,12 @@ class HostLaunch:
         paths = self.order.paths
         beside = self._follower(place, SharedMeeting(paths, place.most))
         while True:
-            follower = beside
             past = read_past(paths)
             try:
                 claim = Claim(paths, past)
             except RunInUse as in_use:
                 with membership(paths, place):
-                    verdict = follower.follow(in_use)
+                    verdict = beside.follow(in_use)
             else:
                 try:
                     meeting, leads = find_meeting(paths, place, self.order.settings.ring, self.say, self.signals)
@@ -145,14 +144,13 @@ class HostLaunch:
                     if leads:
                         return self.lead(claim, meeting)
                     try:
-                        follower = self._follower(place, meeting)
-                        verdict = follower.follow()
+                        verdict = self._follower(place, meeting).follow()
                     finally:
                         _let_go(claim, paths)
             if verdict is not None and verdict.refuses is not None:
                 raise verdict.as_error()
             if verdict is not None:
-                return verdict.model_copy(update={"record": follower.record})
+                return verdict
 
     def _follower(self, place: NodePlace, meeting: Meeting) -> Follower:
         order, ring = self.order, self.order.settings.ring

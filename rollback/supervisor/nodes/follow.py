@@ -16,7 +16,7 @@ from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move, has_no_seat
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move, leaves_alone
 from rollback.supervisor.nodes.record_files import RecordFiles, handing_over
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 from rollback.supervisor.signals import StopSignals
@@ -58,9 +58,8 @@ class Follower:
         self._files = RecordFiles(paths, say) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
-        self._leader = ""
-        self._last: Orders | None = None  # of this leader
-        self._seatless = False
+        self._last: Orders | None = None  # of who leads, or led before
+        self._waits = False  # the last attempt that was ordered has no part for this node
 
     def follow(self, in_use: RunInUse | None = None) -> RunResult | None:
         """Follow the leader. Returns how the run ended; None: the leader is gone.
@@ -71,38 +70,38 @@ class Follower:
         orders = self._introduce(in_use)
         if orders is None:
             return None
-        self._leader = orders.leader
+        self._last = orders
         self._host.end_leftovers(self._say)
         self._say(f"{self._place.name}: following {orders.host} (pid {orders.pid})")
         report = NodeReport(
             node=self._place.name, launch=self._place.launch, host=self._place.host, pid=self._place.pid,
-            leader=self._leader, attempt=-1, state="ended", command=dict(self._place.command),
+            leader=orders.leader, attempt=-1, state="ended", command=dict(self._place.command),
             buddy=self._buddy.address if self._buddy is not None else "",
         )  # fmt: skip
         beacon = self._beacon = Beacon(
             self._meeting.transport, self._paths.node(self._place.name).name, report, self._say
         )
-        helper = Helper(self._paths, self._place.name, self._say, self._meeting.transport, self._ring)
+        helper = Helper(
+            self._paths, self._place.name, self._say, self._meeting.transport, self._ring, lambda: self._waits
+        )
         helper.start()
         verdict: RunResult | None = None
         try:
-            verdict = self._obey(beacon, helper)
-            return verdict
+            verdict = self._obey(beacon)
+            if verdict is None or not self._meeting.apart:
+                return verdict
+            return verdict.model_copy(update={"record": (self._last.host, self._last.directory)})
         finally:
             self._end_waiting(over=verdict is not None)
-            over = verdict is not None and not self._seatless  # else the others need what is in memory
+            over = verdict is not None and not self._leaves_alone(self._last)  # else the others need what is in memory
             helper.close(over=over, durable=verdict.durable if verdict else ())
             beacon.put_out()
             self._beacon = None
 
-    @property
-    def record(self) -> tuple[str, str] | None:
-        """Host and directory of the record, where that is not the run directory here."""
-        return (self._last.host, self._last.directory) if self._meeting.apart and self._last is not None else None
-
     def _introduce(self, in_use: RunInUse | None) -> Orders | None:
         """The orders of who leads; None: nobody leads by now."""
-        deadline = time.monotonic() + (self._place.timeout if self._leader else _INTRODUCTION)
+        patience = self._place.timeout if self._last is not None else _INTRODUCTION
+        deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             orders = self._tower.look().get(ORDERS)
             if orders is not None and self._meeting.is_led_by(orders):
@@ -112,19 +111,19 @@ class Follower:
             if self._signals.received:
                 raise NodesMissing("told to stop while no node led", hint="the same command on all nodes goes on")
             time.sleep(_POLL)
-        if not self._leader and in_use is not None:
+        if self._last is None and in_use is not None:
             raise in_use
         raise NodesMissing(
-            f"whoever leads has been silent for {self._place.timeout:.0f} s, and still holds {self._meeting.words}",
+            f"whoever leads has been silent for {patience:.0f} s, and still holds {self._meeting.words}",
             hint="see to its host; the same command on all nodes goes on where the run was",
         ) from in_use
 
-    def _obey(self, beacon: Beacon[NodeReport], helper: Helper) -> RunResult | None:
+    def _obey(self, beacon: Beacon[NodeReport]) -> RunResult | None:
         while True:
             orders = self._orders()
             if orders is None:
                 return self._without_leader()
-            if self._signals.received and self._seatless:
+            if self._signals.received and self._leaves_alone(orders):
                 beacon.put_out()  # before what takes time: the next attempt must not be given to it
                 others = (
                     "the others begin the next attempt once enough of them are there"
@@ -156,7 +155,6 @@ class Follower:
                     self._end_waiting(over=False)
                     if self._files is not None:
                         self._files.arrived()
-                    helper.waits = False
                     beacon.show(state="running", files={})
                     left = self._attempt(orders, beacon)
                     files = self._files.all() if self._files is not None else {}
@@ -164,8 +162,7 @@ class Follower:
                 case "pass":
                     beacon.show(state="ended", left=Left(status=0, guarded=False))
                 case _:
-                    if orders.phase == "run" and self._seatless:
-                        helper.waits = True
+                    if orders.phase == "run" and self._waits:
                         self._wait_as_spare(orders)
                     time.sleep(_POLL)
 
@@ -262,14 +259,19 @@ class Follower:
 
     def _orders(self) -> Orders | None:
         """The leader's orders; None: it is gone (it is silent, another one leads, or nobody does)."""
-        orders = self._tower.look().get(ORDERS)
-        if orders is not None and orders.leader != self._leader and not self._meeting.is_led_by(orders):
-            orders = self._last  # one that led before was cut off, and says late what it had to say
-        if orders is None or orders.leader != self._leader:
+        orders, last = self._tower.look().get(ORDERS), self._last
+        assert last is not None
+        if orders is not None and orders.leader != last.leader and not self._meeting.is_led_by(orders):
+            orders = last  # one that led before was cut off, and says late what it had to say
+        if orders is None or orders.leader != last.leader:
             return None
         self._last = orders
-        self._seatless = has_no_seat(self._seatless and self._place.seated, orders, self._place.launch)
+        if orders.members:
+            self._waits = self._place.launch not in orders.members
         return orders if orders.phase == "over" or not self._meeting.is_leaderless() else None
+
+    def _leaves_alone(self, orders: Orders) -> bool:
+        return leaves_alone(orders, waits=self._waits, seated=self._place.seated)
 
     def _without_leader(self) -> RunResult | None:
         if self._signals.received:

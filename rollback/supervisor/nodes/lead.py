@@ -97,8 +97,8 @@ class Leader(Nodes):
 
     def failed(self, rank: int | None, *, progressed: bool) -> None:
         reports = [report for report in self._member_reports().values() if report is not None]
-        node = next((report.launch for report in reports if rank in report.ranks), None)
-        self._failures = failures_of_nodes(self._failures, node, progressed=progressed)
+        launch = next((report.launch for report in reports if rank in report.ranks), None)
+        self._failures = failures_of_nodes(self._failures, launch, progressed=progressed)
 
     def wait_for_more(self) -> bool:
         self._least = max(self._least, len(self._seats) + 1)
@@ -119,8 +119,8 @@ class Leader(Nodes):
                 came, since = len(there), time.monotonic()  # after each node that comes, wait for another one
             called = time.monotonic() - since > self._place.last_call
             enough = len(there) >= self._place.most - 1 or (len(there) >= self._least - 1 and called)
-            awaited = self._awaited(there, time.monotonic() - began) if enough else []
-            if enough and not awaited:
+            slow = self._awaited(there, time.monotonic() - began) if enough else []
+            if enough and not slow:
                 break
             if interrupted() or any(report.signals for report in self._reports.values()):
                 return False
@@ -128,7 +128,7 @@ class Leader(Nodes):
             if waited > self._place.timeout and len(there) < self._least - 1:
                 raise self._missing(there, waited)
             if waited > _SAY_AFTER and said != (unfit := self._unfit()):  # one that comes and is of no use is told of
-                self._say(f"{self._who_is_missing(there, awaited)}{unfit}")
+                self._say(f"{self._who_is_missing(there, slow)}{unfit}")
                 said = unfit
             time.sleep(_POLL)
         self._seat(there)
@@ -144,15 +144,12 @@ class Leader(Nodes):
             return sorted(self._running, key=rank_by_name)
         if not self._place.spares:
             return []
-        late = waited > (_RETURN_APART if self._meeting.apart else _RETURN)
         fit = {report.node for report in self._fit()}
-        return awaited(
-            self._seats,
-            {report.node for report in there.values()} | {self._place.name},
-            fit if late else fit | ({*self._seats} - self._ever),
-            spares=() if late else fit,
-            failing=self._failing(),
-        )
+        coming, spares = fit, set[str]()
+        if waited <= (_RETURN_APART if self._meeting.apart else _RETURN):
+            coming, spares = fit | ({*self._seats} - self._ever), fit
+        here = {report.node for report in there.values()} | {self._place.name}
+        return awaited(self._seats, here, coming, spares=spares, failing=self._failing())
 
     def _failing(self) -> set[str]:
         return {report.node for launch, report in self._reports.items() if self._failures.get(launch, 0) >= FAILURES}
@@ -335,9 +332,9 @@ class Leader(Nodes):
             return replace(self._place, address=self._meeting.store.point.host).new_master()
         return self._place.new_master()
 
-    def _who_is_missing(self, there: dict[str, NodeReport], awaited: Sequence[str]) -> str:
-        if awaited:
-            return f"waiting for {', '.join(awaited)}, still getting ready for this attempt"
+    def _who_is_missing(self, there: dict[str, NodeReport], slow: Sequence[str]) -> str:
+        if slow:
+            return f"waiting for {', '.join(slow)}, still getting ready for this attempt"
         names = ", ".join([self._place.name, *sorted(report.node for report in there.values())])
         return (
             f"waiting for {self._place.most - 1 - len(there)} of {self._place.most} nodes (here: {names}); "

@@ -14,8 +14,8 @@ Orders `run`, `stop` and `end` are for the members of the attempt that they name
 ends it. *get ready*: nothing of an earlier attempt runs here. *pass*: the attempt is over before this host has read
 that it may start, so it has ended here too. *tell*: the ranks are told to stop. *succeed*: try to lead.
 
-A stop signal of a follower is one for the whole job, except where the follower has no seat (`has_no_seat`): then it
-leaves, and the others do not hear of it.
+A stop signal of a follower is one for the whole job, except where the follower waits without a seat
+(`leaves_alone`): then it leaves, and the others do not hear of it.
 
 What the leader does while an attempt runs, by its own torchrun and the followers' reports. The first row that holds
 counts:
@@ -171,13 +171,10 @@ def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> F
     return "wait"  # also where an order to start is read again, after the attempt has ended
 
 
-def has_no_seat(before: bool, orders: Orders, launch: str) -> bool:
-    """Whether the attempt that is under way, or the last one while nodes are gathered for the next, has no part for a
-    follower: it waits, as a spare or for the next one. before: whether it had none by the orders before these, and the
-    next attempt can do without it."""
-    if orders.phase in ("gather", "over"):
-        return before and orders.phase == "gather"
-    return launch not in orders.members
+def leaves_alone(orders: Orders, *, waits: bool, seated: bool) -> bool:
+    """Whether a follower that is told to stop goes, and the others go on. waits: the attempt that is under way, or the
+    last one while nodes are gathered for the next, has no part for it. seated: the next one can do without it."""
+    return waits and (seated if orders.phase == "gather" else orders.phase != "over")
 
 
 def leaders_move(own: int | None, members: Mapping[str, NodeReport | None]) -> LeadersMove:

@@ -47,15 +47,9 @@ class _Stamp(NamedTuple):
     """A file that has changed has another one."""
 
     size: int
+    """In bytes; of a file that grows and was handed over, up to the end of its last line that was."""
     changed: int
     """Nanoseconds."""
-
-
-class _Known(NamedTuple):
-    """What was handed over of a file. end: of its lines, where it grows."""
-
-    stamp: _Stamp
-    end: int
 
 
 class RecordFiles:
@@ -70,9 +64,12 @@ class RecordFiles:
     def __init__(self, paths: RunPaths, say: Callable[[str], None]) -> None:
         self._paths, self._say = paths, say
         self.handed_over = before = read_handed_over(paths)
-        stamps = {name: stamp for name in self._names() if (stamp := self._stamp(name))}
-        settled = {name: stamp for name, stamp in stamps.items() if stamp.changed <= before.until - _MAY_BE_LOST}
-        self._arrived = {name: _Known(stamp, before.ends.get(name, 0)) for name, stamp in settled.items()}
+        settled = before.until - _MAY_BE_LOST
+        self._arrived = {
+            name: stamp._replace(size=before.ends.get(name, 0)) if name.endswith(_GROWS) else stamp
+            for name, stamp in self._stamps().items()
+            if stamp.changed <= settled
+        }
         self._known = {**self._arrived}
 
     def new(self) -> dict[str, str]:
@@ -84,8 +81,15 @@ class RecordFiles:
         """As `new`, of all that nobody has said to have arrived, of lines the last ones. The attempt is over: what has
         been in no call is told to stay here."""
         shown, self._known = self._known, {**self._arrived}
-        found, left_out = self._take(shown)
-        if left_out:
+        found, missing = self._take()
+
+        def has_been_in_a_call(name: str, stamp: _Stamp) -> bool:
+            had = shown.get(name)
+            if not name.endswith(_GROWS):
+                return stamp == had
+            return stamp.size <= max(had.size if had else 0, self.handed_over.ends.get(name, 0))
+
+        if left_out := [name for name, stamp in missing.items() if not has_been_in_a_call(name, stamp)]:
             what = f"{len(left_out)} files of the record stay on this host, or lines of them"
             self._say(f"{what}, as {self._paths.root / left_out[0]}")
         return found
@@ -94,62 +98,50 @@ class RecordFiles:
         """The leader has what was handed over: it has read that this host is ready, and what came with that. When the
         attempt ended it may have taken this host for lost."""
         self._arrived = {**self._known}
-        until = max([self.handed_over.until, *(known.stamp.changed for known in self._known.values())])
-        ends = {name: known.end for name, known in self._known.items() if name.endswith(_GROWS)}
+        until = max([self.handed_over.until, *(stamp.changed for stamp in self._known.values())])
+        ends = {name: stamp.size for name, stamp in self._known.items() if name.endswith(_GROWS)}
         self.handed_over = HandedOver(until, {**self.handed_over.ends, **ends})
 
-    def _take(
-        self, shown: Mapping[str, _Known] | None = None, *, oldest: bool = False
-    ) -> tuple[dict[str, str], list[str]]:
-        """What has changed, which is known from now on; and the files that do not fit, or not with all their lines, and
-        are not in what was shown before. oldest: of lines that are too many, take the first ones."""
-        shown = shown or {}
-        changed = {
-            name: stamp
-            for name in self._names()
-            if (stamp := self._stamp(name)) and (name not in self._known or stamp != self._known[name].stamp)
-        }
-        found, room, left_out = dict[str, str](), _LIMIT, list[str]()
+    def _take(self, *, oldest: bool = False) -> tuple[dict[str, str], dict[str, _Stamp]]:
+        """What has changed, which is known from now on; and the files of which something is left out, up to where that
+        is. oldest: of lines that are too many, take the first ones."""
+        changed = {name: stamp for name, stamp in self._stamps().items() if stamp != self._known.get(name)}
+        found, missing, room = dict[str, str](), dict[str, _Stamp](), _LIMIT
         growing = sum(name.endswith(_GROWS) for name in changed)
         for name, stamp in sorted(changed.items(), key=lambda one: one[1].size):
-            grows, since, start, end = name.endswith(_GROWS), 0, 0, 0
-            text, had = None, shown.get(name)
+            path, grows, text = self._paths.root / name, name.endswith(_GROWS), None
+            since = self._known[name].size if grows and name in self._known else 0
+            start, end = since, stamp.size
             with contextlib.suppress(OSError, ValueError):
-                if grows:
-                    since = self._known[name].end if name in self._known else 0
-                    most = room // 2 // growing  # JSON escapes their quotes
-                    text, start, end = _lines(self._paths.root / name, since, most, oldest=oldest)
+                if grows:  # JSON escapes the quotes of lines
+                    text, start, end = _lines(path, since, room // 2 // growing, oldest=oldest)
                 else:
-                    text = read_small_file(self._paths.root / name, room).decode("utf-8", "replace")
+                    text = read_small_file(path, room).decode("utf-8", "replace")
             growing -= grows
             if text is None or (size := len(json.dumps(text))) > room or (end > since and not text):
-                left_out += [] if had and (had.stamp == stamp or 0 < end <= had.end) else [name]
+                missing[name] = stamp._replace(size=end)
                 continue
+            if start > since:
+                missing[name] = stamp._replace(size=start)
             if text or not grows:
                 found[name], room = text, room - size
-            again = oldest and grows and bool(text)  # there may be more lines
-            self._known[name] = _Known(_Stamp(-1, stamp.changed) if again else stamp, end)
-            whole = start <= max(since, had.end if had else 0, self.handed_over.ends.get(name, 0))
-            left_out += [] if whole else [name]
-        return found, left_out
+            self._known[name] = stamp._replace(size=end)
+        return found, missing
 
-    def _names(self) -> list[str]:
+    def _stamps(self) -> dict[str, _Stamp]:
         """A directory that cannot be listed is in place of its files: it cannot be read either, and is told of so."""
-        found = list[str]()
+        names, stamps = list[str](), dict[str, _Stamp]()
         for pattern in _PATTERNS:
             try:
-                names = (path.relative_to(self._paths.root).as_posix() for path in self._paths.root.glob(pattern))
-                found += filter(_FILES.fullmatch, names)
+                found = (path.relative_to(self._paths.root).as_posix() for path in self._paths.root.glob(pattern))
+                names += filter(_FILES.fullmatch, found)
             except OSError:
-                found.append(pattern.partition("/")[0])
-        return sorted(found)
-
-    def _stamp(self, name: str) -> _Stamp | None:
-        try:
-            status = (self._paths.root / name).lstat()
-        except OSError:
-            return None
-        return _Stamp(status.st_size, status.st_mtime_ns)
+                names.append(pattern.partition("/")[0])
+        for name in sorted(names):
+            with contextlib.suppress(OSError):
+                status = (self._paths.root / name).lstat()
+                stamps[name] = _Stamp(status.st_size, status.st_mtime_ns)
+        return stamps
 
 
 @contextmanager

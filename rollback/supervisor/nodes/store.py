@@ -77,7 +77,7 @@ class StoreTransport:
     def renew(self) -> None:
         """The store that was here is gone, with all that was in it: make it anew, and show again what is shown. Who
         had come has to come again. Where it cannot be made, it is still gone."""
-        self._end()
+        self.close()
         with self._lock:
             self._senders.clear()
             self._past.clear()
@@ -112,9 +112,6 @@ class StoreTransport:
             return {name: self._read[name] for name in sorted(self._read) if fnmatch.fnmatchcase(name, pattern)}
 
     def close(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
         self._forget(*self._senders)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -610,6 +610,21 @@ def test_a_line_that_fits_into_no_record_is_told_to_stay(tmp_path: Path) -> None
     assert said == [f"1 files of the record stay on this host, or lines of them, as {paths.skip_record(3)}"]
 
 
+def test_lines_that_no_record_had_room_for_are_handed_over_by_the_next_supervisor(tmp_path: Path) -> None:
+    paths, said = RunPaths(tmp_path), list[str]()
+    paths.skip_record(3).parent.mkdir()
+    for rank in (3, 4):
+        paths.skip_record(rank).write_text(skips(1, size=40 << 10))
+    os.utime(paths.skip_record(3), (1, 1))
+    files = RecordFiles(paths, said.append)
+    assert [*files.all()] == ["skips/rank-00004.jsonl"]
+    assert said == [f"1 files of the record stay on this host, or lines of them, as {paths.skip_record(3)}"]
+    files.arrived()
+    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over)
+    os.utime(paths.skip_record(4), (2, 2))
+    assert [*RecordFiles(paths, said.append).all()] == ["skips/rank-00003.jsonl"]
+
+
 def test_a_directory_that_cannot_be_listed_is_told_to_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, said, glob = RunPaths(tmp_path), list[str](), Path.glob
     paths.rank_stacks(1, 3).parent.mkdir(parents=True)

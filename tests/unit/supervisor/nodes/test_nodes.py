@@ -25,8 +25,8 @@ from rollback.supervisor.nodes.protocol import (
     Orders,
     RunResult,
     followers_move,
-    has_no_seat,
     leaders_move,
+    leaves_alone,
     merged,
     must_end,
     ready,
@@ -66,12 +66,15 @@ def test_orders_for_others_start_nothing_and_end_what_runs() -> None:
         assert followers_move("running", 3, other, LAUNCH) == "end"
 
 
-def test_who_has_no_part_in_the_attempt_that_is_under_way_has_no_seat() -> None:
-    phases = ("gather", "run", "stop", "end", "over")
-    under_way, others = ["run", "stop", "end"], [orders(phase, member=False) for phase in phases]
-    assert [told.phase for told in others if has_no_seat(False, told, LAUNCH)] == under_way
-    assert [told.phase for told in others if has_no_seat(True, told, LAUNCH)] == ["gather", *under_way]
-    assert [phase for phase in phases if has_no_seat(True, orders(phase), LAUNCH)] == ["gather"]
+def test_who_has_no_part_in_the_attempt_and_is_told_to_stop_leaves_alone() -> None:
+    all_orders = [orders(phase, member=False) for phase in ("gather", "run", "stop", "end", "over")]
+
+    def leaves(*, waits: bool, seated: bool) -> list[str]:
+        return [told.phase for told in all_orders if leaves_alone(told, waits=waits, seated=seated)]
+
+    assert leaves(waits=True, seated=True) == ["gather", "run", "stop", "end"]
+    assert leaves(waits=True, seated=False) == ["run", "stop", "end"], "the next attempt cannot do without it"
+    assert leaves(waits=False, seated=True) == leaves(waits=False, seated=False) == []
 
 
 @pytest.mark.parametrize(

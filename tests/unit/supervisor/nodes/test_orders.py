@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollback.errors import ExitCode, RunDirectoryError
+from rollback.errors import ExitCode, NodesMissing, RunDirectoryError
 from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.lock import RunLock, read_holder
 from rollback.rundir.paths import RunPaths
@@ -201,6 +201,19 @@ def test_a_follower_goes_on_while_one_that_led_before_says_what_it_had_to_say(fo
         lambda: say_as(OTHER, following.paths),
     )
     assert following.end() == ["done"]
+
+
+def test_how_long_who_leads_was_silent_is_told_as_it_was_waited_for(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At an endpoint, and from the beginning: as where it is of a version whose orders this one does not read."""
+    monkeypatch.setattr(follow, "_INTRODUCTION", 2.0)
+    meeting = SimpleNamespace(
+        apart=True, transport=SharedDirectory(paths.nodes), words="the store", is_leaderless=lambda: False
+    )
+    follower = Follower(paths, place(), SimpleNamespace(), 1.0, StopSignals(), print, meeting)  # type: ignore[arg-type]
+    with pytest.raises(NodesMissing, match="whoever leads has been silent for 2 s, and still holds the store"):
+        follower.follow()
 
 
 @pytest.mark.parametrize("phase", ["end", "stop"])
