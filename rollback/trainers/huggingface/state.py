@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +56,8 @@ class LoopState:
         self.asked_for_more = False
         self.last_update: tuple[Any, Any] = None, None
         self.logs = Logs(trainer)
+        self._generation = dict(self._of_generation)
+        """How the model makes texts in front of all evaluations, as the script has set it."""
         self._first: dict[int, dict[str, Any]] = {}
         """Arguments of each callback when it was first seen, by its id."""
 
@@ -138,11 +139,6 @@ class LoopState:
     def _of_generation(self) -> dict[str, Any]:
         """How the model makes texts."""
         return vars(getattr(self._trainer.model, "generation_config", None) or SimpleNamespace())
-
-    @cached_property
-    def _generation(self) -> dict[str, Any]:
-        """The same when training began, as the script has set it."""
-        return dict(self._of_generation)
 
     def _changed_generation(self) -> dict[str, Any]:
         """What has become other than the script has set it, and what that was: the first evaluation that makes texts

@@ -11,6 +11,7 @@ entered again. What it knows besides its place (`TrainerState`, the loss since t
     its batches                      the guard's; a batch from another place ends `_run_epoch` by `_Moved`
     training_step                    then the guard is told the loss
     _maybe_log_save_evaluate         what it is given of the last update, if `_run_epoch` was entered behind that
+    _evaluate                        the one on start only where the run begins
     _save_checkpoint                 lives with a full disk, as the guard does
     get_eval_dataloader              then whether a pass over it draws from the random states is as the run goes
     on_epoch_end                     first our callback: the last update is judged before anybody hears of the end
@@ -102,7 +103,7 @@ class _GuardedLoop:
     def install(self) -> None:
         for name in (
             "train", "_prepare_for_training", "_run_epoch", "training_step", "_maybe_log_save_evaluate",
-            "get_eval_dataloader",
+            "_evaluate", "get_eval_dataloader",
         ):  # fmt: skip
             self._originals.replace(self._trainer, name, getattr(self, name))
         self._originals.replace(self._trainer, "_save_checkpoint", self._saves.save)
@@ -222,6 +223,13 @@ class _GuardedLoop:
                 tr_loss, grad_norm, *given, learning_rate=learning_rate, **others
             )
         end_update(self._trainer)
+
+    def _evaluate(self, *given: Any, skip_scheduler: bool = False, **others: Any) -> Any:
+        """skip_scheduler: in front of the first epoch (`eval_on_start`). A run that goes on has had that evaluation:
+        another one would be logged as that of step 0, with the weights that it goes on with."""
+        if skip_scheduler and self.guard.batch:
+            return {}
+        return self._originals["_evaluate"](*given, skip_scheduler=skip_scheduler, **others)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         loader = self._originals["get_eval_dataloader"](eval_dataset)

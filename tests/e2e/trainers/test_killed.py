@@ -54,6 +54,13 @@ def test_a_first_evaluation_in_a_new_process_draws_no_seed_for_workers_that_pers
     require_undisturbed(tmp_path, job, ["in a step"])
 
 
+def test_an_evaluation_on_start_is_made_where_the_run_begins_alone(tmp_path: Path) -> None:
+    """It would be logged as that of step 0 again, with the weights that the run goes on with."""
+    require_undisturbed(tmp_path, TrainerJob(samples=28, more={"eval_on_start": True}), ["in a step"])
+    printed = [file.read_text() for file in sorted((tmp_path / "0").rglob("attempt-*/rank-00000.out"))]
+    assert [text.count("'eval_loss'") for text in printed] == [1, 0]
+
+
 @pytest.mark.soak
 def test_the_same_of_accelerates_loader_of_an_evaluation(tmp_path: Path) -> None:
     job = ACCELERATE.but(bad_at=(), samples=16, epochs=5, evaluate=1, workers=1)
