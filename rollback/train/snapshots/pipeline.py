@@ -87,7 +87,7 @@ class Snapshots:
 
     def fit_memory(self, image: Image) -> int:
         """Collective: make room for snapshots of this image, in the background. Returns the rank's shard size."""
-        drift.require_alike(image.shared_tensors, self._ranks)
+        drift.require_alike(image, self._ranks)
         self._frozen.agree(image, self._ranks)
         return self.memory.fit(share_of(image, self._ranks, self._frozen.digests))
 
