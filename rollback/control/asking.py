@@ -148,7 +148,7 @@ def wait_for_answer(asked: Asked, seconds: float) -> Reply:
                 _wait_for_end(asked, until)
                 return _reply(asked, "carried_out" if answer.carried_out else "refused", answer.text)
         if (now := time.monotonic()) >= until:
-            return _reply(asked, "open", f"not carried out within {seconds:g} s; it stays on record and will be")
+            return _reply(asked, "open", f"not carried out within {seconds:g} s; {_still(asked)}")
         if now >= look_at:
             look_at = now + _LOOK_FOR_LIFE
             # Twice in a row: between two attempts there is a moment without ranks.
@@ -168,6 +168,12 @@ def _later(asked: Asked) -> str:
     if asked.request.order == "stop":
         return "a later start is not stopped by it"
     return "it will be carried out when the run is started again, before its first batch"
+
+
+def _still(asked: Asked) -> str:
+    if asked.request.order == "stop":  # of a copied directory nobody may ever look
+        return f"the ranks of this launch stop if they see it yet; {_later(asked)}"
+    return "it stays on record and will be"
 
 
 def _wait_for_end(asked: Asked, until: float) -> None:

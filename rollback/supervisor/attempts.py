@@ -3,7 +3,7 @@
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rollback.config import Settings
@@ -26,6 +26,7 @@ from rollback.supervisor.diagnosis.evidence import (
 from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, account_of, ending
+from rollback.supervisor.diagnosis.repeated import AS_BEFORE, as_mistake, steps_since
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
@@ -121,9 +122,13 @@ class Attempts:
             if end != "failed" or (first is not None and first.is_behind(evidence.finished)):
                 return self._finish(end, evidence, first)
             records, before = self._journal.records(attempt), self._journal.records(attempt - 1)
-            progressed = got_further(records, evidence.step, best, before=before)
+            told = read_journal(self._paths.supervisor_journal).records
+            since = steps_since(first, attempt, told)
+            further = got_further(records, evidence.step, best, before=before)
+            mistake = as_mistake(first, since)
+            progressed = further and since != 0 and mistake != AS_BEFORE
             best = max((step for step in (best, evidence.step) if step is not None), default=None)
-            blamed = self._blame(first, attempt)
+            blamed = self._blame(first, attempt, told)
             self._nodes.failed(first.rank if first is not None and not blamed else None, progressed=progressed)
             decision: Restart | GiveUp
             if evidence.guarded or evidence.hung is not None:
@@ -132,7 +137,7 @@ class Attempts:
                     attached=evidence.attached,
                     killed=evidence.killed,
                     blamed=blamed,
-                    mistake=first.mistake if first is not None else "",
+                    mistake=mistake,
                 )
             else:
                 decision = after_unguarded(attempt - earlier - 1, self._order.job.max_restarts)
@@ -305,9 +310,9 @@ class Attempts:
                 self._say(words)
         self._host.output.release(f"what rank {self._host.output.held_of} raised because of that:")
 
-    def _blame(self, first: FirstCause | None, attempt: int) -> bool:
+    def _blame(self, first: FirstCause | None, attempt: int, told: Iterable[facts.JournalEntry]) -> bool:
         """Journal the batch that is to blame, if there is one: the next attempt skips it."""
-        found = blame(first, attempt, read_journal(self._paths.supervisor_journal).records)
+        found = blame(first, attempt, told)
         if found is None:
             return False
         self._ledger.note(found)

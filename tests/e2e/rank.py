@@ -248,14 +248,26 @@ def be_stuck_at_exit() -> None:
 def raise_behind_the_training() -> None:
     attach()
     tell(Finished(step=9, batch=9, checkpoint="c000001-s00000009"))
+    raise_behind_a_loop("FileNotFoundError")
+
+
+def raise_behind_an_epoch() -> None:
+    """Each attempt keeps more of the epoch than the one before it, and gets no further."""
+    attach(ATTEMPT)
+    tell(Committed(checkpoint=f"c{ATTEMPT:06}-s{ATTEMPT + 1:08}", step=ATTEMPT + 1, batch=ATTEMPT + 1, timeline=0,
+                   bytes=1, seconds=0.1))  # fmt: skip
+    raise_behind_a_loop("TypeError")
+
+
+def raise_behind_a_loop(error: str) -> None:
     beat(9, "ended")
     failure = FailureRecord(
         rank=0, pid=os.getpid(), host=socket.gethostname(), attempt=ATTEMPT, at="", seconds=time.time(), step=9,
-        batch=9, whole_step=Window(first=9, last=9), doing="training", error="FileNotFoundError", message="plots",
+        batch=9, whole_step=Window(first=9, last=9), doing="training", error=error, message="plots",
         traceback="", frames=[], fingerprint="f", in_hand=False,
     )  # fmt: skip
     write_failure(PATHS.failure(ATTEMPT, 0), failure)
-    raise FileNotFoundError("plots")
+    raise RuntimeError(error)
 
 
 def work_on() -> None:

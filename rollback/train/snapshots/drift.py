@@ -16,7 +16,7 @@ from torch import Tensor
 from rollback.errors import UsageError
 from rollback.train.comm.ranks import Ranks
 from rollback.train.state import tree
-from rollback.train.state.image import STILL, tensor_in_words
+from rollback.train.state.image import STILL, Image, tensor_in_words
 from rollback.wording import ranks_in_words
 
 _AT_ONCE, _OF_EACH = 16, 1 << 18  # tensors of other objects that are compared with a snapshot, and bytes of each
@@ -24,10 +24,11 @@ BITS = 52  # of a digest: a whole number that a float64 of the pulse carries exa
 _MASK = (1 << BITS) - 1
 
 
-def require_alike(shared: Mapping[str, Tensor], ranks: Ranks) -> None:
+def require_alike(image: Image, ranks: Ranks) -> None:
     """Collective: raise UsageError on all ranks unless all have tensors of the same names, types and shapes, and of the
     same values but for model and optimizer, which `Capture.digest` compares. Of what is shared each rank stores a part,
     and which part follows from these."""
+    shared = image.shared_tensors
     kinds = {name: [tree.DTYPE_CODE[item.dtype], [*item.shape]] for name, item in shared.items()}
     fault = None
     if len({*ranks.from_each(xxhash.xxh3_64_hexdigest(json.dumps(kinds, sort_keys=True).encode()))}) > 1:
@@ -35,15 +36,15 @@ def require_alike(shared: Mapping[str, Tensor], ranks: Ranks) -> None:
         name = min((name for name in {**of_first, **kinds} if of_first.get(name) != kinds.get(name)), default=None)
         fault = ranks.first_fault(
             name
-            and f"{tensor_in_words(name, ())} is {_kind_in_words(kinds.get(name))} on rank {ranks.rank}, and "
-            f"{_kind_in_words(of_first.get(name))} on rank 0"
+            and f"{tensor_in_words(name, (), image.classes)} is {_kind_in_words(kinds.get(name))} on rank "
+            f"{ranks.rank}, and {_kind_in_words(of_first.get(name))} on rank 0"
         )
     elif ranks.world_size > 1:
         own = {name: int(on_device([item])) for name, item in shared.items() if not name.startswith(STILL)}
         first = ranks.from_first(own)
         name = next((name for name in own if own[name] != first[name]), None)
         fault = ranks.first_fault(
-            name and f"{tensor_in_words(name, ())} has other values on rank {ranks.rank} than on rank 0"
+            name and f"{tensor_in_words(name, (), image.classes)} has other values on rank {ranks.rank} than on rank 0"
         )
     if fault is not None:
         raise UsageError(

@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 from functools import partial
 
@@ -47,6 +47,10 @@ _MOVED = (
 )
 
 
+def _copier() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
+
+
 class Snapshots:
     """At most one snapshot is in flight. Methods marked *collective* must be called by all ranks in the same step.
 
@@ -71,7 +75,7 @@ class Snapshots:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
         self.memory = SnapshotMemory(ranks, self.thread, fast)
         self._frozen = FrozenWeights(paths)
-        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
+        self._copier = _copier()
         self._flight: SnapshotInFlight | None = None
 
     @property
@@ -87,7 +91,7 @@ class Snapshots:
 
     def fit_memory(self, image: Image) -> int:
         """Collective: make room for snapshots of this image, in the background. Returns the rank's shard size."""
-        drift.require_alike(image.shared_tensors, self._ranks)
+        drift.require_alike(image, self._ranks)
         self._frozen.agree(image, self._ranks)
         return self.memory.fit(share_of(image, self._ranks, self._frozen.digests))
 
@@ -144,14 +148,23 @@ class Snapshots:
         except ValueError as error:
             flight.outgrow(f"what is kept has grown, and the next snapshot will have room for it: {error}")
         else:
-            if mode == "held":
+            if mode == "held" or (copied := self._begin_copy(capture)) is None:
                 capture.finish()
             else:
-                flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
+                flight.capture, flight.copied = capture, copied
             given = flight, capture, share.frozen, region, self.memory.place
             self.memory.used_by = flight.job = self.thread.submit(self._write, *given)
         self.stalled = time.perf_counter() - began
         return flight
+
+    def _begin_copy(self, capture: Capture) -> Future[None] | None:
+        """Copy in a thread; None: none can be made, as under `ulimit -u`, so this rank has to copy at once."""
+        try:
+            return self._copier.submit(capture.finish)
+        except RuntimeError:
+            self._copier.shutdown(wait=False, cancel_futures=True)  # else the next thread would do this copy too
+            self._copier = _copier()
+            return None
 
     def fence(self) -> None:
         """Wait until the copy is complete. Call it before anything changes the state. Not collective."""

@@ -39,6 +39,8 @@ class Image:
     finite: FiniteCheck | None = None
     frozen: frozenset[str] = frozenset()
     """Names of `shared_tensors` that nothing trains, as far as torch can tell: see `TrainingState._frozen_memory`."""
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """Of the objects beside model and optimizer, by name."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -60,8 +62,9 @@ def take_parts(shared: dict[str, Tensor], local: dict[str, Tensor]) -> tuple[dic
     return {name: part_of(item, name) for name, item in sharded.items()}, sharded
 
 
-def tensor_in_words(name: str, trained: Sequence[str | None]) -> str:
-    """A tensor of an image in words, by its name there. trained: `TrainingState.trained_names`."""
+def tensor_in_words(name: str, trained: Sequence[str | None], classes: Mapping[str, str]) -> str:
+    """A tensor of an image in words, by its name there. trained: `TrainingState.trained_names`. classes: the image's;
+    the names of objects may be others' than the script's, as --adopt gives them."""
     match name.split("/"):
         case ["shared", "model", *path]:
             return f"the parameter {'/'.join(path)!r}"
@@ -69,6 +72,8 @@ def tensor_in_words(name: str, trained: Sequence[str | None]) -> str:
             return f"the optimizer's {'/'.join(path)!r} of {trained[int(index)] or '?'!r}"
         case ["local", "buffers", *path] | ["local", "nonpersistent_buffers", "model", *path]:
             return f"the buffer {'/'.join(path)!r}"
+        case [_, "objects" | "object_buffers" | "nonpersistent_buffers", owner, *path] if owner in classes:
+            return f"the tensor {'.'.join(path)!r} of the {classes[owner]} that is kept as {owner!r}"
         case [_, _, *path]:
             return f"the tensor {'.'.join(path)!r}"
     return repr(name)

@@ -64,6 +64,7 @@ class TrainingState:
         self.optimizer = optimizer
         modules = {name: unwrap(item) for name, item in objects.items() if isinstance(item, nn.Module)}
         self.objects: dict[str, Stateful] = {**objects, **modules}
+        self.classes = {name: type(item).__name__ for name, item in self.objects.items()}
         self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
         """The model, and the other objects that are modules."""
         self.fsdp = HeldByFsdp(self.modules.values())
@@ -82,10 +83,13 @@ class TrainingState:
         """Buffers without a value in the last `load`; they did not change."""
         places = ("shared/objects", "local/object_buffers")
         others = tuple(f"{place}/{tree.escape(name)}/" for name in modules for place in places)
-        self.finite = FiniteCheck((*IN_PLACE, *others), lambda name: tensor_in_words(name, self.trained_names()))
+        self.finite = FiniteCheck((*IN_PLACE, *others), self._in_words)
         self._of_trained: tuple[list[int], list[str | None]] = [], []
         self._loaded_at = 0
         self._random: dict[str, Any] = {}
+
+    def _in_words(self, name: str) -> str:
+        return tensor_in_words(name, self.trained_names(), self.classes)
 
     def job(self, world_size: int) -> JobIdentity:
         """The identity of this job, for run.json."""
@@ -142,10 +146,12 @@ class TrainingState:
         shared_tree = tree.encode(shared, "shared", shared_tensors)
         parts, sharded = take_parts(shared_tensors, local_tensors)
         still = self._frozen_memory()
-        frozen = (
+        frozen = frozenset(
             name for name, item in shared_tensors.items() if name.startswith(PARAMETERS) and memory_of(item) in still
         )
-        return Image(shared_tree, trees, shared_tensors, local_tensors, parts, sharded, self.finite, frozenset(frozen))
+        return Image(
+            shared_tree, trees, shared_tensors, local_tensors, parts, sharded, self.finite, frozen, self.classes
+        )
 
     def _frozen_memory(self) -> set[tuple[Any, ...]]:
         """The memory of the model's parameters that do not require a gradient, that no optimizer holds, and that share

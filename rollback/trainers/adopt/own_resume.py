@@ -1,17 +1,22 @@
-"""A script over Accelerate that resumes by itself, in a run that goes on from its own checkpoint.
+"""A script that resumes by itself, in a run that goes on from its own checkpoint.
 
 Such scripts load the newest folder that they have saved, and leave out what was read of its epoch: never when a run
-begins, and always when it goes on. What is loaded the guard replaces. What is left out counts for nothing: the guard
-has its own place in the data.
+begins, and always when it goes on. What is loaded the guard replaces. What `skip_first_batches` leaves out counts for
+nothing: the guard has its own place in the data. What a loop draws and passes over (`if step < resume_step: continue`)
+would be lost where the guard stands before it, and is refused.
 """
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from rollback.errors import UsageError
 from rollback.train.comm.recorder import say
 from rollback.train.start import attach
+from rollback.trainers.adopt.script_pass import ScriptPass
+from rollback.trainers.adopt.signs import passes_over
 
 
 class OwnResume:
@@ -23,6 +28,37 @@ class OwnResume:
         """What `skip_first_batches` has made: of which loader, and without how many batches."""
         self._left_out: int | None = None
         """So many batches the script leaves out to resume."""
+        self._loaded = self._guarded = False
+        """Whether the script has loaded the state of an optimizer before it was guarded, and whether it is."""
+        self._asked = 0
+        """How often it has asked for a batch of the newest pass, up to the first one that it has trained on."""
+
+    def load(self, original: Callable[..., Any], optimizer: Any, *given: Any, **others: Any) -> Any:
+        """`Optimizer.load_state_dict`."""
+        self._loaded = self._loaded or not self._guarded
+        return original(optimizer, *given, **others)
+
+    def backward(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
+        self._asked = -1
+        return original(*given, **others)
+
+    def watched(self, iterate: Callable[..., Any], refuse: Callable[[UsageError], Any]) -> Callable[..., Any]:
+        """`iterate` makes the pass over a loader. refuse: ends the ranks where the script passes over its beginning."""
+
+        def begin(original: Callable[..., Any], loader: Any) -> Any:
+            guarded, self._guarded = self._guarded, True  # what a guard loads meanwhile is its own
+            batches = iterate(original, loader)
+            self._guarded = guarded or isinstance(batches, ScriptPass)
+            if self._loaded and isinstance(batches, ScriptPass):
+                self._asked, batches.asked = 0, partial(self._ask, refuse)
+            return batches
+
+        return begin
+
+    def _ask(self, refuse: Callable[[UsageError], Any]) -> None:
+        if self._asked == 1:
+            refuse(passes_over())
+        self._asked += self._asked >= 0
 
     def shorten(self, original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
         """`accelerate.skip_first_batches`."""

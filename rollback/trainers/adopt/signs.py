@@ -138,6 +138,16 @@ def goes_round() -> UsageError:
     )
 
 
+def passes_over() -> UsageError:
+    return UsageError(
+        "the script has loaded a snapshot of its own, and does not train on the first batch that it takes of an epoch: "
+        "it seems to pass over what it had trained on by then (`if step < resume_step: continue`). The run goes on "
+        "from its own checkpoint, so these batches would be in no update",
+        hint="take that loading out of the command or the script: the same command goes on where the run stands. "
+        "accelerator.skip_first_batches in place of that `continue` does no harm",
+    )
+
+
 def scheduler_made_anew(kind: str) -> RollbackError:
     return RollbackError(
         f"going back led into the first epoch, in which the script has made its {kind} anew: that has changed the "

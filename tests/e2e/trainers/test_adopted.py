@@ -226,6 +226,15 @@ def test_a_script_over_accelerate_that_resumes_by_itself_goes_on_from_the_runs_c
     job.require_same("killed", "plain")
 
 
+def test_a_script_that_draws_what_it_passes_over_to_resume_is_refused_before_it_loses_that(tmp_path: Path) -> None:
+    run = "--run", "run", "--last-snapshot", "off", "--snapshot-every", "100"  # begins anew, before its own folder
+    words = str(PLAIN / "resumes_itself.py"), "killed", "--again", "--kill", "1:36"
+    done = refused(tmp_path, "--adopt=strict", *run, *words, ranks=2)
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert "does not train on the first batch that it takes of an epoch" in done.stdout
+    assert "take that loading out" in done.stdout
+
+
 def test_a_loop_over_epochs_around_a_training_in_another_file_begins_where_the_run_stands(tmp_path: Path) -> None:
     Job(tmp_path, Case(script="elsewhere.py", words=("3",)), 1).plain("plain")
     for epochs in "2", "3":

@@ -142,6 +142,14 @@ def test_a_run_that_is_not_running_is_told_at_its_next_start(run: RecordedRun) -
     assert "candidate" not in result.stderr
 
 
+def test_a_stop_that_is_not_waited_for_any_longer_is_promised_to_nobody(run: RecordedRun) -> None:
+    """Of a copied directory no rank may ever look. Any other order is carried out by the next start."""
+    result = ask(run, "stop", "--timeout", "0")
+    assert result.exit_code == 1
+    assert "stop if they see it yet; a later start is not stopped by it" in result.stderr.replace("\n", " ")
+    assert "it stays on record and will be" in ask(run, "skip", "80:90", "--timeout", "0").stderr.replace("\n", " ")
+
+
 def test_a_job_that_dies_before_it_answers(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "_LOOK_FOR_LIFE", 0.05)
     asked = asking.ask_to_skip(run.paths.root, Window(first=80, last=90), "bob", "")

@@ -1,5 +1,9 @@
-"""A script over Accelerate that saves folders, and begins behind the newest. Arguments and results as in epochs.py."""
+"""A script over Accelerate that saves folders, and begins behind the newest. Arguments and results as in epochs.py.
 
+With --again it draws what it leaves out, and passes over it, as older scripts do.
+"""
+
+import copy
 import glob
 import os
 
@@ -25,15 +29,17 @@ def main():
         first, left_out = divmod(int(folders[-1][-3:]), len(loader))
     for epoch in range(first, args.epochs):
         resumes = left_out is not None and epoch == first
-        batches = accelerator.skip_first_batches(loader, left_out) if resumes else loader
+        batches = accelerator.skip_first_batches(loader, left_out) if resumes and not args.again else loader
         for step, (x, y, ids) in enumerate(batches):
+            if args.again and resumes and step < left_out:
+                continue
             take(accelerator.unwrap_model(model), ids, epoch, accelerator.process_index)
             accelerator.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
             if step % 4 == 3:
                 accelerator.save_state(f"{args.out}-saved/{epoch * len(loader) + step + 1:03}")
-    kept = {"model": accelerator.unwrap_model(model).state_dict(), "optimizer": optimizer.state_dict()}
+    kept = copy.deepcopy({"model": accelerator.unwrap_model(model).state_dict(), "optimizer": optimizer.state_dict()})
     accelerator.wait_for_everyone()
     accelerator.load_state(min(glob.glob(f"{args.out}-saved/*"), key=os.path.basename))
     kept |= {"first": accelerator.unwrap_model(model).state_dict()}

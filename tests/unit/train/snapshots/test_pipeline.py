@@ -103,6 +103,28 @@ def test_training_may_go_on_over_the_tensors_at_once(two: TwoRanks) -> None:
     assert manifest.name == name
 
 
+def test_where_no_thread_can_be_made_to_copy_the_loop_copies_itself(
+    two: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two.begin(10)
+    for _ in range(3):
+        two.beat()
+    for one in two.ranks:
+        one._copier.shutdown()
+        one._copier, one.mode = module._copier(), "overlapped"
+    for one in two.ranks:
+        one.await_ready(two.image)
+
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none_left)
+        two.begin(20)
+    assert [two.beat() for _ in range(2)] == [[None, None]] * 2
+    assert all(landing is not None and landing.committed for landing in two.beat())
+
+
 def test_a_fast_tier_that_fails_while_it_is_waited_for_is_left_for_its_own_reason(tmp_path: Path) -> None:
     """And not because somebody would read the slot that is wanted."""
     (tmp_path / "closed").touch()
