@@ -84,6 +84,7 @@ def test_a_fast_tier_that_fails_after_its_slots_were_mapped_is_left_for_the_run_
     require_same(scenarios.portrait("job", 0), undisturbed, fault)
 
 
+@pytest.mark.soak
 def test_a_disk_that_is_full_for_longer_than_the_hang_limit_ends_no_job(
     tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:

@@ -52,6 +52,7 @@ def test_two_hosts_with_a_bucket_alone_roll_back_and_survive_a_killed_rank(tmp_p
         fleet.require_as_undisturbed()
 
 
+@pytest.mark.soak
 def test_a_killed_rank_costs_no_run_though_the_disk_of_another_host_is_full(tmp_path: Path) -> None:
     """What that host's run directory needs for another attempt is there already: nothing of it is written again."""
     held, go_on = 30, tmp_path / "go-on"

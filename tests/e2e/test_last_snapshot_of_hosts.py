@@ -12,7 +12,7 @@ import pytest
 from fleet import Fleet, fleet_of
 from hosts import Host, hosts_on_a_switch
 from job_results import Scenarios
-from selection import by_default, soak
+from selection import soak
 from toy import Toy, facts, require_same, supervisor_facts
 
 from rollback.checkpoints.fast_tier.end_marks import ranks_of, read_ends
@@ -121,15 +121,14 @@ def test_a_host_that_was_a_step_behind_the_dead_rank_comes_there(tmp_path: Path,
         fleet.require_as_undisturbed()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("methods", "step"),
     [
-        *soak(
-            (("_write_shards", "agree"), KILL + 1),
-            (("agree", "_write_shards"), KILL + 1),
-            (("agree", "agree"), KILL + 1),
-            (("", "agree"), KILL),
-        ),
+        (("_write_shards", "agree"), KILL + 1),
+        (("agree", "_write_shards"), KILL + 1),
+        (("agree", "agree"), KILL + 1),
+        (("", "agree"), KILL),
         (("agree", ""), KILL + 1),
     ],
     ids=["the other host", "the host of rank 0", "both", "one that rank 0's never follows", "rank 0's alone"],
@@ -158,8 +157,9 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", by_default(MOMENTS, "it has committed"))
-@pytest.mark.parametrize("host", [0, *soak(1)])
+@pytest.mark.soak
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("host", [0, 1])
 def test_whoever_speaks_for_its_host_is_killed_and_the_other_rank_there_goes_on(
     tmp_path: Path, host: int, moment: str
 ) -> None:
@@ -178,9 +178,9 @@ def test_whoever_speaks_for_its_host_is_killed_and_the_other_rank_there_goes_on(
 @pytest.mark.parametrize(
     ("host", "moment"),
     [
-        (1, "its shards are whole"),
         (1, "it has not written yet"),
         *soak(
+            (1, "its shards are whole"),
             (1, "it has committed"),
             (0, "it has not written yet"),
             (0, "all shards are whole"),

@@ -71,6 +71,7 @@ if "ROLLBACK_STANDBY" in os.environ:
 """
 
 
+@pytest.mark.soak
 def test_a_process_for_the_next_attempt_that_ends_is_not_started_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

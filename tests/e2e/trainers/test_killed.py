@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from compared_runs import PHASES, TOLD, require_undisturbed
 from job_results import Scenarios
-from selection import soak
 from trainer_job import JOB, LIMIT, MODULES, TrainerJob
 
 TRAINER = TrainerJob(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=3, save=4)
@@ -17,7 +16,8 @@ def test_a_rank_that_is_killed_in_a_rollback_costs_nothing(tmp_path: Path) -> No
     require_undisturbed(tmp_path, TRAINER.but(samples=44), ["in the middle of the rollback"])
 
 
-@pytest.mark.parametrize("loop", ["accelerate", *soak("trainer")])
+@pytest.mark.soak
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
 def test_a_rank_of_a_sharded_model_that_is_killed_costs_nothing(tmp_path: Path, loop: str) -> None:
     job = TrainerJob(loop=loop, sharded=True, samples=44, accumulate=2, bad_at=(32,), bad_rank=1, evaluate=3)
     require_undisturbed(tmp_path, job, ["in a step"])
@@ -49,6 +49,7 @@ def test_a_stopped_training_that_is_asked_for_more_has_the_end_of_its_epoch_once
     assert steps == ["7", "7", "16", "16", "25", "25"], "a loss and an evaluation each"
 
 
+@pytest.mark.soak
 def test_a_first_evaluation_in_a_new_process_draws_no_seed_for_workers_that_persist(tmp_path: Path) -> None:
     job = TrainerJob(samples=32, evaluate=10, workers=1, more={"dataloader_persistent_workers": True})
     require_undisturbed(tmp_path, job, ["in a step"])
