@@ -26,7 +26,7 @@ from rollback.supervisor.diagnosis.evidence import (
 from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, account_of, ending
-from rollback.supervisor.diagnosis.repeated import AS_BEFORE, as_mistake, steps_since
+from rollback.supervisor.diagnosis.repeated import comes_again
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
@@ -123,10 +123,8 @@ class Attempts:
                 return self._finish(end, evidence, first)
             records, before = self._journal.records(attempt), self._journal.records(attempt - 1)
             told = read_journal(self._paths.supervisor_journal).records
-            since = steps_since(first, attempt, told)
             further = got_further(records, evidence.step, best, before=before)
-            mistake = as_mistake(first, since)
-            progressed = further and since != 0 and mistake != AS_BEFORE
+            progressed = further and not comes_again(first, attempt, told)
             best = max((step for step in (best, evidence.step) if step is not None), default=None)
             blamed = self._blame(first, attempt, told)
             self._nodes.failed(first.rank if first is not None and not blamed else None, progressed=progressed)
@@ -137,7 +135,7 @@ class Attempts:
                     attached=evidence.attached,
                     killed=evidence.killed,
                     blamed=blamed,
-                    mistake=mistake,
+                    mistake=first.mistake if first is not None else "",
                 )
             else:
                 decision = after_unguarded(attempt - earlier - 1, self._order.job.max_restarts)
