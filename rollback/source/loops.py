@@ -17,7 +17,7 @@ from rollback.source.nodes import (
     of_scope,
     range_of,
 )
-from rollback.source.turns import turning_loops
+from rollback.source.turns import turning_loop
 
 _WRAPPERS = "enumerate", "tqdm"
 _RANGES = "range", "trange"
@@ -83,9 +83,14 @@ class ScriptLoops:
         """Whether no loop of this file calls backward(), as where a helper in another file does. Then each one that
         mentions an optimizer may train, or call what does; a loop over the layers of a model is none of them."""
         around = [loop for loop in training if self.numbers(loop) is not None]
-        self.by_turns = turning_loops(
-            self.drawing, self.reached, self.around, alone=not (self.batches or self.turning)
-        )  # fmt: skip
+        around_each = [(loop, self.all_around(loop)) for loop in self.drawing]
+        found = [
+            turning_loop(self.tree, loop, outer)
+            for loop, outer in around_each
+            if all(each in self.drawing for each in outer)
+        ]
+        alone = not (self.batches or self.turning) and len([each for each in found if each is not None]) == 1
+        self.by_turns = [each for each in found if each is not None and (each.in_epochs or alone)]
         within = [*self.batches, *(each.loop for each in self.by_turns if each.in_epochs)]
         of_each = [[loop for loop in around if batches in inner[id(loop)]] for batches in within]
         may_train = [loop for found in of_each for loop in found if not any(each in inner[id(loop)] for each in found)]
@@ -138,22 +143,15 @@ class ScriptLoops:
                 return other
         return None
 
-    def sets_around(self, name: str, loop: ast.For | ast.While) -> bool:
-        """Whether a variable is set, outside of a training loop, where each epoch comes by: in a loop around, or in the
-        function that has this loop, and no loop around, and that whoever has the epochs calls for each."""
-        inside = {id(node) for node in ast.walk(loop)}
-        loops = (node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While))
-        reached = [list(self.reached(outer)) for outer in loops if id(outer) not in inside]
-        around = [node for nodes in reached if any(node is loop for node in nodes) for node in nodes]
+    def all_around(self, loop: ast.For | ast.While) -> list[ast.For | ast.While]:
+        """All loops that come to this one, also by way of functions."""
+        loops = (node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While) and node is not loop)
+        return [other for other in loops if any(node is loop for node in self.reached(other))]
+
+    def function_of(self, loop: ast.For | ast.While) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        """The function that has it; None: it is in none."""
         scope = self._scope_of(loop)
-        own = list(of_scope(scope))
-        nested = (node for node in own if isinstance(node, ast.For | ast.While) and node is not loop)
-        if scope is not self.tree and not any(loop is node for outer in nested for node in ast.walk(outer)):
-            around += own
-        return any(
-            isinstance(node, ast.Assign) and id(node) not in inside and name in map(ast.unparse, node.targets)
-            for node in around
-        )
+        return scope if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
     def iterated(self, loop: ast.For) -> ast.expr:
         """What a loop goes over, without `enumerate` and `tqdm`, also where they are in a variable: a progress bar."""

@@ -28,16 +28,12 @@ class OwnCounter:
 
 @dataclass(frozen=True)
 class LedCount:
-    """A variable, or an attribute of one, that a training loop adds 1 to, and that nothing else in that loop sets.
-
-    loop: with the batch in hand at its top, or where it takes one by `next`. each_epoch: whether it may begin anew in
-    each epoch, outside of that loop.
-    """
+    """A variable, or an attribute of one, that a training loop adds 1 to, and that nothing sets while the training goes
+    on. loop: with the batch in hand at its top, or where it takes one by `next`."""
 
     name: str
     loop: Loop
     added: tuple[ast.AugAssign, ...]
-    each_epoch: bool
 
 
 def own_counters(loops: ScriptLoops, *, is_steered: bool = True) -> list[OwnCounter]:
@@ -69,14 +65,35 @@ def _led(loops: ScriptLoops, loop: Loop, training: list[Loop]) -> Iterator[LedCo
     added: dict[str, list[ast.AugAssign]] = {}
     for node in own:
         match node:
-            case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=target) if _is_plain(target):
+            case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=int(1)), target=target) if _is_plain(target):
                 added.setdefault(ast.unparse(target), []).append(node)
-    set_there = [ast.unparse(node) for node in own if isinstance(getattr(node, "ctx", None), ast.Store)]
     taking = [part for part in loop.body if any(is_call_of(node, "next") for node in ast.walk(part))]
     beside = {ast.unparse(node) for part in taking for node in ast.walk(part) if isinstance(node, ast.expr)}
     for name, nodes in added.items():  # beside the call that takes the batch a count is what it was before that
-        if set_there.count(name) == len(nodes) and name not in beside and not any(id(node) in inner for node in nodes):
-            yield LedCount(name, loop, tuple(nodes), loops.sets_around(name, loop))
+        if name not in beside and not any(id(node) in inner for node in nodes) and _is_runs(loops, loop, name, nodes):
+            yield LedCount(name, loop, tuple(nodes))
+
+
+def _is_runs(loops: ScriptLoops, loop: Loop, name: str, added: list[ast.AugAssign]) -> bool:
+    """Whether a count goes on through the whole run: nothing sets it in this loop or in one around it, nor in what
+    these call; and a function that has it as its own variable is called once, as far as the file tells."""
+    root, _, attribute = name.rpartition(".")
+    led = {id(node.target) for node in added}
+    reached = [node for each in (loop, *loops.all_around(loop)) for node in (each, *loops.reached(each))]
+    for node in (part for each in reached for part in ast.walk(each)):
+        if id(node) in led or not isinstance(getattr(node, "ctx", None), ast.Store):
+            continue
+        if isinstance(node, ast.Name) and node.id in (name, root):
+            return False
+        if isinstance(node, ast.Attribute) and attribute and root and node.attr == attribute:
+            return False
+    function = loops.function_of(loop)
+    if function is None or root:
+        return True
+    arguments = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
+    nested = any(each in of_scope(function) for each in loops.all_around(loop))
+    calls = (node for node in ast.walk(loops.tree) if is_call_of(node, function.name))
+    return name not in arguments and (nested or next(calls, None) is not None)
 
 
 def _is_plain(target: ast.expr) -> bool:

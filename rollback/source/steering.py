@@ -30,9 +30,10 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module
         for batch in islice(loader, 10):        for batch in __rollback_limit__(islice, loader, 10):
 
         for batch in loader:            for batch in loader:
-            BODY                            steps += __rollback_count__(steps, 0, "steps", "script.py", False)
-            steps += 1                      BODY
-                                            steps += __rollback_count__(steps, 1, "steps", "script.py", False)
+            BODY                            try: steps += __rollback_count__(steps, 0, "steps", "script.py")
+            steps += 1                      except (NameError, AttributeError): pass
+                                            BODY
+                                            steps += __rollback_count__(steps, 1, "steps", "script.py")
 
         for i in range(40):             for i in __rollback_turns__(range(40), "script.py", 1, False):
             batch = next(batches)           try:
@@ -62,20 +63,30 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module
 
 
 def _lead(count: LedCount, filename: str) -> None:
-    """What is added to a count, and nothing where its loop has a new batch, makes it what it is there in the data."""
-    place = ", ".join(map(repr, (count.name, filename, count.each_epoch)))
+    """What is added to a count, and nothing where its loop has a new batch, makes it what it is there in the data. It
+    may not be there yet at the loop's top."""
 
-    def by(added: int) -> ast.AugAssign:
-        (statement,) = ast.parse(f"{count.name} += {COUNT}({count.name}, {added}, {place})").body
-        assert isinstance(statement, ast.AugAssign)
+    def by(added: int) -> str:
+        return f"{count.name} += {COUNT}({count.name}, {added}, {count.name!r}, {filename!r})"
+
+    def asked(at: ast.stmt) -> ast.stmt:
+        (statement,) = ast.parse(f"try: {by(0)}\nexcept (NameError, AttributeError): pass").body
+        for node in ast.walk(statement):
+            if "lineno" in node._attributes:
+                ast.copy_location(node, at)
         return statement
 
     for node in count.added:
-        node.value = ast.copy_location(by(1).value, node.value)
+        (statement,) = ast.parse(by(1)).body
+        assert isinstance(statement, ast.AugAssign)
+        node.value = ast.copy_location(statement.value, node.value)
+        for part in ast.walk(node.value):
+            if "lineno" in part._attributes:
+                ast.copy_location(part, node)
     body = count.loop.body
     drawn = [at for at, part in enumerate(body, 1) if any(is_call_of(node, "next") for node in ast.walk(part))]
     for at in (*reversed(drawn), 0):
-        body.insert(at, ast.copy_location(by(0), body[max(at - 1, 0)]))
+        body.insert(at, asked(body[max(at - 1, 0)]))
 
 
 def _number(loop: ast.For, numbers: ast.expr, by: str, ended_by: str, filename: str, *others: bool) -> None:

@@ -1,14 +1,19 @@
-"""Loops over a range that take one batch in each turn: `for i in range(n): batch = next(batches)`."""
+"""Loops over a range that take one batch in each turn: `for i in range(n): batch = next(batches)`.
+
+Only those of which the file shows that nothing else takes from the iterator, and when it is made: for each epoch, in
+front of the loop and in the same block, or once.
+"""
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rollback.source.nodes import is_call_of
 
+Loop = ast.For | ast.While
 _NESTED = (
     ast.For, ast.AsyncFor, ast.While, ast.If, ast.IfExp, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
-    ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Match,
+    ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Match, ast.BoolOp,
 )  # fmt: skip
 """What may take a batch not at all, or again and again."""
 
@@ -23,43 +28,42 @@ class TurningLoop:
     in_epochs: bool
 
 
-def turning_loops(
-    drawing: Iterable[ast.For],
-    reached: Callable[[ast.For], Iterator[ast.AST]],
-    around: Callable[[ast.For], object],
-    *,
-    alone: bool,
-) -> list[TurningLoop]:
-    """drawing: loops over a range that train and call `next`, with no loop over batches inside. reached: the nodes of a
-    body, and of what it calls. around: a loop by which one is begun anew. alone: whether no other loops train."""
-    loops = list(drawing)
-    found = []
-    for loop in loops:
-        takes = _takes(loop)
-        if takes is None or any(node is not loop and node in loops for node in ast.walk(loop)):
-            continue
-        taken = ast.unparse(takes[0].args[0])
-        outer = [other for other in loops if other is not loop and any(node is loop for node in reached(other))]
-        inside = {id(node) for node in ast.walk(loop)}
-        if outer:
-            makes = {id(node) for other in outer for node in reached(other) if _makes(node, taken)}
-            if makes and not makes & inside:
-                found.append(TurningLoop(loop, takes, True))
-        elif alone and around(loop) is None:
-            found.append(TurningLoop(loop, takes, False))
-    flat = [each for each in found if not each.in_epochs]
-    return [each for each in found if each.in_epochs or flat == [each]]
+def turning_loop(tree: ast.Module, loop: ast.For, around: list[Loop]) -> TurningLoop | None:
+    """What a loop over a range is that trains and calls `next`, if it is such a loop. around: all loops that come to
+    it, also by way of functions."""
+    takes = _takes(loop)
+    block = next((block for block in _blocks(tree) if any(part is loop for part in block)), None)
+    if takes is None or block is None or len(around) > 1:
+        return None
+    taken = ast.unparse(takes[0].args[0])
+    before = block[: next(place for place, part in enumerate(block) if part is loop)]
+    made = [part for part in before if isinstance(part, ast.Assign) and taken in map(ast.unparse, part.targets)]
+    inside = {id(node) for node in ast.walk(loop)}
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.expr) and ast.unparse(node) == taken]
+    elsewhere = [node for node in uses if id(node) not in inside and not _is_stored(node)]
+    anew = [node for node in uses if id(node) in inside and _is_stored(node)]
+    if len(made) != 1 or elsewhere or (around and anew):
+        return None
+    iterates = any(is_call_of(node, "iter") for node in ast.walk(made[0].value))
+    return TurningLoop(loop, takes, bool(around)) if iterates or not around else None
+
+
+def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    """The bodies of the file, of its functions and of its loops."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.For):
+            yield node.body
 
 
 def _takes(loop: ast.For) -> tuple[ast.Call, ...] | None:
     """The calls of `next` in a loop's body if each turn takes one batch by them: one, and others that catch its end."""
-    calls = [node for node in ast.walk(loop) if is_call_of(node, "next")]
+    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and is_call_of(node, "next")]
     direct, caught = _direct(loop.body)
-    names = {ast.unparse(call.args[0]) for call in calls if isinstance(call, ast.Call) and call.args}
+    names = {ast.unparse(call.args[0]) for call in calls if call.args}
     if len(direct) != 1 or len(direct) + len(caught) != len(calls) or len(names) != 1:
         return None
     takes = (*direct, *caught)
-    return takes if all(isinstance(call.args[0], ast.Name | ast.Attribute) for call in takes) else None
+    return takes if all(call.args and isinstance(call.args[0], ast.Name) for call in takes) else None
 
 
 def _direct(body: Iterable[ast.AST], *, caught: bool = False) -> tuple[list[ast.Call], list[ast.Call]]:
@@ -76,9 +80,5 @@ def _direct(body: Iterable[ast.AST], *, caught: bool = False) -> tuple[list[ast.
     return found
 
 
-def _makes(node: ast.AST, name: str) -> bool:
-    """Whether it is an assignment of an iterator to that name."""
-    match node:
-        case ast.Assign(targets=[target], value=value) if ast.unparse(target) == name:
-            return any(is_call_of(each, "iter") for each in ast.walk(value))
-    return False
+def _is_stored(node: ast.expr) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store)

@@ -125,8 +125,9 @@ class StepInProgress:
         return self.updates.happened or self.updates.dropped_by_scaler
 
     def evaluates(self) -> bool:
-        """Whether the script seems to evaluate, behind the update: an exception leaves the model's mode as it is."""
-        return self.updated and not self._state.model.training
+        """Whether the script seems to evaluate, behind the update: an exception leaves the model's mode as it is, and
+        that is another one than the update had."""
+        return self.updated and self.updates.in_training_mode and not self._state.model.training
 
     def finish(self) -> StepMark:
         """The update is done: count its batches, keep its losses and gradients, and return its mark."""

@@ -42,17 +42,17 @@ def request_entries(
 
 
 def handed_in(paths: RunPaths, answered: Collection[str]) -> list[tuple[str, Request]]:
-    """The oldest requests without an answer, by name."""
+    """The requests without an answer, by name, oldest first."""
     try:
         names = [name for name in requests.names(paths) if name not in answered]
     except OSError:
         return []
-    return list(requests.sound_requests(paths, names[:_SHOWN]))
+    return list(requests.sound_requests(paths, names))
 
 
 def open_requests(paths: RunPaths, answered: Collection[str]) -> list[str]:
-    """The same in words, with who asked."""
+    """The oldest of them in words, with who asked."""
     return [
         f"{request.in_words()} ({request.who}{': ' + request.why if request.why else ''})"
-        for _, request in handed_in(paths, answered)
+        for _, request in handed_in(paths, answered)[:_SHOWN]
     ]

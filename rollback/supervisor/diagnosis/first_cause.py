@@ -107,7 +107,8 @@ class FirstCause:
         if self.record.error in _OF_CODE:
             return f"with {self.record.error}"
         # Behind a first update such code works, and it may be the data. Those that cannot be read are told apart.
-        if self.record.step == 0 and not (self.record.in_hand or self.record.ours):
+        behind_update = self.record.doing == "training" and not self.record.in_hand  # as in an evaluation there
+        if self.record.step == 0 and not (self.record.in_hand or self.record.ours or behind_update):
             return "before the first update of the run"
         in_first_update = self.may_blame_the_batch and self.record.doing == "training" and self.record.step == 0
         return "in the first update of the run" if in_first_update and not self.record.unreadable else ""

@@ -1,5 +1,6 @@
 """Stop signals of a rank, and the loss of its supervisor."""
 
+import atexit
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = self._leaving = False
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
@@ -48,14 +49,15 @@ class StopRequest:
         """Restore the old handlers, since nobody reads the flag any more. A handler that was installed later stays."""
         if threading.current_thread() is threading.main_thread():
             for number in self._before:
-                self._give_back(number)
+                if not (self._leaving and number == signal.SIGTERM):
+                    self._give_back(number)
 
     def obey(self) -> None:
         """This rank leaves, since the ranks have stopped together. A supervisor tells each of them to stop that still
         lives, and may find this one on its way out: that must not strike it down there."""
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and os.environ.get(ENV_SUPERVISOR) and signal.SIGTERM in self._before:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who hangs on its way out is killed when the grace is over
+        if os.environ.get(ENV_SUPERVISOR) and signal.getsignal(signal.SIGTERM) == self._note:
+            self._leaving = True  # who hangs on its way out is killed when the grace is over
+            atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the interpreter puts the default in place
 
     def _give_back(self, number: int) -> None:
         if signal.getsignal(number) == self._note:
@@ -65,6 +67,8 @@ class StopRequest:
         if os.getpid() != self._pid:  # a process that the rank has forked
             self._give_back(number)
             os.kill(os.getpid(), number)
+            return
+        if self._leaving and number == signal.SIGTERM:
             return
         self.requested = True
         if number == signal.SIGTERM and callable(self._before[number]):

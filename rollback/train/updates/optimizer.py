@@ -12,6 +12,7 @@ from rollback.train.updates.gradients import GradientNorms, Gradients
 from rollback.train.updates.habits import Habit, Habits
 from rollback.train.updates.hooks import watch_method, weak_hook
 from rollback.train.updates.layers import Layers
+from rollback.train.updates.wrappers import unwrap
 
 
 class Updates:
@@ -31,7 +32,10 @@ class Updates:
         """Norms of the update's gradients; None: the optimizer has not begun, or there are no gradients."""
         self.found_inf: Tensor | None = None
         """Of a fused optimizer, on its device: above zero if the scaler drops the update."""
+        self.in_training_mode = False
+        """Whether the model was, as the newest update began."""
         self._optimizer, self._model, self._layers = optimizer, model, layers
+        self._inside = None if model is None else unwrap(model)
         self._sensed = Gradients(optimizer, scaler, model)
         self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
         before_update(optimizer, weak_hook(self._before_update))
@@ -86,6 +90,7 @@ class Updates:
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self.happened = True
+        self._note_mode()
         self.found_inf = getattr(optimizer, "found_inf", None)
         self.gradients = self._sensed.before_step()
         self._habits.before_step(self._sensed.written)
@@ -93,10 +98,14 @@ class Updates:
     def _before_scaled_update(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if optimizer is self._optimizer:
             self.attempted = self._scale_is_due = True
+            self._note_mode()
             self._sensed.look()
             self._habits.before_step(self._sensed.written)
             # If the scaler drops the update, the optimizer's own hook is not called.
             self.gradients = self._sensed.seen
+
+    def _note_mode(self) -> None:
+        self.in_training_mode = self._inside is not None and self._inside.training
 
     def _before_scale(self, *_: Any, **__: Any) -> None:
         self._scale_is_due = False

@@ -66,7 +66,7 @@ class Adoption:
         """Whether it is the guard that iterates, not the script."""
         self._handed = HandedOut()
         self._counted = CountedPasses()
-        self._counts = Counts()
+        self._counts = Counts(self._handed, self._signs.say)
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
         self._loops = EpochLoops(self.made.note)

@@ -18,68 +18,67 @@ from rollback.trainers.adopt.epochs import in_place_of
 
 
 class Count:
-    """One of them, on one rank. each_epoch: whether the script may begin it anew in front of an epoch's first batch."""
+    """One of them, on one rank. handed: what the script is given of the guard."""
 
-    def __init__(self) -> None:
+    def __init__(self, handed: HandedOut) -> None:
+        self._handed = handed
         self._value: int | None = None
-        """As the script has it now; behind a load, as it is to have it."""
-        self._loaded = False
+        """As the script has it now; behind a load, as it is to have it with the next batch."""
+        self._loaded_at: int | None = None
+        """How many batches there were at a load that the script does not know of yet."""
         self._first: int | None = None
-        """As this process had it first."""
-        self._at_start: int | None = None
-        """As it was at the first batch of the newest epoch that this process has begun."""
-        self._given: int | None = None
-        """As the script had it last."""
+        """As this process had it with its first batch."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self._value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._value, self._loaded = state["value"], True
+        self._value, self._loaded_at = state["value"], self._handed.batches
 
     def begin_anew(self) -> None:
         self.load_state_dict({"value": None})
 
-    def now(self, present: int, *, begins: bool) -> int:
-        """What the script should have. begins: with the first batch of an epoch it may be that the script has begun to
-        count anew."""
-        if self._loaded:
+    def after(self, present: int, by: int) -> int:
+        """What the script has behind an addition, which may be of 0. present: what it has."""
+        if self._loaded_at == self._handed.batches:
+            return present + by  # in another loop than that over the guard's batches
+        if self._loaded_at is not None:
             wanted = self._first if self._value is None else self._value
-            if begins:  # what it was at the end of the epoch before counts for nothing
-                wanted = self._at_start if present == self._given else present
             present = present if wanted is None else wanted
-        if begins:
-            self._at_start = present
+        self._loaded_at = None
         self._first = present if self._first is None else self._first
-        self.set(present)
-        return present
-
-    def set(self, present: int) -> None:
-        self._value = self._given = present
-        self._loaded = False
+        self._value = present + by
+        return self._value
 
 
 class Counts:
-    """Those of a watched script."""
+    """Those of a watched script. say: tells its user something, once."""
 
-    def __init__(self) -> None:
-        self._guard: Guard | None = None
+    def __init__(self, handed: HandedOut, say: Callable[[str], object]) -> None:
+        self._handed, self._say = handed, say
         self._counts: dict[tuple[str, str], Count] = {}
 
     def keep(self, guard: Guard, led: Iterable[tuple[str, str]]) -> None:
         """The guard is made: it keeps these from now on, and gives them what they were. led: name and file of each."""
-        self._guard, self._counts = guard, {each: Count() for each in led}
-        named = {f"count {name} of {os.path.basename(file)}": count for (name, file), count in self._counts.items()}
+        named: dict[str, Count] = {}
+        for name, file in led:
+            count = self._counts[name, file] = Count(self._handed)
+            text = f"count {name} of {os.path.basename(file)}"
+            named[text if text not in named else f"{text} {len(named)}"] = count
         guard.keep(**named)
 
-    def added(self, present: Any, by: int, name: str, filename: str, each_epoch: bool) -> int:
+    def added(self, present: Any, by: int, name: str, filename: str) -> int:
         """What the script adds to one in place of `by`, which is 0 where it has a batch."""
-        count, guard = self._counts.get((name, filename)), self._guard
-        if count is None or guard is None or type(present) is not int:
+        count = self._counts.get((name, filename))
+        if count is None or not self._handed.batches:
             return by
-        now = count.now(present, begins=each_epoch and guard.batch_in_epoch == 0) + by
-        count.set(now)
-        return now - present
+        if type(present) is not int:
+            self._say(
+                f"the script counts with `{name}` by itself, which is a {type(present).__name__}: a rollback and a "
+                "resume leave that count behind, but for whole numbers"
+            )
+            return by
+        return count.after(present, by) - present
 
 
 class Turned(BaseException):
@@ -180,10 +179,13 @@ class TurningLoops:
         try:
             item = next(batches, *default)
         except StopIteration:
-            if turns.end is None and self._demands():
+            guard = self._guard()
+            if guard is not None and turns.end is None and self._handed.falls_short(guard) and self._demands():
                 turns.end_early()
             raise
         guard = self._handed.guard
-        if guard is not None and self._handed.batches == before + 1:  # an item of several batches has no place
+        if guard is None or self._handed.batches != before + 1:  # an item of several batches has no place
+            del self._turns[filename, line]
+        else:
             turns.require_number(guard, item)
         return item

@@ -94,7 +94,7 @@ class LoopState:
             setattr(trainer, name, kept["loop"][name])
         trainer._tr_loss.fill_(kept["loss"])
         self.last_update = kept["last_update"]
-        self._put_generation(kept.get("generation", {}))
+        self._put_generation(kept.get("generation"))
         for gathered in self._gathered().values():
             gathered.clear()
         for mode, values in kept["metrics"].items():
@@ -149,10 +149,14 @@ class LoopState:
         pairs = {name: [first.get(name), value] for name, value in now.items()}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and {*map(type, pair)} <= _PLAIN}
 
-    def _put_generation(self, changed: dict[str, Any]) -> None:
+    def _put_generation(self, changed: dict[str, Any] | None) -> None:
+        """None: the checkpoint does not tell. What is no plain value was set by `train()` itself, and stays."""
+        if changed is None:
+            return
         first = self._generation
+        undone = {name: was for name, (was, _) in self._changed_generation().items()}
         again = {name: value for name, (was, value) in changed.items() if first.get(name) == was}  # else set anew
-        self._of_generation.update({**first, **again})
+        self._of_generation.update({**undone, **again})
 
     def _gathered(self) -> Any:
         of_trainer = vars(self._trainer)

@@ -681,13 +681,11 @@ def train(x, *numbers):
 
 """
 COUNTED = {
-    "updates, and those of an epoch": """
+    "updates": """
 completed_steps = 0
 for epoch in range(9):
-    in_epoch = 0
     for x in loader:
-        train(x, completed_steps, in_epoch)
-        in_epoch += 1
+        train(x, completed_steps)
         completed_steps += 1
         if completed_steps >= 35:
             break
@@ -730,7 +728,7 @@ while step < 35:
 }
 
 
-@pytest.mark.parametrize("counts", by_default(tuple(COUNTED), "updates, and those of an epoch", "turns of a generator"))
+@pytest.mark.parametrize("counts", by_default(tuple(COUNTED), "updates", "turns of a generator"))
 def test_what_a_script_counts_is_what_it_was_behind_a_kill_and_a_rollback(tmp_path: Path, counts: str) -> None:
     """Its learning rate and its end go by it."""
     script = tmp_path / "counted.py"

@@ -62,7 +62,7 @@ def test_a_stop_while_an_adopted_script_is_refused_is_one_for_the_launch_without
     assert "told to stop before the script was started without protection" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("late", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("late", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_that_comes_when_all_is_over_leaves_the_exit_code_as_it_is(
     tmp_path: Path, late: signal.Signals
 ) -> None:

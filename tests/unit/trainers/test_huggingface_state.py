@@ -56,19 +56,22 @@ def test_what_an_evaluation_has_filled_in_of_how_texts_are_made_is_as_it_was_the
 
     def generating(beams: int) -> tuple[Any, Any, dict[str, Any]]:
         trainer = trainer_with([])
-        config = trainer.model.generation_config = SimpleNamespace(num_beams=beams, max_length=None, stops=None)
+        config = trainer.model.generation_config = SimpleNamespace(num_beams=beams, max_length=None, eos=2)
         kept = kept_of(trainer)
+        config.eos = [7, 2]  # as `train()` itself does
         return kept, config, kept.state_dict()
 
     kept, config, before = generating(1)
-    vars(config).update(max_length=20, num_beams=2, stops=object())
+    vars(config).update(max_length=20, num_beams=2)
     behind = json.loads(json.dumps(kept.state_dict()))
     for resumed, beams in ((1, 2), (4, 4)):
         other, filled, _ = generating(resumed)
         other.load_state_dict(behind)
-        assert vars(filled) == {"num_beams": beams, "max_length": 20, "stops": None}
+        assert vars(filled) == {"num_beams": beams, "max_length": 20, "eos": [7, 2]}
     kept.load_state_dict(before)
-    assert vars(config) == {"num_beams": 1, "max_length": None, "stops": None}
+    assert vars(config) == {"num_beams": 1, "max_length": None, "eos": [7, 2]}
+    kept.load_state_dict({name: value for name, value in behind.items() if name != "generation"})
+    assert vars(config) == {"num_beams": 1, "max_length": None, "eos": [7, 2]}, "an older run does not tell"
 
 
 @pytest.mark.parametrize(("asked", "stops"), [(90, True), (7, False), (120, False)])

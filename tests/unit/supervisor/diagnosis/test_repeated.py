@@ -29,14 +29,10 @@ def raised(*, in_hand: bool = False) -> FirstCause:
         ([(9, "f"), (9, "f")], True),
         ([(9, "g"), (9, "f")], False),
         ([(9, "f"), (18, "f")], False),
-        ([(9, "f"), (18, "f"), (27, "f")], True),  # an evaluation each nine steps, which never works
-        ([(9, "f"), (18, "f"), (90, "f")], False),  # one that has worked meanwhile
-        ([(9, "g"), (18, "f"), (27, "f")], False),
-        ([(9, "f"), (18, "f"), (27, "f"), (40, "f")], False),
+        ([(9, "f"), (9, "f"), (18, "f")], False),
+        ([(9, "g"), (18, "f"), (18, "f")], True),
     ],
 )
-def test_an_exception_that_comes_at_one_step_or_each_time_as_far_behind_comes_again(
-    ends: list[tuple[int, str]], again: bool
-) -> None:
+def test_an_exception_that_comes_at_one_step_comes_again(ends: list[tuple[int, str]], again: bool) -> None:
     assert comes_again(raised(), len(ends), ended(*ends)) is again
     assert not comes_again(raised(in_hand=True), len(ends), ended(*ends))

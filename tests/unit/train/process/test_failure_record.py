@@ -79,6 +79,15 @@ def in_a_loss_of_another_mode(guard: rollback.Guard, update: Callable[[torch.Ten
         raise ValueError("here")
 
 
+def in_a_metric_of_a_model_that_is_never_in_training_mode(
+    guard: rollback.Guard, update: Callable[[torch.Tensor], None]
+) -> None:
+    guard._state.model.eval()
+    for x in guard:
+        update(x)
+        raise ValueError("here")
+
+
 def behind_a_pass(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
     for x in guard:
         update(x)
@@ -118,6 +127,7 @@ def before_the_loop(guard: rollback.Guard, update: Callable[[torch.Tensor], None
     ("script", "in_hand"),
     [
         (in_a_step, True), (in_an_evaluation, False), (in_a_loss_of_another_mode, True),
+        (in_a_metric_of_a_model_that_is_never_in_training_mode, True),
         (behind_a_pass, False), (behind_epochs, False), (behind_finish, False),
         (behind_close, False), (before_the_loop, False),
     ],

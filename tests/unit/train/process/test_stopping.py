@@ -2,6 +2,7 @@
 
 import array
 import fcntl
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -136,6 +137,21 @@ def test_a_rank_that_leaves_as_it_was_told_is_not_struck_down_by_a_supervisor_th
         os._exit(7)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == ends
+
+
+def test_what_a_leaving_rank_starts_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a pool of processes at its end, as well as by `terminate()`: neither would come back."""
+    monkeypatch.setenv(ENV_SUPERVISOR, "1:0.0")
+    child = os.fork()
+    if child == 0:
+        StopRequest().obey()
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            pool.map(abs, [1])
+        started = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        started.terminate()
+        os._exit(started.wait() == -signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -10,77 +10,75 @@ from rollback.trainers.adopt.counts import Count, Counts, Turned, TurningLoops
 from rollback.trainers.adopt.enumeration import HandedOut
 
 
-def trained(count: Count, start: int, batches: int, *, each_epoch: bool = False, offset: int = 0) -> int:
-    """What the script has behind so many batches, each of which it adds 1 for."""
-    present = start
-    for number in range(offset, offset + batches):
-        present = count.now(present, begins=each_epoch and number == 0) + 1
-        count.set(present)
-    return present
+class Counting:
+    """A script that adds 1 to a count for each batch, on one process."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.handed, self.has = HandedOut(), start
+        self.count = Count(self.handed)
+
+    def train(self, batches: int) -> int:
+        for _ in range(batches):
+            self.handed.batches += 1
+            self.has = self.count.after(self.has, 0)
+            self.has = self.count.after(self.has, 1)
+        return self.has
 
 
 def test_a_count_is_the_scripts_until_something_is_loaded() -> None:
-    count = Count()
-    assert trained(count, 5, 3) == 8
-    assert trained(count, 20, 1) == 21, "the script has set it by itself"
-    kept = count.state_dict()
-    assert trained(count, 21, 4) == 25
-    count.load_state_dict(kept)
-    assert trained(count, 25, 1) == 22
+    script = Counting(5)
+    assert script.train(3) == 8
+    script.has = 20
+    assert script.train(1) == 21, "the script has set it by itself"
+    kept = script.count.state_dict()
+    assert script.train(4) == 25
+    script.count.load_state_dict(kept)
+    assert script.train(1) == 22
 
 
 def test_a_new_process_goes_on_with_what_it_was() -> None:
-    count = Count()
-    trained(count, 0, 7)
-    again = Count()
-    again.load_state_dict(count.state_dict())
-    assert trained(again, 0, 1, offset=3) == 8
+    script, again = Counting(), Counting()
+    script.train(7)
+    again.count.load_state_dict(script.count.state_dict())
+    assert again.train(1) == 8
 
 
-@pytest.mark.parametrize("load", [Count.begin_anew, lambda count: count.load_state_dict(Count().state_dict())])
+@pytest.mark.parametrize("load", [Count.begin_anew, lambda count: count.load_state_dict({"value": None})])
 def test_a_return_to_before_the_first_batch_begins_with_what_the_process_had(load: Any) -> None:
-    count = Count()
-    trained(count, 5, 3)
-    load(count)
-    assert trained(count, 8, 1) == 6
-    untouched = Count()
-    load(untouched)
-    assert trained(untouched, 5, 1) == 6
+    script, untouched = Counting(5), Counting(5)
+    script.train(3)
+    load(script.count)
+    assert script.train(1) == 6
+    load(untouched.count)
+    assert untouched.train(1) == 6
 
 
-def test_a_count_of_each_epoch_begins_as_the_script_has_it_there() -> None:
-    count = Count()
-    trained(count, 0, 7, each_epoch=True)
-    end_of_epoch = count.state_dict()
-    assert trained(count, 0, 2, each_epoch=True) == 2
-    in_epoch = count.state_dict()
-    assert trained(count, 2, 3, each_epoch=True, offset=2) == 5
-    count.load_state_dict(in_epoch)
-    assert trained(count, 5, 1, each_epoch=True, offset=2) == 3
-    count.load_state_dict(end_of_epoch)
-    assert trained(count, 3, 1, each_epoch=True) == 1, "in the midst of a pass: the script has not begun it anew"
-    count.load_state_dict(end_of_epoch)
-    assert trained(count, 0, 1, each_epoch=True) == 1
-    again = Count()
-    again.load_state_dict(in_epoch)
-    assert trained(again, 0, 1, each_epoch=True, offset=2) == 3
-    again = Count()
-    again.load_state_dict(end_of_epoch)
-    assert trained(again, 0, 1, each_epoch=True) == 1
+def test_what_is_counted_over_other_batches_than_the_guards_takes_no_load() -> None:
+    """As where one function trains, and evaluates."""
+    script = Counting()
+    script.train(7)
+    script.count.load_state_dict({"value": 3})
+    assert script.count.after(0, 0) == 0
+    assert script.count.after(0, 1) == 1
+    assert script.train(1) == 4
 
 
 def test_what_is_no_whole_number_and_what_no_guard_keeps_is_added_as_the_script_says() -> None:
-    counts = Counts()
-    assert counts.added(4, 1, "n", "script.py", False) == 1
-    kept: dict[str, Any] = {}
-    guard: Any = SimpleNamespace(batch_in_epoch=0, keep=kept.update)
-    counts.keep(guard, [("n", "/at/script.py")])
-    assert [*kept] == ["count n of script.py"]
+    said: list[str] = []
+    handed, kept = HandedOut(batches=1), dict[str, Any]()
+    counts = Counts(handed, said.append)
+    assert counts.added(4, 1, "n", "script.py") == 1
+    guard: Any = SimpleNamespace(keep=lambda **named: kept.update(named))
+    counts.keep(guard, [("n", "/at/script.py"), ("n", "/another/script.py")])
+    assert [*kept] == ["count n of script.py", "count n of script.py 1"]
     kept["count n of script.py"].load_state_dict({"value": 7})
-    assert counts.added(4.0, 1, "n", "/at/script.py", False) == 1
-    assert counts.added(4, 1, "other", "/at/script.py", False) == 1
-    assert counts.added(4, 0, "n", "/at/script.py", False) == 3
-    assert counts.added(7, 1, "n", "/at/script.py", False) == 1
+    handed.batches += 1
+    assert not said
+    assert counts.added(4.0, 1, "n", "/at/script.py") == 1
+    assert "counts with `n` by itself, which is a float" in said[0]
+    assert counts.added(4, 1, "other", "/at/script.py") == 1
+    assert counts.added(4, 0, "n", "/at/script.py") == 3
+    assert counts.added(7, 1, "n", "/at/script.py") == 1
 
 
 class Script:
@@ -128,15 +126,17 @@ def test_a_turn_has_the_number_of_its_batch(in_epochs: bool) -> None:
     assert train(moves={3: 9}) == [0, 1, 2]
 
 
-def test_an_epoch_that_has_no_batch_for_a_turn_is_over() -> None:
-    script = Script(in_epochs=True, end=7)
-    assert [place for _, place in script.train()] == [*range(7)]
-    with pytest.raises(RuntimeError, match="StopIteration"):  # in a generator; the script's loop gets StopIteration
-        next(iter(_raising(Script(in_epochs=False, end=7))))
-
-
-def _raising(script: Script) -> Iterator[Any]:
-    yield script.train()
+@pytest.mark.parametrize(("in_epochs", "falls_short"), [(True, True), (True, False), (False, True)])
+def test_an_epoch_that_falls_short_is_over_and_data_that_are_too_short_are_told(
+    in_epochs: bool, falls_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HandedOut, "falls_short", lambda handed, guard: falls_short)
+    script = Script(in_epochs=in_epochs, end=7)
+    if in_epochs and falls_short:
+        assert [place for _, place in script.train()] == [*range(7)]
+    else:
+        with pytest.raises(StopIteration):
+            script.train()
 
 
 def test_a_loop_that_is_begun_again_goes_on_behind_the_one_before() -> None:
