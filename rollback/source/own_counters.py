@@ -79,8 +79,8 @@ def _is_runs(loops: ScriptLoops, loop: Loop, name: str, added: list[ast.AugAssig
     these call; and a function that has it as its own variable is called once, as far as the file tells."""
     root, _, attribute = name.rpartition(".")
     led = {id(node.target) for node in added}
-    reached = [node for each in (loop, *loops.all_around(loop)) for node in (each, *loops.reached(each))]
-    for node in (part for each in reached for part in ast.walk(each)):
+    around = loops.all_around(loop)
+    for node in (node for each in (loop, *around) for node in (*ast.walk(each), *loops.reached(each))):
         if id(node) in led or not isinstance(getattr(node, "ctx", None), ast.Store):
             continue
         if isinstance(node, ast.Name) and node.id in (name, root):
@@ -91,7 +91,7 @@ def _is_runs(loops: ScriptLoops, loop: Loop, name: str, added: list[ast.AugAssig
     if function is None or root:
         return True
     arguments = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
-    nested = any(each in of_scope(function) for each in loops.all_around(loop))
+    nested = any(each in of_scope(function) for each in around)
     calls = (node for node in ast.walk(loops.tree) if is_call_of(node, function.name))
     return name not in arguments and (nested or next(calls, None) is not None)
 

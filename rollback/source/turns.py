@@ -62,6 +62,9 @@ def _takes(loop: ast.For) -> tuple[ast.Call, ...] | None:
     names = {ast.unparse(call.args[0]) for call in calls if call.args}
     if len(direct) != 1 or len(direct) + len(caught) != len(calls) or len(names) != 1:
         return None
+    taking = next(place for place, part in enumerate(loop.body) if any(node is direct[0] for node in ast.walk(part)))
+    if any(isinstance(node, ast.Continue) for part in loop.body[: taking + 1] for node in ast.walk(part)):
+        return None  # a turn may take none
     takes = (*direct, *caught)
     return takes if all(call.args and isinstance(call.args[0], ast.Name) for call in takes) else None
 

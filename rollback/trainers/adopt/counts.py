@@ -86,21 +86,20 @@ class Turned(BaseException):
 
 
 class Turns:
-    """What the script goes over in place of a loop's `range`. first: the place in the data of its first batch, in the
-    epoch or from the run's start; None: the loop goes over one epoch."""
+    """What the script goes over in place of a loop's `range`. first: the place of its first batch, from the run's
+    start; None: the loop goes over one epoch."""
 
     def __init__(self, numbers: range, first: int | None, handed: HandedOut) -> None:
         self._numbers, self._first, self._handed = numbers, first, handed
         self._next = 0
-        self._held: list[Any] = []
-        """The batch that the turn takes that begins next, if it was taken by the one before."""
-        self.over = False
-        """Whether it has come to the end of its numbers."""
+        self.held: list[Any] = []
+        """The batch of the turn that begins next, if the one before has taken it."""
+        self.end: int | None = None
+        """The place behind its last batch, from the run's start, once it has come to the end of its numbers."""
 
     @property
-    def end(self) -> int | None:
-        """The place in the data behind its last batch, from the run's start."""
-        return None if self._first is None else self._first + len(self._numbers)
+    def in_epochs(self) -> bool:
+        return self._first is None
 
     def begin(self, guard: Guard) -> None:
         """No batch was handed out in this process: the run goes on from where it stands."""
@@ -110,9 +109,9 @@ class Turns:
         return self
 
     def __next__(self) -> int:
-        self.over = self._next >= len(self._numbers)
-        if self.over:
+        if self._next >= len(self._numbers):
             self._handed.limited = True
+            self.end = None if self._first is None else self._first + len(self._numbers)
             raise StopIteration
         number, self._next = self._numbers[self._next], self._next + 1
         return number
@@ -126,17 +125,11 @@ class Turns:
     def _place(self, guard: Guard) -> int:
         return guard.batch_in_epoch if self._first is None else guard.batch - self._first
 
-    def held(self) -> Any:
-        """The batch that belongs to this turn, in a list; empty: none was taken for it yet."""
-        held, self._held = self._held, []
-        return held
-
     def require_number(self, guard: Guard, item: Any) -> None:
         """The turn has taken this batch. Raises Turned where it has another number."""
         place = self._place(guard)
         if place != self._next - 1:
-            self._next = place
-            self._held = [item]
+            self._next, self.held = place, [item]
             raise Turned
 
     def end_early(self) -> NoReturn:
@@ -146,26 +139,27 @@ class Turns:
 
 
 class TurningLoops:
-    """Those that a watched script has begun last, by where they are. guard: of the script; None: none yet. demands:
-    whether the script is not prepared for the end of what it takes from."""
+    """Those that a watched script has begun last. guard: of the script; None: none yet. demands: whether the script is
+    not prepared for the end of what it takes from."""
 
     def __init__(self, handed: HandedOut, guard: Callable[[], Guard | None], demands: Callable[[], bool]) -> None:
         self._handed, self._guard, self._demands = handed, guard, demands
-        self._turns: dict[tuple[str, int], Turns] = {}
+        self._turns: dict[tuple[str, int], Turns | None] = {}
+        """By where they are; None: one that is not led, since its turns have no places in the data."""
 
     def turns(self, numbers: Any, filename: str, line: int, in_epochs: bool) -> Any:
         """What the script goes over in place of `numbers`, in the loop of that line."""
-        before = self._turns.pop((filename, line), None)
-        first = None if in_epochs else 0
-        if not in_epochs and before is not None:
-            first = before.end if before.over else None
-            if first is None:  # broken off: where the data of this one begin, a later attempt could not know
+        first, place = None if in_epochs else 0, (filename, line)
+        if place in self._turns and not in_epochs:
+            before = self._turns[place]
+            first = before.end if before is not None else None
+            if first is None:  # it was broken off: where this one begins, a later attempt could not know
+                self._turns[place] = None
                 return numbers
         instead, made = in_place_of(numbers, lambda found: Turns(found, first, self._handed))
-        if made is not None:
-            self._turns[filename, line] = made
-            if (guard := self._guard()) is not None and not self._handed.batches:
-                made.begin(guard)
+        self._turns[place] = made
+        if made is not None and (guard := self._guard()) is not None and not self._handed.batches:
+            made.begin(guard)
         return instead
 
     def take(self, filename: str, line: int, batches: Iterator[Any], *default: Any) -> Any:
@@ -173,19 +167,19 @@ class TurningLoops:
         turns = self._turns.get((filename, line))
         if turns is None:
             return next(batches, *default)
-        for item in turns.held():
-            return item
+        if turns.held:
+            return turns.held.pop()
         before = self._handed.batches
         try:
             item = next(batches, *default)
         except StopIteration:
             guard = self._guard()
-            if guard is not None and turns.end is None and self._handed.falls_short(guard) and self._demands():
+            if guard is not None and turns.in_epochs and self._handed.falls_short(guard) and self._demands():
                 turns.end_early()
             raise
         guard = self._handed.guard
-        if guard is None or self._handed.batches != before + 1:  # an item of several batches has no place
-            del self._turns[filename, line]
+        if guard is None or self._handed.batches != before + 1:  # not the guard's, or of several batches
+            self._turns[filename, line] = None
         else:
             turns.require_number(guard, item)
         return item

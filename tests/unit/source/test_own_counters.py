@@ -113,6 +113,8 @@ TAKEN = """
         (TAKEN.replace("x = next(batches)", "if i % 2: x = next(batches)"), []),
         (TAKEN.replace("x = next(batches)", "for _ in range(2): f(next(batches)).backward()\n        x = 0"), []),
         (TAKEN.replace("next(batches)", "next(iter(loader))"), []),
+        (TAKEN.replace("x = next(batches)", "if i < 2: continue\n        x = next(batches)"), []),
+        (TAKEN.replace("log.append", "if i < 2: continue\n        log.append"), [False]),
         # something else takes from it
         (TAKEN.replace("iter(loader)", "iter(loader)\n    first = next(batches)"), []),
         (TAKEN + textwrap.indent(textwrap.dedent(TAKEN), "    ").replace("    batches = iter(loader)\n", ""), []),

@@ -147,6 +147,26 @@ def test_a_loop_that_is_begun_again_goes_on_behind_the_one_before() -> None:
     assert script.handed.limited
 
 
+def test_a_loop_that_is_begun_again_behind_one_that_was_broken_off_is_left_as_it_is() -> None:
+    script = Script(in_epochs=False)
+    batches = script.batches()
+    for number in script.loops.turns(range(9), "script.py", 1, False):
+        script.loops.take("script.py", 1, batches)
+        if number == 4:
+            break
+    for place in (5, 6):
+        numbers = range(9)
+        assert script.loops.turns(numbers, "script.py", 1, False) is numbers
+        assert script.loops.take("script.py", 1, batches) == place
+
+
+def test_items_of_several_batches_have_no_place() -> None:
+    script = Script(in_epochs=False)
+    pairs = zip(script.batches(), script.batches(), strict=False)
+    turns = script.loops.turns(range(3), "script.py", 1, False)
+    assert [(number, len(script.loops.take("script.py", 1, pairs))) for number in turns] == [(0, 2), (1, 2), (2, 2)]
+
+
 def test_what_is_no_range_is_left_as_it_is() -> None:
     script = Script(in_epochs=False)
     numbers = [3, 4]
