@@ -60,7 +60,7 @@ def led_counts(loops: ScriptLoops) -> list[LedCount]:
 
 
 def _led(loops: ScriptLoops, loop: Loop, training: list[Loop]) -> Iterator[LedCount]:
-    own = list(of_scope(loop))
+    own = [node for part in loop.body for node in (part, *of_scope(part))]
     inner = {id(node) for node in own if node in training for node in ast.walk(node)}
     added: dict[str, list[ast.AugAssign]] = {}
     for node in own:
@@ -68,6 +68,8 @@ def _led(loops: ScriptLoops, loop: Loop, training: list[Loop]) -> Iterator[LedCo
             case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=int(1)), target=target) if _is_plain(target):
                 added.setdefault(ast.unparse(target), []).append(node)
     taking = [part for part in loop.body if any(is_call_of(node, "next") for node in ast.walk(part))]
+    if loop not in loops.batches and not taking:
+        return  # what it calls takes the batch, and may look at the count there
     beside = {ast.unparse(node) for part in taking for node in ast.walk(part) if isinstance(node, ast.expr)}
     for name, nodes in added.items():  # beside the call that takes the batch a count is what it was before that
         if name not in beside and not any(id(node) in inner for node in nodes) and _is_runs(loops, loop, name, nodes):
@@ -92,8 +94,8 @@ def _is_runs(loops: ScriptLoops, loop: Loop, name: str, added: list[ast.AugAssig
         return True
     arguments = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
     nested = any(each in of_scope(function) for each in around)
-    calls = (node for node in ast.walk(loops.tree) if is_call_of(node, function.name))
-    return name not in arguments and (nested or next(calls, None) is not None)
+    calls = [node for node in ast.walk(loops.tree) if is_call_of(node, function.name)]
+    return name not in arguments and (nested or len(calls) == 1)
 
 
 def _is_plain(target: ast.expr) -> bool:

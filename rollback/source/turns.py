@@ -8,7 +8,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rollback.source.nodes import is_call_of
+from rollback.source.nodes import is_call_of, range_of
 
 Loop = ast.For | ast.While
 _NESTED = (
@@ -42,10 +42,16 @@ def turning_loop(tree: ast.Module, loop: ast.For, around: list[Loop]) -> Turning
     uses = [node for node in ast.walk(tree) if isinstance(node, ast.expr) and ast.unparse(node) == taken]
     elsewhere = [node for node in uses if id(node) not in inside and not _is_stored(node)]
     anew = [node for node in uses if id(node) in inside and _is_stored(node)]
-    if len(made) != 1 or elsewhere or (around and anew):
+    if len(made) != 1 or elsewhere or (around and anew) or not _begins_alike(loop):
         return None
     iterates = any(is_call_of(node, "iter") for node in ast.walk(made[0].value))
     return TurningLoop(loop, takes, bool(around)) if iterates or not around else None
+
+
+def _begins_alike(loop: ast.For) -> bool:
+    """Whether its numbers begin with the same one in each process, and not where the script's own snapshot says."""
+    numbers = range_of(loop)
+    return numbers is not None and (len(numbers.args) == 1 or isinstance(numbers.args[0], ast.Constant))
 
 
 def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -63,10 +69,13 @@ def _takes(loop: ast.For) -> tuple[ast.Call, ...] | None:
     if len(direct) != 1 or len(direct) + len(caught) != len(calls) or len(names) != 1:
         return None
     taking = next(place for place, part in enumerate(loop.body) if any(node is direct[0] for node in ast.walk(part)))
-    if any(isinstance(node, ast.Continue) for part in loop.body[: taking + 1] for node in ast.walk(part)):
-        return None  # a turn may take none
+    for node in (node for part in loop.body[: taking + 1] for node in ast.walk(part)):
+        if isinstance(node, ast.Continue):
+            return None  # a turn may take none
+        if isinstance(node, ast.ExceptHandler) and (node.type is None or "BaseException" in ast.unparse(node.type)):
+            return None  # it may catch what ends a turn
     takes = (*direct, *caught)
-    return takes if all(call.args and isinstance(call.args[0], ast.Name) for call in takes) else None
+    return takes if all(len(call.args) == 1 and isinstance(call.args[0], ast.Name) for call in takes) else None
 
 
 def _direct(body: Iterable[ast.AST], *, caught: bool = False) -> tuple[list[ast.Call], list[ast.Call]]:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from rollback.errors import RollbackError
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.enumeration import HandedOut
 from rollback.trainers.adopt.epochs import in_place_of
@@ -126,8 +127,14 @@ class Turns:
         return guard.batch_in_epoch if self._first is None else guard.batch - self._first
 
     def require_number(self, guard: Guard, item: Any) -> None:
-        """The turn has taken this batch. Raises Turned where it has another number."""
+        """The turn has taken this batch. Raises Turned where it has another number, RollbackError where it is of a loop
+        before this one."""
         place = self._place(guard)
+        if place < 0:
+            raise RollbackError(
+                "going back led into a loop of the script that is over, and it cannot be sent back there",
+                hint="a new attempt goes on from there: `rollback launch` starts one, else run the same command again",
+            )
         if place != self._next - 1:
             self._next, self.held = place, [item]
             raise Turned

@@ -39,7 +39,7 @@ class OwnResume:
         return original(optimizer, *given, **others)
 
     def backward(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
-        self._asked, self._loaded = -1, self._loaded and not self._guarded  # it has come to where it goes on
+        self._asked = -1
         return original(*given, **others)
 
     def watched(self, iterate: Callable[..., Any], refuse: Callable[[UsageError], Any]) -> Callable[..., Any]:

@@ -48,7 +48,11 @@ def run(source: str, **names: Any) -> dict[str, Any]:
         ("for g in groups:\n  for x in loader:\n    f(x).backward()\n    g.n += 1", []),
         ("class A:\n  def reset(self): self.n = 0\n  def fit(self):\n    for x in loader:\n      f(x).backward()\n"
          "      self.n += 1\n      if self.n == 4: self.reset()", []),
-        # perhaps called for each epoch
+        # at the loop's end, and where a function takes the batch
+        ("for x in loader:\n  f(x).backward()\nelse:\n  n += 1", []),
+        ("def get(): return next(it)\nwhile n < 9:\n  f(get()).backward()\n  n += 1", []),
+        # perhaps called for each epoch, or for each of two phases
+        ("def main():\n  n = 0\n  while n < 9:\n    x = next(it)\n    f(x).backward()\n    n += 1\nmain()\nmain()", []),
         ("def one():\n  n = 0\n  for x in loader:\n    f(x).backward()\n    n += 1\nfor e in range(3):\n  one()", []),
         ("def one():\n  n = 0\n  for x in loader:\n    f(x).backward()\n    n += 1", []),
         ("def one(n):\n  for x in loader:\n    f(x).backward()\n    n += 1\n  return n\none(0)", []),
@@ -115,6 +119,10 @@ TAKEN = """
         (TAKEN.replace("next(batches)", "next(iter(loader))"), []),
         (TAKEN.replace("x = next(batches)", "if i < 2: continue\n        x = next(batches)"), []),
         (TAKEN.replace("log.append", "if i < 2: continue\n        log.append"), [False]),
+        (TAKEN.replace("next(batches)", "next(batches, None)"), []),
+        (TAKEN.replace("x = next(batches)", "try: x = next(batches)\n        except: x = next(batches)"), []),
+        (TAKEN.replace("range(3)", "range(0, 3)"), [False]),
+        (TAKEN.replace("range(3)", "range(start, 3)"), []),
         # something else takes from it
         (TAKEN.replace("iter(loader)", "iter(loader)\n    first = next(batches)"), []),
         (TAKEN + textwrap.indent(textwrap.dedent(TAKEN), "    ").replace("    batches = iter(loader)\n", ""), []),

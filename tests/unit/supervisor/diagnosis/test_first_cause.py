@@ -278,19 +278,23 @@ def test_an_iterator_that_is_at_its_end_is_the_script_s_own_where_no_batch_is_in
 
 
 @pytest.mark.parametrize(
-    ("step", "in_hand", "ours", "mistake"),
+    ("step", "doing", "in_hand", "ours", "mistake"),
     [
-        (0, False, False, "before the first update of the run"),
-        (0, False, True, ""),
-        (0, True, False, "in the first update of the run"),
-        (3, False, False, ""),
+        (0, "attached", False, False, "before the first update of the run"),
+        (0, "attached", False, True, ""),
+        (0, "training", True, False, "in the first update of the run"),
+        (0, "training", False, False, ""),
+        (3, "attached", False, False, ""),
     ],
 )
-def test_what_has_never_worked_in_a_run_is_the_script_s_own(step: int, in_hand: bool, ours: bool, mistake: str) -> None:
-    """As an evaluation in front of the training, or what divides by the number of batches where there was none."""
+def test_what_has_never_worked_in_a_run_is_the_script_s_own(
+    step: int, doing: str, in_hand: bool, ours: bool, mistake: str
+) -> None:
+    """As an evaluation in front of the training, or what divides by the number of batches where there was none; not one
+    behind the first update."""
     end = raised(0, "ZeroDivisionError", "x")
     assert end.record is not None
-    update = {"step": step, "in_hand": in_hand, "ours": ours, "doing": "training"}
+    update = {"step": step, "in_hand": in_hand, "ours": ours, "doing": doing}
     found = first_cause(evidence(), [replace(end, record=end.record.model_copy(update=update))])
     assert found is not None
     assert found.mistake == mistake

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollback.errors import RollbackError
 from rollback.trainers.adopt.counts import Count, Counts, Turned, TurningLoops
 from rollback.trainers.adopt.enumeration import HandedOut
 
@@ -145,6 +146,10 @@ def test_a_loop_that_is_begun_again_goes_on_behind_the_one_before() -> None:
     script.guard.batch += 1
     assert [number for number, _ in script.train()] == [number for number, _ in first]
     assert script.handed.limited
+    script.guard.batch += 1
+    script.moves = {20: 11}
+    with pytest.raises(RollbackError, match="a loop of the script that is over"):
+        script.train()
 
 
 def test_a_loop_that_is_begun_again_behind_one_that_was_broken_off_is_left_as_it_is() -> None:
