@@ -20,6 +20,8 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +33,7 @@ from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.write import NotProved
 
 _REACH = 5.0  # seconds to reach the store's host
+_LOOK = 1.0  # after which it is looked whether there is still somebody to connect to
 _CONNECT = 15.0  # to connect: for a name server that does not answer, torch waits five and more on either side
 _FOR_EVER = timedelta(days=1000)
 _ASKED = 2000  # how often all hosts together may ask the store, in a second
@@ -53,10 +56,8 @@ class HostStore:
 
     def __init__(self, place: tuple[str, int], keys: str) -> None:
         self._keys, self._words = keys, f"the store at {place[0]}:{place[1]}, by which the hosts agree"
-        distributed: Any = torch.distributed
         try:
-            socket.create_connection(place, _REACH).close()  # torch's own complaint is forty lines
-            self._store: Any = distributed.TCPStore(*place, timeout=timedelta(seconds=_CONNECT), wait_for_workers=False)
+            self._store = _connection(place)
         except (OSError, RuntimeError) as error:
             raise self._gone(error) from error
 
@@ -113,6 +114,27 @@ class HostStore:
 
     def _gone(self, error: Exception) -> StoreGone:
         return StoreGone(f"{self._words}, cannot be reached: {str(error).splitlines()[0]}")
+
+
+def _connection(place: tuple[str, int]) -> Any:
+    """Of torch's own client. It tries for half a minute, also where nobody listens any more: in the moment in which
+    the host of the store is lost, whoever asks would keep its host out of the next attempt for so long. So it is looked
+    again and again whether somebody listens. Raises OSError, RuntimeError."""
+    distributed: Any = torch.distributed
+    connected: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            timeout = timedelta(seconds=_CONNECT)
+            connected.set_result(distributed.TCPStore(*place, timeout=timeout, wait_for_workers=False))
+        except RuntimeError as error:
+            connected.set_exception(error)
+
+    socket.create_connection(place, _REACH).close()  # torch's own complaint is forty lines
+    threading.Thread(target=connect, name="rollback-connect", daemon=True).start()
+    while connected not in futures.wait([connected], _LOOK).done:
+        socket.create_connection(place, _REACH).close()
+    return connected.result()
 
 
 def place_of_store() -> tuple[str, int] | None:

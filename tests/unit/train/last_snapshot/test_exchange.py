@@ -23,7 +23,7 @@ from rollback.train.last_snapshot import exchange as exchange_module
 from rollback.train.last_snapshot.agreement import ROUNDS, Commitment, HostOffer, commitment_of, plan_of
 from rollback.train.last_snapshot.device import NoAnswer
 from rollback.train.last_snapshot.exchange import Exchange
-from rollback.train.last_snapshot.hosts import Hosts, HostStore, StoreGone
+from rollback.train.last_snapshot.hosts import _CONNECT, Hosts, HostStore, StoreGone
 from rollback.train.last_snapshot.write import Anew, Foreseen, HostWrite, LastWrite, NotProved, SharedPart, SharedTensor
 
 LIMIT = 30.0
@@ -502,6 +502,22 @@ def test_a_store_that_is_gone_is_told_in_a_line(capfd: pytest.CaptureFixture[str
     ):
         HostStore(("127.0.0.1", port), "keys")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_store_that_goes_while_it_is_connected_to_keeps_nobody_for_as_long_as_torch_would_try() -> None:
+    """Torch's own client tries for twice its limit. A host that comes that late finds its place taken."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    def goes() -> None:
+        listener.accept()[0].close()
+        listener.close()
+
+    threading.Thread(target=goes, daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(StoreGone, match="refused"):
+        HostStore(("127.0.0.1", port), "keys")
+    assert time.monotonic() - began < _CONNECT
 
 
 def test_a_bell_that_another_host_rings_has_a_reason_in_words() -> None:
