@@ -4,8 +4,10 @@ For the command that completed the run, nothing is left, and torchrun is not sta
 decide: they go on from the end if the script asks for more.
 """
 
+import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,9 +19,12 @@ from rollback.config import Settings
 from rollback.errors import RollbackError
 from rollback.facts.training import Finished, RunEnded
 from rollback.instructions import LOGS_SPECS, MODULE
+from rollback.ring.url.index import read_indexes
+from rollback.ring.url.record import download_beginning_with
+from rollback.ring.url.store import Store
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
-from rollback.supervisor.claim import EarlierAttempts
+from rollback.supervisor.claim import EarlierAttempts, read_past
 from rollback.supervisor.torchrun.command import LaunchedJob, torchrun_command
 from rollback.supervisor.torchrun.redaction import redacted
 from rollback.supervisor.torchrun.start_conditions import digest
@@ -60,9 +65,26 @@ def nothing_left(
     say: Callable[[str], None],
 ) -> str | None:
     """The reason in words why nothing is started; None: an attempt may start. Says what differs on a complete run."""
-    end = _completed(paths, past)
-    if end is None:
-        return None
+    end = _completed(paths, past, lambda name: _is_there(paths.checkpoint(name)))
+    return None if end is None else _nothing_behind(end, past, job, settings, say)
+
+
+def nothing_left_at(store: Store, job: LaunchedJob, settings: Settings, say: Callable[[str], None]) -> str | None:
+    """As `nothing_left`, by the record at the ring's URL: for a node that meets nobody. None also where that record
+    cannot be read."""
+    with contextlib.suppress(RollbackError, OSError), tempfile.TemporaryDirectory(prefix="rollback-ring-") as made:
+        paths = RunPaths(Path(made))
+        if indexes := read_indexes(store):
+            download_beginning_with(store, indexes[0], ("run.json", "journal/"), paths.root)
+            past = read_past(paths)
+            if (end := _completed(paths, past, indexes[0].checkpoints.__contains__)) is not None:
+                return _nothing_behind(end, past, job, settings, say)
+    return None
+
+
+def _nothing_behind(
+    end: Finished, past: EarlierAttempts, job: LaunchedJob, settings: Settings, say: Callable[[str], None]
+) -> str | None:
     told = f"the run is complete: trained to step {end.step}, final state {end.checkpoint}"
     different = _difference(past, job, settings)
     if different is not None:
@@ -76,14 +98,17 @@ def nothing_left(
     return told
 
 
-def _completed(paths: RunPaths, past: EarlierAttempts) -> Finished | None:
-    """The end of a run that a supervisor saw; None where something happened after it, or a request is open."""
+def _completed(paths: RunPaths, past: EarlierAttempts, is_there: Callable[[str], bool]) -> Finished | None:
+    """The end of a run that a supervisor saw; None where something happened after it, or a request is open.
+
+    is_there: whether there is a checkpoint of that name.
+    """
     history = past.train.history
     last = past.supervisor[-1] if past.supervisor else None
     if last is None or not isinstance(last.fact, RunEnded) or last.fact.exit_code != 0 or history.final is None:
         return None
     later = history.last_attempt > last.attempt
-    if later or not _is_there(paths.checkpoint(history.final)) or Inbox(paths, history.answers).open(now=True):
+    if later or not is_there(history.final) or Inbox(paths, history.answers).open(now=True):
         return None
     return history.finished
 

@@ -30,7 +30,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts, LaunchOrder
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
-from rollback.supervisor.complete import nothing_left
+from rollback.supervisor.complete import nothing_left, nothing_left_at
 from rollback.supervisor.draining import reach
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
@@ -127,6 +127,7 @@ class HostLaunch:
         """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
         paths = self.order.paths
         beside = self._follower(place, SharedMeeting(paths, place.most))
+        again = False
         while True:
             past = read_past(paths)
             try:
@@ -136,10 +137,17 @@ class HostLaunch:
                     verdict = beside.follow(in_use)
             else:
                 try:
-                    meeting, leads = find_meeting(paths, place, self.order.settings.ring, self.say, self.signals)
+                    found = find_meeting(
+                        paths, place, self.order.settings.ring, self.say, self.signals, self._nothing_left_at_url,
+                        again=again,
+                    )  # fmt: skip
                 except BaseException:
                     _let_go(claim, paths)
                     raise
+                if isinstance(found, RunResult):
+                    _let_go(claim, paths)
+                    return found
+                meeting, leads = found
                 with _staying_apart(meeting, self.host):
                     if leads:
                         return self.lead(claim, meeting)
@@ -151,6 +159,12 @@ class HostLaunch:
                 raise verdict.as_error()
             if verdict is not None:
                 return verdict
+            again = True
+
+    def _nothing_left_at_url(self) -> str | None:
+        if self.store is None or not self.order.fetches:
+            return None
+        return nothing_left_at(self.store, self.order.job, self.order.settings, self.say)
 
     def _follower(self, place: NodePlace, meeting: Meeting) -> Follower:
         order, ring = self.order, self.order.settings.ring

@@ -50,6 +50,9 @@ def test_two_hosts_with_a_bucket_alone_roll_back_and_survive_a_killed_rank(tmp_p
             require_run_directory(other.root)
         assert f"done; `rollback audit {leader.root}` on {fleet.hosts[0].name} tells" in fleet.told()
         fleet.require_as_undisturbed()
+        fleet.launch(1, flags=("--node-timeout", "1"))  # its container is started again, where nobody is any more
+        assert fleet.wait(1) == [0], fleet.told()
+        assert "this command has nothing left to do" in fleet.told()
 
 
 @pytest.mark.soak

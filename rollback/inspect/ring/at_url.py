@@ -82,10 +82,7 @@ def readable(place: str) -> Iterator[ReadableRun]:
 
 def _copy_record(store: Store, index: Index, paths: RunPaths) -> None:
     """Raises RingUnavailable, OSError."""
-    with record.explained(store.url):
-        for kept in index.record:
-            if kept.path.startswith(_NEEDED):
-                record.download(store, kept, paths.root)
+    record.download_beginning_with(store, index, _NEEDED, paths.root)
     for name in index.checkpoints:
         if (manifest := store.get(checkpoint_key(name), MANIFEST_LIMIT)) is not None:
             paths.checkpoint(name).mkdir(parents=True)

@@ -109,6 +109,14 @@ def read_kept(store: Store, kept: Kept, limit: int) -> bytes:
     return b"".join(read_piece(store, key, piece) for key, piece in zip(kept.keys, kept.pieces, strict=True))
 
 
+def download_beginning_with(store: Store, index: Index, beginnings: tuple[str, ...], root: Path) -> None:
+    """The files of the record whose paths begin so. Raises RingUnavailable, OSError."""
+    with explained(store.url):
+        for kept in index.record:
+            if kept.path.startswith(beginnings):
+                download(store, kept, root)
+
+
 def download(store: Store, kept: Kept, root: Path) -> None:
     """Write a file of the record to its place below `root`, durable. Raises as `read_piece`, and OSError.
 

@@ -19,18 +19,19 @@ from typing import Protocol
 
 import filelock
 
-from rollback.errors import NodesMissing, reporting
+from rollback.errors import ExitCode, NodesMissing, reporting
 from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.nodes.membership import NodePlace
-from rollback.supervisor.nodes.protocol import NodeReport, Orders
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
 from rollback.supervisor.nodes.store import StoreTransport
 from rollback.supervisor.signals import StopSignals
 from rollback.system.mounts import mount_of
 
 _POLL = 0.1
 _SAY_AFTER = 10.0
+_LEFT_BEHIND = 20.0  # seconds after which one that the others may have left behind looks whether the run is complete
 _LOCKS = 60  # how often all hosts together look at the lock, in a second
 ORDERS, REPORTS = "orders.json", "node-*.json"
 
@@ -165,14 +166,52 @@ def lock_is_free(paths: RunPaths) -> bool:
     return True
 
 
+class Patience:
+    """Of a supervisor that waits for others to meet. The arguments are those of `find_meeting`."""
+
+    def __init__(
+        self, timeout: float, say: Callable[[str], None], nothing_left: Callable[[], str | None], *, again: bool
+    ) -> None:
+        self._timeout, self._say, self._nothing_left = timeout, say, nothing_left
+        self._began, self._said = time.monotonic(), False
+        self._look_at = min(_LEFT_BEHIND, timeout) if again else timeout
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self._began
+
+    def result(self, where: str, paths: RunPaths) -> RunResult | None:
+        """Nobody has come yet: how the run has ended, if it has. Raises NodesMissing at the end of the patience."""
+        if self.waited > self._look_at:
+            self._look_at = self.waited + _LEFT_BEHIND
+            if (told := self._nothing_left()) is not None:
+                return RunResult(exit_code=ExitCode.DONE, reason=told)
+        if self.waited > self._timeout:
+            raise NodesMissing(
+                f"nobody has come within {self.waited:.0f} s to {where} or to {paths.root}",
+                hint="start the same command on all hosts; all must reach that endpoint, or share that directory",
+            )
+        if self.waited > _SAY_AFTER and not self._said:
+            self._said = True
+            self._say(f"waiting for other nodes: they meet at {where}, or in {paths.root} if they share it")
+        return None
+
+
 def find_meeting(
     paths: RunPaths,
     place: NodePlace,
     ring: str | None,
     say: Callable[[str], None],
     signals: StopSignals,
-) -> tuple[Meeting, bool]:
-    """For a supervisor that holds the lock of its run directory: where the hosts meet, and whether it leads.
+    nothing_left: Callable[[], str | None],
+    *,
+    again: bool,
+) -> tuple[Meeting, bool] | RunResult:
+    """For a supervisor that holds the lock of its run directory: where the hosts meet, and whether it leads. Or how the
+    run has ended, where nobody comes since it is complete.
+
+    nothing_left: the reason in words why nothing is started, by the ring's URL. again: whether this launch has followed
+    a leader: the others may be at their end already.
 
     Without a ring at a URL, hosts that share nothing could not go on from anywhere: then they share the directory. The
     same where the rendezvous has no endpoint of torch's store.
@@ -188,7 +227,7 @@ def find_meeting(
     own = Orders(leader=place.launch, host=place.host, pid=place.pid)
     beacon, other = Beacon(shared.transport, ORDERS, own, say), None
     chosen: tuple[Meeting, bool] | None = None
-    began, said, unreached = time.monotonic(), False, ""
+    patience, unreached = Patience(place.timeout, say, nothing_left, again=again), ""
     try:
         while chosen is None:
             if store.role == "host" and other is None:
@@ -201,19 +240,12 @@ def find_meeting(
             if store.gone is not None:  # nobody has it yet, or the process that had it was killed
                 unreached = f" ({store.gone})"
                 store.renew()
-            chosen = _choose(shared, store, place, time.monotonic() - began)
+            chosen = _choose(shared, store, place, patience.waited)
             if signals.received:
                 raise NodesMissing("told to stop while nodes were waited for", hint="the same command goes on")
-            waited = time.monotonic() - began
-            if chosen is None and waited > place.timeout:
-                raise NodesMissing(
-                    f"nobody has come within {waited:.0f} s to {store.place}{unreached} or to {paths.root}",
-                    hint="start the same command on all hosts; all must reach that endpoint, or share that directory",
-                )
-            if waited > _SAY_AFTER and not said:
-                said = True
-                say(f"waiting for other nodes: they meet at {store.place}, or in {paths.root} if they share it")
             if chosen is None:
+                if (told := patience.result(f"{store.place}{unreached}", paths)) is not None:
+                    return told
                 time.sleep(_POLL)
     finally:
         # Who follows already must not take its leader for lost.

@@ -7,15 +7,16 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from waiting import free_port, wait_for
 
-from rollback.errors import NodesMissing, RunDirectoryError
+from rollback.errors import ExitCode, NodesMissing, RunDirectoryError
 from rollback.facts.training import SkipAdded, Window
 from rollback.inspect.audit.reading import require_run_directory
 from rollback.instructions import MeetingPoint
@@ -29,10 +30,11 @@ from rollback.supervisor.nodes import meeting, record_files
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport, Orders
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
 from rollback.supervisor.nodes.record_files import RecordFiles, RecordKeeper
 from rollback.supervisor.nodes.seats import rank_by_name
 from rollback.supervisor.nodes.store import StoreTransport
+from rollback.supervisor.signals import StopSignals
 
 LIMIT_OF_WAITS = 60.0
 
@@ -325,6 +327,30 @@ def test_where_the_store_of_a_rendezvous_is() -> None:
     assert point(rdzv_backend="etcd-v2", rdzv_endpoint="h:7") is None
 
 
+def find_meeting(
+    folder: Path,
+    place: NodePlace,
+    nothing_left: Callable[[], str | None] = lambda: None,
+    *,
+    received: Sequence[int] = (),
+    again: bool = False,
+) -> tuple[Meeting, bool] | RunResult:
+    signals = cast("StopSignals", SimpleNamespace(received=received))
+    return meeting.find_meeting(RunPaths(folder), place, "s3://bucket/run", print, signals, nothing_left, again=again)
+
+
+@pytest.mark.parametrize(("timeout", "again"), [(600.0, True), (0.2, False)], ids=["left behind", "come late"])
+def test_who_meets_nobody_since_the_run_is_complete_ends_with_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float, again: bool
+) -> None:
+    monkeypatch.setattr(meeting, "_LEFT_BEHIND", 0.2)
+    place = place_among_nodes({"nnodes": "2", "node-rank": "1", "rdzv-endpoint": f"127.0.0.1:{free_port()}"}, timeout)
+    assert place is not None
+    answers = iter([None, "the run is complete"] if again else ["the run is complete"])
+    found = find_meeting(tmp_path, place, lambda: next(answers), again=again)
+    assert found == RunResult(exit_code=ExitCode.DONE, reason="the run is complete")
+
+
 def test_who_meets_nobody_is_told_why_the_store_was_not_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,9 +360,8 @@ def test_who_meets_nobody_is_told_why_the_store_was_not_reached(
     monkeypatch.setattr(meeting, "StoreTransport", lambda point: store)
     place = place_among_nodes({"nnodes": "2", "node-rank": "1", "rdzv-endpoint": "h:29500"}, timeout=0.2)
     assert place is not None
-    signals = SimpleNamespace(received=[])
     with pytest.raises(NodesMissing, match=r"to h:29500 \(connection refused\) or to "):
-        meeting.find_meeting(RunPaths(tmp_path), place, "s3://bucket/run", print, signals)  # type: ignore[arg-type]
+        find_meeting(tmp_path, place)
 
 
 def test_where_no_process_can_be_started_for_the_store_that_is_told_with_what_to_raise(
@@ -348,9 +373,8 @@ def test_where_no_process_can_be_started_for_the_store_that_is_told_with_what_to
     monkeypatch.setattr(subprocess, "Popen", refuse)
     place = place_among_nodes({"nnodes": "2", "node-rank": "1", "rdzv-endpoint": "h:29500"}, timeout=0.2)
     assert place is not None
-    signals = SimpleNamespace(received=[])
     with pytest.raises(NodesMissing, match=r"the store at h: Resource temporarily .*\n  hint: raise"):
-        meeting.find_meeting(RunPaths(tmp_path), place, "s3://bucket/run", print, signals)  # type: ignore[arg-type]
+        find_meeting(tmp_path, place)
 
 
 def test_a_store_that_cannot_be_made_anew_at_present_is_told_once_and_again_when_it_is_there() -> None:
@@ -383,10 +407,9 @@ def test_a_store_that_is_lost_while_nobody_has_come_is_made_anew_with_the_orders
     place = place_among_nodes({"nnodes": "2", "node-rank": "0", "rdzv-endpoint": endpoint})
     assert place is not None
     assert place.endpoint is not None
-    signals = SimpleNamespace(received=[])
-    found: list[tuple[Meeting, bool]] = []
-    ours = RunPaths(tmp_path), place, "s3://bucket/run", print, signals
-    waits = threading.Thread(target=lambda: found.append(meeting.find_meeting(*ours)), daemon=True)  # type: ignore[arg-type]
+    found: list[tuple[Meeting, bool] | RunResult] = []
+    received: list[int] = []
+    waits = threading.Thread(target=lambda: found.append(find_meeting(tmp_path, place, received=received)), daemon=True)
     waits.start()
     wait_for(lambda: made and made[0].role == "host" and "orders.json" in made[0]._shown)
     (process,) = made[0].processes
@@ -397,9 +420,10 @@ def test_a_store_that_is_lost_while_nobody_has_come_is_made_anew_with_the_orders
         assert guest.gone is None
         guest.write("node-1.json", report("node-1", leader=place.launch).model_dump_json().encode())
         waits.join(LIMIT_OF_WAITS)
-        assert [leads for _, leads in found] == [True]
+        assert isinstance(found[0], tuple)
+        assert found[0][1] is True
     finally:
-        signals.received.append(15)  # ends what still waits
+        received.append(15)  # ends what still waits
         waits.join(LIMIT_OF_WAITS)
         guest.close()
         for store in made:
