@@ -5,6 +5,7 @@ All rules compare the present with an older reference. The level is no use here:
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,10 +250,10 @@ class Fading:
         self._blocks = deque(((int(step), loss, norm) for step, loss, norm in state["blocks"]), maxlen=_BLOCKS_KEPT)
 
 
-def _median(values: tuple[float, ...]) -> float:
+def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
 def _median_and_spread(values: tuple[float, ...]) -> tuple[float, float]:
     middle = _median(values)
-    return middle, _MAD_TO_SIGMA * sorted(abs(value - middle) for value in values)[len(values) // 2]
+    return middle, _MAD_TO_SIGMA * _median([abs(value - middle) for value in values])
