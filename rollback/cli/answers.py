@@ -38,23 +38,16 @@ def answering(hint: str = "check the free space there, and give the command agai
     """Within, a command prints its answer on stdout. All of it is written on return, also a short one.
 
     Raises OutputNotWritten where that is refused (a full disk); hint: what is to be known or done then. A reader that
-    has gone away (`| head`) has had enough: that is no error of ours.
+    has gone away (`| head`) has had enough: that is no error, and the exit code is that of the answer.
     """
     try:
         yield
-        _flush()
+        sys.stdout.flush()
     except BrokenPipeError:
-        raise
+        _give_up_stdout()
     except OSError as error:
         _give_up_stdout()
         raise OutputNotWritten(f"writing the answer to stdout: {error.strerror or error}", hint=hint) from error
-
-
-def _flush() -> None:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return
 
 
 def _give_up_stdout() -> None:

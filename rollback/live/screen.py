@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from rollback.supervisor.torchrun.output import Stream
 from rollback.system.durable import write_all
+from rollback.system.threads import start_thread
 
 _ROOM = 16 << 20  # bytes that wait to be written; beyond, output is not shown, and that is said
 _AT_ONCE = 1 << 16
@@ -45,7 +46,7 @@ class Screen:
         self._put(stream, data)
 
     def __enter__(self) -> "Screen":
-        self._thread.start()
+        start_thread(self._thread)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -41,6 +41,7 @@ from rollback.rundir.beacon import Transport
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
+from rollback.system.threads import start_thread
 
 _POLL = 0.2
 _NICENESS = 10
@@ -141,7 +142,8 @@ class Drainer:
         self._thread = threading.Thread(target=self._run, name="rollback-drainer", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises RollbackError where no thread can be made."""
+        start_thread(self._thread)
 
     def finish(self) -> None:
         """The ranks write no more: copy what is left. Returns at once; `wait` for FINISHED."""

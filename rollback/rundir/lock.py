@@ -29,7 +29,7 @@ class RunLock:
     """
 
     def __init__(self, paths: RunPaths, role: str) -> None:
-        self._paths = paths
+        self._paths, self._role = paths, role
         was_there = paths.lock.exists()
         try:
             files.make_directory(paths.root)
@@ -37,6 +37,7 @@ class RunLock:
                 files.require_ours(path)
             self._lock = filelock.FileLock(paths.lock, timeout=0, mode=files.file_mode(), thread_local=False)
             self._lock.acquire()
+            self._inode = os.stat(paths.lock).st_ino
         except filelock.Timeout as error:
             raise RunInUse(
                 f"the run directory {paths.root} is in use by {_describe_holder(paths)}",
@@ -51,7 +52,7 @@ class RunLock:
         pid = os.getpid()
         self._holder = {"pid": pid, "start": start_of(pid), "host": socket.gethostname(), "since": since, "role": role}
         try:
-            write_file(paths.holder, json.dumps(self._holder).encode(), durable=False)
+            self._tell_holder()
         except OSError as error:
             if not was_there:
                 paths.lock.unlink(missing_ok=True)
@@ -60,6 +61,37 @@ class RunLock:
                 f"writing {paths.holder}: {error.strerror or error}",
                 hint="the run directory must be writable and its disk not full",
             ) from error
+
+    def _tell_holder(self) -> None:
+        write_file(self._paths.holder, json.dumps(self._holder).encode(), durable=False)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the file at the lock's name is the one that is locked."""
+        with contextlib.suppress(OSError):
+            return os.stat(self._paths.lock).st_ino == self._inode
+        return False
+
+    def keep(self) -> None:
+        """Take the lock anew where the run directory was moved with it, or somebody has removed it, and the directory
+        has been made again since: else a second launch would find it free.
+
+        Raises RunInUse where another launch has it by now. A disk that refuses ends nothing.
+        """
+        if self.in_place or not self._paths.root.is_dir():
+            return
+        try:
+            anew = RunLock(self._paths, self._role)
+        except RunDirectoryError:
+            return
+        except RunInUse:
+            if read_holder(self._paths) == self._holder:  # a file system that numbers its files anew
+                return
+            raise
+        self._lock.release()
+        self._lock, self._inode = anew._lock, anew._inode
+        with contextlib.suppress(OSError):
+            self._tell_holder()  # as before: orders to stop name the launch by it
 
     def release(self) -> None:
         with contextlib.suppress(OSError):  # a disk that has become read-only: the lock itself is what counts

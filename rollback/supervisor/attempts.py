@@ -79,6 +79,7 @@ class Attempts:
         ledger: SupervisorJournal,
         signals: StopSignals,
         nodes: Nodes,
+        keep_lock: Callable[[], None] = lambda: None,
     ) -> None:
         self._order = order
         self._paths = order.paths
@@ -86,7 +87,7 @@ class Attempts:
         self._host = host
         self._ledger = ledger
         self._signals = signals
-        self._nodes = nodes
+        self._nodes, self._keep_lock = nodes, keep_lock
         self._requests = StopRequests(order.paths)
         self._stop_signals: list[signal.Signals] = []
         self._last_start: facts.AttemptStarted | None = None
@@ -275,6 +276,7 @@ class Attempts:
         try:
             if not attached and self._journal.has_attached(attempt):
                 attached = True
+                self._keep_lock()
                 self._nodes.attached()
                 self._begin_record()
             if attached:  # until then the newest settings are those of an earlier launch, and may name another ring

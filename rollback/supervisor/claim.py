@@ -133,11 +133,15 @@ class Claim:
             self._remove_what_was_made()
             raise
 
+    def keep(self) -> None:
+        """Raises RunInUse. See `RunLock.keep`."""
+        self._lock.keep()
+
     def release(self) -> None:
         self._lock.release()
 
     def undo(self) -> None:
-        if not self._lock_was_there:
+        if not self._lock_was_there and self._lock.in_place:
             # A contender that waits on the file that vanishes here sees that it is gone and opens the name anew.
             files.unlink(self._paths.lock)
         self._lock.release()

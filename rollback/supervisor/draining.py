@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from rollback.checkpoints import tiers
 from rollback.config import Settings
+from rollback.errors import RollbackError
 from rollback.facts.history import History, in_durable_ring
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.url.store import Store
@@ -49,20 +50,31 @@ class Draining:
         self._paths, self._ledger, self._say = paths, ledger, say
         self._transport = transport
         self._drainer: Drainer | None = None
+        self._not_started = ""
+        """Why there is no drainer although the run needs one, in words."""
         self._looked_at = 0.0
         self._given_up = False
 
     def follow(self, history: History) -> None:
-        """Start the drainer once the ranks have attached and name a ring. More calls have no effect."""
+        """Start the drainer once the ranks have attached and name a ring. More calls have no effect, except where
+        no thread could be made for it: the machine may have room for one by then."""
         if self._drainer is not None:
             return
         self._looked_at = time.monotonic()
         if not history.attached:
             return
         settings = Settings.model_validate(history.settings)
-        self._drainer = drainer_for(self._paths, settings, self._ledger.note, self._say, self._transport)
-        if self._drainer is not None:
-            self._drainer.start()
+        drainer = drainer_for(self._paths, settings, self._ledger.note, self._say, self._transport)
+        if drainer is None:
+            return
+        try:
+            drainer.start()
+        except RollbackError as error:
+            if not self._not_started:
+                self._say(f"the durable ring: {error.message}; it is tried again, and training goes on\n{error.hint}")
+            self._not_started = error.message
+        else:
+            self._drainer, self._not_started = drainer, ""
 
     def look(self, history: Callable[[], History]) -> None:
         """As `follow`, once a second: the ranks make the fast tier a moment after they have attached."""
@@ -96,6 +108,8 @@ class Draining:
         """Why the last checkpoint does not survive a reboot, in words, after `finish`."""
         if self._given_up:
             return "there was no time left to copy it"
+        if self._not_started:
+            return self._not_started
         if self._drainer is not None and self._drainer.trouble is not None:
             return self._drainer.trouble
         if tiers.fast_tier_of(self._paths) is None:

@@ -199,7 +199,7 @@ class HostLaunch:
             forget_elsewhere(order.paths)
             if (told := nothing_left(order.paths, past, order.job, order.settings, self.say)) is not None:
                 return RunResult(exit_code=ExitCode.DONE, reason=told)
-            result = Attempts(order, self.say, self.host, ledger, self.signals, nodes).run(past)
+            result = Attempts(order, self.say, self.host, ledger, self.signals, nodes, claim.keep).run(past)
             return result.model_copy(update={"durable": _durable(order.paths)})
         except RollbackError as error:
             if error.exit_code == ExitCode.UNFIT and not ledger.opened:

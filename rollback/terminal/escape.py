@@ -5,6 +5,7 @@ markup, or escape sequences that a terminal carries out. Everything from a journ
 into `rich.text.Text`, which knows no markup.
 """
 
+import errno
 import os
 from typing import TextIO
 
@@ -24,7 +25,14 @@ def quoted(text: str, style: str = "") -> Text:
     return Text("\n".join(printable(line) for line in text.splitlines()), style=style)
 
 
+class _Console(Console):
+    """Whose caller hears that the reader is gone: rich's own ends the process with 1, whatever the answer was."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def console_for(stream: TextIO) -> Console:
     """A console that is plain where `stream` is not a terminal or NO_COLOR is set, and invents no highlights."""
     plain = bool(os.environ.get("NO_COLOR"))
-    return Console(file=stream, highlight=False, markup=False, emoji=False, color_system=None if plain else "auto")
+    return _Console(file=stream, highlight=False, markup=False, emoji=False, color_system=None if plain else "auto")

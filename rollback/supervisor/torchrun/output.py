@@ -26,6 +26,7 @@ from rollback.instructions import LOGS_SPECS
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.system import files
 from rollback.system.durable import write_all
+from rollback.system.threads import start_thread
 
 Stream = Literal["out", "err"]
 
@@ -145,7 +146,7 @@ class Output:
         ends = [self._own_pipe("out"), self._own_pipe("err")]
         over = threading.Event()
         pump = threading.Thread(target=self._pump, args=(pipes, over), name="rank output", daemon=True)
-        pump.start()
+        start_thread(pump)
         try:
             yield AttemptOutput(job, *ends)
         finally:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -213,3 +214,47 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_named_with_its_whole_path() -> None:
     with pytest.raises(RunDirectoryError, match="taking the lock /proc/nobody/run/lock"):
         RunLock(RunPaths(Path("/proc/nobody/run")), role="supervisor")
+
+
+def moved(root: Path) -> None:
+    """Moved with the lock in it, and made again, as ranks do that start."""
+    root.rename(root.with_name("moved"))
+    root.mkdir()
+
+
+@pytest.mark.parametrize("lose", [moved, lambda root: (root / "lock").unlink()])
+def test_a_lock_that_has_left_its_place_is_taken_anew(tmp_path: Path, lose: Callable[[Path], None]) -> None:
+    paths = RunPaths(tmp_path / "run")
+    held = RunLock(paths, "supervisor")
+    launch = launch_of(paths)
+    lose(paths.root)
+    assert not held.in_place
+    held.keep()
+    assert held.in_place
+    assert launch_of(paths) == launch
+    with pytest.raises(RunInUse):
+        RunLock(paths, "another")
+    held.release()
+    RunLock(paths, "another").release()
+
+
+def test_a_lock_that_another_launch_has_by_now_is_not_kept(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    held = RunLock(paths, "supervisor")
+    moved(paths.root)
+    other = RunLock(paths, "another")
+    with pytest.raises(RunInUse, match="another with pid"):
+        held.keep()
+    held.release()
+    assert other.in_place
+    assert read_holder(paths) is not None
+    other.release()
+
+
+def test_a_directory_that_is_gone_is_not_made_again_for_its_lock(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    held = RunLock(paths, "supervisor")
+    paths.root.rename(tmp_path / "moved")
+    held.keep()
+    assert not paths.root.exists()
+    held.release()

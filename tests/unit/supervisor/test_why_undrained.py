@@ -1,5 +1,6 @@
 """Why the final state is in no durable ring, as the supervisor tells it."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from rollback.ring.drainer import Phase
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import draining
 from rollback.supervisor.draining import Draining
+from rollback.system.threads import start_thread
 
 
 class Copying:
@@ -29,6 +31,40 @@ class Copying:
 
     def give_up(self) -> None:
         self.trouble = "its time was up"
+
+
+class Crowded(Copying):
+    """There is no room for its thread."""
+
+    def start(self) -> None:
+        start_thread(threading.Thread(name="crowded"))
+
+
+def test_where_no_thread_can_be_made_for_the_drainer_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drainers = iter([Crowded(None, done=True), Crowded(None, done=True), Copying("the disk is full", done=True)])
+    said: list[str] = []
+    side = Draining(RunPaths(tmp_path), SimpleNamespace(note=None), said.append)  # type: ignore[arg-type]
+    history: Any = SimpleNamespace(attached=True, settings={})
+    monkeypatch.setattr(draining, "drainer_for", lambda *_: next(drainers))
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            side.follow(history)
+            side.finish(lambda: False)
+    assert side.why_not() == "starting a thread (crowded): can't start new thread"
+    (told,) = said
+    assert "training goes on" in told
+    assert "ulimit -u" in told
+    side.follow(history)
+    side.finish(lambda: True)
+    assert side.why_not() == "the disk is full"
+
+
+def refuse(thread: threading.Thread) -> None:
+    """As Python does where the system refuses."""
+    raise RuntimeError("can't start new thread")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from waiting import wait_for
 
 from rollback.config import Settings
+from rollback.errors import RollbackError
 from rollback.live import screen as screen_module
 from rollback.live.screen import Screen
 from rollback.rundir.paths import RunPaths
@@ -327,6 +329,16 @@ def test_of_two_attempts_of_one_number_all_output_is_kept(output: Output, listen
 
 
 # The screen -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_that_can_make_no_thread_says_so_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RollbackError, match=r"starting a thread \(screen\): can't") as refused, Screen(line_for):
+        pass
+    assert "ulimit -u" in str(refused.value.hint)
 
 
 def test_nobody_waits_for_a_slow_reader_and_what_is_not_shown_is_counted(
