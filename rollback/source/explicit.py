@@ -73,10 +73,10 @@ class _Script:
         epochs = self._loops.epochs.get(id(batches))
         outer = epochs or batches
         scope = self._scopes[id(outer)]
-        if (around := self._loops.around(outer)) is not None:
-            word = "while" if isinstance(around, ast.While) else "for"
+        if around := self._loops.around(outer):
+            word = "while" if isinstance(around[0], ast.While) else "for"
             raise self._by_hand(
-                outer, f"is begun anew by the `{word}` in line {around.lineno}, and a job has one guard",
+                outer, f"is begun anew by the `{word}` in line {around[0].lineno}, and a job has one guard",
                 "a loop over epochs is `for epoch in guard.epochs(n):`; one over trainings belongs around the launch",
             )  # fmt: skip
         loader = self._loader(batches)

@@ -73,6 +73,8 @@ class ScriptLoops:
             and any(map(is_backward, self.reached(node)))
             and not any(item in self.batches for item in self.reached(node))
         ]  # fmt: skip
+        self.training: list[ast.For | ast.While] = [*self.batches, *self.drawing, *self.turning]
+        """All that draw batches, and train on them."""
         self.epochs: dict[int, ast.For] = {}
         for batches in self.batches:
             outer = [loop for loop in around if batches in inner[id(loop)]]
@@ -83,14 +85,13 @@ class ScriptLoops:
         """Whether no loop of this file calls backward(), as where a helper in another file does. Then each one that
         mentions an optimizer may train, or call what does; a loop over the layers of a model is none of them."""
         around = [loop for loop in training if self.numbers(loop) is not None]
-        around_each = [(loop, self.all_around(loop)) for loop in self.drawing]
-        found = [
-            turning_loop(self.tree, loop, outer)
-            for loop, outer in around_each
-            if all(each in self.drawing for each in outer)
-        ]
-        alone = not (self.batches or self.turning) and len([each for each in found if each is not None]) == 1
-        self.by_turns = [each for each in found if each is not None and (each.in_epochs or alone)]
+        around_each = [(loop, self.around(loop)) for loop in self.drawing]
+        turns = [
+            found for loop, outer in around_each
+            if all(each in self.drawing for each in outer) and (found := turning_loop(self.tree, loop, outer))
+        ]  # fmt: skip
+        alone = len(turns) == 1 and not (self.batches or self.turning)
+        self.by_turns = [each for each in turns if each.in_epochs or alone]
         within = [*self.batches, *(each.loop for each in self.by_turns if each.in_epochs)]
         of_each = [[loop for loop in around if batches in inner[id(loop)]] for batches in within]
         may_train = [loop for found in of_each for loop in found if not any(each in inner[id(loop)] for each in found)]
@@ -136,15 +137,8 @@ class ScriptLoops:
             return [call for loop, call in found if is_call_of(call, "enumerate") and self._has_optimizer(loop)]
         return [call for loop in self.batches if (call := self.enumeration(loop.iter, loop)) is not None]
 
-    def around(self, loop: ast.For) -> ast.For | ast.While | None:
-        """A loop by which this one is begun anew each time, also by way of a function."""
-        for other in ast.walk(self.tree):
-            if isinstance(other, ast.For | ast.While) and any(node is loop for node in self.reached(other)):
-                return other
-        return None
-
-    def all_around(self, loop: ast.For | ast.While) -> list[ast.For | ast.While]:
-        """All loops that come to this one, also by way of functions."""
+    def around(self, loop: ast.For | ast.While) -> list[ast.For | ast.While]:
+        """All loops by which this one is begun anew each time, also by way of functions."""
         loops = (node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While) and node is not loop)
         return [other for other in loops if any(node is loop for node in self.reached(other))]
 

@@ -13,7 +13,7 @@ from types import CodeType, ModuleType
 
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import catches_end, demands_item
-from rollback.source.own_counters import OwnCounter, led_counts, own_counters
+from rollback.source.own_counters import OwnCounter, own_counters
 from rollback.source.steering import steered
 from rollback.system.frames import is_own, own_callers
 
@@ -27,7 +27,8 @@ class ScriptSources:
     def __init__(self) -> None:
         self._files: dict[str, ScriptLoops | None] = {}
         self._script = ""
-        self._steered: set[str] = set()
+        self._steered: dict[str, list[str]] = {}
+        """Those that are, each with the names of the counts that are led in it."""
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """The script, steered. Raises SyntaxError as Python does."""
@@ -41,8 +42,8 @@ class ScriptSources:
 
     def _compiled(self, source: bytes, filename: str) -> CodeType:
         compile(source, filename, "exec", dont_inherit=True)
-        self._steered.add(filename)
-        tree = steered(importlib.util.decode_source(source), filename, is_script=filename == self._script)
+        text, is_script = importlib.util.decode_source(source), filename == self._script
+        tree, self._steered[filename] = steered(text, filename, is_script=is_script)
         return compile(tree, filename, "exec", dont_inherit=True)
 
     def callers(self) -> Iterator[tuple[str, int]]:
@@ -109,20 +110,19 @@ class ScriptSources:
     def counters(self) -> Iterator[tuple[str, OwnCounter]]:
         """Those of the training loops in the files that were read, and where that is."""
         for name, loops in self._files.items():
-            for counter in own_counters(loops, is_steered=name in self._steered) if loops is not None else ():
-                yield f"{self._where(name)}line {counter.line}", counter
+            for counter in own_counters(loops) if loops is not None else ():
+                if not (counter.led and name in self._steered):
+                    yield f"{self._where(name)}line {counter.line}", counter
 
     def ends_by_led_count(self) -> bool:
         """Whether it is a count that is led by which a training loop ends, for all that can be seen."""
         known = (loops for loops in self._files.values() if loops is not None)
-        all_of = [{c.name for c in own_counters(loops, is_steered=False) if c.ends} for loops in known]
-        return any(all_of) and not any(counter.ends for _, counter in self.counters())
+        ending = any(counter.ends for loops in known for counter in own_counters(loops))
+        return ending and not any(counter.ends for _, counter in self.counters())
 
     def led_counts(self) -> Iterator[tuple[str, str]]:
         """Name and file of each that is led."""
-        for name, loops in self._files.items():
-            if name in self._steered and loops is not None:
-                yield from ((count.name, name) for count in led_counts(loops))
+        return ((count, name) for name in self._files for count in self._steered.get(name, ()))
 
     def _where(self, name: str) -> str:
         return "" if name == self._script else f"{os.path.basename(name)}, "
