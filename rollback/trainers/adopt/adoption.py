@@ -55,7 +55,6 @@ class Adoption:
     def __init__(self, *, strict: bool) -> None:
         self.made = MadeObjects()
         self.losses = UntoldLosses()
-        self.own_resume = OwnResume()
         self._sources = ScriptSources()
         self._signs = ScriptSigns(strict=strict)
         self._state = AdoptionState.WATCHED
@@ -65,6 +64,7 @@ class Adoption:
         self._reading = False
         """Whether it is the guard that iterates, not the script."""
         self._handed = HandedOut()
+        self.own_resume = OwnResume(self._handed, self._signs)
         self._counted = CountedPasses()
         self._counts = Counts(self._handed, self._signs.say)
         self._stranger: Any = None
@@ -151,6 +151,11 @@ class Adoption:
             self._signs.refuse(signs.trains_by_own_entry(trainer, entry))
         self._move(ScriptEvent.LEAVES)
         return protect_once(trainer, entry)(*given, **others)
+
+    def load(self, original: Callable[..., Any], optimizer: Optimizer, *given: Any, **others: Any) -> Any:
+        """`Optimizer.load_state_dict`: of a snapshot of the script's own, where it is no guard that loads."""
+        self.own_resume.loaded = self.own_resume.loaded or (self._adopted is None and not self._reading)
+        return original(optimizer, *given, **others)
 
     # Loaders ---------------------------------------------------------------------------------------------------------
 
@@ -282,10 +287,12 @@ class Adoption:
         if self._handed.untrained:
             self._signs.note(signs.READS, adopted.guard.step)
         self._handed.passes += 1
+        self.own_resume.pass_begins()
         return self._batches_of(adopted), loop.place if loop is not None else 0
 
     def _next_batch(self, adopted: Adopted, batches: Iterator[Any], epoch: int) -> Any:
         guard = adopted.guard
+        self.own_resume.require_trained()
         guard.departure.require_none()
         if self._steered is not None and self._steered.place != epoch:
             self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
@@ -335,6 +342,7 @@ class Adoption:
     def backward(self, original: Callable[..., Any], tensors: Any, *given: Any, **others: Any) -> Any:
         self._move(ScriptEvent.BACKWARD)
         self._handed.untrained = False
+        self.own_resume.trained()
         if (adopted := self._guarded) is None:
             return original(tensors, *given, **others)
         if self._stranger is not None:

@@ -31,10 +31,8 @@ def watch(adoption: Adoption) -> None:
     """From now on."""
     for kind in (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader):
         _note_instances(kind, adoption.made.note)
-    resume, refuse = adoption.own_resume, adoption._signs.refuse
-    _replace(DataLoader, "__iter__", resume.watched(adoption.iterate, refuse))
-    _replace(Optimizer, "load_state_dict", resume.load)
-    _replace(torch.autograd, "backward", resume.backward)
+    _replace(DataLoader, "__iter__", adoption.iterate)
+    _replace(Optimizer, "load_state_dict", adoption.load)
     _replace(torch.autograd, "backward", adoption.backward)
     _replace(torch.amp.GradScaler, "scale", adoption.losses.scale)
     for module in (nn.utils, nn.utils.clip_grad):
@@ -51,10 +49,9 @@ def watch(adoption: Adoption) -> None:
 
 def watch_accelerate(module: Any, adoption: Adoption) -> None:
     """module: accelerate.data_loader."""
-    iterate = adoption.own_resume.watched(adoption.iterate_prepared, adoption._signs.refuse)
-    _replace(module.DataLoaderShard, "__iter__", iterate)
-    if "__iter__" in vars(module.DataLoaderDispatcher):
-        _replace(module.DataLoaderDispatcher, "__iter__", iterate)
+    for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):
+        if "__iter__" in vars(kind):
+            _replace(kind, "__iter__", adoption.iterate_prepared)
     _replace(module, "skip_first_batches", adoption.own_resume.shorten)
 
 
