@@ -86,7 +86,7 @@ class Adoption:
         """Compile it, with its epochs and its counts of batches steered, as are those of the modules that it imports.
 
         Raises SyntaxError as Python does."""
-        turns = TurningLoops(self._handed, lambda: self._signs.guard, self._sources.demands)
+        turns = TurningLoops(self._handed, self._sources.demands)
         led: dict[str, Any] = {ENUMERATE: partial(numbered, self._handed), LIMIT: partial(limit, self._handed)}
         led |= {EPOCHS: self._loops.epochs, MOVED: EpochMoved, COUNT: self._counts.added}
         vars(builtins).update({**led, TURNS: turns.turns, TAKE: turns.take, TURNED: Turned})
@@ -219,7 +219,7 @@ class Adoption:
             guard, prepared = self._with_guard(plan.make)
         except UsageError as error:
             self._signs.refuse(error)
-        self._signs.guard = guard
+        self._signs.guard = self._handed.guard = guard
         self._counts.keep(guard, self._sources.led_counts())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
         if loop is None and (where := self._sources.left_at()) is not None:
@@ -311,7 +311,7 @@ class Adoption:
 
     def _go_on(self, adopted: Adopted) -> tuple[Iterator[Any], int] | None:
         """What a script that demands a batch goes on with, where a pass ends early because of us; None: it is told."""
-        early = self._steered is None and self._handed.falls_short(adopted.guard)
+        early = self._steered is None and self._handed.falls_short()
         return (self._batches_of(adopted), 0) if early and self._sources.demands() else None
 
     def _batches_of(self, adopted: Adopted) -> Any:

@@ -146,11 +146,11 @@ class Turns:
 
 
 class TurningLoops:
-    """Those that a watched script has begun last. guard: of the script; None: none yet. demands: whether the script is
-    not prepared for the end of what it takes from."""
+    """Those that a watched script has begun last. demands: whether the script is not prepared for the end of what it
+    takes from."""
 
-    def __init__(self, handed: HandedOut, guard: Callable[[], Guard | None], demands: Callable[[], bool]) -> None:
-        self._handed, self._guard, self._demands = handed, guard, demands
+    def __init__(self, handed: HandedOut, demands: Callable[[], bool]) -> None:
+        self._handed, self._demands = handed, demands
         self._turns: dict[tuple[str, int], Turns | None] = {}
         """By where they are; None: one that is not led, since its turns have no places in the data."""
 
@@ -165,7 +165,7 @@ class TurningLoops:
                 return numbers
         instead, made = in_place_of(numbers, lambda found: Turns(found, first, self._handed))
         self._turns[place] = made
-        if made is not None and (guard := self._guard()) is not None and not self._handed.batches:
+        if made is not None and (guard := self._handed.guard) is not None and not self._handed.batches:
             made.begin(guard)
         return instead
 
@@ -180,8 +180,7 @@ class TurningLoops:
         try:
             item = next(batches, *default)
         except StopIteration:
-            guard = self._guard()
-            if guard is not None and turns.in_epochs and self._handed.falls_short(guard) and self._demands():
+            if turns.in_epochs and self._handed.falls_short() and self._demands():
                 turns.end_early()
             raise
         guard = self._handed.guard
