@@ -19,7 +19,7 @@ from collections.abc import Callable
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops
 from rollback.source.losses import told_losses
-from rollback.source.nodes import range_of
+from rollback.source.nodes import last_name, range_of
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -137,7 +137,7 @@ class _Script:
         if isinstance(found, ast.Name):
             return found
         do = "guard in place of the loader"
-        if any(isinstance(node, ast.Call) and _last(node) in ("zip", "islice") for node in ast.walk(batches.iter)):
+        if any(isinstance(node, ast.Call) and last_name(node) in ("zip", "islice") for node in ast.walk(batches.iter)):
             do += "; what counts or goes beside it begins anew after a resume: guard.batch_in_epoch says where it was"
         raise self._by_hand(batches, f"goes over {ast.unparse(batches.iter)}", do)
 
@@ -187,7 +187,7 @@ class _Script:
         """Names of model, optimizer, schedulers, scaler and averages of the model."""
         optimizers = self._names(
             scope, before,
-            lambda call: _last(call)[0].isupper() and not _AVERAGE.search(_last(call))
+            lambda call: last_name(call)[0].isupper() and not _AVERAGE.search(last_name(call))
             and ".parameters()" in "".join(map(ast.unparse, call.args)),
         )  # fmt: skip
         if len(optimizers) != 1:
@@ -195,7 +195,7 @@ class _Script:
             raise self._by_hand(before, f"has before it {len(optimizers)} optimizers made of .parameters() ({found})",
                                 "pass the one whose steps count as optimizer=, others by other names")  # fmt: skip
         ((optimizer, made),) = optimizers.items()
-        wrapped = list(self._names(scope, before, lambda call: _last(call) in ("DistributedDataParallel", "DDP")))
+        wrapped = list(self._names(scope, before, lambda call: last_name(call) in ("DistributedDataParallel", "DDP")))
         receivers = [
             node.func.value for node in ast.walk(made)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"
@@ -208,7 +208,7 @@ class _Script:
             )  # fmt: skip
         model = wrapped[-1] if wrapped else wholes[0]
         schedulers = list(self._names(scope, before, lambda call: _schedules(call) and optimizer in _words(call)))
-        scalers = list(self._names(scope, before, lambda call: _last(call) == "GradScaler"))
+        scalers = list(self._names(scope, before, lambda call: last_name(call) == "GradScaler"))
         averages = [
             name for name in self._names(scope, before, lambda call: _averages(call, {*wholes, *wrapped}))
             if name not in (*wholes, *wrapped)
@@ -355,10 +355,6 @@ def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def _last(call: ast.Call) -> str:
-    return ast.unparse(call.func).rpartition(".")[2]
-
-
 def _words(node: ast.AST) -> set[str]:
     return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
 
@@ -371,7 +367,7 @@ def _schedules(call: ast.Call) -> bool:
 def _averages(call: ast.Call, models: set[str]) -> bool:
     """Whether it makes an average of a model, or the copy that one begins with."""
     of = re.sub(r"(\.module)?(\.parameters\(\))?$", "", ast.unparse(call.args[0])) if call.args else ""
-    return of in models and _AVERAGE.search(_last(call)) is not None
+    return of in models and _AVERAGE.search(last_name(call)) is not None
 
 
 def _whole(part: ast.expr) -> str:

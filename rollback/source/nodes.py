@@ -3,6 +3,8 @@
 import ast
 from collections.abc import Iterator
 
+Loop = ast.For | ast.While
+
 
 def range_of(loop: ast.For) -> ast.Call | None:
     """The call of `range` over which a loop goes, also inside of `tqdm(...)`."""
@@ -28,8 +30,18 @@ def is_call_of(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
+def last_name(call: ast.Call) -> str:
+    """`step` of `self.optimizer.step()`."""
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def calls_at(tree: ast.AST, line: int) -> list[ast.Call]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
+
+
 def limits_or_counts(call: ast.Call) -> bool:
-    name = ast.unparse(call.func).rpartition(".")[2]
+    name = last_name(call)
     counts = any(isinstance(item, ast.Call) and ast.unparse(item.func).endswith("count") for item in call.args)
     return name == "islice" or (name == "zip" and (counts or has_range(call)))
 
@@ -61,7 +73,7 @@ def names_update(node: ast.AST) -> bool:
     return False
 
 
-def begins_anew(name: str, line: int, loop: ast.For | ast.While) -> bool:
+def begins_anew(name: str, line: int, loop: Loop) -> bool:
     """Whether each turn of a loop sets that variable, in its head or at its body's top, in front of `line`."""
     heads: list[ast.AST] = [loop.target] if isinstance(loop, ast.For) else []
     for part in loop.body:
@@ -89,13 +101,12 @@ def is_train(node: ast.AST) -> bool:
 def demands_item(tree: ast.AST, line: int) -> bool:
     """Whether `line` asks an iterator for one item by `next`, and is not prepared for there being none. What catches
     all errors of the taking is; around a whole loop it is for what goes wrong."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_call_of(node, "next")]
-    here = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
+    here = [call for call in calls_at(tree, line) if is_call_of(call, "next")]
     return any(len(call.args) == 1 for call in here) and not any(
         handler.type is None or _names(handler) & {"Exception", "BaseException"}
         for tried in _tries(tree, line)
         for handler in tried.handlers
-        if not any(isinstance(node, ast.For | ast.While) and _has_line(node.body, line) for node in ast.walk(tried))
+        if not any(isinstance(node, Loop) and _has_line(node.body, line) for node in ast.walk(tried))
     )
 
 

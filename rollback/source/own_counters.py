@@ -9,9 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import begins_anew, has_range, is_call_of, limits_or_counts, names_update, of_scope
-
-Loop = ast.For | ast.While
+from rollback.source.nodes import Loop, begins_anew, has_range, is_call_of, limits_or_counts, names_update, of_scope
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rollback.source.nodes import is_call_of, range_of
+from rollback.source.nodes import Loop, is_call_of, range_of
 
-Loop = ast.For | ast.While
 _NESTED = (
     ast.For, ast.AsyncFor, ast.While, ast.If, ast.IfExp, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
     ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Match, ast.BoolOp,
