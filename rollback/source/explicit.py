@@ -56,7 +56,7 @@ class _Script:
         self._line_end = "\r\n" if source.partition("\n")[0].endswith("\r") else "\n"
         self._loops = ScriptLoops(source)
         self._scopes = {
-            id(node): scope for scope in (self._loops.tree, *_functions(self._loops.tree)) for node in ast.walk(scope)
+            node: scope for scope in (self._loops.tree, *_functions(self._loops.tree)) for node in ast.walk(scope)
         }  # the innermost function comes last
         self._own = _own_names(self._loops.tree)
         self._guard = next(name for name in ("guard", "run_guard", "rollback_guard") if name not in self._own)
@@ -70,9 +70,9 @@ class _Script:
         if (line := self._own.get("rollback")) is not None:
             raise UsageError(f"{self._name} calls something of its own `rollback` (line {line})", hint="rename that")
         batches = self._batches()
-        epochs = self._loops.epochs.get(id(batches))
+        epochs = self._loops.epochs.get(batches)
         outer = epochs or batches
-        scope = self._scopes[id(outer)]
+        scope = self._scopes[outer]
         if around := self._loops.around(outer):
             word = "while" if isinstance(around[0], ast.While) else "for"
             raise self._by_hand(
@@ -80,7 +80,7 @@ class _Script:
                 "a loop over epochs is `for epoch in guard.epochs(n):`; one over trainings belongs around the launch",
             )  # fmt: skip
         loader = self._loader(batches)
-        here = self._scopes[id(batches)] is scope
+        here = self._scopes[batches] is scope
         argument = loader if here else self._argument(batches, loader, epochs)
         made = {"loader": argument.id}
         if prepared := self._prepared(scope):
@@ -92,7 +92,7 @@ class _Script:
             made |= self._made(scope, outer)
             self._require_there(batches, loader, outer)
             if not here:
-                self._require_of_guard(self._scopes[id(batches)], loader.id, batches)
+                self._require_of_guard(self._scopes[batches], loader.id, batches)
             self._require_kept(made, outer)
             self._instead.append((argument, guard))
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
@@ -143,7 +143,7 @@ class _Script:
 
     def _require_there(self, batches: ast.For, loader: ast.Name, outer: ast.For) -> None:
         """A progress bar around the loader that is made before the guard cannot be given the guard."""
-        if loader.lineno < outer.lineno and self._scopes[id(batches)] is self._scopes[id(outer)]:
+        if loader.lineno < outer.lineno and self._scopes[batches] is self._scopes[outer]:
             what = f"goes over {ast.unparse(batches.iter)}, which line {loader.lineno} makes of {loader.id}"
             raise self._by_hand(batches, what, f"make the guard in front of line {loader.lineno}, and use it there")
 
@@ -158,7 +158,7 @@ class _Script:
 
     def _argument(self, batches: ast.For, loader: ast.Name, epochs: ast.For | None) -> ast.Name:
         """By which the function with the loop over batches is given its loader in the loop over epochs."""
-        function = self._scopes[id(batches)]
+        function = self._scopes[batches]
         assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         calls = [
             node for node in ast.walk(self._loops.tree)
@@ -225,7 +225,7 @@ class _Script:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.lineno < before.lineno and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 calls = [item for item in ast.walk(node.value) if isinstance(item, ast.Call) and is_it(item)]
-                if self._scopes[id(node)] is scope and calls and isinstance(targets[0], ast.Name):
+                if self._scopes[node] is scope and calls and isinstance(targets[0], ast.Name):
                     found[targets[0].id] = calls[0]
         return found
 
@@ -237,7 +237,7 @@ class _Script:
             node for node in ast.walk(scope)
             if isinstance(node, ast.Assign) and isinstance(call := node.value, ast.Call)
             and isinstance(call.func, ast.Attribute) and call.func.attr == "prepare"
-            and ast.unparse(call.func.value) in backward and self._scopes[id(node)] is scope
+            and ast.unparse(call.func.value) in backward and self._scopes[node] is scope
         ]  # fmt: skip
 
     def _by_hand(self, found: ast.stmt, what: str, do: str) -> UsageError:
@@ -286,7 +286,7 @@ class _Script:
 
     def _leaves_names(self, batches: ast.For) -> bool:
         """Whether code behind a loop over batches, in its function, uses a name that only the loop has set."""
-        scope = [node for node in ast.walk(self._scopes[id(batches)]) if isinstance(node, ast.Name)]
+        scope = [node for node in ast.walk(self._scopes[batches]) if isinstance(node, ast.Name)]
         inside = {id(node) for node in ast.walk(batches)}
         set_inside = {node.id for node in scope if id(node) in inside and isinstance(node.ctx, ast.Store)}
         end = batches.end_lineno or 0

@@ -55,18 +55,24 @@ class ScriptLoops:
         mentioned = "backward" in source  # else nothing of what follows is found, and a large file takes seconds
         training = [loop for loop in self._loops if mentioned and any(map(is_backward, self.reached(loop)))]
         whole = [loop for loop in training if range_of(loop) is None and not self._divides(loop)]
-        parts = {id(item) for loop in whole for item in self._inside(loop, training) if self._divides(item)}
-        training = [loop for loop in training if id(loop) not in parts]
-        inner = {id(loop): self._inside(loop, training) for loop in training}
+        parts = {item for loop in whole for item in self._inside(loop, training) if self._divides(item)}
+        training = [loop for loop in training if loop not in parts]
+        inner = {loop: self._inside(loop, training) for loop in training}
+
+        def nearest(loops: list[ast.For], to: ast.For) -> list[ast.For]:
+            """Those of the loops that come to one without another of them in between."""
+            outer = [loop for loop in loops if to in inner[loop]]
+            return [loop for loop in outer if not any(other in inner[loop] for other in outer)]
+
         self.batches = [
             loop
             for loop in training
-            if range_of(loop) is None and all(range_of(item) is not None for item in inner[id(loop)])
+            if range_of(loop) is None and all(range_of(item) is not None for item in inner[loop])
         ]
         around = [loop for loop in training if range_of(loop) is not None]
         self.drawing = [
             loop for loop in around
-            if not any(batches in inner[id(loop)] for batches in self.batches)
+            if not any(batches in inner[loop] for batches in self.batches)
             and any(is_call_of(node, "next") for node in self.reached(loop))
         ]  # fmt: skip
         self.turning = [  # `while True: batch = next(batches)`
@@ -79,12 +85,7 @@ class ScriptLoops:
         ]  # fmt: skip
         self.training: list[Loop] = [*self.batches, *self.drawing, *self.turning]
         """All that draw batches, and train on them."""
-        self.epochs: dict[int, ast.For] = {}
-        for batches in self.batches:
-            outer = [loop for loop in around if batches in inner[id(loop)]]
-            nearest = [loop for loop in outer if not any(other in inner[id(loop)] for other in outer)]
-            if nearest:
-                self.epochs[id(batches)] = nearest[0]
+        self.epochs = {batches: near[0] for batches in self.batches if (near := nearest(around, batches))}
         self.trains_elsewhere = not training
         """Whether no loop of this file calls backward(), as where a helper in another file does. Then each one that
         mentions an optimizer may train, or call what does; a loop over the layers of a model is none of them."""
@@ -97,8 +98,7 @@ class ScriptLoops:
         alone = len(turns) == 1 and not (self.batches or self.turning)
         self.by_turns = [each for each in turns if each.in_epochs or alone]
         within = [*self.batches, *(each.loop for each in self.by_turns if each.in_epochs)]
-        of_each = [[loop for loop in around if batches in inner[id(loop)]] for batches in within]
-        may_train = [loop for found in of_each for loop in found if not any(each in inner[id(loop)] for each in found)]
+        may_train = [loop for batches in within for loop in nearest(around, batches)]
         if self.trains_elsewhere and is_script:
             may_train = [loop for loop in self._loops if names_epochs(loop) or self._has_optimizer(loop)]
         self.steerable = {loop: numbers for loop in may_train if (numbers := self.numbers(loop)) is not None}
@@ -135,9 +135,8 @@ class ScriptLoops:
     def enumerations(self) -> list[ast.Call]:
         """The calls of `enumerate` by which loops that may train number their batches."""
         if self.trains_elsewhere:  # not by way of variables: that would take long in a large file
-            nodes = ((loop, node) for loop in self._loops for node in ast.walk(loop.iter))
-            found = [(loop, node) for loop, node in nodes if isinstance(node, ast.Call)]
-            return [call for loop, call in found if is_call_of(call, "enumerate") and self._has_optimizer(loop)]
+            found = ((loop, node) for loop in self._loops for node in ast.walk(loop.iter))
+            return [node for loop, node in found if is_call_of(node, "enumerate") and self._has_optimizer(loop)]
         return [call for loop in self.batches if (call := self.enumeration(loop.iter, loop)) is not None]
 
     def around(self, loop: Loop) -> list[Loop]:
@@ -235,7 +234,7 @@ class ScriptLoops:
 
     def limits(self, loop: ast.For) -> list[ast.Call]:
         """The calls by which a loop has so many batches and no more: `islice(loader, 10)`, `zip(range(10), loader)`."""
-        return [call for call in ast.walk(loop.iter) if isinstance(call, ast.Call) and limits_batches(call)]
+        return [node for node in ast.walk(loop.iter) if limits_batches(node)]
 
     def enumerated(self, loop: ast.For) -> tuple[str, str] | None:
         """The name that a loop counts its batches in by `enumerate`, and from what on; None where it does not."""
@@ -254,7 +253,7 @@ class ScriptLoops:
 
     def enumeration(self, value: ast.expr, where: ast.AST) -> ast.Call | None:
         """The call of `enumerate` in what is iterated over at `where`, also by way of variables (a progress bar)."""
-        calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and is_call_of(node, "enumerate"))
+        calls = (node for node in ast.walk(value) if is_call_of(node, "enumerate"))
         if (call := next(calls, None)) is not None:
             return call
         match value:

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from typing import TypeGuard
 
 Loop = ast.For | ast.While
 
@@ -26,7 +27,7 @@ def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
             yield from of_scope(node)
 
 
-def is_call_of(node: ast.AST, name: str) -> bool:
+def is_call_of(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
@@ -46,8 +47,8 @@ def limits_or_counts(call: ast.Call) -> bool:
     return name == "islice" or (name == "zip" and (counts or has_range(call)))
 
 
-def limits_batches(call: ast.Call) -> bool:
-    match call:
+def limits_batches(node: ast.AST) -> TypeGuard[ast.Call]:
+    match node:
         case ast.Call(func=ast.Name(id="zip"), args=[first, _], keywords=words):
             return is_call_of(first, "range") and all(ast.unparse(word) == "strict=False" for word in words)
         case ast.Call(func=ast.Name(id="islice") | ast.Attribute(attr="islice"), args=[_, _]):

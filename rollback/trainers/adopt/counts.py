@@ -93,6 +93,8 @@ class Turns:
     def __init__(self, numbers: range, first: int | None, handed: HandedOut) -> None:
         self._numbers, self._first, self._handed = numbers, first, handed
         self._next = 0
+        if (guard := handed.guard) is not None and not handed.batches:  # the run goes on from where it stands
+            self._next = self._place(guard)
         self.held: list[Any] = []
         """The batch of the turn that begins next, if the one before has taken it."""
         self.end: int | None = None
@@ -101,10 +103,6 @@ class Turns:
     @property
     def in_epochs(self) -> bool:
         return self._first is None
-
-    def begin(self, guard: Guard) -> None:
-        """No batch was handed out in this process: the run goes on from where it stands."""
-        self._next = self._place(guard)
 
     def __iter__(self) -> Iterator[int]:
         return self
@@ -163,10 +161,7 @@ class TurningLoops:
             if first is None:  # it was broken off: where this one begins, a later attempt could not know
                 self._turns[place] = None
                 return numbers
-        instead, made = in_place_of(numbers, lambda found: Turns(found, first, self._handed))
-        self._turns[place] = made
-        if made is not None and (guard := self._handed.guard) is not None and not self._handed.batches:
-            made.begin(guard)
+        instead, self._turns[place] = in_place_of(numbers, lambda found: Turns(found, first, self._handed))
         return instead
 
     def take(self, filename: str, line: int, batches: Iterator[Any], *default: Any) -> Any:

@@ -78,7 +78,7 @@ for data in all_data:
 def lines(source: str) -> tuple[list[int], list[int | None]]:
     """Of the loops over batches, and of the loops over epochs around them."""
     loops = ScriptLoops(source)
-    around = [loops.epochs.get(id(loop)) for loop in loops.batches]
+    around = [loops.epochs.get(loop) for loop in loops.batches]
     return [loop.lineno for loop in loops.batches], [loop.lineno if loop else None for loop in around]
 
 
