@@ -104,7 +104,7 @@ def demands_item(tree: ast.AST, line: int) -> bool:
     all errors of the taking is; around a whole loop it is for what goes wrong."""
     here = [call for call in calls_at(tree, line) if is_call_of(call, "next")]
     return any(len(call.args) == 1 for call in here) and not any(
-        handler.type is None or _names(handler) & {"Exception", "BaseException"}
+        handler.type is None or _names(handler.type) & {"Exception", "BaseException"}
         for tried in _tries(tree, line)
         for handler in tried.handlers
         if not any(isinstance(node, Loop) and _has_line(node.body, line) for node in ast.walk(tried))
@@ -114,24 +114,20 @@ def demands_item(tree: ast.AST, line: int) -> bool:
 def catches_end(tree: ast.AST, line: int) -> bool:
     """Whether an iterator's end that comes at `line` is caught, by its name."""
     suppressed = any(
-        isinstance(node, ast.With) and _has_line(node.body, line) and _is_named(node.items, "StopIteration")
+        isinstance(node, ast.With) and _has_line(node.body, line) and "StopIteration" in _names(*node.items)
         for node in ast.walk(tree)
     )
     return suppressed or any(
-        "StopIteration" in _names(handler) for tried in _tries(tree, line) for handler in tried.handlers
+        "StopIteration" in _names(handler.type) for tried in _tries(tree, line) for handler in tried.handlers
     )
-
-
-def _is_named(items: list[ast.withitem], name: str) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == name for item in items for node in ast.walk(item))
 
 
 def _tries(tree: ast.AST, line: int) -> list[ast.Try]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Try) and _has_line(node.body, line)]
 
 
-def _names(handler: ast.ExceptHandler) -> set[str]:
-    return set() if handler.type is None else {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)}
+def _names(*trees: ast.AST | None) -> set[str]:
+    return {node.id for tree in trees if tree is not None for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _has_line(body: list[ast.stmt], line: int) -> bool:

@@ -59,7 +59,9 @@ def _led(loops: ScriptLoops, loop: Loop) -> Iterator[LedCount]:
     added: dict[str, list[ast.AugAssign]] = {}
     for node in own:
         match node:
-            case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=int(1)), target=target) if _is_plain(target):
+            case ast.AugAssign(
+                op=ast.Add(), value=ast.Constant(value=int(1)), target=ast.Name() | ast.Attribute(ast.Name()) as target
+            ):
                 added.setdefault(ast.unparse(target), []).append(node)
     taking = tuple(part for part in loop.body if any(is_call_of(node, "next") for node in ast.walk(part)))
     if loop not in loops.batches and not taking:
@@ -90,13 +92,6 @@ def _is_runs(loops: ScriptLoops, loop: Loop, name: str, added: list[ast.AugAssig
     nested = any(each in of_scope(function) for each in around)
     calls = [node for node in ast.walk(loops.tree) if is_call_of(node, function.name)]
     return name not in arguments and (nested or len(calls) == 1)
-
-
-def _is_plain(target: ast.expr) -> bool:
-    match target:
-        case ast.Name() | ast.Attribute(value=ast.Name()):
-            return True
-    return False
 
 
 def _added(loops: ScriptLoops, loop: Loop, led: Collection[str]) -> Iterator[OwnCounter]:
