@@ -19,7 +19,7 @@ from collections.abc import Callable
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops
 from rollback.source.losses import told_losses
-from rollback.source.nodes import range_of
+from rollback.source.nodes import last_name, range_of
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -56,7 +56,7 @@ class _Script:
         self._line_end = "\r\n" if source.partition("\n")[0].endswith("\r") else "\n"
         self._loops = ScriptLoops(source)
         self._scopes = {
-            id(node): scope for scope in (self._loops.tree, *_functions(self._loops.tree)) for node in ast.walk(scope)
+            node: scope for scope in (self._loops.tree, *_functions(self._loops.tree)) for node in ast.walk(scope)
         }  # the innermost function comes last
         self._own = _own_names(self._loops.tree)
         self._guard = next(name for name in ("guard", "run_guard", "rollback_guard") if name not in self._own)
@@ -70,17 +70,17 @@ class _Script:
         if (line := self._own.get("rollback")) is not None:
             raise UsageError(f"{self._name} calls something of its own `rollback` (line {line})", hint="rename that")
         batches = self._batches()
-        epochs = self._loops.epochs.get(id(batches))
+        epochs = self._loops.epochs.get(batches)
         outer = epochs or batches
-        scope = self._scopes[id(outer)]
-        if (around := self._loops.around(outer)) is not None:
-            word = "while" if isinstance(around, ast.While) else "for"
+        scope = self._scopes[outer]
+        if around := self._loops.around(outer):
+            word = "while" if isinstance(around[0], ast.While) else "for"
             raise self._by_hand(
-                outer, f"is begun anew by the `{word}` in line {around.lineno}, and a job has one guard",
+                outer, f"is begun anew by the `{word}` in line {around[0].lineno}, and a job has one guard",
                 "a loop over epochs is `for epoch in guard.epochs(n):`; one over trainings belongs around the launch",
             )  # fmt: skip
         loader = self._loader(batches)
-        here = self._scopes[id(batches)] is scope
+        here = self._scopes[batches] is scope
         argument = loader if here else self._argument(batches, loader, epochs)
         made = {"loader": argument.id}
         if prepared := self._prepared(scope):
@@ -92,7 +92,7 @@ class _Script:
             made |= self._made(scope, outer)
             self._require_there(batches, loader, outer)
             if not here:
-                self._require_of_guard(self._scopes[id(batches)], loader.id, batches)
+                self._require_of_guard(self._scopes[batches], loader.id, batches)
             self._require_kept(made, outer)
             self._instead.append((argument, guard))
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
@@ -137,13 +137,13 @@ class _Script:
         if isinstance(found, ast.Name):
             return found
         do = "guard in place of the loader"
-        if any(isinstance(node, ast.Call) and _last(node) in ("zip", "islice") for node in ast.walk(batches.iter)):
+        if any(isinstance(node, ast.Call) and last_name(node) in ("zip", "islice") for node in ast.walk(batches.iter)):
             do += "; what counts or goes beside it begins anew after a resume: guard.batch_in_epoch says where it was"
         raise self._by_hand(batches, f"goes over {ast.unparse(batches.iter)}", do)
 
     def _require_there(self, batches: ast.For, loader: ast.Name, outer: ast.For) -> None:
         """A progress bar around the loader that is made before the guard cannot be given the guard."""
-        if loader.lineno < outer.lineno and self._scopes[id(batches)] is self._scopes[id(outer)]:
+        if loader.lineno < outer.lineno and self._scopes[batches] is self._scopes[outer]:
             what = f"goes over {ast.unparse(batches.iter)}, which line {loader.lineno} makes of {loader.id}"
             raise self._by_hand(batches, what, f"make the guard in front of line {loader.lineno}, and use it there")
 
@@ -158,7 +158,7 @@ class _Script:
 
     def _argument(self, batches: ast.For, loader: ast.Name, epochs: ast.For | None) -> ast.Name:
         """By which the function with the loop over batches is given its loader in the loop over epochs."""
-        function = self._scopes[id(batches)]
+        function = self._scopes[batches]
         assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         calls = [
             node for node in ast.walk(self._loops.tree)
@@ -187,7 +187,7 @@ class _Script:
         """Names of model, optimizer, schedulers, scaler and averages of the model."""
         optimizers = self._names(
             scope, before,
-            lambda call: _last(call)[0].isupper() and not _AVERAGE.search(_last(call))
+            lambda call: last_name(call)[0].isupper() and not _AVERAGE.search(last_name(call))
             and ".parameters()" in "".join(map(ast.unparse, call.args)),
         )  # fmt: skip
         if len(optimizers) != 1:
@@ -195,7 +195,7 @@ class _Script:
             raise self._by_hand(before, f"has before it {len(optimizers)} optimizers made of .parameters() ({found})",
                                 "pass the one whose steps count as optimizer=, others by other names")  # fmt: skip
         ((optimizer, made),) = optimizers.items()
-        wrapped = list(self._names(scope, before, lambda call: _last(call) in ("DistributedDataParallel", "DDP")))
+        wrapped = list(self._names(scope, before, lambda call: last_name(call) in ("DistributedDataParallel", "DDP")))
         receivers = [
             node.func.value for node in ast.walk(made)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"
@@ -208,7 +208,7 @@ class _Script:
             )  # fmt: skip
         model = wrapped[-1] if wrapped else wholes[0]
         schedulers = list(self._names(scope, before, lambda call: _schedules(call) and optimizer in _words(call)))
-        scalers = list(self._names(scope, before, lambda call: _last(call) == "GradScaler"))
+        scalers = list(self._names(scope, before, lambda call: last_name(call) == "GradScaler"))
         averages = [
             name for name in self._names(scope, before, lambda call: _averages(call, {*wholes, *wrapped}))
             if name not in (*wholes, *wrapped)
@@ -225,7 +225,7 @@ class _Script:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.lineno < before.lineno and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 calls = [item for item in ast.walk(node.value) if isinstance(item, ast.Call) and is_it(item)]
-                if self._scopes[id(node)] is scope and calls and isinstance(targets[0], ast.Name):
+                if self._scopes[node] is scope and calls and isinstance(targets[0], ast.Name):
                     found[targets[0].id] = calls[0]
         return found
 
@@ -237,7 +237,7 @@ class _Script:
             node for node in ast.walk(scope)
             if isinstance(node, ast.Assign) and isinstance(call := node.value, ast.Call)
             and isinstance(call.func, ast.Attribute) and call.func.attr == "prepare"
-            and ast.unparse(call.func.value) in backward and self._scopes[id(node)] is scope
+            and ast.unparse(call.func.value) in backward and self._scopes[node] is scope
         ]  # fmt: skip
 
     def _by_hand(self, found: ast.stmt, what: str, do: str) -> UsageError:
@@ -286,7 +286,7 @@ class _Script:
 
     def _leaves_names(self, batches: ast.For) -> bool:
         """Whether code behind a loop over batches, in its function, uses a name that only the loop has set."""
-        scope = [node for node in ast.walk(self._scopes[id(batches)]) if isinstance(node, ast.Name)]
+        scope = [node for node in ast.walk(self._scopes[batches]) if isinstance(node, ast.Name)]
         inside = {id(node) for node in ast.walk(batches)}
         set_inside = {node.id for node in scope if id(node) in inside and isinstance(node.ctx, ast.Store)}
         end = batches.end_lineno or 0
@@ -355,10 +355,6 @@ def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def _last(call: ast.Call) -> str:
-    return ast.unparse(call.func).rpartition(".")[2]
-
-
 def _words(node: ast.AST) -> set[str]:
     return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
 
@@ -371,7 +367,7 @@ def _schedules(call: ast.Call) -> bool:
 def _averages(call: ast.Call, models: set[str]) -> bool:
     """Whether it makes an average of a model, or the copy that one begins with."""
     of = re.sub(r"(\.module)?(\.parameters\(\))?$", "", ast.unparse(call.args[0])) if call.args else ""
-    return of in models and _AVERAGE.search(_last(call)) is not None
+    return of in models and _AVERAGE.search(last_name(call)) is not None
 
 
 def _whole(part: ast.expr) -> str:

@@ -8,9 +8,12 @@ import ast
 from collections.abc import Iterator
 
 from rollback.source.nodes import (
+    Loop,
+    calls_at,
     is_backward,
     is_call_of,
     is_train,
+    last_name,
     limits_batches,
     names_epochs,
     names_update,
@@ -47,53 +50,55 @@ class ScriptLoops:
                 self._functions.setdefault(node.name, []).append(node)
             if isinstance(node, ast.ClassDef):
                 self._methods |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
-        self._loops = [node for node in ast.walk(self.tree) if isinstance(node, ast.For)]
+        self._all = [node for node in ast.walk(self.tree) if isinstance(node, Loop)]
+        self._loops = [loop for loop in self._all if isinstance(loop, ast.For)]
         mentioned = "backward" in source  # else nothing of what follows is found, and a large file takes seconds
         training = [loop for loop in self._loops if mentioned and any(map(is_backward, self.reached(loop)))]
         whole = [loop for loop in training if range_of(loop) is None and not self._divides(loop)]
-        parts = {id(item) for loop in whole for item in self._inside(loop, training) if self._divides(item)}
-        training = [loop for loop in training if id(loop) not in parts]
-        inner = {id(loop): self._inside(loop, training) for loop in training}
+        parts = {item for loop in whole for item in self._inside(loop, training) if self._divides(item)}
+        training = [loop for loop in training if loop not in parts]
+        inner = {loop: self._inside(loop, training) for loop in training}
+
+        def nearest(loops: list[ast.For], to: ast.For) -> list[ast.For]:
+            """Those of the loops that come to one without another of them in between."""
+            outer = [loop for loop in loops if to in inner[loop]]
+            return [loop for loop in outer if not any(other in inner[loop] for other in outer)]
+
         self.batches = [
             loop
             for loop in training
-            if range_of(loop) is None and all(range_of(item) is not None for item in inner[id(loop)])
+            if range_of(loop) is None and all(range_of(item) is not None for item in inner[loop])
         ]
         around = [loop for loop in training if range_of(loop) is not None]
         self.drawing = [
             loop for loop in around
-            if not any(batches in inner[id(loop)] for batches in self.batches)
+            if not any(batches in inner[loop] for batches in self.batches)
             and any(is_call_of(node, "next") for node in self.reached(loop))
         ]  # fmt: skip
         self.turning = [  # `while True: batch = next(batches)`
-            node for node in ast.walk(self.tree)
+            node for node in self._all
             if isinstance(node, ast.While)
             and mentioned
             and any(is_call_of(item, "next") for item in self.reached(node))
             and any(map(is_backward, self.reached(node)))
             and not any(item in self.batches for item in self.reached(node))
         ]  # fmt: skip
-        self.epochs: dict[int, ast.For] = {}
-        for batches in self.batches:
-            outer = [loop for loop in around if batches in inner[id(loop)]]
-            nearest = [loop for loop in outer if not any(other in inner[id(loop)] for other in outer)]
-            if nearest:
-                self.epochs[id(batches)] = nearest[0]
+        self.training: list[Loop] = [*self.batches, *self.drawing, *self.turning]
+        """All that draw batches, and train on them."""
+        self.epochs = {batches: near[0] for batches in self.batches if (near := nearest(around, batches))}
         self.trains_elsewhere = not training
         """Whether no loop of this file calls backward(), as where a helper in another file does. Then each one that
         mentions an optimizer may train, or call what does; a loop over the layers of a model is none of them."""
         around = [loop for loop in training if self.numbers(loop) is not None]
-        around_each = [(loop, self.all_around(loop)) for loop in self.drawing]
-        found = [
-            turning_loop(self.tree, loop, outer)
-            for loop, outer in around_each
-            if all(each in self.drawing for each in outer)
-        ]
-        alone = not (self.batches or self.turning) and len([each for each in found if each is not None]) == 1
-        self.by_turns = [each for each in found if each is not None and (each.in_epochs or alone)]
+        around_each = [(loop, self.around(loop)) for loop in self.drawing]
+        turns = [
+            found for loop, outer in around_each
+            if all(each in self.drawing for each in outer) and (found := turning_loop(self.tree, loop, outer))
+        ]  # fmt: skip
+        alone = len(turns) == 1 and not (self.batches or self.turning)
+        self.by_turns = [each for each in turns if each.in_epochs or alone]
         within = [*self.batches, *(each.loop for each in self.by_turns if each.in_epochs)]
-        of_each = [[loop for loop in around if batches in inner[id(loop)]] for batches in within]
-        may_train = [loop for found in of_each for loop in found if not any(each in inner[id(loop)] for each in found)]
+        may_train = [loop for batches in within for loop in nearest(around, batches)]
         if self.trains_elsewhere and is_script:
             may_train = [loop for loop in self._loops if names_epochs(loop) or self._has_optimizer(loop)]
         self.steerable = {loop: numbers for loop in may_train if (numbers := self.numbers(loop)) is not None}
@@ -104,10 +109,9 @@ class ScriptLoops:
         lines = [loop.lineno for loop in self.steerable if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
         return max(lines, default=None)
 
-    def turning_at(self, line: int) -> ast.For | ast.While | None:
+    def turning_at(self, line: int) -> Loop | None:
         """The innermost loop that begins anew what is at `line`; None for one that gives batches on, or takes them."""
-        loops = [node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While)]
-        loops = [loop for loop in loops if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
+        loops = [loop for loop in self._all if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
         found = max(loops, key=lambda loop: loop.lineno, default=None)
         gives = found is not None and any(isinstance(node, _PASSES_ON) for node in ast.walk(found))
         return None if gives or self.takes_at(line) else found
@@ -118,8 +122,8 @@ class ScriptLoops:
 
     def _has_range(self, value: ast.AST, where: ast.AST) -> bool:
         match value:
-            case ast.Call(func=function, args=[first, *_]):
-                name = ast.unparse(function).rpartition(".")[2]
+            case ast.Call(args=[first, *_]):
+                name = last_name(value)
                 return name in _RANGES or (name == "tqdm" and self._has_range(first, where))
             case ast.NamedExpr(value=given):
                 return self._has_range(given, where)
@@ -131,24 +135,16 @@ class ScriptLoops:
     def enumerations(self) -> list[ast.Call]:
         """The calls of `enumerate` by which loops that may train number their batches."""
         if self.trains_elsewhere:  # not by way of variables: that would take long in a large file
-            nodes = ((loop, node) for loop in self._loops for node in ast.walk(loop.iter))
-            found = [(loop, node) for loop, node in nodes if isinstance(node, ast.Call)]
-            return [call for loop, call in found if is_call_of(call, "enumerate") and self._has_optimizer(loop)]
+            found = ((loop, node) for loop in self._loops for node in ast.walk(loop.iter))
+            return [node for loop, node in found if is_call_of(node, "enumerate") and self._has_optimizer(loop)]
         return [call for loop in self.batches if (call := self.enumeration(loop.iter, loop)) is not None]
 
-    def around(self, loop: ast.For) -> ast.For | ast.While | None:
-        """A loop by which this one is begun anew each time, also by way of a function."""
-        for other in ast.walk(self.tree):
-            if isinstance(other, ast.For | ast.While) and any(node is loop for node in self.reached(other)):
-                return other
-        return None
+    def around(self, loop: Loop) -> list[Loop]:
+        """All loops by which this one is begun anew each time, also by way of functions."""
+        others = (other for other in self._all if other is not loop)
+        return [other for other in others if any(node is loop for node in self.reached(other))]
 
-    def all_around(self, loop: ast.For | ast.While) -> list[ast.For | ast.While]:
-        """All loops that come to this one, also by way of functions."""
-        loops = (node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While) and node is not loop)
-        return [other for other in loops if any(node is loop for node in self.reached(other))]
-
-    def function_of(self, loop: ast.For | ast.While) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    def function_of(self, loop: Loop) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         """The function that has it; None: it is in none."""
         scope = self._scope_of(loop)
         return scope if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef) else None
@@ -158,11 +154,11 @@ class ScriptLoops:
         found, where = loop.iter, loop.lineno
         while True:
             match found:
-                case ast.Call(func=function, args=[first, *_]) if ast.unparse(function).rpartition(".")[2] in _WRAPPERS:
+                case ast.Call(args=[first, *_]) if last_name(found) in _WRAPPERS:
                     found = first
                 case ast.Name(id=name):
                     last = self._last_given(name, loop, where)
-                    if not isinstance(last, ast.Call) or ast.unparse(last.func).rpartition(".")[2] not in _WRAPPERS:
+                    if not isinstance(last, ast.Call) or last_name(last) not in _WRAPPERS:
                         return found
                     found, where = last, last.lineno
                 case _:
@@ -180,8 +176,7 @@ class ScriptLoops:
                 return True
             yields = any(isinstance(node, _PASSES_ON) for node in ast.walk(loop))
             return None if yields or not self.batches else False
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        here = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
+        here = calls_at(self.tree, line)
         taken = [call for call in here if is_call_of(call, "next")]
         looked = {id(node) for call in taken for node in ast.walk(call)}
         made = [call for call in here if is_call_of(call, "iter")]
@@ -199,14 +194,14 @@ class ScriptLoops:
 
     def _may_train_on(self, taken: ast.Call) -> bool:
         """Whether a batch that is taken here, and not iterated, is in a loop that may train, or beside a backward()."""
-        for loop in (node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While)):
+        for loop in self._all:
             reached = list(self.reached(loop))
             if any(node is taken for node in reached) and (
                 any(map(is_backward, reached)) or (self.trains_elsewhere and any(map(names_update, reached)))
             ):
                 return True
         function = self._scope_of(taken)
-        loops = [loop for loop in ast.walk(function) if isinstance(loop, ast.For | ast.While)]
+        loops = [loop for loop in ast.walk(function) if isinstance(loop, Loop)]
         apart = {id(node) for loop in loops for node in ast.walk(loop)}
         beside = (node for node in ast.walk(function) if id(node) not in apart)
         return function is not self.tree and any(map(is_backward, beside))
@@ -215,16 +210,14 @@ class ScriptLoops:
         """Whether `line`, which begins no `for`, takes all batches at once: `list(loader)`, `[y for _, y in loader]`.
 
         A generator expression alone takes none: a loop over it may train."""
-        gathering = [
-            node for node in ast.walk(self.tree)
-            if isinstance(node, _COMPREHENSIONS) or any(is_call_of(node, name) for name in _GATHER)
-        ]  # fmt: skip
-        return any(node.lineno <= line <= (node.end_lineno or 0) for node in gathering)  # type: ignore[attr-defined]
+        made = [node for node in ast.walk(self.tree) if isinstance(node, _COMPREHENSIONS)]
+        return any(node.lineno <= line <= (node.end_lineno or 0) for node in made) or any(
+            is_call_of(call, name) for call in calls_at(self.tree, line) for name in _GATHER
+        )
 
     def takes_at(self, line: int) -> bool:
         """Whether `line` takes batches by `iter` or `next`: a loop around it may go over batches, not over epochs."""
-        calls = (node for node in ast.walk(self.tree) if is_call_of(node, "iter") or is_call_of(node, "next"))
-        return any(call.lineno <= line <= (call.end_lineno or 0) for call in calls)  # type: ignore[attr-defined]
+        return any(is_call_of(call, "iter") or is_call_of(call, "next") for call in calls_at(self.tree, line))
 
     def cycles_at(self, line: int) -> bool:
         """Whether `itertools.cycle` goes over something at `line`. In a `zip` it may be what goes beside a loader."""
@@ -235,16 +228,13 @@ class ScriptLoops:
             for module in node.names
             if module.name == ("itertools" if isinstance(node, ast.Import) else "cycle")
         }
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        calls = calls_at(self.tree, line)
         zipped = {id(node) for call in calls if is_call_of(call, "zip") for node in ast.walk(call)}
-        return any(
-            call.lineno <= line <= (call.end_lineno or 0) and ast.unparse(call.func) in names and id(call) not in zipped
-            for call in calls
-        )
+        return any(ast.unparse(call.func) in names and id(call) not in zipped for call in calls)
 
     def limits(self, loop: ast.For) -> list[ast.Call]:
         """The calls by which a loop has so many batches and no more: `islice(loader, 10)`, `zip(range(10), loader)`."""
-        return [call for call in ast.walk(loop.iter) if isinstance(call, ast.Call) and limits_batches(call)]
+        return [node for node in ast.walk(loop.iter) if limits_batches(node)]
 
     def enumerated(self, loop: ast.For) -> tuple[str, str] | None:
         """The name that a loop counts its batches in by `enumerate`, and from what on; None where it does not."""
@@ -263,7 +253,7 @@ class ScriptLoops:
 
     def enumeration(self, value: ast.expr, where: ast.AST) -> ast.Call | None:
         """The call of `enumerate` in what is iterated over at `where`, also by way of variables (a progress bar)."""
-        calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and is_call_of(node, "enumerate"))
+        calls = (node for node in ast.walk(value) if is_call_of(node, "enumerate"))
         if (call := next(calls, None)) is not None:
             return call
         match value:
@@ -299,13 +289,13 @@ class ScriptLoops:
         names = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Name)]
         values = [loop.iter, *(value for name in names for value in self._given(name.id, loop))]
         calls = (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call))
-        return any(ast.unparse(call.func).rpartition(".")[2] in _DIVIDE for call in calls)
+        return any(last_name(call) in _DIVIDE for call in calls)
 
     def _inside(self, loop: ast.For, loops: list[ast.For]) -> list[ast.For]:
         reached = set(map(id, self.reached(loop)))
         return [other for other in loops if other is not loop and id(other) in reached]
 
-    def reached(self, loop: ast.For | ast.While) -> Iterator[ast.AST]:
+    def reached(self, loop: Loop) -> Iterator[ast.AST]:
         """The body, and the bodies of what it calls in this file."""
         pending: list[ast.AST] = list(loop.body)
         entered: set[int] = set()

@@ -2,6 +2,9 @@
 
 import ast
 from collections.abc import Iterator
+from typing import TypeGuard
+
+Loop = ast.For | ast.While
 
 
 def range_of(loop: ast.For) -> ast.Call | None:
@@ -24,18 +27,28 @@ def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
             yield from of_scope(node)
 
 
-def is_call_of(node: ast.AST, name: str) -> bool:
+def is_call_of(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
+def last_name(call: ast.Call) -> str:
+    """`step` of `self.optimizer.step()`."""
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def calls_at(tree: ast.AST, line: int) -> list[ast.Call]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
+
+
 def limits_or_counts(call: ast.Call) -> bool:
-    name = ast.unparse(call.func).rpartition(".")[2]
+    name = last_name(call)
     counts = any(isinstance(item, ast.Call) and ast.unparse(item.func).endswith("count") for item in call.args)
     return name == "islice" or (name == "zip" and (counts or has_range(call)))
 
 
-def limits_batches(call: ast.Call) -> bool:
-    match call:
+def limits_batches(node: ast.AST) -> TypeGuard[ast.Call]:
+    match node:
         case ast.Call(func=ast.Name(id="zip"), args=[first, _], keywords=words):
             return is_call_of(first, "range") and all(ast.unparse(word) == "strict=False" for word in words)
         case ast.Call(func=ast.Name(id="islice") | ast.Attribute(attr="islice"), args=[_, _]):
@@ -61,7 +74,7 @@ def names_update(node: ast.AST) -> bool:
     return False
 
 
-def begins_anew(name: str, line: int, loop: ast.For | ast.While) -> bool:
+def begins_anew(name: str, line: int, loop: Loop) -> bool:
     """Whether each turn of a loop sets that variable, in its head or at its body's top, in front of `line`."""
     heads: list[ast.AST] = [loop.target] if isinstance(loop, ast.For) else []
     for part in loop.body:
@@ -89,37 +102,32 @@ def is_train(node: ast.AST) -> bool:
 def demands_item(tree: ast.AST, line: int) -> bool:
     """Whether `line` asks an iterator for one item by `next`, and is not prepared for there being none. What catches
     all errors of the taking is; around a whole loop it is for what goes wrong."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_call_of(node, "next")]
-    here = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
+    here = [call for call in calls_at(tree, line) if is_call_of(call, "next")]
     return any(len(call.args) == 1 for call in here) and not any(
-        handler.type is None or _names(handler) & {"Exception", "BaseException"}
+        handler.type is None or _names(handler.type) & {"Exception", "BaseException"}
         for tried in _tries(tree, line)
         for handler in tried.handlers
-        if not any(isinstance(node, ast.For | ast.While) and _has_line(node.body, line) for node in ast.walk(tried))
+        if not any(isinstance(node, Loop) and _has_line(node.body, line) for node in ast.walk(tried))
     )
 
 
 def catches_end(tree: ast.AST, line: int) -> bool:
     """Whether an iterator's end that comes at `line` is caught, by its name."""
     suppressed = any(
-        isinstance(node, ast.With) and _has_line(node.body, line) and _is_named(node.items, "StopIteration")
+        isinstance(node, ast.With) and _has_line(node.body, line) and "StopIteration" in _names(*node.items)
         for node in ast.walk(tree)
     )
     return suppressed or any(
-        "StopIteration" in _names(handler) for tried in _tries(tree, line) for handler in tried.handlers
+        "StopIteration" in _names(handler.type) for tried in _tries(tree, line) for handler in tried.handlers
     )
-
-
-def _is_named(items: list[ast.withitem], name: str) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == name for item in items for node in ast.walk(item))
 
 
 def _tries(tree: ast.AST, line: int) -> list[ast.Try]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Try) and _has_line(node.body, line)]
 
 
-def _names(handler: ast.ExceptHandler) -> set[str]:
-    return set() if handler.type is None else {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)}
+def _names(*trees: ast.AST | None) -> set[str]:
+    return {node.id for tree in trees if tree is not None for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _has_line(body: list[ast.stmt], line: int) -> bool:

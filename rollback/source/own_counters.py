@@ -5,75 +5,71 @@ training too early behind a rollback, and too late behind a resume.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import begins_anew, has_range, is_call_of, limits_or_counts, names_update, of_scope
-
-Loop = ast.For | ast.While
+from rollback.source.nodes import Loop, begins_anew, has_range, is_call_of, limits_or_counts, names_update, of_scope
 
 
 @dataclass(frozen=True)
 class OwnCounter:
     """What counts the script's batches or updates beside the guard: a variable that it adds 1 to, a `range`.
 
-    ends: it decides when the loop is left.
+    ends: it decides when the loop is left. led: it is what it was, where `steered` has changed this file.
     """
 
     name: str
     line: int
     ends: bool
+    led: bool = False
 
 
 @dataclass(frozen=True)
 class LedCount:
     """A variable, or an attribute of one, that a training loop adds 1 to, and that nothing sets while the training goes
-    on. loop: with the batch in hand at its top, or where it takes one by `next`."""
+    on. loop: with the batch in hand at its top, or behind `taking`, the statements that take one by `next`."""
 
     name: str
     loop: Loop
     added: tuple[ast.AugAssign, ...]
+    taking: tuple[ast.stmt, ...]
 
 
-def own_counters(loops: ScriptLoops, *, is_steered: bool = True) -> list[OwnCounter]:
-    """Of the training loops: what is added up in their bodies, and what limits them from outside.
-
-    is_steered: `steered` has changed this file. `led_counts` are none of it then, nor what they count by `enumerate`,
-    unless the loop itself sets what that begins with, nor what `limits` them.
-    """
-    found: dict[str, OwnCounter] = {}
-    led = {count.name for count in led_counts(loops)} if is_steered else ()
-    training: list[Loop] = [*loops.batches, *loops.drawing, *loops.turning]
-    added = (item for loop in training for item in _added(loops, loop) if item.name not in led)
-    for counter in (*_limiting(loops, is_steered=is_steered), *_numbered(loops, is_steered=is_steered), *added):
-        found.setdefault(counter.name, counter)
+def own_counters(loops: ScriptLoops) -> list[OwnCounter]:
+    """Of the training loops: what is added up in their bodies, and what limits them from outside."""
+    found: dict[tuple[str, bool], OwnCounter] = {}
+    led = {count.name for count in led_counts(loops)}
+    added = (item for loop in loops.training for item in _added(loops, loop, led))
+    for counter in (*_limiting(loops), *_numbered(loops), *added):
+        found.setdefault((counter.name, counter.led), counter)
     return list(found.values())
 
 
 def led_counts(loops: ScriptLoops) -> list[LedCount]:
     """Those of a file. Not where two of its training loops count by one name: they may not mean the same."""
-    training: list[Loop] = [*loops.batches, *loops.drawing, *loops.turning]
-    found = [count for loop in training for count in _led(loops, loop, training)]
+    found = [count for loop in loops.training for count in _led(loops, loop)]
     names = [count.name for count in found]
     return [count for count in found if names.count(count.name) == 1]
 
 
-def _led(loops: ScriptLoops, loop: Loop, training: list[Loop]) -> Iterator[LedCount]:
+def _led(loops: ScriptLoops, loop: Loop) -> Iterator[LedCount]:
     own = [node for part in loop.body for node in (part, *of_scope(part))]
-    inner = {id(node) for node in own if node in training for node in ast.walk(node)}
+    inner = {id(node) for node in own if node in loops.training for node in ast.walk(node)}
     added: dict[str, list[ast.AugAssign]] = {}
     for node in own:
         match node:
-            case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=int(1)), target=target) if _is_plain(target):
+            case ast.AugAssign(
+                op=ast.Add(), value=ast.Constant(value=int(1)), target=ast.Name() | ast.Attribute(ast.Name()) as target
+            ):
                 added.setdefault(ast.unparse(target), []).append(node)
-    taking = [part for part in loop.body if any(is_call_of(node, "next") for node in ast.walk(part))]
+    taking = tuple(part for part in loop.body if any(is_call_of(node, "next") for node in ast.walk(part)))
     if loop not in loops.batches and not taking:
         return  # what it calls takes the batch, and may look at the count there
     beside = {ast.unparse(node) for part in taking for node in ast.walk(part) if isinstance(node, ast.expr)}
     for name, nodes in added.items():  # beside the call that takes the batch a count is what it was before that
         if name not in beside and not any(id(node) in inner for node in nodes) and _is_runs(loops, loop, name, nodes):
-            yield LedCount(name, loop, tuple(nodes))
+            yield LedCount(name, loop, tuple(nodes), taking)
 
 
 def _is_runs(loops: ScriptLoops, loop: Loop, name: str, added: list[ast.AugAssign]) -> bool:
@@ -81,7 +77,7 @@ def _is_runs(loops: ScriptLoops, loop: Loop, name: str, added: list[ast.AugAssig
     these call; and a function that has it as its own variable is called once, as far as the file tells."""
     root, _, attribute = name.rpartition(".")
     led = {id(node.target) for node in added}
-    around = loops.all_around(loop)
+    around = loops.around(loop)
     for node in (node for each in (loop, *around) for node in (*ast.walk(each), *loops.reached(each))):
         if id(node) in led or not isinstance(getattr(node, "ctx", None), ast.Store):
             continue
@@ -98,14 +94,7 @@ def _is_runs(loops: ScriptLoops, loop: Loop, name: str, added: list[ast.AugAssig
     return name not in arguments and (nested or len(calls) == 1)
 
 
-def _is_plain(target: ast.expr) -> bool:
-    match target:
-        case ast.Name() | ast.Attribute(value=ast.Name()):
-            return True
-    return False
-
-
-def _added(loops: ScriptLoops, loop: Loop) -> Iterator[OwnCounter]:
+def _added(loops: ScriptLoops, loop: Loop, led: Collection[str]) -> Iterator[OwnCounter]:
     """What outlives a turn of the loop. In what it calls, attributes alone: a patience, which its variables do not
     outlive."""
     deciding, own = _deciding(loops, loop), {id(node): node for node in ast.walk(loop)}
@@ -115,7 +104,7 @@ def _added(loops: ScriptLoops, loop: Loop) -> Iterator[OwnCounter]:
                 name = ast.unparse(target)
                 stays = id(node) in own and not begins_anew(name, node.lineno, loop)
                 if stays or isinstance(target, ast.Attribute):
-                    yield OwnCounter(name, node.lineno, name in deciding)
+                    yield OwnCounter(name, node.lineno, name in deciding, name in led)
             case ast.If(test=test, body=[*body]) if id(node) in own:  # `if i - last >= n: update(); last = i`
                 inside = [item for part in body for item in ast.walk(part)]
                 asked = {
@@ -125,13 +114,14 @@ def _added(loops: ScriptLoops, loop: Loop) -> Iterator[OwnCounter]:
                 }
                 for item in inside if any(map(names_update, inside)) else ():
                     if isinstance(item, ast.Assign) and (name := ast.unparse(item.targets[0])) in asked:
-                        yield OwnCounter(name, item.lineno, name in deciding)
+                        yield OwnCounter(name, item.lineno, name in deciding, name in led)
 
 
-def _numbered(loops: ScriptLoops, *, is_steered: bool) -> Iterator[OwnCounter]:
+def _numbered(loops: ScriptLoops) -> Iterator[OwnCounter]:
     for loop in loops.batches:
-        if (counted := loops.enumerated(loop)) is not None and (not is_steered or loops.carries_on(loop)):
-            yield OwnCounter(counted[0], loop.lineno, counted[0] in _deciding(loops, loop))
+        if (counted := loops.enumerated(loop)) is not None:
+            ends = counted[0] in _deciding(loops, loop)
+            yield OwnCounter(counted[0], loop.lineno, ends, led=not loops.carries_on(loop))
 
 
 def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
@@ -150,14 +140,15 @@ def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
     }
 
 
-def _limiting(loops: ScriptLoops, *, is_steered: bool) -> Iterator[OwnCounter]:
+def _limiting(loops: ScriptLoops) -> Iterator[OwnCounter]:
     """What else limits a loop over batches from outside, or counts; the `range` of one that goes by `next`."""
     for batches in loops.batches:
-        ours = loops.limits(batches) if is_steered else []
+        ours = loops.limits(batches)
         for call in ast.walk(batches.iter):
-            if isinstance(call, ast.Call) and limits_or_counts(call) and call not in ours:
-                yield OwnCounter(ast.unparse(call), call.lineno, not is_call_of(call, "zip") or has_range(call))
-    led = [*loops.steerable, *(each.loop for each in loops.by_turns)] if is_steered else []
+            if isinstance(call, ast.Call) and limits_or_counts(call):
+                ends = not is_call_of(call, "zip") or has_range(call)
+                yield OwnCounter(ast.unparse(call), call.lineno, ends, led=call in ours)
+    led = [*loops.steerable, *(each.loop for each in loops.by_turns)]
     for loop in loops.drawing:
-        if loop not in led and loops.around(loop) is None:  # one over the parts of an update is begun anew for each
-            yield OwnCounter(ast.unparse(loop.target), loop.lineno, ends=True)
+        if not loops.around(loop):  # one over the parts of an update is begun anew for each
+            yield OwnCounter(ast.unparse(loop.target), loop.lineno, ends=True, led=loop in led)

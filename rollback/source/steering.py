@@ -3,7 +3,6 @@
 import ast
 
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import is_call_of
 from rollback.source.own_counters import LedCount, led_counts
 
 EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
@@ -13,8 +12,9 @@ TURNS, TAKE, TURNED = "__rollback_turns__", "__rollback_take__", "__rollback_tur
 """Names under which a script that `steered` has changed finds what steers it."""
 
 
-def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module:
-    """The script, or a module of its own, with its loops over epochs and its counts of batches steered.
+def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.Module, list[str]]:
+    """The script, or a module of its own, with its loops over epochs and its counts of batches steered; and the names
+    of these counts.
 
     EPOCHS is told the epochs' range and where the loop is, MOVED begins another one, ENUMERATE and LIMIT know where in
     the data a batch is, COUNT what a count was there. TAKE takes a batch, and TURNS gives its number; where a batch has
@@ -49,7 +49,8 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module
             limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
     for call in loops.enumerations():
         call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
-    for count in led_counts(loops):
+    counts = led_counts(loops)
+    for count in counts:
         _lead(count, filename)
     for turning in loops.by_turns:
         for call in turning.takes:
@@ -59,7 +60,7 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> ast.Module
             _number(turning.loop, numbers, TURNS, TURNED, filename, turning.in_epochs)
     for loop, numbers in loops.steerable.items():
         _number(loop, numbers, EPOCHS, MOVED, filename)
-    return ast.fix_missing_locations(loops.tree)
+    return ast.fix_missing_locations(loops.tree), [count.name for count in counts]
 
 
 def _lead(count: LedCount, filename: str) -> None:
@@ -84,9 +85,9 @@ def _lead(count: LedCount, filename: str) -> None:
             if "lineno" in part._attributes:
                 ast.copy_location(part, node)
     body = count.loop.body
-    drawn = [at for at, part in enumerate(body, 1) if any(is_call_of(node, "next") for node in ast.walk(part))]
-    for at in (*reversed(drawn), 0):
-        body.insert(at, asked(body[max(at - 1, 0)]))
+    for part in count.taking:
+        body.insert(body.index(part) + 1, asked(part))
+    body.insert(0, asked(body[0]))
 
 
 def _number(loop: ast.For, numbers: ast.expr, by: str, ended_by: str, filename: str, *others: bool) -> None:

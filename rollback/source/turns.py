@@ -8,9 +8,8 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rollback.source.nodes import is_call_of, range_of
+from rollback.source.nodes import Loop, is_call_of, range_of
 
-Loop = ast.For | ast.While
 _NESTED = (
     ast.For, ast.AsyncFor, ast.While, ast.If, ast.IfExp, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
     ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Match, ast.BoolOp,
@@ -63,7 +62,7 @@ def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
 
 def _takes(loop: ast.For) -> tuple[ast.Call, ...] | None:
     """The calls of `next` in a loop's body if each turn takes one batch by them: one, and others that catch its end."""
-    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and is_call_of(node, "next")]
+    calls = [node for node in ast.walk(loop) if is_call_of(node, "next")]
     direct, caught = _direct(loop.body)
     names = {ast.unparse(call.args[0]) for call in calls if call.args}
     if len(direct) != 1 or len(direct) + len(caught) != len(calls) or len(names) != 1:
@@ -84,7 +83,7 @@ def _direct(body: Iterable[ast.AST], *, caught: bool = False) -> tuple[list[ast.
     for node in body:
         if isinstance(node, _NESTED):
             continue
-        if isinstance(node, ast.Call) and is_call_of(node, "next"):
+        if is_call_of(node, "next"):
             found[caught].append(node)
         within = _direct(ast.iter_child_nodes(node), caught=caught or isinstance(node, ast.ExceptHandler))
         found[0].extend(within[0])

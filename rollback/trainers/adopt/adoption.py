@@ -55,7 +55,6 @@ class Adoption:
     def __init__(self, *, strict: bool) -> None:
         self.made = MadeObjects()
         self.losses = UntoldLosses()
-        self.own_resume = OwnResume()
         self._sources = ScriptSources()
         self._signs = ScriptSigns(strict=strict)
         self._state = AdoptionState.WATCHED
@@ -65,6 +64,7 @@ class Adoption:
         self._reading = False
         """Whether it is the guard that iterates, not the script."""
         self._handed = HandedOut()
+        self.own_resume = OwnResume(self._handed, self._signs)
         self._counted = CountedPasses()
         self._counts = Counts(self._handed, self._signs.say)
         self._stranger: Any = None
@@ -86,7 +86,7 @@ class Adoption:
         """Compile it, with its epochs and its counts of batches steered, as are those of the modules that it imports.
 
         Raises SyntaxError as Python does."""
-        turns = TurningLoops(self._handed, lambda: self._signs.guard, self._sources.demands)
+        turns = TurningLoops(self._handed, self._sources.demands)
         led: dict[str, Any] = {ENUMERATE: partial(numbered, self._handed), LIMIT: partial(limit, self._handed)}
         led |= {EPOCHS: self._loops.epochs, MOVED: EpochMoved, COUNT: self._counts.added}
         vars(builtins).update({**led, TURNS: turns.turns, TAKE: turns.take, TURNED: Turned})
@@ -152,6 +152,11 @@ class Adoption:
         self._move(ScriptEvent.LEAVES)
         return protect_once(trainer, entry)(*given, **others)
 
+    def load(self, original: Callable[..., Any], optimizer: Optimizer, *given: Any, **others: Any) -> Any:
+        """`Optimizer.load_state_dict`: of a snapshot of the script's own, where it is no guard that loads."""
+        self.own_resume.loaded = self.own_resume.loaded or (self._adopted is None and not self._reading)
+        return original(optimizer, *given, **others)
+
     # Loaders ---------------------------------------------------------------------------------------------------------
 
     def iterate(self, original: Callable[..., Any], loader: DataLoader[Any]) -> Any:
@@ -214,7 +219,7 @@ class Adoption:
             guard, prepared = self._with_guard(plan.make)
         except UsageError as error:
             self._signs.refuse(error)
-        self._signs.guard = guard
+        self._signs.guard = self._handed.guard = guard
         self._counts.keep(guard, self._sources.led_counts())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
         if loop is None and (where := self._sources.left_at()) is not None:
@@ -282,10 +287,12 @@ class Adoption:
         if self._handed.untrained:
             self._signs.note(signs.READS, adopted.guard.step)
         self._handed.passes += 1
+        self.own_resume.pass_begins()
         return self._batches_of(adopted), loop.place if loop is not None else 0
 
     def _next_batch(self, adopted: Adopted, batches: Iterator[Any], epoch: int) -> Any:
         guard = adopted.guard
+        self.own_resume.require_trained()
         guard.departure.require_none()
         if self._steered is not None and self._steered.place != epoch:
             self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
@@ -304,7 +311,7 @@ class Adoption:
 
     def _go_on(self, adopted: Adopted) -> tuple[Iterator[Any], int] | None:
         """What a script that demands a batch goes on with, where a pass ends early because of us; None: it is told."""
-        early = self._steered is None and self._handed.falls_short(adopted.guard)
+        early = self._steered is None and self._handed.falls_short()
         return (self._batches_of(adopted), 0) if early and self._sources.demands() else None
 
     def _batches_of(self, adopted: Adopted) -> Any:
@@ -335,6 +342,7 @@ class Adoption:
     def backward(self, original: Callable[..., Any], tensors: Any, *given: Any, **others: Any) -> Any:
         self._move(ScriptEvent.BACKWARD)
         self._handed.untrained = False
+        self.own_resume.trained()
         if (adopted := self._guarded) is None:
             return original(tensors, *given, **others)
         if self._stranger is not None:

@@ -93,6 +93,8 @@ class Turns:
     def __init__(self, numbers: range, first: int | None, handed: HandedOut) -> None:
         self._numbers, self._first, self._handed = numbers, first, handed
         self._next = 0
+        if (guard := handed.guard) is not None and not handed.batches:  # the run goes on from where it stands
+            self._next = self._place(guard)
         self.held: list[Any] = []
         """The batch of the turn that begins next, if the one before has taken it."""
         self.end: int | None = None
@@ -101,10 +103,6 @@ class Turns:
     @property
     def in_epochs(self) -> bool:
         return self._first is None
-
-    def begin(self, guard: Guard) -> None:
-        """No batch was handed out in this process: the run goes on from where it stands."""
-        self._next = self._place(guard)
 
     def __iter__(self) -> Iterator[int]:
         return self
@@ -146,11 +144,11 @@ class Turns:
 
 
 class TurningLoops:
-    """Those that a watched script has begun last. guard: of the script; None: none yet. demands: whether the script is
-    not prepared for the end of what it takes from."""
+    """Those that a watched script has begun last. demands: whether the script is not prepared for the end of what it
+    takes from."""
 
-    def __init__(self, handed: HandedOut, guard: Callable[[], Guard | None], demands: Callable[[], bool]) -> None:
-        self._handed, self._guard, self._demands = handed, guard, demands
+    def __init__(self, handed: HandedOut, demands: Callable[[], bool]) -> None:
+        self._handed, self._demands = handed, demands
         self._turns: dict[tuple[str, int], Turns | None] = {}
         """By where they are; None: one that is not led, since its turns have no places in the data."""
 
@@ -163,10 +161,7 @@ class TurningLoops:
             if first is None:  # it was broken off: where this one begins, a later attempt could not know
                 self._turns[place] = None
                 return numbers
-        instead, made = in_place_of(numbers, lambda found: Turns(found, first, self._handed))
-        self._turns[place] = made
-        if made is not None and (guard := self._guard()) is not None and not self._handed.batches:
-            made.begin(guard)
+        instead, self._turns[place] = in_place_of(numbers, lambda found: Turns(found, first, self._handed))
         return instead
 
     def take(self, filename: str, line: int, batches: Iterator[Any], *default: Any) -> Any:
@@ -180,8 +175,7 @@ class TurningLoops:
         try:
             item = next(batches, *default)
         except StopIteration:
-            guard = self._guard()
-            if guard is not None and turns.in_epochs and self._handed.falls_short(guard) and self._demands():
+            if turns.in_epochs and self._handed.falls_short() and self._demands():
                 turns.end_early()
             raise
         guard = self._handed.guard

@@ -14,38 +14,40 @@ _OF_NO_LOADER = frozenset({list, tuple, range, str, bytes, dict, set})
 
 @dataclass
 class HandedOut:
-    """What the script was given of a guard in this process. passes: those that it has begun, empty ones too. limited:
-    whether the newest one had as many batches as `limit` allows, so that the script has not broken it off. untrained:
-    whether the first batch of an epoch was among them, and nothing was computed since that trains."""
+    """What the script was given of its guard in this process. guard: None before it has one. passes: those that it has
+    begun, empty ones too. limited: whether the newest one had as many batches as `limit` allows, so that the script has
+    not broken it off. untrained: whether the first batch of an epoch was among them, and nothing was computed since
+    that trains."""
 
     guard: Guard | None = None
     batches: int = 0
     passes: int = 0
     limited: bool = False
     untrained: bool = False
-    _stood: int = 0
     _before: int = 0
-    """Where in the data the newest pass began, and how many batches there were before it."""
-    _epoch_began: int = 0
-    """Where in the data the epoch of its first batch begins."""
+    """How many batches there were before the newest pass."""
+    _began: int = 0
+    """Where in the data that pass began, or, once it has a batch, the epoch of its first one."""
 
     def pass_begins(self, guard: Guard) -> None:
         """A pass over the guard, which may go on where the script's has ended early."""
-        self.guard, self.limited = guard, False
-        self._stood, self._before = guard.batch, self.batches
+        self.limited = False
+        self._began, self._before = guard.batch, self.batches
 
     def note_batch(self, guard: Guard) -> None:
         """The guard has handed one out."""
         if self.batches == self._before:
-            self._epoch_began = guard.batch - guard.batch_in_epoch
+            self._began = guard.batch - guard.batch_in_epoch
         self.batches += 1
         self.untrained = self.untrained or guard.batch_in_epoch == 0
 
-    def falls_short(self, guard: Guard) -> bool:
+    def falls_short(self) -> bool:
         """Whether the newest pass, which is at its end, was of less than an epoch: the run stands behind it, it began
         in its midst, or some of it is skipped. Not where the data themselves have no batch, and behind the training."""
+        if (guard := self.guard) is None:
+            return False
         handed = self.batches - self._before
-        early = guard.batch + 1 - self._epoch_began != handed if handed else guard.batch != self._stood
+        early = guard.batch + bool(handed) - self._began != handed
         return (early or guard.awaits_epoch) and not guard.finished
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 Loop = TypeVar("Loop", bound=Iterable[int])
@@ -25,7 +26,7 @@ class EpochLoop:
         """Whether its body has begun before: the script was sent back."""
         self._furthest = -1
         self._places: Iterator[int] | None = None
-        self._pending: int | None = None
+        """Of the epochs to come, where a guard steers."""
         self.over = False
         """Whether the guard has had its last epoch here."""
 
@@ -52,14 +53,15 @@ class EpochLoop:
         """
         self._numbers = range(first, self._numbers.stop, self._numbers.step)
         self._places = places(len(self._numbers))
-        self._pending = next(self._places, len(self._numbers))
-        if self._pending >= len(self._numbers) or {*begun} != {self._numbers[self._pending]}:
+        stands = next(self._places, len(self._numbers))
+        if stands >= len(self._numbers) or {*begun} != {self._numbers[stands]}:
+            self._places = chain([stands], self._places)
             raise EpochMoved
-        self.place, self._pending = self._pending, None
+        self.place = stands
 
     def release(self) -> None:
         """The guard is closed, and the script goes on by itself: behind the epoch in hand."""
-        self._places = self._pending = None
+        self._places = None
 
     def __iter__(self) -> "EpochLoop":
         self._begun(self)
@@ -67,12 +69,7 @@ class EpochLoop:
 
     def __next__(self) -> int:
         self.taken = False
-        if self._places is None:
-            self.place += 1
-        elif self._pending is not None:
-            self.place, self._pending = self._pending, None
-        else:
-            self.place = next(self._places, len(self._numbers))
+        self.place = self.place + 1 if self._places is None else next(self._places, len(self._numbers))
         self.again, self._furthest = self.place <= self._furthest, max(self.place, self._furthest)
         if self.place >= len(self._numbers):
             self.over = True

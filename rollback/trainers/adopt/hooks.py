@@ -18,23 +18,13 @@ from torch.utils.data import DataLoader
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption import Adoption
 
-_TRAINERS = {
-    "transformers.trainer": "train",
-    "lightning.pytorch.trainer.trainer": "fit",
-    "pytorch_lightning.trainer.trainer": "fit",
-}
-"""Modules that have a class Trainer, and its method that trains."""
-_FABRIC = "lightning.fabric.wrappers", "lightning_fabric.wrappers"
-
 
 def watch(adoption: Adoption) -> None:
     """From now on."""
     for kind in (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader):
         _note_instances(kind, adoption.made.note)
-    resume, refuse = adoption.own_resume, adoption._signs.refuse
-    _replace(DataLoader, "__iter__", resume.watched(adoption.iterate, refuse))
-    _replace(Optimizer, "load_state_dict", resume.load)
-    _replace(torch.autograd, "backward", resume.backward)
+    _replace(DataLoader, "__iter__", adoption.iterate)
+    _replace(Optimizer, "load_state_dict", adoption.load)
     _replace(torch.autograd, "backward", adoption.backward)
     _replace(torch.amp.GradScaler, "scale", adoption.losses.scale)
     for module in (nn.utils, nn.utils.clip_grad):
@@ -42,29 +32,32 @@ def watch(adoption: Adoption) -> None:
     _replace(Guard, "__init__", adoption.script_makes_guard)
     _replace(torch.distributed, "destroy_process_group", adoption.leave_group)
     register_optimizer_step_pre_hook(lambda optimizer, *_: adoption.before_update(optimizer))
-    sys.meta_path.insert(0, _WhenImported("accelerate.data_loader", lambda module: watch_accelerate(module, adoption)))
-    for name in _FABRIC:
-        sys.meta_path.insert(0, _WhenImported(name, functools.partial(watch_fabric, adoption)))
-    for name, entry in _TRAINERS.items():
-        sys.meta_path.insert(0, _WhenImported(name, functools.partial(_watch_trainer, entry, adoption)))
+    sys.meta_path.insert(0, _WhenImported(adoption))
 
 
-def watch_accelerate(module: Any, adoption: Adoption) -> None:
-    """module: accelerate.data_loader."""
-    iterate = adoption.own_resume.watched(adoption.iterate_prepared, adoption._signs.refuse)
-    _replace(module.DataLoaderShard, "__iter__", iterate)
-    if "__iter__" in vars(module.DataLoaderDispatcher):
-        _replace(module.DataLoaderDispatcher, "__iter__", iterate)
+def _watch_accelerate(adoption: Adoption, module: Any) -> None:
+    for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):
+        if "__iter__" in vars(kind):
+            _replace(kind, "__iter__", adoption.iterate_prepared)
     _replace(module, "skip_first_batches", adoption.own_resume.shorten)
 
 
 def watch_fabric(adoption: Adoption, module: Any) -> None:
-    """module: lightning.fabric.wrappers."""
     _replace(module._FabricDataLoader, "__iter__", adoption.iterate_counted)
 
 
 def _watch_trainer(entry: str, adoption: Adoption, module: Any) -> None:
     _replace(module.Trainer, entry, adoption.library_trains)
+
+
+_LIBRARIES: dict[str, Callable[[Adoption, Any], None]] = {
+    "accelerate.data_loader": _watch_accelerate,
+    **dict.fromkeys(("lightning.fabric.wrappers", "lightning_fabric.wrappers"), watch_fabric),
+    "transformers.trainer": functools.partial(_watch_trainer, "train"),
+    "lightning.pytorch.trainer.trainer": functools.partial(_watch_trainer, "fit"),
+    "pytorch_lightning.trainer.trainer": functools.partial(_watch_trainer, "fit"),
+}
+"""By their modules: what is watched of each once it is imported."""
 
 
 def _replace(owner: Any, name: str, instead: Callable[..., Any]) -> None:
@@ -91,13 +84,13 @@ def _note_instances(kind: Any, note: Callable[[Any], None]) -> None:
 
 
 class _WhenImported:
-    """Does something with a module once it is imported, and imports nothing itself."""
+    """Watches `_LIBRARIES`, and imports nothing itself."""
 
-    def __init__(self, name: str, act: Callable[[Any], None]) -> None:
-        self._name, self._act = name, act
+    def __init__(self, adoption: Adoption) -> None:
+        self._adoption = adoption
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self._name:
+        if (watch_module := _LIBRARIES.get(name)) is None:
             return None
         finders = (finder for finder in sys.meta_path if finder is not self)
         found = next((spec for finder in finders if (spec := finder.find_spec(name, path, target)) is not None), None)
@@ -107,7 +100,7 @@ class _WhenImported:
 
         def run_and_act(module: Any) -> None:
             run(module)
-            self._act(module)
+            watch_module(self._adoption, module)
 
         found.loader.exec_module = run_and_act  # type: ignore[method-assign]
         return found

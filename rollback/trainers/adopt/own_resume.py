@@ -8,57 +8,38 @@ would be lost where the guard stands before it, and is refused.
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rollback.errors import UsageError
-from rollback.train.comm.recorder import say
 from rollback.train.start import attach
-from rollback.trainers.adopt.script_pass import ScriptPass
-from rollback.trainers.adopt.signs import passes_over
+from rollback.trainers.adopt.enumeration import HandedOut
+from rollback.trainers.adopt.signs import ScriptSigns, passes_over
 
 
 class OwnResume:
-    """Of the script in this rank."""
+    """Of the script in this rank. handed: what it is given of the guard."""
 
-    def __init__(self) -> None:
-        self._is_first = os.environ.get("RANK", "0") == "0"
+    def __init__(self, handed: HandedOut, signs: ScriptSigns) -> None:
+        self._handed, self._signs = handed, signs
         self._shortened: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
         """What `skip_first_batches` has made: of which loader, and without how many batches."""
         self._left_out: int | None = None
         """So many batches the script leaves out to resume."""
-        self._loaded = self._guarded = False
-        """Whether the script has loaded the state of an optimizer before it was guarded, and whether it is."""
-        self._asked = 0
-        """How often it has asked for a batch of the newest pass, up to the first one that it has trained on."""
+        self.loaded = False
+        """Whether the script has loaded the state of an optimizer before it was guarded."""
+        self._begun: int | None = None
+        """How many batches it was given before the newest pass, until it trains on one of that."""
 
-    def load(self, original: Callable[..., Any], optimizer: Any, *given: Any, **others: Any) -> Any:
-        """`Optimizer.load_state_dict`."""
-        self._loaded = self._loaded or not self._guarded
-        return original(optimizer, *given, **others)
+    def pass_begins(self) -> None:
+        self._begun = self._handed.batches if self.loaded else None
 
-    def backward(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
-        self._asked = -1
-        return original(*given, **others)
+    def trained(self) -> None:
+        self._begun = None
 
-    def watched(self, iterate: Callable[..., Any], refuse: Callable[[UsageError], Any]) -> Callable[..., Any]:
-        """`iterate` makes the pass over a loader. refuse: ends the ranks where the script passes over its beginning."""
-
-        def begin(original: Callable[..., Any], loader: Any) -> Any:
-            guarded, self._guarded = self._guarded, True  # what a guard loads meanwhile is its own
-            batches = iterate(original, loader)
-            self._guarded = guarded or isinstance(batches, ScriptPass)
-            if self._loaded and isinstance(batches, ScriptPass):
-                self._asked, batches.asked = 0, partial(self._ask, refuse)
-            return batches
-
-        return begin
-
-    def _ask(self, refuse: Callable[[UsageError], Any]) -> None:
-        if self._asked == 1:
-            refuse(passes_over())
-        self._asked += self._asked >= 0
+    def require_trained(self) -> None:
+        """The script asks for a batch."""
+        if self._begun is not None and self._handed.batches > self._begun:
+            self._signs.refuse(passes_over())
 
     def shorten(self, original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
         """`accelerate.skip_first_batches`."""
@@ -72,10 +53,10 @@ class OwnResume:
         whole, left_out = self._shortened.get(loader, (loader, None))
         if guarded or whole is loader:
             return whole if left_out == self._left_out else loader
-        if self._is_first and not os.path.lexists(attach.run_paths(None).identity):  # other hosts may not have it
+        if not self._signs.rank and not os.path.lexists(attach.run_paths(None).identity):  # other hosts may not have it
             return loader  # the run begins: this is refused
-        if self._is_first and self._left_out is None:
-            say(
+        if self._left_out is None:
+            self._signs.say(
                 f"the script leaves out {left_out} batches (skip_first_batches), as if it resumed: this is left aside, "
                 "since the run goes on from its own checkpoint"
             )

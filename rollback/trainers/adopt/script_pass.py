@@ -23,14 +23,11 @@ class ScriptPass:
         self._begin, self._draw, self._go_on = begin, draw, go_on
         self._begun: tuple[Any, ...] | None = None
         self._over = False
-        self.asked: Callable[[], object] = lambda: None
-        """Called whenever the script asks for a batch."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        self.asked()
         if self._over:
             raise StopIteration
         try:

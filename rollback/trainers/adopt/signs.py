@@ -29,7 +29,7 @@ class ScriptSigns:
         self._strict = strict
         self._said: set[str] = set()
         self._unshared: list[str] = []
-        self._rank = int(os.environ.get("RANK", "0"))
+        self.rank = int(os.environ.get("RANK", "0"))
         self.guard: Guard | None = None
         """Of the script, once it has one."""
 
@@ -87,7 +87,7 @@ class ScriptSigns:
 
     def say(self, text: str) -> None:
         """What all ranks see: rank 0 says it, once."""
-        if text not in self._said and not self._rank:
+        if text not in self._said and not self.rank:
             say(text)
         self._said.add(text)
 
@@ -104,7 +104,7 @@ class ScriptSigns:
 
     def _notice(self, text: str) -> None:
         self.say(text)
-        if self._rank:
+        if self.rank:
             self._unshared.append(text)
 
 

@@ -9,11 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from itertools import islice
 from types import CodeType, ModuleType
 
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import catches_end, demands_item
-from rollback.source.own_counters import OwnCounter, led_counts, own_counters
+from rollback.source.own_counters import OwnCounter, own_counters
 from rollback.source.steering import steered
 from rollback.system.frames import is_own, own_callers
 
@@ -25,9 +26,10 @@ class ScriptSources:
     """The files are read as they come."""
 
     def __init__(self) -> None:
-        self._files: dict[str, ScriptLoops | None] = {}
+        self._files: dict[str, ScriptLoops] = {}
         self._script = ""
-        self._steered: set[str] = set()
+        self._steered: dict[str, list[str]] = {}
+        """Those that are, each with the names of the counts that are led in it."""
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """The script, steered. Raises SyntaxError as Python does."""
@@ -41,23 +43,25 @@ class ScriptSources:
 
     def _compiled(self, source: bytes, filename: str) -> CodeType:
         compile(source, filename, "exec", dont_inherit=True)
-        self._steered.add(filename)
-        tree = steered(importlib.util.decode_source(source), filename, is_script=filename == self._script)
+        text, is_script = importlib.util.decode_source(source), filename == self._script
+        tree, self._steered[filename] = steered(text, filename, is_script=is_script)
         return compile(tree, filename, "exec", dont_inherit=True)
 
-    def callers(self) -> Iterator[tuple[str, int]]:
-        """Files and lines of the user's own that have called this, innermost first."""
+    def _callers(self) -> Iterator[tuple[str, ScriptLoops, int]]:
+        """Files and lines of the user's own that have called this, innermost first, and what these files say."""
         for frame in own_callers():
-            yield frame.f_code.co_filename, frame.f_lineno
+            name = frame.f_code.co_filename
+            if name not in self._files:
+                self._files[name] = _loops_of(name)
+            yield name, self._files[name], frame.f_lineno
 
     def caller(self) -> str:
-        return next((f"{os.path.basename(name)}, line {line}" for name, line in self.callers()), "in a library")
+        found = (f"{os.path.basename(name)}, line {line}" for name, _, line in self._callers())
+        return next(found, "in a library")
 
     def trains(self) -> bool | None:
         """Whether the loader that is iterated by a caller is trained on; None where no source tells."""
-        for place, (name, line) in enumerate(self.callers()):
-            if (loops := self._loops(name)) is None:
-                continue
+        for place, (_, loops, line) in enumerate(self._callers()):
             if (trains := loops.trains_at(line)) is not None:
                 return trains
             if not place and loops.gathers_at(line):
@@ -66,20 +70,17 @@ class ScriptSources:
 
     def sets_mode(self) -> bool:
         """Whether the loop that iterates a loader puts the model in training mode by itself, batch by batch."""
-        found = ((self._loops(name), line) for name, line in self.callers())
-        return any(loops.sets_mode_at(line) for loops, line in found if loops is not None)
+        return any(loops.sets_mode_at(line) for _, loops, line in self._callers())
 
     def demands(self) -> bool:
         """Whether a batch is asked for by `next`, and nothing that calls it is prepared for there being none."""
-        places = [(loops.tree, line) for name, line in self.callers() if (loops := self._loops(name)) is not None]
+        places = [(loops.tree, line) for _, loops, line in self._callers()]
         return bool(places) and demands_item(*places[0]) and not any(catches_end(*place) for place in places)
 
     def epochs_at(self) -> tuple[str, int] | None:
         """File and line of the steered loop over epochs in which a loader is iterated; None where that is in none."""
         taken = False
-        for name, line in self.callers():
-            if (loops := self._loops(name)) is None:
-                continue
+        for name, loops, line in self._callers():
             taken = taken or loops.takes_at(line)
             if name in self._steered and (found := loops.steerable_at(line)) is not None:
                 return None if taken and loops.trains_elsewhere else (name, found)
@@ -87,42 +88,32 @@ class ScriptSources:
 
     def left_at(self) -> str | None:
         """Where the loop is by which a loader is iterated anew, in words; None where the source does not tell."""
-        for name, line in self.callers():
-            loops = self._loops(name)
-            if loops is not None and (found := loops.turning_at(line)) is not None:
+        for name, loops, line in self._callers():
+            if (found := loops.turning_at(line)) is not None:
                 return f"{self._where(name)}line {found.lineno}"
-            if loops is not None and loops.takes_at(line):
+            if loops.takes_at(line):
                 return None
         return None
 
     def cycles(self) -> bool:
         """Whether it is `itertools.cycle` that iterates the loader."""
-        name, line = next(self.callers(), ("", 0))
-        loops = self._loops(name)
-        return loops is not None and loops.cycles_at(line)
-
-    def _loops(self, name: str) -> ScriptLoops | None:
-        if name not in self._files:
-            self._files[name] = _loops_of(name)
-        return self._files[name]
+        return any(loops.cycles_at(line) for _, loops, line in islice(self._callers(), 1))
 
     def counters(self) -> Iterator[tuple[str, OwnCounter]]:
         """Those of the training loops in the files that were read, and where that is."""
         for name, loops in self._files.items():
-            for counter in own_counters(loops, is_steered=name in self._steered) if loops is not None else ():
-                yield f"{self._where(name)}line {counter.line}", counter
+            for counter in own_counters(loops):
+                if not (counter.led and name in self._steered):
+                    yield f"{self._where(name)}line {counter.line}", counter
 
     def ends_by_led_count(self) -> bool:
         """Whether it is a count that is led by which a training loop ends, for all that can be seen."""
-        known = (loops for loops in self._files.values() if loops is not None)
-        all_of = [{c.name for c in own_counters(loops, is_steered=False) if c.ends} for loops in known]
-        return any(all_of) and not any(counter.ends for _, counter in self.counters())
+        ending = any(counter.ends for loops in self._files.values() for counter in own_counters(loops))
+        return ending and not any(counter.ends for _, counter in self.counters())
 
     def led_counts(self) -> Iterator[tuple[str, str]]:
         """Name and file of each that is led."""
-        for name, loops in self._files.items():
-            if name in self._steered and loops is not None:
-                yield from ((count.name, name) for count in led_counts(loops))
+        return ((count, name) for name in self._files for count in self._steered.get(name, ()))
 
     def _where(self, name: str) -> str:
         return "" if name == self._script else f"{os.path.basename(name)}, "
@@ -157,8 +148,9 @@ class _OwnLoader(SourceFileLoader):
         return self._compiled(source, self.path) if steers else super().get_code(fullname)
 
 
-def _loops_of(filename: str) -> ScriptLoops | None:
+def _loops_of(filename: str) -> ScriptLoops:
+    """Without any where the file has changed since to what is no Python."""
     try:
         return ScriptLoops("".join(linecache.getlines(filename)), is_script=False)
     except SyntaxError:
-        return None
+        return ScriptLoops("", is_script=False)

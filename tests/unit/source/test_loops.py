@@ -78,7 +78,7 @@ for data in all_data:
 def lines(source: str) -> tuple[list[int], list[int | None]]:
     """Of the loops over batches, and of the loops over epochs around them."""
     loops = ScriptLoops(source)
-    around = [loops.epochs.get(id(loop)) for loop in loops.batches]
+    around = [loops.epochs.get(loop) for loop in loops.batches]
     return [loop.lineno for loop in loops.batches], [loop.lineno if loop else None for loop in around]
 
 
@@ -164,8 +164,8 @@ def test_counts_of_the_script_s_own_are_named_with_what_they_decide() -> None:
                 break
     """)
     loops = ScriptLoops(source)
-    found = own_counters(loops, is_steered=False)
-    assert found == [OwnCounter("seen", 4, ends=False), OwnCounter("steps", 5, ends=True)]
+    seen, steps = OwnCounter("seen", 4, ends=False, led=True), OwnCounter("steps", 5, ends=True, led=True)
+    assert own_counters(loops) == [seen, steps]
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_counts_of_the_script_s_own_are_named_with_what_they_decide() -> None:
 )
 def test_so_they_are_in_loops_that_take_their_batches_by_next(head: str, end: str, name: str, ends: bool) -> None:
     source = f"def run(self):\n  {head}\n    train(next(batches))\n    {name} += 1\n    {end}\n"
-    found = own_counters(ScriptLoops(source + "def train(x):\n  f(x).backward()\n"), is_steered=False)
-    assert OwnCounter(name, 4, ends) in found
+    found = own_counters(ScriptLoops(source + "def train(x):\n  f(x).backward()\n"))
+    assert (name, 4, ends) in [(counter.name, counter.line, counter.ends) for counter in found]
 
 
 def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_variables_are_not() -> None:
@@ -205,60 +205,58 @@ def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_v
 )
 def test_what_each_turn_of_the_loop_sets_anew_is_no_count(before: str, counts: str, named: bool) -> None:
     source = f"for i, x in enumerate(loader):\n  f(x).backward()\n  {before}\n  if i % 4: {counts} += 1\n"
-    found = own_counters(ScriptLoops(source), is_steered=False)
-    assert [counter for counter in found if counter.line == 4] == [OwnCounter(counts, 4, ends=False)] * named
+    found = [counter for counter in own_counters(ScriptLoops(source)) if counter.line == 4]
+    assert [(counter.name, counter.ends) for counter in found] == [(counts, False)] * named
 
 
 @pytest.mark.parametrize(("does", "named"), [("scaler.step(optimizer)", True), ("print(x)", False)])
 def test_the_place_of_the_last_update_is_named_where_the_next_one_waits_for_it(does: str, named: bool) -> None:
     """As YOLOv5 accumulates gradients: behind a resume its first update would have one batch."""
     source = f"for i, x in enumerate(loader):\n  f(x).backward()\n  if i - last >= n:\n    {does}\n    last = i\n"
-    assert own_counters(ScriptLoops(source)) == ([OwnCounter("last", 5, ends=False)] if named else [])
+    assert (OwnCounter("last", 5, ends=False) in own_counters(ScriptLoops(source))) is named
 
 
 def test_a_while_around_a_training_loop_may_be_ended_by_a_count_in_it() -> None:
     loops = ScriptLoops("while steps < 9:\n  for x in loader:\n    f(x).backward()\n    steps += 1")
-    assert own_counters(loops, is_steered=False) == [OwnCounter("steps", 4, ends=True)]
+    assert own_counters(loops) == [OwnCounter("steps", 4, ends=True, led=True)]
 
 
-@pytest.mark.parametrize("is_steered", [True, False])
-def test_what_enumerate_counts_is_named_where_it_is_not_steered(is_steered: bool) -> None:
-    loops = ScriptLoops("for i, x in enumerate(loader):\n  f(x).backward()\n  if i == 9: break")
-    assert own_counters(loops, is_steered=is_steered) == ([] if is_steered else [OwnCounter("i", 1, ends=True)])
-
-
-def test_what_enumerate_counts_on_from_where_it_was_is_named_though_it_is_steered() -> None:
-    loops = ScriptLoops("for i, x in enumerate(loader, i + 1):\n  f(x).backward()")
-    assert own_counters(loops) == [OwnCounter("i", 1, ends=False)]
-    assert not own_counters(ScriptLoops("for i, x in enumerate(loader, epoch * 9):\n  f(x).backward()"))
+@pytest.mark.parametrize(
+    ("call", "led"),
+    [("enumerate(loader)", True), ("enumerate(loader, epoch * 9)", True), ("enumerate(loader, i + 1)", False)],
+)
+def test_what_enumerate_counts_is_led_unless_it_goes_on_from_where_it_was(call: str, led: bool) -> None:
+    loops = ScriptLoops(f"for i, x in {call}:\n  f(x).backward()\n  if i == 9: break")
+    assert own_counters(loops) == [OwnCounter("i", 1, ends=True, led=led)]
 
 
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        ("for x in itertools.islice(loader, 10):\n    f(x).backward()", []),
-        ("for x in islice(loader, 2, 10):\n    f(x).backward()", [("islice(loader, 2, 10)", 1, True)]),
-        ("for i, x in zip(range(10), loader, strict=False):\n    f(x).backward()", []),
-        ("for x, i in zip(loader, range(10)):\n    f(x).backward()", [("zip(loader, range(10))", 1, True)]),
-        ("for i, x in zip(count(), loader):\n    f(x).backward()", [("zip(count(), loader)", 1, False)]),
+        (
+            "for x in itertools.islice(loader, 10):\n    f(x).backward()",
+            [("itertools.islice(loader, 10)", 1, True, True)],
+        ),
+        ("for x in islice(loader, 2, 10):\n    f(x).backward()", [("islice(loader, 2, 10)", 1, True, False)]),
+        ("for i, x in zip(range(10), loader, strict=False):\n    f(x).backward()",
+         [("zip(range(10), loader, strict=False)", 1, True, True)]),
+        ("for x, i in zip(loader, range(10)):\n    f(x).backward()", [("zip(loader, range(10))", 1, True, False)]),
+        ("for i, x in zip(count(), loader):\n    f(x).backward()", [("zip(count(), loader)", 1, False, False)]),
         ("for x, y in zip(loader, other):\n    f(x).backward()", []),
-        ("for s in range(60):\n    if s % 2: x = next(batches)\n    f(x).backward()", [("s", 1, True)]),
+        ("for s in range(60):\n    if s % 2: x = next(batches)\n    f(x).backward()", [("s", 1, True, False)]),
         ("while True:\n    for micro in range(4):\n        f(next(batches)).backward()", []),
         ("for epoch in range(3):\n    for x in loader:\n        f(x).backward()\n    next(other)", []),
     ],
-)
-def test_what_limits_a_training_loop_from_outside_is_named_too(source: str, named: list[tuple[str, int, bool]]) -> None:
-    assert own_counters(ScriptLoops(source)) == [OwnCounter(name, line, ends) for name, line, ends in named]
-
-
-def test_what_limits_a_training_loop_from_outside_is_named_where_it_is_not_steered() -> None:
-    loops = ScriptLoops("for x in islice(loader, 10):\n    f(x).backward()")
-    assert own_counters(loops, is_steered=False) == [OwnCounter("islice(loader, 10)", 1, ends=True)]
+)  # fmt: skip
+def test_what_limits_a_training_loop_from_outside_is_named_too(
+    source: str, named: list[tuple[str, int, bool, bool]]
+) -> None:
+    assert own_counters(ScriptLoops(source)) == [OwnCounter(*given) for given in named]
 
 
 def run(source: str, **names: object) -> dict[str, object]:
     space: dict[str, object] = dict(names)
-    exec(compile(steered(source, "script.py"), "script.py", "exec"), space)
+    exec(compile(steered(source, "script.py")[0], "script.py", "exec"), space)
     return space
 
 
@@ -328,7 +326,7 @@ def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_b
         for is_script in (True, False):
             source = f"for i, x in enumerate(logged(loader)):\n    seen.append(i)\n    {body}"
             given = {"loader": "ab", "logged": iter, "seen": seen, "scaler": print, "layer": print, "optimizer": ""}
-            tree = steered(source, "engine.py", is_script=is_script)
+            tree, _ = steered(source, "engine.py", is_script=is_script)
             exec(compile(tree, "engine.py", "exec"), {**given, ENUMERATE: from_hundred})
     assert seen == [100, 101] * 2 + [0, 1] * 2
 
@@ -344,8 +342,8 @@ def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_b
 def test_where_another_file_trains_the_script_s_loops_over_epochs_are_steered_and_no_others(
     loop: str, asks: bool
 ) -> None:
-    assert (EPOCHS in ast.unparse(steered(loop, "script.py"))) == asks
-    assert EPOCHS not in ast.unparse(steered(loop, "module.py", is_script=False))
+    assert (EPOCHS in ast.unparse(steered(loop, "script.py")[0])) == asks
+    assert EPOCHS not in ast.unparse(steered(loop, "module.py", is_script=False)[0])
 
 
 @pytest.mark.parametrize(
@@ -367,9 +365,9 @@ def test_a_loop_over_epochs_is_led_also_by_way_of_a_bar_or_a_variable(
 ) -> None:
     """inside: whether it is the range in the loop's head that is exchanged, and not all that the loop goes over."""
     body = "    for phase in ['train', 'val']:\n        for x in loaders[phase]:\n            f(x).backward()"
-    (loop,) = [node for node in ast.walk(steered(f"{before}\n{head}:\n{body}", "a.py")) if isinstance(node, ast.For)][
-        :1
-    ]
+    (loop,) = [
+        node for node in ast.walk(steered(f"{before}\n{head}:\n{body}", "a.py")[0]) if isinstance(node, ast.For)
+    ][:1]
     assert (EPOCHS in ast.unparse(loop.iter)) == (inside is not None)
     assert ast.unparse(loop.iter).startswith(EPOCHS) == (inside is False)
     assert ast.unparse(loop).count(EPOCHS) == (inside is not None), "not the loop over phases"
@@ -409,7 +407,7 @@ class Bar:
 
 
 def test_lines_of_tracebacks_stay() -> None:
-    tree = steered(PLAIN, "script.py")
+    tree, _ = steered(PLAIN, "script.py")
     assert tree.body[0].lineno == 2
 
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
+from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.epochs import EpochSetters
 
 _T = TypeVar("_T")
@@ -21,6 +22,28 @@ class Witness(Protocol):
 
     def check(self, batch: int, data: Any) -> None:
         """Raises RunDoesNotFit if `data` is not the batch that had this number before."""
+
+
+def require_same_last(batch: int, last_under: Callable[[str], Any], witness: Witness) -> None:
+    """The batch before number `batch` is what it was, though the random states that it was read under are not known.
+
+    last_under: reads it under random states that are made of a key.
+
+    It is read twice under one made-up state and once under another. If the first two differ, the data depend on
+    something that cannot be restored: RunDoesNotFit. If only the third differs, random states matter and nothing can be
+    compared.
+    """
+    read = [last_under(key) for key in ("one", "one", "other")]
+    first, again, other = (Digest(data).value for data in read)
+    if first != again:
+        raise RunDoesNotFit(
+            f"cannot go on at batch {batch} of the data: read twice under the same random states, the batch before it "
+            "is not the same, so the data set depends on something that does not come back",
+            hint="let data set and collate_fn draw from the global random states, or from a generator that is one of "
+            "their attributes; or go on with the data as they are now by --accept-data-change",
+        )
+    if first == other:
+        witness.check(batch - 1, read[0])
 
 
 class Cursor(ABC):

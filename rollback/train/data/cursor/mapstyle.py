@@ -25,13 +25,12 @@ from torch.utils.data import DataLoader
 
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
-from rollback.train.data.cursor.base import Cursor, Indices, Witness
+from rollback.train.data.cursor.base import Cursor, Indices, Witness, require_same_last
 from rollback.train.data.cursor.description import description_of, length_of, samplers_of
 from rollback.train.data.cursor.digest import digest_of_indices, hex_digest_of
 from rollback.train.data.cursor.feed import Feed
 from rollback.train.data.cursor.generators import Generators
 from rollback.train.data.cursor.order import BatchOrder, gives_all, order_of, order_of_share, share_of
-from rollback.train.data.cursor.proof import require_same_last
 from rollback.train.data.cursor.quarantine import Neighbours, unreadable
 from rollback.train.data.cursor.workers import clone_of
 from rollback.train.data.raw_random import RawRandom, tree_of

@@ -87,8 +87,8 @@ class Script:
 
     def __init__(self, *, in_epochs: bool, stands: int = 0, moves: dict[int, int] | None = None, end: int = 99) -> None:
         self.guard: Any = SimpleNamespace(batch=stands, batch_in_epoch=stands)
-        self.handed, self.moves, self.end = HandedOut(), dict(moves or {}), end
-        self.loops = TurningLoops(self.handed, lambda: self.guard, lambda: True)
+        self.handed, self.moves, self.end = HandedOut(self.guard), dict(moves or {}), end
+        self.loops = TurningLoops(self.handed, lambda: True)
         self.in_epochs = in_epochs
 
     def batches(self) -> Iterator[int]:
@@ -98,7 +98,7 @@ class Script:
             if place >= self.end:
                 return
             self.guard.batch = self.guard.batch_in_epoch = place
-            self.handed.guard, self.handed.batches = self.guard, self.handed.batches + 1
+            self.handed.batches += 1
             yield place
             place += 1
 
@@ -131,7 +131,7 @@ def test_a_turn_has_the_number_of_its_batch(in_epochs: bool) -> None:
 def test_an_epoch_that_falls_short_is_over_and_data_that_are_too_short_are_told(
     in_epochs: bool, falls_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HandedOut, "falls_short", lambda handed, guard: falls_short)
+    monkeypatch.setattr(HandedOut, "falls_short", lambda handed: falls_short)
     script = Script(in_epochs=in_epochs, end=7)
     if in_epochs and falls_short:
         assert [place for _, place in script.train()] == [*range(7)]

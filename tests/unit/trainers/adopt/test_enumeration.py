@@ -149,10 +149,11 @@ def test_a_pass_of_less_than_an_epoch_falls_short(places: list[list[int]], short
     for number, taken in enumerate(places):
         in_hand = bool(moved)
         stands = SimpleNamespace(batch=moved - in_hand, batch_in_epoch=0, awaits_epoch=False, finished=False)
-        handed.pass_begins(cast(Guard, stands))
+        handed.guard = cast(Guard, stands)
+        handed.pass_begins(handed.guard)
         for place in taken:
             stands.batch, stands.batch_in_epoch = place, place % LENGTH
-            handed.note_batch(cast(Guard, stands))
+            handed.note_batch(handed.guard)
         moved = LENGTH * (number + 1)
         stands.batch, stands.batch_in_epoch = moved - 1, 0
-    assert handed.falls_short(cast(Guard, stands)) == short
+    assert handed.falls_short() == short
