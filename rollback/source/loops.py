@@ -57,7 +57,9 @@ class ScriptLoops:
         self.batches = [
             loop
             for loop in training
-            if range_of(loop) is None and all(range_of(item) is not None for item in inner[id(loop)])
+            if range_of(loop) is None
+            and all(range_of(item) is not None for item in inner[id(loop)])
+            and not self._goes_over_taken(loop)
         ]
         around = [loop for loop in training if range_of(loop) is not None]
         self.drawing = [
@@ -300,6 +302,23 @@ class ScriptLoops:
         values = [loop.iter, *(value for name in names for value in self._given(name.id, loop))]
         calls = (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call))
         return any(ast.unparse(call.func).rpartition(".")[2] in _DIVIDE for call in calls)
+
+    def _goes_over_taken(self, loop: ast.For) -> bool:
+        """Whether a loop goes over a list of batches that were taken by `next`: those of one update."""
+        names = {node.id for node in ast.walk(loop.iter) if isinstance(node, ast.Name)}
+        for node in of_scope(self._scope_of(loop)):
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.ListComp() as value):
+                    pass
+                case ast.AugAssign(target=ast.Name(id=name), value=value):
+                    pass
+                case ast.Call(func=ast.Attribute(attr="append", value=ast.Name(id=name)), args=[value]):
+                    pass
+                case _:
+                    continue
+            if name in names and any(is_call_of(item, "next") for item in ast.walk(value)):
+                return True
+        return False
 
     def _inside(self, loop: ast.For, loops: list[ast.For]) -> list[ast.For]:
         reached = set(map(id, self.reached(loop)))
