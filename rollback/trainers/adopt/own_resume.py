@@ -33,10 +33,11 @@ class OwnResume:
         self._asked = 0
         """How often it has asked for a batch of the newest pass, up to the first one that it has trained on."""
 
-    def load(self, original: Callable[..., Any], optimizer: Any, *given: Any, **others: Any) -> Any:
-        """`Optimizer.load_state_dict`."""
-        self._loaded = self._loaded or not self._guarded
-        return original(optimizer, *given, **others)
+    def load(self, original: Callable[..., Any], optimizer: Any, state_dict: Any) -> Any:
+        """`Optimizer.load_state_dict`. What Accelerate prepares is given the state that it has: none yet."""
+        changes = state_dict.get("state") or state_dict != optimizer.state_dict()
+        self._loaded = self._loaded or bool(changes and not self._guarded)
+        return original(optimizer, state_dict)
 
     def backward(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
         self._asked = -1
