@@ -67,7 +67,9 @@ class ScriptLoops:
         self.batches = [
             loop
             for loop in training
-            if range_of(loop) is None and all(range_of(item) is not None for item in inner[loop])
+            if range_of(loop) is None
+            and all(range_of(item) is not None for item in inner[loop])
+            and not self._goes_over_taken(loop)
         ]
         around = [loop for loop in training if range_of(loop) is not None]
         self.drawing = [
@@ -115,6 +117,14 @@ class ScriptLoops:
         found = max(loops, key=lambda loop: loop.lineno, default=None)
         gives = found is not None and any(isinstance(node, _PASSES_ON) for node in ast.walk(found))
         return None if gives or self.takes_at(line) else found
+
+    def comes_to(self, loop: Loop | None, line: int) -> bool:
+        """Whether who is at this line is in the loop, or beside it in the block that has it."""
+        blocks = (
+            block for node in ast.walk(self.tree) for _, block in ast.iter_fields(node)
+            if isinstance(block, list) and loop in block
+        )  # fmt: skip
+        return any(part.lineno <= line <= part.end_lineno for block in blocks for part in block)
 
     def numbers(self, loop: ast.For) -> ast.expr | None:
         """What of a loop's head goes over a range: its call, or what will have one: `trange(3)`, a variable of that."""
@@ -290,6 +300,23 @@ class ScriptLoops:
         values = [loop.iter, *(value for name in names for value in self._given(name.id, loop))]
         calls = (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call))
         return any(last_name(call) in _DIVIDE for call in calls)
+
+    def _goes_over_taken(self, loop: ast.For) -> bool:
+        """Whether a loop goes over a list of batches that were taken by `next`: those of one update."""
+        names = {node.id for node in ast.walk(loop.iter) if isinstance(node, ast.Name)}
+        for node in of_scope(self._scope_of(loop)):
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.ListComp() as value):
+                    pass
+                case ast.AugAssign(target=ast.Name(id=name), value=value):
+                    pass
+                case ast.Call(func=ast.Attribute(attr="append", value=ast.Name(id=name)), args=[value]):
+                    pass
+                case _:
+                    continue
+            if name in names and any(is_call_of(item, "next") for item in ast.walk(value)):
+                return True
+        return False
 
     def _inside(self, loop: ast.For, loops: list[ast.For]) -> list[ast.For]:
         reached = set(map(id, self.reached(loop)))

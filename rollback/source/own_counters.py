@@ -6,7 +6,7 @@ training too early behind a rollback, and too late behind a resume.
 
 import ast
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import Loop, begins_anew, has_range, is_call_of, limits_or_counts, names_update, of_scope
@@ -16,13 +16,15 @@ from rollback.source.nodes import Loop, begins_anew, has_range, is_call_of, limi
 class OwnCounter:
     """What counts the script's batches or updates beside the guard: a variable that it adds 1 to, a `range`.
 
-    ends: it decides when the loop is left. led: it is what it was, where `steered` has changed this file.
+    ends: it decides when the loop is left. led: it is what it was, where `steered` has changed this file. loop: whose
+    batches it counts.
     """
 
     name: str
     line: int
     ends: bool
     led: bool = False
+    loop: Loop | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def _added(loops: ScriptLoops, loop: Loop, led: Collection[str]) -> Iterator[Own
                 name = ast.unparse(target)
                 stays = id(node) in own and not begins_anew(name, node.lineno, loop)
                 if stays or isinstance(target, ast.Attribute):
-                    yield OwnCounter(name, node.lineno, name in deciding, name in led)
+                    yield OwnCounter(name, node.lineno, name in deciding, name in led, loop)
             case ast.If(test=test, body=[*body]) if id(node) in own:  # `if i - last >= n: update(); last = i`
                 inside = [item for part in body for item in ast.walk(part)]
                 asked = {
@@ -114,14 +116,14 @@ def _added(loops: ScriptLoops, loop: Loop, led: Collection[str]) -> Iterator[Own
                 }
                 for item in inside if any(map(names_update, inside)) else ():
                     if isinstance(item, ast.Assign) and (name := ast.unparse(item.targets[0])) in asked:
-                        yield OwnCounter(name, item.lineno, name in deciding, name in led)
+                        yield OwnCounter(name, item.lineno, name in deciding, name in led, loop)
 
 
 def _numbered(loops: ScriptLoops) -> Iterator[OwnCounter]:
     for loop in loops.batches:
         if (counted := loops.enumerated(loop)) is not None:
             ends = counted[0] in _deciding(loops, loop)
-            yield OwnCounter(counted[0], loop.lineno, ends, led=not loops.carries_on(loop))
+            yield OwnCounter(counted[0], loop.lineno, ends, not loops.carries_on(loop), loop)
 
 
 def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
@@ -147,8 +149,8 @@ def _limiting(loops: ScriptLoops) -> Iterator[OwnCounter]:
         for call in ast.walk(batches.iter):
             if isinstance(call, ast.Call) and limits_or_counts(call):
                 ends = not is_call_of(call, "zip") or has_range(call)
-                yield OwnCounter(ast.unparse(call), call.lineno, ends, led=call in ours)
+                yield OwnCounter(ast.unparse(call), call.lineno, ends, call in ours, batches)
     led = [*loops.steerable, *(each.loop for each in loops.by_turns)]
     for loop in loops.drawing:
         if not loops.around(loop):  # one over the parts of an update is begun anew for each
-            yield OwnCounter(ast.unparse(loop.target), loop.lineno, ends=True, led=loop in led)
+            yield OwnCounter(ast.unparse(loop.target), loop.lineno, True, loop in led, loop)

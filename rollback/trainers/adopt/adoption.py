@@ -12,9 +12,9 @@ A refusal goes the way of all refusals to the supervisor, which starts the scrip
 (`--adopt=strict`). Signs that come between two trainings, and those that come late, when starting again would lose more
 than it mends, are only said where `--adopt` is not strict.
 
-Which loader is trained on, of what the guard is made, and whether another pass is still of the same training, each rank
-finds out by itself. The ranks compare that in a collective: each has come to the iteration of a loader that is trained
-on. A rank that does not come there trains something else, and ends at its next sign.
+Which loader is trained on, of what the guard is made, and whether another pass is of the same training, each rank finds
+out by itself. The ranks compare that where they iterate a loader that is trained on. A rank that does not come there
+trains something else, and ends at its next sign.
 """
 
 import builtins
@@ -152,10 +152,11 @@ class Adoption:
         self._move(ScriptEvent.LEAVES)
         return protect_once(trainer, entry)(*given, **others)
 
-    def load(self, original: Callable[..., Any], optimizer: Optimizer, *given: Any, **others: Any) -> Any:
-        """`Optimizer.load_state_dict`: of a snapshot of the script's own, where it is no guard that loads."""
-        self.own_resume.loaded = self.own_resume.loaded or (self._adopted is None and not self._reading)
-        return original(optimizer, *given, **others)
+    def load(self, original: Callable[..., Any], optimizer: Optimizer, state_dict: Any) -> Any:
+        """`Optimizer.load_state_dict`."""
+        if self._adopted is None and not self._reading:  # else a guard loads
+            self.own_resume.note_load(optimizer, state_dict)
+        return original(optimizer, state_dict)
 
     # Loaders ---------------------------------------------------------------------------------------------------------
 
@@ -202,12 +203,11 @@ class Adoption:
 
     def _adopt(self, loader: Any, loop: EpochLoop | None) -> Adopted:
         """Make the guard, of all that there is. Collective; ends the ranks where it cannot be."""
-        seen: dict[str, Any]
         try:
             if self._sources.cycles():
                 raise signs.goes_round()
             plan = plan_for(loader, self.made.alive(), loop)
-            seen = {
+            seen: dict[str, Any] = {
                 "the last epoch": None if loop is None else loop.last,
                 "the model": type(plan.model).__name__, "the optimizer": type(plan.optimizer).__name__,
                 "what is kept besides": plan.objects,
@@ -225,7 +225,7 @@ class Adoption:
         if loop is None and (where := self._sources.left_at()) is not None:
             self._signs.say(signs.not_led(where))
         for where, counter in self._sources.counters():
-            self._signs.say(signs.counts_by_itself(where, counter))
+            self._signs.counts_by_itself(where, counter, here=self._sources.is_here(counter))
         return Adopted(guard, plan.model, plan.optimizer, self.made.schedulers_of(plan.optimizer), loader, prepared)
 
     def _steer(self, adopted: Adopted, loop: EpochLoop) -> None:

@@ -7,9 +7,11 @@ would be lost where the guard stands before it, and is refused.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
 
 from rollback.train.start import attach
 from rollback.trainers.adopt.enumeration import HandedOut
@@ -25,13 +27,18 @@ class OwnResume:
         """What `skip_first_batches` has made: of which loader, and without how many batches."""
         self._left_out: int | None = None
         """So many batches the script leaves out to resume."""
-        self.loaded = False
-        """Whether the script has loaded the state of an optimizer before it was guarded."""
+        self._loaded = False
+        """Whether the script has loaded a snapshot of its own before it was guarded."""
         self._begun: int | None = None
         """How many batches it was given before the newest pass, until it trains on one of that."""
 
+    def note_load(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """The script loads the state of an optimizer, and is not guarded. What Accelerate prepares is given the state
+        that it has: none yet."""
+        self._loaded = self._loaded or bool(state.get("state") or state != optimizer.state_dict())
+
     def pass_begins(self) -> None:
-        self._begun = self._handed.batches if self.loaded else None
+        self._begun = self._handed.batches if self._loaded else None
 
     def trained(self) -> None:
         self._begun = None

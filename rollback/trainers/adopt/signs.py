@@ -67,6 +67,19 @@ class ScriptSigns:
         late = "It goes on under guard; from here on a rollback or a resume is not exact"
         self._notice(f"{error.message}. {late}")
 
+    def counts_by_itself(self, where: str, counter: OwnCounter, *, here: bool) -> None:
+        """What the script counts beside the guard: said. A training that ends by it is not exact behind a rollback or a
+        resume. here: whether it is the training that begins."""
+        ends = ", and ends its loop by it" if counter.ends else ""
+        error = UsageError(
+            f"the script counts with `{counter.name}` by itself ({where}){ends}: a rollback and a resume leave that "
+            "count behind. guard.keep is for such values",
+            hint="--adopt without =strict says only that",
+        )
+        if self._strict and counter.ends and here:
+            self.refuse(error)
+        self.say(error.message)
+
     def end_of_guard(self, what: str) -> None:
         """The guarded training is over, and the script begins another one: it ends, or goes on without a guard."""
         error = as_error(what)
@@ -153,14 +166,6 @@ def scheduler_made_anew(kind: str) -> RollbackError:
         f"going back led into the first epoch, in which the script has made its {kind} anew: that has changed the "
         "learning rate, and this process cannot put it back",
         hint="a new attempt can: `rollback launch` starts one, else run the same command again",
-    )
-
-
-def counts_by_itself(where: str, counter: OwnCounter) -> str:
-    ends = ", and ends its loop by it" if counter.ends else ""
-    return (
-        f"the script counts with `{counter.name}` by itself ({where}){ends}: a rollback and a resume leave that count "
-        "behind. guard.keep is for such values"
     )
 
 

@@ -100,11 +100,15 @@ class ScriptSources:
         return any(loops.cycles_at(line) for _, loops, line in islice(self._callers(), 1))
 
     def counters(self) -> Iterator[tuple[str, OwnCounter]]:
-        """Those of the training loops in the files that were read, and where that is."""
+        """Those of the training loops in the files that were read that are not led, and where that is."""
         for name, loops in self._files.items():
             for counter in own_counters(loops):
                 if not (counter.led and name in self._steered):
                     yield f"{self._where(name)}line {counter.line}", counter
+
+    def is_here(self, counter: OwnCounter) -> bool:
+        """Whether it counts the batches of a loop that iterates the loader now, or that comes next."""
+        return any(loops.comes_to(counter.loop, line) for _, loops, line in self._callers())
 
     def ends_by_led_count(self) -> bool:
         """Whether it is a count that is led by which a training loop ends, for all that can be seen."""

@@ -434,15 +434,24 @@ def test_a_count_of_the_scripts_own_ends_its_loop(tmp_path: Path) -> None:
     ("what", "named"),
     [
         ("a count beside next", "`taken[0]` by itself (line 130), and ends its loop by it"),
-        ("a loop in another file", "`i` by itself (engine.py, line 7)"),
         ("next of a generator", "`step[0]` by itself (line 176), and ends its loop by it"),
         ("a limit of its own", "`itertools.islice(loader, 0, 4)` by itself (line 134), and ends its loop by it"),
     ],
 )
-def test_what_a_script_counts_by_itself_is_named_when_training_begins(tmp_path: Path, what: str, named: str) -> None:
-    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), what)
-    assert done.returncode == ExitCode.DONE, done.stdout
+@pytest.mark.parametrize("how", ["--adopt", "--adopt=strict"])
+def test_what_a_script_ends_by_is_named_when_training_begins_or_refused(
+    tmp_path: Path, how: str, what: str, named: str
+) -> None:
+    done = refused(tmp_path, how, str(PLAIN / "refused.py"), what)
+    assert done.returncode == (ExitCode.DONE if how == "--adopt" else ExitCode.USAGE), done.stdout
     assert f"counts with {named}" in done.stdout
+    assert bool(facts(tmp_path / "runs" / "refused", Finished)) == (how == "--adopt"), done.stdout
+
+
+def test_what_a_script_only_counts_is_named_when_training_begins(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a loop in another file")
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "counts with `i` by itself (engine.py, line 7)" in done.stdout
 
 
 def test_a_limit_of_the_batches_of_an_epoch_holds_behind_a_rollback(tmp_path: Path) -> None:

@@ -67,6 +67,12 @@ for epoch in range(3):
     for x in loader:
         update(x)
 """
+FILLED = (
+    "micro = [next(batches) for _ in range(4)]",
+    "for _ in range(4): micro.append(next(batches))",
+    "for _ in range(4): micro += [next(batches)]",
+)
+"""Lists of the batches of one update."""
 FOLDS = """
 for data in all_data:
     for train, test in folds.split(data):
@@ -96,6 +102,7 @@ def lines(source: str) -> tuple[list[int], list[int | None]]:
         ("for part in x.split(4):\n    f(part).backward()", [1], [None]),
         ("for x in loader:\n    f(x)", [], []),
         ("for i in range(9):\n    f(next(batches)).backward()", [], []),
+        *((f"for i in range(9):\n    {filled}\n    for x in micro: f(x).backward()", [], []) for filled in FILLED),
     ],
 )
 def test_it_is_the_loop_whose_body_calls_backward(source: str, batches: list[int], epochs: list[int | None]) -> None:
@@ -244,6 +251,13 @@ def test_what_enumerate_counts_is_led_unless_it_goes_on_from_where_it_was(call: 
         ("for i, x in zip(count(), loader):\n    f(x).backward()", [("zip(count(), loader)", 1, False, False)]),
         ("for x, y in zip(loader, other):\n    f(x).backward()", []),
         ("for s in range(60):\n    if s % 2: x = next(batches)\n    f(x).backward()", [("s", 1, True, False)]),
+        *(
+            (
+                f"for s in range(60):\n    {filled}\n    for i, x in enumerate(micro): f(x).backward()",
+                [("s", 1, True, False)],
+            )
+            for filled in FILLED
+        ),
         ("while True:\n    for micro in range(4):\n        f(next(batches)).backward()", []),
         ("for epoch in range(3):\n    for x in loader:\n        f(x).backward()\n    next(other)", []),
     ],
