@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -61,6 +62,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             unmet -= values
         for item in values_of:
             item.add_marker(pytest.mark.soak)
+    items[:] = _mixed(items)
+
+
+def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
+    """File by file, tests of real processes between those of this one: the former wait for one another half of the
+    time, the latter compute, and several workers use all cores with both at once."""
+    files = {path: [*of_file] for path, of_file in groupby(items, lambda item: item.path)}
+    here = [path for path in files if "unit" in path.parts]
+    apart = [path for path in files if "unit" not in path.parts]
+    rest = iter(here)
+    mixed = [path for each in apart for path in (each, *islice(rest, len(here) // len(apart)))]
+    return [item for path in (*mixed, *rest) for item in files[path]]
 
 
 @pytest.fixture
