@@ -95,7 +95,8 @@ class ScriptLoops:
         around_each = [(loop, self.around(loop)) for loop in self.drawing]
         turns = [
             found for loop, outer in around_each
-            if all(each in self.drawing for each in outer) and (found := turning_loop(self.tree, loop, outer))
+            if all(each in self.drawing for each in outer)
+            and (found := turning_loop(self.tree, loop, outer, self.reached_by))
         ]  # fmt: skip
         alone = len(turns) == 1 and not (self.batches or self.turning)
         self.by_turns = [each for each in turns if each.in_epochs or alone]
@@ -324,7 +325,11 @@ class ScriptLoops:
 
     def reached(self, loop: Loop) -> Iterator[ast.AST]:
         """The body, and the bodies of what it calls in this file."""
-        pending: list[ast.AST] = list(loop.body)
+        return self.reached_by(loop.body)
+
+    def reached_by(self, statements: list[ast.stmt]) -> Iterator[ast.AST]:
+        """These, and the bodies of what they call in this file."""
+        pending: list[ast.AST] = list(statements)
         entered: set[int] = set()
         while pending:
             for node in ast.walk(pending.pop()):

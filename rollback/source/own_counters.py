@@ -142,6 +142,15 @@ def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
     }
 
 
+def _begins_iterator(loops: ScriptLoops, loop: Loop) -> bool:
+    """Whether each turn of a loop begins an iterator, from which a loop in it takes: it goes over epochs."""
+    inner = [each for each in loops.training if each is not loop and each in loops.reached(loop)]
+    taken = {node for each in inner for node in loops.reached(each)}
+    caught = (node for node in loops.reached(loop) if isinstance(node, ast.ExceptHandler))
+    within = {item for handler in caught for item in ast.walk(handler)}
+    return any(is_call_of(node, "iter") and node not in taken | within for node in loops.reached(loop))
+
+
 def _limiting(loops: ScriptLoops) -> Iterator[OwnCounter]:
     """What else limits a loop over batches from outside, or counts; the `range` of one that goes by `next`."""
     for batches in loops.batches:
@@ -151,6 +160,8 @@ def _limiting(loops: ScriptLoops) -> Iterator[OwnCounter]:
                 ends = not is_call_of(call, "zip") or has_range(call)
                 yield OwnCounter(ast.unparse(call), call.lineno, ends, call in ours, batches)
     led = [*loops.steerable, *(each.loop for each in loops.by_turns)]
+    epochs = [loop for loop in loops.drawing if loop in loops.steerable or _begins_iterator(loops, loop)]
     for loop in loops.drawing:
-        if not loops.around(loop):  # one over the parts of an update is begun anew for each
+        parts = any(each in loops.training and each not in epochs for each in loops.around(loop))
+        if not parts and (loop in led or loop not in epochs):  # parts of an update are begun anew for each
             yield OwnCounter(ast.unparse(loop.target), loop.lineno, True, loop in led, loop)

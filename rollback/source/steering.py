@@ -12,9 +12,9 @@ TURNS, TAKE, TURNED = "__rollback_turns__", "__rollback_take__", "__rollback_tur
 """Names under which a script that `steered` has changed finds what steers it."""
 
 
-def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.Module, list[str]]:
+def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.Module, dict[str, int | None]]:
     """The script, or a module of its own, with its loops over epochs and its counts of batches steered; and the names
-    of these counts.
+    of these counts, with what each begins with, where the source tells.
 
     EPOCHS is told the epochs' range and where the loop is, MOVED begins another one, ENUMERATE and LIMIT know where in
     the data a batch is, COUNT what a count was there. TAKE takes a batch, and TURNS gives its number; where a batch has
@@ -35,12 +35,14 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.
                                             BODY
                                             steps += __rollback_count__(steps, 1, "steps", "script.py")
 
-        for i in range(40):             for i in __rollback_turns__(range(40), "script.py", 1, False):
+        for i in range(40):             for i in __rollback_turns__(range(40), "script.py", 1, False, ""):
             batch = next(batches)           try:
             BODY                                batch = __rollback_take__("script.py", 1, batches)
                                                 BODY
                                             except __rollback_turned__:
                                                 continue
+
+    Where a turn takes several batches, its number is a count, too: that of the name that TURNS is told.
     """
     loops = ScriptLoops(source, is_script=is_script)
     for loop in loops.batches:
@@ -57,10 +59,13 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.
             call.func = ast.copy_location(ast.Name(TAKE, ast.Load()), call.func)
             call.args[:0] = [ast.Constant(filename), ast.Constant(turning.loop.lineno)]
         if (numbers := loops.numbers(turning.loop)) is not None:
-            _number(turning.loop, numbers, TURNS, TURNED, filename, turning.in_epochs)
+            counted = turning.name if turning.several else ""
+            _number(turning.loop, numbers, TURNS, TURNED, filename, turning.in_epochs, counted)
     for loop, numbers in loops.steerable.items():
         _number(loop, numbers, EPOCHS, MOVED, filename)
-    return ast.fix_missing_locations(loops.tree), [count.name for count in counts]
+    begin: dict[str, int | None] = {count.name: None for count in counts}
+    begin |= {each.name: 0 for each in loops.by_turns if each.several}
+    return ast.fix_missing_locations(loops.tree), begin
 
 
 def _lead(count: LedCount, filename: str) -> None:
@@ -90,7 +95,7 @@ def _lead(count: LedCount, filename: str) -> None:
     body.insert(0, asked(body[0]))
 
 
-def _number(loop: ast.For, numbers: ast.expr, by: str, ended_by: str, filename: str, *others: bool) -> None:
+def _number(loop: ast.For, numbers: ast.expr, by: str, ended_by: str, filename: str, *others: bool | str) -> None:
     """Have `by` give a loop its numbers; `ended_by` ends a turn of it. numbers: what has its range, in its head."""
     place: list[ast.expr] = [ast.Constant(filename), ast.Constant(loop.lineno), *map(ast.Constant, others)]
     if numbers is loop.iter:

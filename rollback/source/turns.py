@@ -1,11 +1,12 @@
-"""Loops over a range that take one batch in each turn: `for i in range(n): batch = next(batches)`.
+"""Loops over a range that take one batch in each turn, `for i in range(n): batch = next(batches)`, or those of one
+update: `for i in range(n): micro = [next(batches) for _ in range(k)]`.
 
 Only those of which the file shows that nothing else takes from the iterator, and when it is made: for each epoch, in
 front of the loop and in the same block, or once.
 """
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from rollback.source.nodes import Loop, is_call_of, range_of
@@ -19,18 +20,29 @@ _NESTED = (
 
 @dataclass(frozen=True)
 class TurningLoop:
-    """takes: its calls of `next`, of which each turn comes to one. in_epochs: whether what they take from is made anew
-    for each epoch, around the loop; else the loop goes over the whole training."""
+    """takes: its calls of `next`. several: whether a turn may take several batches by them; else each takes one.
+    in_epochs: whether what they take from is made anew for each epoch, around the loop; else the loop goes over the
+    whole training."""
 
     loop: ast.For
     takes: tuple[ast.Call, ...]
+    several: bool
     in_epochs: bool
 
+    @property
+    def name(self) -> str:
+        """Of what counts the turns that take several, in this file."""
+        return f"{ast.unparse(self.loop.target)}, line {self.loop.lineno}"
 
-def turning_loop(tree: ast.Module, loop: ast.For, around: list[Loop]) -> TurningLoop | None:
+
+def turning_loop(
+    tree: ast.Module, loop: ast.For, around: list[Loop], reached: Callable[[list[ast.stmt]], Iterable[ast.AST]]
+) -> TurningLoop | None:
     """What a loop over a range is that trains and calls `next`, if it is such a loop. around: all loops that come to
-    it, also by way of functions."""
-    takes = _takes(loop)
+    it, also by way of functions. reached: all that statements come to, by way of functions too."""
+    takes, several = _takes(loop), False
+    if takes is None and _updates_behind_takes(loop, reached):
+        takes, several = _takes(loop, several=True), True
     block = next((block for block in _blocks(tree) if any(part is loop for part in block)), None)
     if takes is None or block is None or len(around) > 1:
         return None
@@ -44,7 +56,19 @@ def turning_loop(tree: ast.Module, loop: ast.For, around: list[Loop]) -> Turning
     if len(made) != 1 or elsewhere or (around and anew) or not _begins_alike(loop):
         return None
     iterates = any(is_call_of(node, "iter") for node in ast.walk(made[0].value))
-    return TurningLoop(loop, takes, bool(around)) if iterates or not around else None
+    return TurningLoop(loop, takes, several, bool(around)) if iterates or not around else None
+
+
+def _updates_behind_takes(loop: ast.For, reached: Callable[[list[ast.stmt]], Iterable[ast.AST]]) -> bool:
+    """Whether each turn makes one update, for all that the file shows: behind the statements that take batches."""
+    takes = [at for at, part in enumerate(loop.body) if any(is_call_of(node, "next") for node in ast.walk(part))]
+    updates = [at for at, part in enumerate(loop.body) if any(map(_is_step, reached([part])))]
+    return bool(takes and updates) and max(takes) < min(updates)
+
+
+def _is_step(node: ast.AST) -> bool:
+    """`optimizer.step()`, whatever it is called; a scheduler's, too."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step"
 
 
 def _begins_alike(loop: ast.For) -> bool:
@@ -60,16 +84,18 @@ def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
             yield node.body
 
 
-def _takes(loop: ast.For) -> tuple[ast.Call, ...] | None:
-    """The calls of `next` in a loop's body if each turn takes one batch by them: one, and others that catch its end."""
+def _takes(loop: ast.For, *, several: bool = False) -> tuple[ast.Call, ...] | None:
+    """The calls of `next` in a loop's body if each turn takes one batch by them: one, and others that catch its end.
+
+    several: if it takes so many as loops over a range in the body's statements say."""
     calls = [node for node in ast.walk(loop) if is_call_of(node, "next")]
-    direct, caught = _direct(loop.body)
+    direct, caught = _direct(loop.body, several=several)
     names = {ast.unparse(call.args[0]) for call in calls if call.args}
-    if len(direct) != 1 or len(direct) + len(caught) != len(calls) or len(names) != 1:
+    if (len(direct) != 1 and not several) or len(direct) + len(caught) != len(calls) or len(names) != 1:
         return None
-    taking = next(place for place, part in enumerate(loop.body) if any(node is direct[0] for node in ast.walk(part)))
-    for node in (node for part in loop.body[: taking + 1] for node in ast.walk(part)):
-        if isinstance(node, ast.Continue):
+    places = [place for place, part in enumerate(loop.body) if any(node in calls for node in ast.walk(part))]
+    for node in (node for part in loop.body[: places[-1] + 1] for node in ast.walk(part)):
+        if isinstance(node, ast.Continue) or (several and isinstance(node, ast.Break)):
             return None  # a turn may take none
         if isinstance(node, ast.ExceptHandler) and (node.type is None or "BaseException" in ast.unparse(node.type)):
             return None  # it may catch what ends a turn
@@ -77,18 +103,27 @@ def _takes(loop: ast.For) -> tuple[ast.Call, ...] | None:
     return takes if all(len(call.args) == 1 and isinstance(call.args[0], ast.Name) for call in takes) else None
 
 
-def _direct(body: Iterable[ast.AST], *, caught: bool = False) -> tuple[list[ast.Call], list[ast.Call]]:
+def _direct(body: Iterable[ast.AST], *, several: bool, caught: bool = False) -> tuple[list[ast.Call], list[ast.Call]]:
     """The calls of `next` that each turn comes to, and those in handlers of errors."""
     found: tuple[list[ast.Call], list[ast.Call]] = [], []
     for node in body:
-        if isinstance(node, _NESTED):
+        if isinstance(node, _NESTED) and not (several and _is_repeated(node)):
             continue
         if is_call_of(node, "next"):
             found[caught].append(node)
-        within = _direct(ast.iter_child_nodes(node), caught=caught or isinstance(node, ast.ExceptHandler))
+        catches = caught or isinstance(node, ast.ExceptHandler)
+        within = _direct(ast.iter_child_nodes(node), several=several, caught=catches)
         found[0].extend(within[0])
         found[1].extend(within[1])
     return found
+
+
+def _is_repeated(node: ast.AST) -> bool:
+    """Whether it does something as often as a range is long."""
+    match node:
+        case ast.For(iter=numbers, orelse=[]) | ast.ListComp(generators=[ast.comprehension(iter=numbers, ifs=[])]):
+            return is_call_of(numbers, "range")
+    return False
 
 
 def _is_stored(node: ast.expr) -> bool:

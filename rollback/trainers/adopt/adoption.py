@@ -86,7 +86,7 @@ class Adoption:
         """Compile it, with its epochs and its counts of batches steered, as are those of the modules that it imports.
 
         Raises SyntaxError as Python does."""
-        turns = TurningLoops(self._handed, self._sources.demands)
+        turns = TurningLoops(self._handed, self._counts, self._sources.demands)
         led: dict[str, Any] = {ENUMERATE: partial(numbered, self._handed), LIMIT: partial(limit, self._handed)}
         led |= {EPOCHS: self._loops.epochs, MOVED: EpochMoved, COUNT: self._counts.added}
         vars(builtins).update({**led, TURNS: turns.turns, TAKE: turns.take, TURNED: Turned})

@@ -28,8 +28,8 @@ class ScriptSources:
     def __init__(self) -> None:
         self._files: dict[str, ScriptLoops] = {}
         self._script = ""
-        self._steered: dict[str, list[str]] = {}
-        """Those that are, each with the names of the counts that are led in it."""
+        self._steered: dict[str, dict[str, int | None]] = {}
+        """Those that are, each with the counts that are led in it, as `steered` tells them."""
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """The script, steered. Raises SyntaxError as Python does."""
@@ -115,9 +115,9 @@ class ScriptSources:
         ending = any(counter.ends for loops in self._files.values() for counter in own_counters(loops))
         return ending and not any(counter.ends for _, counter in self.counters())
 
-    def led_counts(self) -> Iterator[tuple[str, str]]:
-        """Name and file of each that is led."""
-        return ((count, name) for name in self._files for count in self._steered.get(name, ()))
+    def led_counts(self) -> Iterator[tuple[str, str, int | None]]:
+        """Name and file of each that is led, and what it begins with, where that is known."""
+        return ((count, name, first) for name in self._files for count, first in self._steered.get(name, {}).items())
 
     def _where(self, name: str) -> str:
         return "" if name == self._script else f"{os.path.basename(name)}, "

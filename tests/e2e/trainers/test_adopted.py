@@ -676,17 +676,20 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 fault, at = sys.argv[1], 23
 calls = [0]
 
-def train(x, *numbers):
+def backward(x, *numbers):
     optimizer.param_groups[0]["lr"] = 0.1 / (1 + sum(numbers))
     loss = model(x).square().mean()
     strikes = calls[0] == at and os.environ.get("ROLLBACK_ATTEMPT") == "1"
     calls[0] = calls[0] + 1
     (loss * float("nan") if strikes and fault == "nan" else loss).backward()
-    optimizer.step()
-    optimizer.zero_grad()
     print("trained", *numbers)
     if strikes and fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+
+def train(x, *numbers):
+    backward(x, *numbers)
+    optimizer.step()
+    optimizer.zero_grad()
 
 """
 COUNTED = {
@@ -716,6 +719,29 @@ for epoch in range(4):
     for i in range(len(loader) - 1):
         x = next(batches)
         train(x, epoch, i)
+""",
+    "turns of several, in epochs": """
+for epoch in range(5):
+    batches = iter(loader)
+    for number in range(4):
+        micro = []
+        for _ in range(3 if number < 3 else 1):
+            micro += [next(batches)]
+        for x in micro:
+            backward(x, epoch, number)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "turns of several": """
+batches = iter(x for _ in range(9) for x in loader)
+done = 0
+for number in range(15):
+    for _ in range(3):
+        backward(next(batches), number)
+    optimizer.param_groups[0]["weight_decay"] = done / 100
+    optimizer.step()
+    optimizer.zero_grad()
+    done += 1
 """,
     "turns of an iterator that is begun anew": """
 batches = iter(loader)

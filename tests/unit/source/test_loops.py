@@ -258,6 +258,16 @@ def test_what_enumerate_counts_is_led_unless_it_goes_on_from_where_it_was(call: 
             )
             for filled in FILLED
         ),
+        # epochs, whatever takes their batches
+        ("for e in range(3):\n  it = iter(loader)\n  while True:\n    f(next(it)).backward()", []),
+        ("for e in range(3):\n  it, i = iter(loader), 0\n  while i < 9:\n    f(next(it)).backward()\n    i += 1",
+         [("i", 5, True, False)]),
+        ("def one(it):\n  for s in range(9):\n    if s: f(next(it)).backward()\nfor e in range(3):\n  one(iter(load))",
+         [("s", 2, True, False)]),
+        ("for s in range(9):\n  if s: x = next(it)\n  try: x = next(it)\n  except StopIteration: it = iter(loader)\n"
+         "  f(x).backward()", [("s", 1, True, False)]),
+        ("for s in range(9):\n  if s: x = next(it)\n  for m in range(3):\n    f(next(it)).backward()",
+         [("s", 1, True, False)]),
         ("while True:\n    for micro in range(4):\n        f(next(batches)).backward()", []),
         ("for epoch in range(3):\n    for x in loader:\n        f(x).backward()\n    next(other)", []),
     ],

@@ -102,6 +102,19 @@ TAKEN = """
 """
 
 
+SEVERAL = """
+    batches = iter(loader)
+    def update(x):
+        optimizer.step()
+    for i in range(3):
+        GATHERED
+        for x in micro:
+            f(x).backward()
+        optimizer.step()
+"""
+DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
+
+
 @pytest.mark.parametrize(
     ("source", "led"),
     [
@@ -113,6 +126,17 @@ TAKEN = """
         (in_loop("def one()", TAKEN) + "for e in range(2):\n  one()", [True]),
         # more than one in a turn, or less
         (TAKEN.replace("x = next(batches)", "x = next(batches)\n        x = next(batches)"), []),
+        (SEVERAL.replace("GATHERED", "micro = [next(batches) for _ in range(k)]"), [False]),
+        (SEVERAL.replace("GATHERED", "for _ in range(k): micro += [next(batches)]"), [False]),
+        (DIRECT.replace("GATHERED", "for _ in range(k): f(next(batches)).backward()"), [False]),
+        (DIRECT.replace("GATHERED", "f(next(batches)).backward()\n        f(next(batches)).backward()"), [False]),
+        (in_loop("for e in range(2)", SEVERAL.replace("GATHERED", "micro = [next(batches) for _ in range(k)]")),
+         [True]),
+        (SEVERAL.replace("GATHERED", "while len(micro) < 3: micro += [next(batches)]"), []),
+        (SEVERAL.replace("GATHERED", "micro = [next(batches) for _ in range(k) if i]"), []),
+        (SEVERAL.replace("GATHERED", "for _ in range(k):\n          if i: break\n          f(next(batches))"), []),
+        (SEVERAL.replace("GATHERED", "for _ in range(k): f(next(batches)).backward(); optimizer.step()"), []),
+        (SEVERAL.replace("GATHERED", "for _ in range(k): update(next(batches))"), []),
         (TAKEN.replace("x = next(batches)", "if i % 2: x = next(batches)"), []),
         (TAKEN.replace("x = next(batches)", "for _ in range(2): f(next(batches)).backward()\n        x = 0"), []),
         (TAKEN.replace("next(batches)", "next(iter(loader))"), []),
@@ -138,7 +162,9 @@ TAKEN = """
         (textwrap.dedent(TAKEN) * 2, []),
     ],
 )  # fmt: skip
-def test_a_loop_over_a_range_that_takes_one_batch_in_each_turn_is_led(source: str, led: list[bool]) -> None:
+def test_a_loop_over_a_range_that_takes_the_batches_of_an_update_in_each_turn_is_led(
+    source: str, led: list[bool]
+) -> None:
     assert [each.in_epochs for each in ScriptLoops(textwrap.dedent(source)).by_turns] == led
 
 
@@ -152,7 +178,7 @@ def test_such_a_loop_begins_another_turn_where_it_is_told_to() -> None:
         return next(batches)
 
     log: list[tuple[int, str]] = []
-    turns = lambda numbers, filename, line, in_epochs: [*numbers, 9]  # noqa: E731
+    turns = lambda numbers, filename, line, in_epochs, counted: [*numbers, 9]  # noqa: E731
     run(TAKEN, log=log, **{TURNS: turns, TAKE: take})
     assert log == [(0, "a"), (2, "b"), (9, "c")]
     assert {*taken} == {("script.py", 3)}

@@ -1,5 +1,6 @@
 """What a script's own counts are behind a load, and which turn a batch belongs to."""
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,14 @@ def test_a_new_process_goes_on_with_what_it_was() -> None:
     assert again.train(1) == 8
 
 
+def test_a_new_process_that_goes_back_to_before_the_first_batch_begins_as_its_script_does() -> None:
+    script = Counting(5)
+    script.count.load_state_dict({"value": 9})
+    assert script.train(1) == 10
+    script.count.begin_anew()
+    assert script.train(1) == 6
+
+
 @pytest.mark.parametrize("load", [Count.begin_anew, lambda count: count.load_state_dict({"value": None})])
 def test_a_return_to_before_the_first_batch_begins_with_what_the_process_had(load: Any) -> None:
     script, untouched = Counting(5), Counting(5)
@@ -70,7 +79,7 @@ def test_what_is_no_whole_number_and_what_no_guard_keeps_is_added_as_the_script_
     counts = Counts(handed, said.append)
     assert counts.added(4, 1, "n", "script.py") == 1
     guard: Any = SimpleNamespace(keep=lambda **named: kept.update(named))
-    counts.keep(guard, [("n", "/at/script.py"), ("n", "/another/script.py")])
+    counts.keep(guard, [("n", "/at/script.py", None), ("n", "/another/script.py", None)])
     assert [*kept] == ["count n of script.py", "count n of script.py 1"]
     kept["count n of script.py"].load_state_dict({"value": 7})
     handed.batches += 1
@@ -88,7 +97,7 @@ class Script:
     def __init__(self, *, in_epochs: bool, stands: int = 0, moves: dict[int, int] | None = None, end: int = 99) -> None:
         self.guard: Any = SimpleNamespace(batch=stands, batch_in_epoch=stands)
         self.handed, self.moves, self.end = HandedOut(self.guard), dict(moves or {}), end
-        self.loops = TurningLoops(self.handed, lambda: True)
+        self.loops = TurningLoops(self.handed, Counts(self.handed, print), lambda: True)
         self.in_epochs = in_epochs
 
     def batches(self) -> Iterator[int]:
@@ -104,7 +113,7 @@ class Script:
 
     def train(self) -> list[tuple[int, int]]:
         done, batches = [], self.batches()
-        for number in self.loops.turns(range(9), "script.py", 1, self.in_epochs):
+        for number in self.loops.turns(range(9), "script.py", 1, self.in_epochs, ""):
             try:
                 done.append((number, self.loops.take("script.py", 1, batches)))
             except Turned:
@@ -140,6 +149,57 @@ def test_an_epoch_that_falls_short_is_over_and_data_that_are_too_short_are_told(
             script.train()
 
 
+class Updates(Script):
+    """Its turns take three batches each. loads: the number of the turn that is loaded as a batch is handed out."""
+
+    def __init__(
+        self, *, loads: dict[int, int] | None = None, owed: int | None = None, in_epochs: bool = False
+    ) -> None:
+        super().__init__(in_epochs=in_epochs)
+        self.loads, counts = dict(loads or {}), Counts(self.handed, print)
+        self.loops = TurningLoops(self.handed, counts, lambda: True)
+        self.guard.keep = lambda **named: None
+        counts.keep(self.guard, [("turns", "script.py", 0)])
+        count = counts.of("turns", "script.py")
+        assert count is not None
+        self.count = count
+        if owed is not None:
+            self.count.load_state_dict({"value": owed})
+
+    def batches(self) -> Iterator[int]:
+        for item in itertools.count():
+            if item in self.loads:
+                self.count.load_state_dict({"value": self.loads.pop(item)})
+            self.handed.batches += 1
+            yield item
+
+    def train(self) -> list[tuple[int, int]]:
+        done, batches = [], self.batches()
+        for number in self.loops.turns(range(4), "script.py", 1, self.in_epochs, "turns"):
+            try:
+                taken = [self.loops.take("script.py", 1, batches) for _ in range(3)]
+            except Turned:
+                continue
+            done.append((number, taken[0]))
+        return done
+
+
+@pytest.mark.parametrize("in_epochs", [False, True])
+def test_a_turn_of_several_batches_has_the_number_that_checkpoints_have(in_epochs: bool) -> None:
+    def train(**given: Any) -> list[tuple[int, int]]:
+        script = Updates(in_epochs=in_epochs, **given)
+        done = script.train()
+        assert script.count.state_dict() == {"value": 0 if in_epochs else 4}, "of the turn that begins next"
+        return done
+
+    assert train() == [(0, 0), (1, 3), (2, 6), (3, 9)]
+    assert train(owed=2) == [(2, 0), (3, 3)]
+    assert train(loads={6: 1}) == [(0, 0), (1, 3), (1, 6), (2, 9), (3, 12)]
+    assert train(loads={9: 3}) == [(0, 0), (1, 3), (2, 6), (3, 9)]
+    assert train(loads={4: 0}) == [(0, 0), (0, 4), (1, 7), (2, 10), (3, 13)], "the update in its midst is another one"
+    assert train(loads={4: 1}) == [(0, 0), (1, 4), (2, 7), (3, 10)]
+
+
 def test_a_loop_that_is_begun_again_goes_on_behind_the_one_before() -> None:
     script = Script(in_epochs=False)
     first = script.train()
@@ -155,25 +215,25 @@ def test_a_loop_that_is_begun_again_goes_on_behind_the_one_before() -> None:
 def test_a_loop_that_is_begun_again_behind_one_that_was_broken_off_is_left_as_it_is() -> None:
     script = Script(in_epochs=False)
     batches = script.batches()
-    for number in script.loops.turns(range(9), "script.py", 1, False):
+    for number in script.loops.turns(range(9), "script.py", 1, False, ""):
         script.loops.take("script.py", 1, batches)
         if number == 4:
             break
     for place in (5, 6):
         numbers = range(9)
-        assert script.loops.turns(numbers, "script.py", 1, False) is numbers
+        assert script.loops.turns(numbers, "script.py", 1, False, "") is numbers
         assert script.loops.take("script.py", 1, batches) == place
 
 
 def test_items_of_several_batches_have_no_place() -> None:
     script = Script(in_epochs=False)
     pairs = zip(script.batches(), script.batches(), strict=False)
-    turns = script.loops.turns(range(3), "script.py", 1, False)
+    turns = script.loops.turns(range(3), "script.py", 1, False, "")
     assert [(number, len(script.loops.take("script.py", 1, pairs))) for number in turns] == [(0, 2), (1, 2), (2, 2)]
 
 
 def test_what_is_no_range_is_left_as_it_is() -> None:
     script = Script(in_epochs=False)
     numbers = [3, 4]
-    assert script.loops.turns(numbers, "script.py", 1, False) is numbers
+    assert script.loops.turns(numbers, "script.py", 1, False, "") is numbers
     assert script.loops.take("script.py", 1, iter([5])) == 5
