@@ -130,3 +130,23 @@ def test_hosts_apart_end_a_hang_go_back_on_request_and_stop_together(tmp_path: P
         assert fleet.wait() == [0, 0], fleet.told()
         assert facts(leader.root, Attached)[-1].step > 0, fleet.told()
         fleet.require_as_undisturbed()
+
+
+@pytest.mark.soak
+def test_an_order_is_carried_out_though_the_leader_that_has_it_is_lost_before_the_bucket_knows(tmp_path: Path) -> None:
+    """It came when the run was just ending. The bucket says that the run is complete; the other host has met a leader
+    that did not say so."""
+    with fleet_of(2, tmp_path, TOY) as fleet:
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        leader = fleet.run(0)
+        kept = facts(leader.root, Committed)[-2].step
+        submit(leader, Request(order="rewind", to=kept, who="test", at=now()))
+        fleet.launch(flags=("--node-timeout", "20"))
+        fleet.until(lambda: fleet.told().count("node-1: following") == 2)
+        fleet.hosts[0].lose()
+        assert fleet.wait(1) == [75], fleet.told()
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert 15 < facts(leader.root, Restored)[-1].step <= kept, fleet.told()
+        fleet.require_as_undisturbed()
