@@ -158,6 +158,11 @@ class CheckpointForbidden(CheckpointUnreadable, exit_code=ExitCode.IO):
     """This user may not read a checkpoint. Nothing speaks against it, and somebody has to act before another try."""
 
 
+class CheckpointOutOfReach(CheckpointUnreadable, exit_code=ExitCode.RESUMABLE):
+    """A host cannot get its copy of a checkpoint: the ring's URL does not answer there, or its disk is full. Nothing
+    speaks against the checkpoint, and no other one could be had."""
+
+
 LET_IT_BE_READ = (
     "nothing was changed, and the checkpoint may be sound: let the user that runs the job read it (chown, chmod), then "
     "run the same command again; to go on from an older one, move it out of the ring"

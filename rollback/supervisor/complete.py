@@ -19,9 +19,11 @@ from rollback.config import Settings
 from rollback.errors import RollbackError
 from rollback.facts.training import Finished, RunEnded
 from rollback.instructions import LOGS_SPECS, MODULE
-from rollback.ring.url.index import read_indexes
+from rollback.ring.url.fetch import require_same_run
+from rollback.ring.url.index import checkpoint_key, read_indexes
 from rollback.ring.url.record import download_beginning_with
 from rollback.ring.url.store import Store
+from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import EarlierAttempts, read_past
@@ -69,15 +71,23 @@ def nothing_left(
     return None if end is None else _nothing_behind(end, past, job, settings, say)
 
 
-def nothing_left_at(store: Store, job: LaunchedJob, settings: Settings, say: Callable[[str], None]) -> str | None:
+def nothing_left_at(
+    store: Store, own: RunPaths, begun: int, job: LaunchedJob, settings: Settings, say: Callable[[str], None]
+) -> str | None:
     """As `nothing_left`, by the record at the ring's URL: for a node that meets nobody. None also where that record
-    cannot be read."""
+    cannot be read, or is not all there is.
+
+    own: this node's run directory, in which there may be requests. begun: the last attempt that this node knows of.
+    """
     with contextlib.suppress(RollbackError, OSError), tempfile.TemporaryDirectory(prefix="rollback-ring-") as made:
         paths = RunPaths(Path(made))
         if indexes := read_indexes(store):
+            if (identity := read_identity(own)) is not None:
+                require_same_run(store.url, indexes[0], own, identity.run_id)
             download_beginning_with(store, indexes[0], ("run.json", "journal/"), paths.root)
             past = read_past(paths)
-            if (end := _completed(paths, past, indexes[0].checkpoints.__contains__)) is not None:
+            end = _completed(own, past, lambda name: store.size(checkpoint_key(name)) is not None)
+            if end is not None and past.last_attempt >= begun:
                 return _nothing_behind(end, past, job, settings, say)
     return None
 
@@ -101,7 +111,7 @@ def _nothing_behind(
 def _completed(paths: RunPaths, past: EarlierAttempts, is_there: Callable[[str], bool]) -> Finished | None:
     """The end of a run that a supervisor saw; None where something happened after it, or a request is open.
 
-    is_there: whether there is a checkpoint of that name.
+    paths: where requests are. is_there: whether there is a checkpoint of that name.
     """
     history = past.train.history
     last = past.supervisor[-1] if past.supervisor else None

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rollback.checkpoints.fast_tier import slots
@@ -29,7 +30,7 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts, LaunchOrder
 from rollback.supervisor.buddy.buddy import Buddy
-from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
+from rollback.supervisor.claim import Claim, EarlierAttempts, claim_or_stand_in, read_past
 from rollback.supervisor.complete import nothing_left, nothing_left_at
 from rollback.supervisor.draining import reach
 from rollback.supervisor.journal import SupervisorJournal
@@ -127,9 +128,10 @@ class HostLaunch:
         """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
         paths = self.order.paths
         beside = self._follower(place, SharedMeeting(paths, place.most))
-        again = False
+        called: int | None = None  # for which attempt the last leader called its nodes; 0: it came to none
         while True:
             past = read_past(paths)
+            follower = beside
             try:
                 claim = Claim(paths, past)
             except RunInUse as in_use:
@@ -138,8 +140,8 @@ class HostLaunch:
             else:
                 try:
                     found = find_meeting(
-                        paths, place, self.order.settings.ring, self.say, self.signals, self._nothing_left_at_url,
-                        again=again,
+                        paths, place, self.order.settings.ring, self.say, self.signals,
+                        partial(self._nothing_left_at_url, past, called), again=called is not None,
                     )  # fmt: skip
                 except BaseException:
                     _let_go(claim, paths)
@@ -151,20 +153,24 @@ class HostLaunch:
                 with _staying_apart(meeting, self.host):
                     if leads:
                         return self.lead(claim, meeting)
+                    follower = self._follower(place, meeting)
                     try:
-                        verdict = self._follower(place, meeting).follow()
+                        verdict = follower.follow()
                     finally:
                         _let_go(claim, paths)
             if verdict is not None and verdict.refuses is not None:
                 raise verdict.as_error()
             if verdict is not None:
                 return verdict
-            again = True
+            called = follower.called
 
-    def _nothing_left_at_url(self) -> str | None:
-        if self.store is None or not self.order.fetches:
+    def _nothing_left_at_url(self, past: EarlierAttempts, called: int | None) -> str | None:
+        """called: 0: the last leader was lost before it could say whether anything is left."""
+        order = self.order
+        if self.store is None or not order.fetches or called == 0:
             return None
-        return nothing_left_at(self.store, self.order.job, self.order.settings, self.say)
+        begun = max(past.last_attempt, called or 0)
+        return nothing_left_at(self.store, order.paths, begun, order.job, order.settings, self.say)
 
     def _follower(self, place: NodePlace, meeting: Meeting) -> Follower:
         order, ring = self.order, self.order.settings.ring

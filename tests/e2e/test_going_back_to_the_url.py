@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from toy import Hook, Toy, facts, history, require_same, told_from_the_start, tr
 
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.format.manifest import read_manifest
+from rollback.errors import CheckpointDamaged, CheckpointOutOfReach
 from rollback.facts.training import Drained, Fetched, Planned, Quarantined, Restored, Saving, Trouble
 from rollback.ring import drainer
 from rollback.ring.url import store as storing
@@ -276,3 +278,21 @@ def test_a_host_that_has_another_runs_checkpoint_by_that_name_gets_the_one_that_
     assert HostCopies(second, ranks, URL).bring(name) is None
     assert read_manifest(second.checkpoint(name)).content == wanted
     assert HostCopies(second, ranks, None).bring(name) is None, "it needs no copy any more"
+
+
+def test_a_checkpoint_that_a_host_cannot_reach_is_not_taken_for_a_damaged_one(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = RunPaths(tmp_path / "first"), RunPaths(tmp_path / "second")
+    train(Toy(samples=60, settings={**SETTINGS, "ring": URL}), first.root)
+    name = ring.names(first)[-1]
+    ranks: Any = SecondHost(read_manifest(first.checkpoint(name)).content)
+    bucket.fail(0, "for ever")
+    assert isinstance(HostCopies(second, ranks, URL).bring(name), CheckpointOutOfReach)
+    bucket.heal()
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1, used=1, free=0))
+        assert isinstance(HostCopies(second, ranks, URL).bring(name), CheckpointOutOfReach)
+    bucket.objects.clear()
+    fault = HostCopies(second, ranks, URL).bring(name)
+    assert type(fault) is CheckpointDamaged, "it is there no more"

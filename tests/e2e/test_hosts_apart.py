@@ -7,12 +7,13 @@ from pathlib import Path
 import hosts
 import pytest
 from disks import disk_of, fill
-from fleet import fleet_of
+from fleet import Fleet, fleet_of
+from s3_server import serving_s3
 from toy import Toy, facts, supervisor_facts
 
 from rollback.checkpoints import ring
 from rollback.errors import RunDirectoryError
-from rollback.facts.training import Attached, AttemptEnded, Committed, Hung, Restored, Stopped
+from rollback.facts.training import Attached, AttemptEnded, Committed, Hung, Quarantined, Restored, Stopped
 from rollback.inspect.audit.reading import require_run_directory
 from rollback.rundir.lock import launch_of
 from rollback.rundir.records import read_skipped
@@ -130,3 +131,47 @@ def test_hosts_apart_end_a_hang_go_back_on_request_and_stop_together(tmp_path: P
         assert fleet.wait() == [0, 0], fleet.told()
         assert facts(leader.root, Attached)[-1].step > 0, fleet.told()
         fleet.require_as_undisturbed()
+
+
+@pytest.mark.soak
+def test_an_order_is_carried_out_though_the_leader_that_has_it_is_lost_before_the_bucket_knows(tmp_path: Path) -> None:
+    """It came when the run was just ending. The bucket says that the run is complete; the other host has met a leader
+    that did not say so."""
+    with fleet_of(2, tmp_path, TOY) as fleet:
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        leader = fleet.run(0)
+        kept = facts(leader.root, Committed)[-2].step
+        submit(leader, Request(order="rewind", to=kept, who="test", at=now()))
+        fleet.launch(flags=("--node-timeout", "20"))
+        fleet.until(lambda: fleet.told().count("node-1: following") == 2)
+        fleet.hosts[0].lose()
+        assert fleet.wait(1) == [75], fleet.told()
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert 15 < facts(leader.root, Restored)[-1].step <= kept, fleet.told()
+        fleet.require_as_undisturbed()
+
+
+@pytest.mark.soak
+def test_a_host_that_cannot_reach_the_bucket_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was lost, comes back, and is cut off from the bucket from the moment it follows."""
+    with hosts.hosts_on_a_switch(2) as two:
+        bucket = f"{two[0].address.rpartition('.')[0]}.254"
+        with serving_s3(monkeypatch, "bucket", bucket):
+            fleet = Fleet(two, tmp_path, TOY.but(samples=3000), "s3://bucket/run")
+            fleet.launch()
+            fleet.until(lambda: fleet.reached(100))
+            fleet.lose(1)
+            fleet.launch(1)
+            fleet.until(lambda: fleet.told().count("node-1: following") == 2)
+            route = ["ip", "-n", two[1].name, "route"]
+            subprocess.run([*route, "add", "blackhole", bucket], check=True)
+            assert fleet.wait() == [75, 75], fleet.told()
+            subprocess.run([*route, "del", "blackhole", bucket], check=True)
+            fleet.launch()
+            assert fleet.wait() == [0, 0], fleet.told()
+            assert not facts(fleet.run(0).root, Quarantined), fleet.told()
+            fleet.require_as_undisturbed()

@@ -406,6 +406,20 @@ def test_a_run_that_is_to_end_before_where_it_stands_goes_back_first_as_it_was_a
     require_same(portrait, same_skips_from_the_start(shorter, run, tmp_path / "fresh"), "shortened")
 
 
+@pytest.mark.parametrize(("loop", "to"), [("range", 74), *soak(("range", 34), ("epochs", 74), ("epochs", 34))])
+def test_a_run_that_is_complete_goes_back_at_its_next_start(tmp_path: Path, forker: Forker, loop: str, to: int) -> None:
+    """It was asked to when it was just ending. Its last pass begins again only for what the script does behind it, and
+    would have no batch."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    toy = TOY.but(samples=160, epochs=2, loop=loop).with_settings(keep=8)  # 40 batches each
+    forker.finish(toy, run, log=log)
+    hand_in(run, "rewind", to=to, skip=[to + 1, to + 3])
+    portrait = forker.finish(toy, run, log=log)
+    assert [carried_out for carried_out, _ in answers(run).values()] == [True]
+    require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "went back from its end")
+    assert history(run).finished is not None
+
+
 @pytest.mark.parametrize("kind", ["plan", "restored", *soak("request", "incident", "outcome")])
 def test_a_rewind_that_a_crash_interrupts_is_carried_out_once(
     tmp_path: Path, forker: Forker, as_if_never_there: dict[str, str], kind: str

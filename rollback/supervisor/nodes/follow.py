@@ -61,6 +61,11 @@ class Follower:
         self._last: Orders | None = None  # of who leads, or led before
         self._waits = False  # the last attempt that was ordered has no part for this node
 
+    @property
+    def called(self) -> int:
+        """The last attempt for which the leader has called its nodes; 0: none."""
+        return self._last.attempt if self._last is not None else 0
+
     def follow(self, in_use: RunInUse | None = None) -> RunResult | None:
         """Follow the leader. Returns how the run ended; None: the leader is gone.
 

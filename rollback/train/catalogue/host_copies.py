@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.errors import RollbackError
+from rollback.errors import CheckpointDamaged, CheckpointOutOfReach, RollbackError
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.train.catalogue.remote import CheckpointDownload, end_of
@@ -24,8 +24,8 @@ class HostCopies:
     ) -> None:
         self._paths, self._ranks, self._url, self._show = paths, ranks, url, show
 
-    def bring(self, name: str) -> str | None:
-        """Collective: make sure that every host has a checkpoint. Returns the fault in words; None: all have it."""
+    def bring(self, name: str) -> CheckpointDamaged | None:
+        """Collective: make sure that every host has a checkpoint. Returns the fault; None: all have it."""
         # One that this host has from elsewhere, of another run that was wiped on the other hosts, may have that name.
         own = self._whole(name) if self._ranks.first_in_directory else None
         first = self._ranks.from_first(own)
@@ -33,7 +33,9 @@ class HostCopies:
         if self._ranks.all_of(not gets):
             return None
         if self._url is None:
-            return f"not every host has {name} in its run directory, and there is no ring at a URL to get it from"
+            return CheckpointDamaged(
+                f"not every host has {name} in its run directory, and there is no ring at a URL to get it from"
+            )
         self._show("fetching")
         fault, download = None, None
         if gets:
@@ -42,9 +44,13 @@ class HostCopies:
                 download = CheckpointDownload(self._paths, self._url, name)
             except OSError as error:
                 fault = f"making room for {name} in {self._paths.ring}: {error}"
-        fault = self._ranks.first_fault(end_of(download, self._ranks, fault).get("fault"))
+        seen = end_of(download, self._ranks, fault)
+        out_of_reach = self._ranks.first_fault(None if seen.get("damaged") else seen.get("fault"))
+        damaged = self._ranks.first_fault(seen.get("fault") if seen.get("damaged") else None)
         self._show("restoring")
-        return fault
+        if damaged is not None:
+            return CheckpointDamaged(damaged)
+        return CheckpointOutOfReach(out_of_reach) if out_of_reach is not None else None
 
     def _whole(self, name: str) -> str | None:
         """Which checkpoint it is (`Manifest.content`); None: it is not here, or not whole."""

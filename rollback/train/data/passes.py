@@ -12,7 +12,7 @@ A *pass* is one `for batch in guard`. Pass p covers epoch p. Two things change t
 A run resumes after the last batch of an epoch only if the script says that it may (`Guard.epochs`, resume_between).
 Every other resumed pass has at least one batch, and the code after its loop works. The one exception is a complete run
 that goes on: its last pass begins again and ends at once, so that the script does its work after the pass, and the next
-pass begins.
+pass begins. Where an operator has asked the run to go back, it does so first, and that pass has batches.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -160,6 +160,8 @@ class Passes:
             self.state = PassState.INTERRUPTED
         elif behind:
             self.cross()
+        if self.state is PassState.OVER and self.replaying:
+            self.state = PassState.OPEN
 
     @property
     def replaying(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.errors import CheckpointDamaged, CheckpointForbidden, CheckpointUnreadable
+from rollback.errors import CheckpointDamaged, CheckpointForbidden, CheckpointOutOfReach, CheckpointUnreadable
 from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
 from rollback.train.restore.reader import Parted, Reading, Whole
@@ -31,9 +31,9 @@ class RestoreOutcome:
         return _in_words(error for _, error in self.faults)
 
     @property
-    def forbidden(self) -> CheckpointForbidden | None:
-        """The first place that this user may not read, where none was usable."""
-        refused = (error for _, error in self.faults if isinstance(error, CheckpointForbidden))
+    def unsettled(self) -> CheckpointForbidden | CheckpointOutOfReach | None:
+        """Why the first place is of no use that may be of use once somebody has acted, where none was usable."""
+        refused = (error for _, error in self.faults if isinstance(error, CheckpointForbidden | CheckpointOutOfReach))
         return next(refused, None) if self.place is None else None
 
 
@@ -79,7 +79,7 @@ def _verify(
 ) -> tuple[Reading | None, CheckpointDamaged | None]:
     """Collective: open and verify a checkpoint on all ranks. If one rank finds a fault, it is open on none of them."""
     if place.bring is not None and (why := place.bring(name)) is not None:
-        return None, CheckpointDamaged(why)
+        return None, why
     reading, fault = _open(name, place, ranks)
     fault = _first(ranks, fault)
     if fault is None and isinstance(reading, Parted):

@@ -25,6 +25,7 @@ from rollback.errors import (
     LET_IT_BE_READ,
     CheckpointDamaged,
     CheckpointForbidden,
+    CheckpointOutOfReach,
     NoUsableCheckpoint,
     RollbackError,
     RunDirectoryError,
@@ -154,8 +155,14 @@ def _restore_newest(
         if any(place.in_slot for place, _ in result.faults):
             del found.slots[manifest.name]
             say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault}")
-        if result.forbidden is not None:
-            raise CheckpointForbidden(result.forbidden.message, hint=LET_IT_BE_READ)
+        if isinstance(result.unsettled, CheckpointForbidden):
+            raise CheckpointForbidden(result.unsettled.message, hint=LET_IT_BE_READ)
+        if result.unsettled is not None and ranks.apart:  # that host could get no other one either
+            raise CheckpointOutOfReach(
+                f"{manifest.name}, with which the run goes on, cannot be had on every host: {result.unsettled.message}",
+                hint="nothing was changed, and the checkpoint may be sound: the same command goes on with it once that "
+                "host reaches the ring and has room",
+            )
         if result.place is not None:
             if (put_back := max(ranks.from_each(result.reread))) and ranks.first:
                 say(f"{put_back} frozen weights of the model are not those of the run: they were put back")
@@ -262,7 +269,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
 
 
 def _places(
-    paths: RunPaths, found: FoundRun, bring: Callable[[str], str | None] | None
+    paths: RunPaths, found: FoundRun, bring: Callable[[str], CheckpointDamaged | None] | None
 ) -> dict[str, list[CheckpointPlace]]:
     """The places of each checkpoint. All ranks have the same number of places, even where a host lacks one."""
     slots = tiers.fast_tier_of(paths) or SlotPaths(paths.fast_pointer)
