@@ -763,7 +763,9 @@ while step < 35:
 }
 
 
-@pytest.mark.parametrize("counts", by_default(tuple(COUNTED), "updates", "turns of a generator", "turns of several, in epochs"))
+@pytest.mark.parametrize(
+    "counts", by_default(tuple(COUNTED), "updates", "turns of a generator", "turns of several, in epochs")
+)
 def test_what_a_script_counts_is_what_it_was_behind_a_kill_and_a_rollback(tmp_path: Path, counts: str) -> None:
     """Its learning rate and its end go by it."""
     script = tmp_path / "counted.py"
