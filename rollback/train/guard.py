@@ -157,7 +157,7 @@ class Guard(ScriptSide):
             return batch
         self._act(self._prober.end())
         self._pass_rehearsal.end()
-        if self._pass_is_over():
+        if self._passes.over and not self._goes_back():
             if self._pass_rehearsal.due:
                 return self._pass_rehearsal.begin()
             self._passes.note_end()
@@ -181,11 +181,11 @@ class Guard(ScriptSide):
                     break
         raise StopIteration
 
-    def _pass_is_over(self) -> bool:
-        """Whether the present pass has no batches left. An operator may have asked a complete run to go back."""
-        if self._requests.starting and self._passes.over and not self._passes.awaits_epoch:
+    def _goes_back(self) -> bool:
+        """Whether a pass that is over has batches again: an operator may have asked a complete run to go back."""
+        if self._requests.starting and not self._passes.awaits_epoch:
             self._act(Attend())
-        return self._passes.over
+        return not self._passes.over
 
     def _next_of_epoch(self) -> Any:
         """Do what is due at a step's end, and hand out the next batch. `NO_BATCH`: training may stand elsewhere now."""
