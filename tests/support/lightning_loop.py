@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -105,6 +105,7 @@ def train(job: "Job") -> dict[str, str]:
     callbacks: list[Any] = [
         stopping,
         timer,
+        LearningRateMonitor("epoch"),  # a row at each epoch's start
         ModelCheckpoint(job.output / "saved", save_last=True, **{"save_top_k": -1, **saving, **more.get("saving", {})}),
     ]
     if "patience" in more:

@@ -110,9 +110,8 @@ class Batches:
         return self._ranks.all_of(more) if self._cursor.reads_ahead else more
 
     def may_be_marked(self) -> bool:
-        """Whether a run may resume here. False also where a batch would have to be read to know."""
-        cursor = self._cursor
-        return cursor.opened and not cursor.reads_ahead and (self.resumes_between or not cursor.at_end)
+        """Whether a run may resume here, of a cursor that need not read ahead to know."""
+        return self._cursor.opened and (self.resumes_between or not self._cursor.at_end)
 
     def nothing_is_left(self) -> bool:
         """Collective: whether the script gets no batch of the open epoch any more, since a run has resumed behind its

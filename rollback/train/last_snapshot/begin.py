@@ -77,6 +77,11 @@ def _why_not(run: AttachedRun, state: TrainingState) -> str | None:
     parameters = list(state.model.parameters())
     if any(map(is_sharded, parameters)):
         return "the model is sharded"
+    if state.cursor.reads_ahead:
+        return (
+            "the data can only be read in order, and whether they are at their end, where no run goes on, shows when "
+            "the next batch is read"
+        )
     if device_of(state) is None:
         return None
     if len({item.device for item in parameters}) > 1:

@@ -79,12 +79,9 @@ class FitState:
         self._loaded, self.ending, self.epoch = kept, False, kept.get("epoch")
         self.asked_for_more = _asks_for_more(self._trainer, kept.get("limits", {}))
         self.put_again()
-        if self._trainer.is_global_zero:
-            for rows, state in zip(self._rows, kept["rows"], strict=False):
-                rows.load_state_dict(state)
-            if self.saved is not None:
-                folders = (getattr(callback, "dirpath", None) for callback in self._trainer.callbacks)
-                self.saved.set_aside(self.place, (str(folder) for folder in folders if folder))
+        if self._trainer.is_global_zero and self.saved is not None:
+            folders = (getattr(callback, "dirpath", None) for callback in self._trainer.callbacks)
+            self.saved.set_aside(self.place, (str(folder) for folder in folders if folder))
 
     @property
     def place(self) -> SavedAt:
@@ -100,7 +97,8 @@ class FitState:
         return moved
 
     def put_again(self) -> None:
-        """Where training was put elsewhere: put it there once more, since Lightning has begun an epoch since."""
+        """Where training was put elsewhere: put it there once more, since Lightning has begun an epoch since, and
+        callbacks may have logged that again."""
         if (kept := self._loaded) is None:
             return
         trainer, loop, connector = self._trainer, self._loop, self._trainer._logger_connector
@@ -120,6 +118,9 @@ class FitState:
                 own = _of_this_process(item)
                 item.load_state_dict(state)
                 vars(item).update({**attributes, **own})
+        if trainer.is_global_zero:
+            for rows, state in zip(self._rows, kept["rows"], strict=False):
+                rows.load_state_dict(state)
 
     # Metrics ---------------------------------------------------------------------------------------------------------
 

@@ -1010,6 +1010,11 @@ def test_the_early_mark_is_there_before_any_gradient_of_its_bucket_is_given_to_t
 
 COVERED: dict[str, tuple[dict[str, Any], str]] = {
     "a model that is sharded": ({"sharding": "fsdp"}, "the model is sharded"),
+    "data that are only read in order": (
+        {"loader": "list"},
+        "the data can only be read in order, and whether they are at their end, where no run goes on, shows when the "
+        "next batch is read",
+    ),
     "several hosts": (
         {},
         "the ranks are on several hosts, which can agree only by torchrun's own store, and these ranks have none",
