@@ -98,7 +98,7 @@ class Attempts:
     def run(self, past: EarlierAttempts) -> RunResult:
         if (last := past.last_start) is not None:
             self._last_start, self._salt = last, last.salt or self._salt
-            self._nodes.resume(last.nodes)
+            self._nodes.resume(past.seats)
         self._host.end_leftovers(self._say)
         self._journal = TrainJournal(self._paths.train_journal, past.train)
         best = furthest_step(self._paths, past.train.history.furthest)

@@ -34,7 +34,7 @@ class Nodes:
         """Tell all nodes that the ranks have attached, so that there is a record."""
 
     def resume(self, nodes: Sequence[str]) -> None:
-        """Tell which nodes took part in the last attempt on record. Call it before the first `gather`."""
+        """Tell with which nodes the job has trained last, by the record. Call it before the first `gather`."""
 
     def failed(self, rank: int | None, *, progressed: bool) -> None:
         """Tell with which rank the last attempt failed, and whether it had got further than all before it."""
