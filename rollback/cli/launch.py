@@ -372,6 +372,9 @@ def closing_line(result: RunResult, run: Path, command: Sequence[str]) -> str:
     match result.exit_code:
         case ExitCode.DONE if not result.guarded:  # a flag or an earlier run has announced one
             return f"done, without protection: no rank made a rollback.Guard, so nothing was saved; see also {audit}"
+        case ExitCode.DONE if result.record_at is not None:
+            found = f"`rollback ring list {shlex.quote(result.record_at)}` shows its checkpoints"
+            return f"done; this host has no record of the run, the one at {result.record_at} says so: {found}"
         case ExitCode.DONE:
             return f"done; {audit} tells what happened on the way"
         case ExitCode.RESUMABLE:

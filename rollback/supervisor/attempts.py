@@ -98,7 +98,7 @@ class Attempts:
     def run(self, past: EarlierAttempts) -> RunResult:
         if (last := past.last_start) is not None:
             self._last_start, self._salt = last, last.salt or self._salt
-            self._nodes.resume(last.nodes)
+            self._nodes.resume(past.seats)
         self._host.end_leftovers(self._say)
         self._journal = TrainJournal(self._paths.train_journal, past.train)
         best = furthest_step(self._paths, past.train.history.furthest)
@@ -328,12 +328,12 @@ class Attempts:
         return bool(self._stop_signals)
 
     def _refuse(self, evidence: AttemptEvidence, best: int | None) -> None:
-        """Raise the ranks' refusal, unless the job would fit more nodes. It is journalled only if this launch has a
-        journal already. best: the furthest step of the attempts before."""
+        """Raise the ranks' refusal, unless the job fits another number of nodes. It is journalled only if this launch
+        has a journal already. best: the furthest step of the attempts before."""
         assert evidence.refusal is not None
         error = evidence.refusal.as_error(reached=max(evidence.step or 0, best or 0))
-        if evidence.refusal.refuses == "ranks" and self._nodes.wait_for_more():
-            self._say(f"{error.message}\nwaiting for more nodes, with which it fits")
+        if evidence.refusal.refuses == "ranks" and (told := self._nodes.take_another_number()) is not None:
+            self._say(f"{error.message}\n{told}")
             return
         if evidence.attached:
             self._begin_record()

@@ -34,6 +34,13 @@ class EarlierAttempts:
     def last_start(self) -> AttemptStarted | None:
         return last_fact(self.supervisor, AttemptStarted)
 
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """The nodes with which the job has trained last: an attempt that its ranks refused may have had others."""
+        reached = self.train.history.last_attempt
+        started = last_fact([record for record in self.supervisor if record.attempt <= reached], AttemptStarted)
+        return () if started is None else started.nodes
+
 
 def read_past(paths: RunPaths, before: EarlierAttempts | None = None) -> EarlierAttempts:
     """Read a run directory, which need not exist. Changes nothing.

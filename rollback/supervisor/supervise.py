@@ -25,7 +25,7 @@ from rollback.errors import ExitCode, RollbackError, RunInUse, UsageError
 from rollback.facts.history import in_durable_ring
 from rollback.ring.url.fetch import fetch, unfetch
 from rollback.ring.url.store import Store
-from rollback.rundir.elsewhere import forget_elsewhere
+from rollback.rundir.elsewhere import forget_elsewhere, read_elsewhere
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts, LaunchOrder
@@ -148,7 +148,7 @@ class HostLaunch:
                     raise
                 if isinstance(found, RunResult):
                     _let_go(claim, paths)
-                    return found
+                    return found.model_copy(update=self._record_elsewhere())
                 meeting, leads = found
                 with _staying_apart(meeting, self.host):
                     if leads:
@@ -171,6 +171,13 @@ class HostLaunch:
             return None
         begun = max(past.last_attempt, called or 0)
         return nothing_left_at(self.store, order.paths, begun, order.job, order.settings, self.say)
+
+    def _record_elsewhere(self) -> dict[str, object]:
+        """Where the record is, for a node that nobody has told how the run ended: fields of a `RunResult`."""
+        paths = self.order.paths
+        if (told := read_elsewhere(paths)) is not None:
+            return {"record": told}
+        return {} if paths.train_journal.exists() else {"record_at": self.order.settings.ring}
 
     def _follower(self, place: NodePlace, meeting: Meeting) -> Follower:
         order, ring = self.order, self.order.settings.ring

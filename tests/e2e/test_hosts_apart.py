@@ -54,6 +54,11 @@ def test_two_hosts_with_a_bucket_alone_roll_back_and_survive_a_killed_rank(tmp_p
         fleet.launch(1, flags=("--node-timeout", "1"))  # its container is started again, where nobody is any more
         assert fleet.wait(1) == [0], fleet.told()
         assert "this command has nothing left to do" in fleet.told()
+        assert fleet.told().count(f"done; `rollback audit {leader.root}` on {fleet.hosts[0].name} tells") == 2
+        fleet.lose(1)  # and with a new disk, on which nothing says where the record is
+        fleet.launch(1, flags=("--node-timeout", "1"))
+        assert fleet.wait(1) == [0], fleet.told()
+        assert f"`rollback ring list {fleet.ring}` shows its checkpoints" in fleet.told()
 
 
 @pytest.mark.soak

@@ -218,3 +218,24 @@ def copied_of(fleet: Fleet, step: int) -> set[int]:
                 if json.loads(path.read_bytes())["step"] == step:
                     found.add(int(path.parent.name.split("-")[1]))
     return found
+
+
+@needs_hosts
+@pytest.mark.soak
+def test_a_host_that_comes_later_and_with_which_the_batches_do_not_fit_ends_no_run(tmp_path: Path) -> None:
+    """Of a range of nodes: it is there when a rank is killed, so it is tried with it once."""
+    go_on = tmp_path / "go-on"
+    flags = ("--nnodes", "2:3", "--rdzv-conf", "last_call_timeout=3")
+    with hosts_on_a_switch(3) as three:
+        fleet = Fleet(three, tmp_path, TOY, signal=[1, AFTER, signal.SIGKILL, 1], holds=[HELD, str(go_on)])
+        fleet.ranks = 2
+        fleet.launch(0, 1, flags=flags)
+        fleet.until(lambda: fleet.reached(HELD))
+        fleet.launch(2, flags=flags)
+        fleet.until(lambda: "node-2 waits for the next attempt" in fleet.told())
+        go_on.touch()
+        assert fleet.wait() == [0, 0, 0], fleet.told()
+        assert "going on with 2 nodes, with which it fits" in fleet.told()
+        resumed = facts(fleet.run(0).root, Attached)[-1]
+        assert (resumed.tier, resumed.world_size) == ("fast", 2), fleet.told()
+        fleet.require_as_undisturbed()

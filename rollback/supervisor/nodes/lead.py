@@ -54,8 +54,9 @@ class Leader(Nodes):
     ) -> None:
         self._paths, self._place, self._say, self._meeting, self._note = paths, place, say, meeting, note
         self._copies = Copies(paths, place, buddy, note, say)
-        self._least = place.least
+        self._least, self._most = place.least, place.most
         self._seats: tuple[str, ...] = ()
+        self._fitting: tuple[str, ...] = ()  # the seats with which the job has trained last
         self._spares: SpareNodes | None = None
         self._failures: dict[str, int] = {}
         self._tower = Watchtower(meeting.transport, REPORTS, NodeReport, blind=lambda: self._beacon.failing)
@@ -86,6 +87,7 @@ class Leader(Nodes):
         return self._meeting.transport if self._meeting.apart else None
 
     def attached(self) -> None:
+        self._fitting = self._seats
         self._beacon.show(attached=True)
 
     @property
@@ -93,16 +95,20 @@ class Leader(Nodes):
         return any(report.insistent for report in self._reports.values())
 
     def resume(self, nodes: Sequence[str]) -> None:
-        self._seats = tuple(nodes)
+        self._seats = self._fitting = tuple(nodes)
 
     def failed(self, rank: int | None, *, progressed: bool) -> None:
         reports = [report for report in self._member_reports().values() if report is not None]
         launch = next((report.launch for report in reports if rank in report.ranks), None)
         self._failures = failures_of_nodes(self._failures, launch, progressed=progressed)
 
-    def wait_for_more(self) -> bool:
+    def take_another_number(self) -> str | None:
+        fitting = len(self._fitting)
+        if self._least <= fitting < len(self._seats):  # others have come since
+            self._seats, self._most = self._fitting, fitting
+            return f"going on with {fitting} nodes, with which it fits; the others wait for the place of one of them"
         self._least = max(self._least, len(self._seats) + 1)
-        return self._least <= self._place.most
+        return "waiting for more nodes, with which it fits" if self._least <= self._most else None
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         self._members, self._told_to_end = {}, None
@@ -118,7 +124,7 @@ class Leader(Nodes):
             if len(there) > came:
                 came, since = len(there), time.monotonic()  # after each node that comes, wait for another one
             called = time.monotonic() - since > self._place.last_call
-            enough = len(there) >= self._place.most - 1 or (len(there) >= self._least - 1 and called)
+            enough = len(there) >= self._most - 1 or (len(there) >= self._least - 1 and called)
             slow = self._awaited(there, time.monotonic() - began) if enough else []
             if enough and not slow:
                 break
@@ -142,7 +148,7 @@ class Leader(Nodes):
             return []
         if self._running:
             return sorted(self._running, key=rank_by_name)
-        if not self._place.spares:
+        if not self._place.spares and self._most == self._place.most:  # else some wait for a seat
             return []
         fit = {report.node for report in self._fit()}
         coming, spares = fit, set[str]()
@@ -161,7 +167,7 @@ class Leader(Nodes):
         self._keep_files(there.values())  # of those too that were taken for lost when the last attempt ended
         failing = self._failing()
         apart = self._meeting.apart
-        self._seats = seats(before, own.name, launches, own.most, failing=failing, leader_first=apart)
+        self._seats = seats(before, own.name, launches, self._most, failing=failing, leader_first=apart)
         self._members = {launches[node]: node for node in self._seats if node != own.name}
         for node, by in replacements(before, self._seats) if own.spares else ():
             why: Literal["lost", "failing"] = "failing" if node in failing else "lost"
@@ -337,7 +343,7 @@ class Leader(Nodes):
             return f"waiting for {', '.join(slow)}, still getting ready for this attempt"
         names = ", ".join([self._place.name, *sorted(report.node for report in there.values())])
         return (
-            f"waiting for {self._place.most - 1 - len(there)} of {self._place.most} nodes (here: {names}); "
+            f"waiting for {self._most - 1 - len(there)} of {self._most} nodes (here: {names}); "
             f"start the same command on them. They meet in {self._meeting.words}"
         )
 

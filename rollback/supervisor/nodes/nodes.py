@@ -34,14 +34,15 @@ class Nodes:
         """Tell all nodes that the ranks have attached, so that there is a record."""
 
     def resume(self, nodes: Sequence[str]) -> None:
-        """Tell which nodes took part in the last attempt on record. Call it before the first `gather`."""
+        """Tell with which nodes the job has trained last, by the record. Call it before the first `gather`."""
 
     def failed(self, rank: int | None, *, progressed: bool) -> None:
         """Tell with which rank the last attempt failed, and whether it had got further than all before it."""
 
-    def wait_for_more(self) -> bool:
-        """The job does not fit so few nodes: begin the next attempt with more. False: there can be no more."""
-        return False
+    def take_another_number(self) -> str | None:
+        """The job does not fit so many nodes, or so few: begin the next attempt with another number. Returns which, in
+        words; None: no other one is left."""
+        return None
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         """Wait until every node is ready for this attempt, and let them start. False: `interrupted` came true.

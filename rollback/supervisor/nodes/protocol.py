@@ -60,6 +60,8 @@ class RunResult(BaseModel, frozen=True):
     """Whether there is a record in a run directory."""
     record: tuple[str, str] | None = None
     """Host and directory of the record, where this host has none."""
+    record_at: str | None = None
+    """The ring's URL, where this host has no record and has heard of no other one's."""
     durable: tuple[str, ...] = ()
     """The checkpoints in the durable ring. Hosts without the journals give their memory back by this."""
 

@@ -490,6 +490,11 @@ class TestClosingLine:
         assert "`rollback audit '/data/my run'` on head" in line
         assert "runs/run" not in line
 
+    def test_where_the_bucket_alone_has_said_that_the_run_is_complete_it_names_the_bucket(self) -> None:
+        line = closing_line(ended(ExitCode.DONE, record_at="s3://bucket/one"), Path("runs/run"), ["rollback"])
+        assert "`rollback ring list s3://bucket/one`" in line
+        assert "runs/run" not in line
+
 
 def test_samples_of_several_flags_are_left_out_together() -> None:
     settings = read_settings({"skip_samples": ["640:18", "17,402"]}, None)

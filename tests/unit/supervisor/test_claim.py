@@ -9,6 +9,7 @@ from subprocess import PIPE, STDOUT
 import pytest
 from warm_server import run_warm
 
+from recorded_run import RecordedRun
 from rollback.errors import ExitCode, RollbackError, RunDirectoryError, RunDoesNotFit, RunInUse
 from rollback.facts.training import AttemptStarted, Finished
 from rollback.rundir import lock, seal
@@ -342,3 +343,16 @@ def test_a_run_of_another_format_is_called_that_whatever_its_journals_hold(tmp_p
     paths.train_journal.write_text("lines of that format\nand more\n")
     with pytest.raises(RunDoesNotFit, match="format"):
         read_past(paths)
+
+
+def test_the_seats_on_record_are_those_of_an_attempt_that_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a range of nodes a third one came, with which the ranks refused the job, and then the launch was stopped."""
+    run = RecordedRun(tmp_path, monkeypatch)
+    start = AttemptStarted(command=("torchrun",), host="a", pid=1, nodes=("a", "b"))
+    run.tell(0, start, 1)
+    run.attach(1, 1, None, 0)
+    run.tell(2, start.model_copy(update={"nodes": ("a", "b", "c")}), 2)
+    past = read_past(run.paths)
+    assert (past.seats, past.last_attempt) == (("a", "b"), 2)

@@ -296,15 +296,49 @@ def test_without_a_spare_a_range_of_nodes_goes_on_with_those_that_are_there_or_w
     for rank in (1, 2):
         crew.tell(rank, 1)
     assert crew.gather(1) == ("node-0", "node-1", "node-2")
+    crew.leader.attached()
     crew.lose(2)
     crew.tell(1, 2)
     assert crew.gather(2) == ("node-0", "node-1")
-    assert crew.leader.wait_for_more()
+    assert crew.leader.take_another_number() == "waiting for more nodes, with which it fits"
     crew.tell(1, 3)
     assert crew.gather(3, limit=1.0) is None
     crew.tell(2, 3)
     assert crew.gather(3) == ("node-0", "node-1", "node-2")
-    assert not crew.leader.wait_for_more(), "more than all there are none"
+    assert crew.leader.take_another_number() is None, "more than all there are none"
+    crew.leader._beacon.put_out()
+
+
+def test_where_a_job_does_not_fit_with_a_node_that_came_later_those_go_on_that_have_trained(tmp_path: Path) -> None:
+    """Who came later waits, also where it is ready first, and has the seat of one that is lost."""
+    crew = Crew(tmp_path, nodes="2:3", spares=0)
+    crew.tell(2, 1)
+    assert crew.gather(1) == ("node-0", "node-2")
+    crew.leader.attached()
+    for rank in (1, 2):
+        crew.tell(rank, 2)
+    assert crew.gather(2) == ("node-0", "node-2", "node-1")
+    told = crew.leader.take_another_number()
+    assert told == "going on with 2 nodes, with which it fits; the others wait for the place of one of them"
+    crew.tell(1, 3)
+    crew.tell(2, 2)
+    assert crew.gather(3, limit=1.0) is None
+    crew.tell(2, 3)
+    assert crew.gather(3) == ("node-0", "node-2")
+    crew.leader.attached()
+    crew.lose(2)
+    crew.tell(1, 4)
+    assert crew.gather(4) == ("node-0", "node-1")
+    crew.leader._beacon.put_out()
+
+
+def test_a_fixed_number_of_nodes_takes_no_other_one(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, nodes="3")
+    crew.leader.resume(("node-0", "node-1"))
+    for rank in (1, 2):
+        crew.tell(rank, 1)
+    assert crew.gather(1) == ("node-0", "node-1", "node-2")
+    assert crew.leader.take_another_number() is None
     crew.leader._beacon.put_out()
 
 
