@@ -7,7 +7,8 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import groupby, islice
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -68,7 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
     """File by file, tests of real processes between those of this one: the former wait for one another half of the
     time, the latter compute, and several workers use all cores with both at once."""
-    files = {path: [*of_file] for path, of_file in groupby(items, lambda item: item.path)}
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
     here = [path for path in files if "unit" in path.parts]
     apart = [path for path in files if "unit" not in path.parts]
     rest = iter(here)

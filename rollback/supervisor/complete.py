@@ -68,14 +68,25 @@ def nothing_left(
 ) -> str | None:
     """The reason in words why nothing is started; None: an attempt may start. Says what differs on a complete run."""
     end = _completed(paths, past, lambda name: _is_there(paths.checkpoint(name)))
-    return None if end is None else _nothing_behind(end, past, job, settings, say)
+    if end is None:
+        return None
+    told, different = _in_words(end), _difference(past, job, settings)
+    if different is not None:
+        say(f"{told}. Asked for now: {different}; the ranks go on from there if that is more")
+        return None
+    say(
+        f"{told}; this command has nothing left to do. To go on, ask for more steps or epochs, by an argument or in "
+        "the script. Where a variable or an imported file asks for them, which is not looked at here, change a setting "
+        "too (--keep 7): then the ranks start, and they know"
+    )
+    return told
 
 
 def nothing_left_at(
-    store: Store, own: RunPaths, begun: int, job: LaunchedJob, settings: Settings, say: Callable[[str], None]
+    store: Store, own: RunPaths, begun: int, job: LaunchedJob, say: Callable[[str], None]
 ) -> str | None:
     """As `nothing_left`, by the record at the ring's URL: for a node that meets nobody. None also where that record
-    cannot be read, or is not all there is.
+    cannot be read, or is not all there is, and where the command is another one.
 
     own: this node's run directory, in which there may be requests. begun: the last attempt that this node knows of.
     """
@@ -87,25 +98,14 @@ def nothing_left_at(
             download_beginning_with(store, indexes[0], ("run.json", "journal/"), paths.root)
             past = read_past(paths)
             end = _completed(own, past, lambda name: store.size(checkpoint_key(name)) is not None)
-            if end is not None and past.last_attempt >= begun:
-                return _nothing_behind(end, past, job, settings, say)
+            if end is not None and past.last_attempt >= begun and _runs_the_same(past, job):
+                say(f"{(told := _in_words(end))}; no other host is there, and this command has nothing left to do")
+                return told
     return None
 
 
-def _nothing_behind(
-    end: Finished, past: EarlierAttempts, job: LaunchedJob, settings: Settings, say: Callable[[str], None]
-) -> str | None:
-    told = f"the run is complete: trained to step {end.step}, final state {end.checkpoint}"
-    different = _difference(past, job, settings)
-    if different is not None:
-        say(f"{told}. Asked for now: {different}; the ranks go on from there if that is more")
-        return None
-    say(
-        f"{told}; this command has nothing left to do. To go on, ask for more steps or epochs, by an argument or in "
-        "the script. Where a variable or an imported file asks for them, which is not looked at here, change a setting "
-        "too (--keep 7): then the ranks start, and they know"
-    )
-    return told
+def _in_words(end: Finished) -> str:
+    return f"the run is complete: trained to step {end.step}, final state {end.checkpoint}"
 
 
 def _completed(paths: RunPaths, past: EarlierAttempts, is_there: Callable[[str], bool]) -> Finished | None:
@@ -138,6 +138,13 @@ def _difference(past: EarlierAttempts, job: LaunchedJob, settings: Settings) -> 
     if started and same and started.script == digest(job):  # a module's file is no word of the command
         return None
     return change_in_words(started.command if started else (), redacted(torchrun_command(job), job.secret_args))
+
+
+def _runs_the_same(past: EarlierAttempts, job: LaunchedJob) -> bool:
+    """Whether script and arguments are those that completed the run, by what is the same on all hosts: their flags of
+    torchrun are not, nor are the times of their files."""
+    own, started = redacted([job.script, *job.arguments], job.secret_args), past.last_start
+    return started is not None and started.script == digest(job) and [*started.command[-len(own) :]] == [*own]
 
 
 def change_in_words(before: Sequence[str], now: Sequence[str]) -> str:

@@ -44,6 +44,8 @@ from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.host import Host
 from rollback.supervisor.torchrun.output import Audience
 
+_LOOK = 5.0  # seconds that a URL has to answer to who waits for other nodes: they may come meanwhile
+
 
 def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> RunResult:
     """Run the job to its end, over as many attempts as the budget allows, or until one of the signals comes.
@@ -170,7 +172,9 @@ class HostLaunch:
         if self.store is None or not order.fetches or called == 0:
             return None
         begun = max(past.last_attempt, called or 0)
-        return nothing_left_at(self.store, order.paths, begun, order.job, order.settings, self.say)
+        with _until_told(self.signals, f"nodes were waited for, and {self.store.url} was looked at"):
+            store = Store(self.store.url, patience=_LOOK)
+            return nothing_left_at(store, order.paths, begun, order.job, self.say)
 
     def _record_elsewhere(self) -> dict[str, object]:
         """Where the record is, for a node that nobody has told how the run ended: fields of a `RunResult`."""

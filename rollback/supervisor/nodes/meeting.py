@@ -182,11 +182,12 @@ class Patience:
 
     def result(self, where: str, paths: RunPaths) -> RunResult | None:
         """Nobody has come yet: how the run has ended, if it has. Raises NodesMissing at the end of the patience."""
-        if self.waited > self._look_at:
-            self._look_at = self.waited + _LEFT_BEHIND
+        over = self.waited > self._timeout
+        if over or self.waited > self._look_at:
+            self._look_at = 2 * self.waited  # a look reads all of the run's journals
             if (told := self._nothing_left()) is not None:
                 return RunResult(exit_code=ExitCode.DONE, reason=told)
-        if self.waited > self._timeout:
+        if over:
             raise NodesMissing(
                 f"nobody has come within {self.waited:.0f} s to {where} or to {paths.root}",
                 hint="start the same command on all hosts; all must reach that endpoint, or share that directory",

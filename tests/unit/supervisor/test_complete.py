@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from recorded_run import RecordedRun
-from rollback.config import Settings
 from rollback.facts.training import AttemptStarted, Finished, RunEnded
 from rollback.ring.url.index import checkpoint_key, first_index, index_key, next_index
 from rollback.ring.url.record import upload
@@ -15,8 +14,8 @@ from rollback.ring.url.store import Store
 from rollback.rundir.identity import read_identity, write_identity
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Request, now, submit
-from rollback.supervisor.complete import fingerprint, nothing_left_at
-from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.complete import nothing_left_at
+from rollback.supervisor.torchrun.command import LaunchedJob, torchrun_command
 from rollback.supervisor.torchrun.start_conditions import conditions_of
 
 FINAL = "c000005-s00000100"
@@ -30,11 +29,11 @@ class Bucket:
     def __init__(self, folder: Path, monkeypatch: Any) -> None:
         script = folder / "train.py"
         script.write_text("")
-        self.job = LaunchedJob({"nnodes": "2"}, str(script), [])
+        self.job = LaunchedJob({"nnodes": "2"}, str(script), ["--epochs", "2"])
         run = RecordedRun(folder / "leader", monkeypatch)
         self.leader = run.paths
         start = AttemptStarted(
-            command=("torchrun",), host="a", pid=1, job=fingerprint(self.job, Settings(), "salt"),
+            command=(*torchrun_command(self.job),), host="a", pid=1, job="other files, and another --nproc",
             **conditions_of(self.job, {}, "salt"),
         )  # fmt: skip
         run.tell(0, start, LAST)
@@ -53,7 +52,7 @@ class Bucket:
         self.own.root.mkdir()
 
     def nothing_left(self, begun: int = LAST) -> str | None:
-        return nothing_left_at(self.store, self.own, begun, self.job, Settings(), print)
+        return nothing_left_at(self.store, self.own, begun, self.job, print)
 
 
 @pytest.fixture
@@ -81,12 +80,16 @@ def be_of_another_run(bucket: Bucket) -> None:
     write_identity(bucket.own, _identity_of(bucket.leader).model_copy(update={"run_id": "0" * 32}))
 
 
+def ask_for_more(bucket: Bucket) -> None:
+    bucket.job = LaunchedJob(bucket.job.flags, bucket.job.script, ["--epochs", "3"])
+
+
 def lose_the_final_state(bucket: Bucket) -> None:
     """The index names a checkpoint before it is there."""
     bucket.store.delete(checkpoint_key(FINAL))
 
 
-@pytest.mark.parametrize("change", [ask_to_go_back, be_of_another_run, lose_the_final_state])
+@pytest.mark.parametrize("change", [ask_to_go_back, ask_for_more, be_of_another_run, lose_the_final_state])
 def test_what_else_keeps_a_node_from_taking_the_run_for_complete(
     bucket: Bucket, change: Callable[[Bucket], None]
 ) -> None:
