@@ -5,7 +5,7 @@ them, or over `x.chunk(2)`. What other files do is not known here.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from rollback.source.nodes import (
     Loop,
@@ -29,6 +29,8 @@ _DIVIDE = "chunk", "split", "tensor_split", "unbind"
 _COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp
 _GATHER = "list", "tuple", "set", "dict", "sorted", "sum", "min", "max"
 """What makes one thing of all batches."""
+_AGAIN = *_COMPREHENSIONS, ast.GeneratorExp, ast.Lambda, ast.For, ast.AsyncFor, ast.While
+"""What may do again and again what is in it."""
 _PASSES_ON = (ast.Yield, ast.YieldFrom)
 _OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
 """Methods that models and optimizers have: `model.train()` does not mean the script's own of that name."""
@@ -96,7 +98,7 @@ class ScriptLoops:
         turns = [
             found for loop, outer in around_each
             if all(each in self.drawing for each in outer)
-            and (found := turning_loop(self.tree, loop, outer, self.reached_by))
+            and (found := turning_loop(self.tree, loop, outer, self.reached_by, once=self.runs_once(loop)))
         ]  # fmt: skip
         alone = len(turns) == 1 and not (self.batches or self.turning)
         self.by_turns = [each for each in turns if each.in_epochs or alone]
@@ -159,6 +161,25 @@ class ScriptLoops:
         """The function that has it; None: it is in none."""
         scope = self._scope_of(loop)
         return scope if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef) else None
+
+    def runs_once(self, node: ast.AST) -> bool:
+        """Whether it does, but for the loops around it in its function, as far as the file tells: it is in no function,
+        or in one that is named once, where it is called in no loop, by what runs once."""
+        entered: list[ast.AST] = []
+        while (function := self._scope_of(node)) is not self.tree:
+            name = getattr(function, "name", "")
+            named = [
+                item for item in ast.walk(self.tree)
+                if (isinstance(item, ast.Name) and item.id == name)
+                or (isinstance(item, ast.Attribute) and item.attr == name)
+            ]  # fmt: skip
+            calls = [item for item in ast.walk(self.tree) if isinstance(item, ast.Call) and item.func in named]
+            again = {id(item) for part in ast.walk(self.tree) if isinstance(part, _AGAIN) for item in ast.walk(part)}
+            if len(named) != 1 or len(calls) != 1 or id(calls[0]) in again or function in entered:
+                return False
+            entered.append(function)
+            node = calls[0]
+        return True
 
     def iterated(self, loop: ast.For) -> ast.expr:
         """What a loop goes over, without `enumerate` and `tqdm`, also where they are in a variable: a progress bar."""
@@ -305,7 +326,11 @@ class ScriptLoops:
     def _goes_over_taken(self, loop: ast.For) -> bool:
         """Whether a loop goes over a list of batches that were taken by `next`: those of one update."""
         names = {node.id for node in ast.walk(loop.iter) if isinstance(node, ast.Name)}
-        for node in of_scope(self._scope_of(loop)):
+        nodes = [*of_scope(self._scope_of(loop))]
+        given = [node for node in nodes if isinstance(node, ast.Assign) and _takes_or_names(node.value)]
+        parts = (item for node in given for target in node.targets for item in ast.walk(target))
+        taken = {item.id for item in parts if isinstance(item, ast.Name)}
+        for node in nodes:
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.ListComp() as value):
                     pass
@@ -315,7 +340,7 @@ class ScriptLoops:
                     pass
                 case _:
                     continue
-            if name in names and any(is_call_of(item, "next") for item in ast.walk(value)):
+            if name in names and _takes_or_names(value, taken):
                 return True
         return False
 
@@ -327,7 +352,7 @@ class ScriptLoops:
         """The body, and the bodies of what it calls in this file."""
         return self.reached_by(loop.body)
 
-    def reached_by(self, statements: list[ast.stmt]) -> Iterator[ast.AST]:
+    def reached_by(self, statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
         """These, and the bodies of what they call in this file."""
         pending: list[ast.AST] = list(statements)
         entered: set[int] = set()
@@ -351,3 +376,10 @@ class ScriptLoops:
             case ast.Call(func=ast.Attribute(attr=name)) if name in self._methods and name not in _OF_MODULES:
                 return name
         return None
+
+
+def _takes_or_names(value: ast.expr, names: Collection[str] = ()) -> bool:
+    """Whether it calls `next`, or has one of these variables in it."""
+    return any(
+        is_call_of(node, "next") or (isinstance(node, ast.Name) and node.id in names) for node in ast.walk(value)
+    )

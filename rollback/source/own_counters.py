@@ -76,7 +76,7 @@ def _led(loops: ScriptLoops, loop: Loop) -> Iterator[LedCount]:
 
 def _is_runs(loops: ScriptLoops, loop: Loop, name: str, added: list[ast.AugAssign]) -> bool:
     """Whether a count goes on through the whole run: nothing sets it in this loop or in one around it, nor in what
-    these call; and a function that has it as its own variable is called once, as far as the file tells."""
+    these call; and a function that has it as its own variable runs once, as far as the file tells."""
     root, _, attribute = name.rpartition(".")
     led = {id(node.target) for node in added}
     around = loops.around(loop)
@@ -92,8 +92,7 @@ def _is_runs(loops: ScriptLoops, loop: Loop, name: str, added: list[ast.AugAssig
         return True
     arguments = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
     nested = any(each in of_scope(function) for each in around)
-    calls = [node for node in ast.walk(loops.tree) if is_call_of(node, function.name)]
-    return name not in arguments and (nested or len(calls) == 1)
+    return name not in arguments and (nested or loops.runs_once(loop))
 
 
 def _added(loops: ScriptLoops, loop: Loop, led: Collection[str]) -> Iterator[OwnCounter]:

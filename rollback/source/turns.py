@@ -2,11 +2,12 @@
 update: `for i in range(n): micro = [next(batches) for _ in range(k)]`.
 
 Only those of which the file shows that nothing else takes from the iterator, and when it is made: for each epoch, in
-front of the loop and in the same block, or once.
+front of the loop and in the same block, or once. And none whose turns draw random numbers in front of their batch: with
+that the random states are put back.
 """
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollback.source.nodes import Loop, is_call_of, range_of
@@ -16,6 +17,11 @@ _NESTED = (
     ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Match, ast.BoolOp,
 )  # fmt: skip
 """What may take a batch not at all, or again and again."""
+_DRAWS = (
+    "bernoulli", "choice", "choices", "gauss", "integers", "multinomial", "normal", "normal_", "permutation", "sample",
+    "shuffle", "uniform", "uniform_",
+)  # fmt: skip
+"""What draws random numbers by a name without "rand" in it."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +42,27 @@ class TurningLoop:
 
 
 def turning_loop(
-    tree: ast.Module, loop: ast.For, around: list[Loop], reached: Callable[[list[ast.stmt]], Iterable[ast.AST]]
+    tree: ast.Module,
+    loop: ast.For,
+    around: list[Loop],
+    reached: Callable[[Sequence[ast.AST]], Iterable[ast.AST]],
+    *,
+    once: bool,
 ) -> TurningLoop | None:
     """What a loop over a range is that trains and calls `next`, if it is such a loop. around: all loops that come to
-    it, also by way of functions. reached: all that statements come to, by way of functions too."""
+    it, also by way of functions. reached: all that statements come to, by way of functions too. once: whether the file
+    shows that it is begun once, but for the loops around it."""
     takes, several = _takes(loop), False
     if takes is None and _updates_behind_takes(loop, reached):
         takes, several = _takes(loop, several=True), True
     block = next((block for block in _blocks(tree) if any(part is loop for part in block)), None)
-    if takes is None or block is None or len(around) > 1:
+    before_takes = [*_before_takes(loop.body)]
+    if takes is None or block is None or len(around) > 1 or any(map(_draws, reached(before_takes))):
+        return None
+    if several and _carries_size(loop, before_takes):
+        return None
+    # of a loop that is begun again, by what the file does not show, the places go on where it had all of its turns
+    if not (around or once) and (several or any(isinstance(node, ast.Break | ast.Return) for node in ast.walk(loop))):
         return None
     taken = ast.unparse(takes[0].args[0])
     before = block[: next(place for place, part in enumerate(block) if part is loop)]
@@ -59,7 +77,44 @@ def turning_loop(
     return TurningLoop(loop, takes, several, bool(around)) if iterates or not around else None
 
 
-def _updates_behind_takes(loop: ast.For, reached: Callable[[list[ast.stmt]], Iterable[ast.AST]]) -> bool:
+def _before_takes(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """What runs in front of the first call of `next`."""
+    for part in body:
+        if not any(is_call_of(node, "next") for node in ast.walk(part)):
+            yield part
+            continue
+        yield from (node.iter for node in ast.walk(part) if isinstance(node, ast.For | ast.comprehension))
+        yield from _before_takes(getattr(part, "body", []))
+        return
+
+
+def _carries_size(loop: ast.For, before: list[ast.AST]) -> bool:
+    """Whether how many batches a turn takes goes by what turns before it have set: that is put back with a batch."""
+    sizes = {name for node in before if isinstance(node, ast.expr) for name in _named(node)}
+    for part in reversed(before):
+        if isinstance(part, ast.Assign) and any(_named(target) & sizes for target in part.targets):
+            sizes |= _named(part.value)
+    behind = [node for part in loop.body if part not in before for node in ast.walk(part)]
+    added = [node.target for node in ast.walk(loop) if isinstance(node, ast.AugAssign)]
+    return any(
+        ast.unparse(node) in sizes for node in (*behind, *added) if isinstance(node, ast.expr) and _is_stored(node)
+    )
+
+
+def _named(value: ast.AST) -> set[str]:
+    """The variables and attributes in it."""
+    return {ast.unparse(node) for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute)}
+
+
+def _draws(node: ast.AST) -> bool:
+    """Whether it names what draws random numbers."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return "rand" in name or name in _DRAWS
+    return False
+
+
+def _updates_behind_takes(loop: ast.For, reached: Callable[[Sequence[ast.AST]], Iterable[ast.AST]]) -> bool:
     """Whether each turn makes one update, for all that the file shows: behind the statements that take batches."""
     takes = [at for at, part in enumerate(loop.body) if any(is_call_of(node, "next") for node in ast.walk(part))]
     updates = [at for at, part in enumerate(loop.body) if any(map(_is_step, reached([part])))]

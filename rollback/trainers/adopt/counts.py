@@ -114,6 +114,8 @@ class Turns(ABC):
         """The batch of the turn that begins next, if the one before has taken it."""
         self.end: int | None = None
         """The place behind its last batch, from the run's start, once it has come to the end of its numbers."""
+        self.moved = False
+        """Whether its numbers do not count all batches that it had: the run has gone back, or on from a checkpoint."""
 
     @property
     def in_epochs(self) -> bool:
@@ -193,8 +195,8 @@ class CountedTurns(Turns):
         count, number = self._count(), self._next - 1
         if count is None:
             return
-        moved = count.owed
-        wanted = count.after(number, 0)
+        moved, wanted = count.owed, count.after(number, 0)
+        self.moved = self.moved or moved
         if wanted != number or (moved and self._begun):  # in the midst of an update it is of another one
             self._next, self.held = wanted, [item]
             raise Turned
@@ -240,7 +242,7 @@ class TurningLoops:
         try:
             item = next(batches, *default)
         except StopIteration:
-            if turns.in_epochs and self._handed.falls_short() and self._demands():
+            if turns.in_epochs and (turns.moved or self._handed.falls_short()) and self._demands():
                 self._handed.untrained = False  # what this turn has taken is too little for an update
                 turns.end_early()
             raise

@@ -112,6 +112,7 @@ SEVERAL = """
             f(x).backward()
         optimizer.step()
 """
+GATHERS = SEVERAL.replace("GATHERED", "micro = [next(batches) for _ in range(k)]")
 DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
 
 
@@ -146,6 +147,29 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
         (TAKEN.replace("x = next(batches)", "try: x = next(batches)\n        except: x = next(batches)"), []),
         (TAKEN.replace("range(3)", "range(0, 3)"), [False]),
         (TAKEN.replace("range(3)", "range(start, 3)"), []),
+        (SEVERAL.replace("GATHERED", "for _ in range(k): b = next(batches); micro.append(b)"), [False]),
+        (SEVERAL.replace("GATHERED", "for _ in range(k): x, y = next(batches); micro.append((x, y))"), [False]),
+        # random numbers in front of the batch, which puts the random states back
+        (TAKEN.replace("x = next", "z = torch.randn(2)\n        x = next"), []),
+        (TAKEN.replace("x = next(batches)", "x = augment(next(batches), random.random())"), [False]),
+        (TAKEN.replace("f(x).backward()", "f(x, torch.randn(2)).backward()"), [False]),
+        (SEVERAL.replace("GATHERED", "micro = [next(batches) for _ in range(random.randint(1, 3))]"), []),
+        (DIRECT.replace("GATHERED", "for _ in range(k): z = rng.normal(); f(next(batches), z).backward()"), []),
+        # as many as a count says, which is put back with a batch
+        (GATHERS.replace("micro =", "k = 2 if n < 9 else 3; n += 1; micro ="), []),
+        (GATHERS.replace("micro =", "k = 2 if i < 9 else 3; n += 1; micro ="), [False]),
+        # what begins it again is not shown
+        (in_loop("def one()", GATHERS), []),
+        (in_loop("def one()", GATHERS) + "one()", [False]),
+        (in_loop("def one()", GATHERS) + "one()\none()", []),
+        (in_loop("def one()", GATHERS) + "def all():\n  one()\nall()", [False]),
+        (in_loop("def one()", GATHERS) + "def all():\n  one()\nall()\nall()", []),
+        (in_loop("def one()", GATHERS) + "def all():\n  all()\n  one()", []),
+        (in_loop("def one()", GATHERS) + "each = one\nfor e in range(2): each()", []),
+        (in_loop("def one()", GATHERS) + "[one() for e in range(2)]", []),
+        (in_loop("class T", in_loop("def train(self)", GATHERS)) + "for e in range(2): T().train()", []),
+        (in_loop("def one()", TAKEN), [False]),
+        (in_loop("def one()", TAKEN.replace("log.append", "if i > 3: break\n        log.append")), []),
         # something else takes from it
         (TAKEN.replace("iter(loader)", "iter(loader)\n    first = next(batches)"), []),
         (TAKEN + textwrap.indent(textwrap.dedent(TAKEN), "    ").replace("    batches = iter(loader)\n", ""), []),

@@ -1,6 +1,5 @@
 """What a script's own counts are behind a load, and which turn a batch belongs to."""
 
-import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -153,9 +152,9 @@ class Updates(Script):
     """Its turns take three batches each. loads: the number of the turn that is loaded as a batch is handed out."""
 
     def __init__(
-        self, *, loads: dict[int, int] | None = None, owed: int | None = None, in_epochs: bool = False
+        self, *, loads: dict[int, int] | None = None, owed: int | None = None, in_epochs: bool = False, end: int = 99
     ) -> None:
-        super().__init__(in_epochs=in_epochs)
+        super().__init__(in_epochs=in_epochs, end=end)
         self.loads, counts = dict(loads or {}), Counts(self.handed, print)
         self.loops = TurningLoops(self.handed, counts, lambda: True)
         self.guard.keep = lambda **named: None
@@ -167,7 +166,7 @@ class Updates(Script):
             self.count.load_state_dict({"value": owed})
 
     def batches(self) -> Iterator[int]:
-        for item in itertools.count():
+        for item in range(self.end):
             if item in self.loads:
                 self.count.load_state_dict({"value": self.loads.pop(item)})
             self.handed.batches += 1
@@ -237,3 +236,12 @@ def test_what_is_no_range_is_left_as_it_is() -> None:
     numbers = [3, 4]
     assert script.loops.turns(numbers, "script.py", 1, False, "") is numbers
     assert script.loops.take("script.py", 1, iter([5])) == 5
+
+
+def test_an_epoch_whose_batches_a_rollback_has_skipped_ends_with_its_last_whole_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(HandedOut, "falls_short", lambda handed: False)  # it has had as many as an epoch has
+    assert Updates(in_epochs=True, end=11, loads={5: 0}).train() == [(0, 0), (0, 5), (1, 8)]
+    with pytest.raises(StopIteration):
+        Updates(in_epochs=True, end=11).train()
