@@ -9,6 +9,7 @@ import json
 import os
 import socket
 from datetime import datetime, timezone
+from pathlib import Path
 
 import filelock
 
@@ -25,10 +26,11 @@ HOLDER_LIMIT = 1 << 16
 class RunLock:
     """Holds a run directory from construction until `release` or the process's death.
 
-    Makes the directory if it does not exist. Raises RunInUse naming the holder, or RunDirectoryError.
+    Makes the directory if it does not exist. Raises RunInUse naming the holder, or RunDirectoryError. holder: what is
+    told of who holds it; None: this process, since now.
     """
 
-    def __init__(self, paths: RunPaths, role: str) -> None:
+    def __init__(self, paths: RunPaths, role: str, holder: dict[str, object] | None = None) -> None:
         self._paths, self._role = paths, role
         was_there = paths.lock.exists()
         try:
@@ -37,7 +39,7 @@ class RunLock:
                 files.require_ours(path)
             self._lock = filelock.FileLock(paths.lock, timeout=0, mode=files.file_mode(), thread_local=False)
             self._lock.acquire()
-            self._inode = os.stat(paths.lock).st_ino
+            self._file = _file_at(paths.lock)
         except filelock.Timeout as error:
             raise RunInUse(
                 f"the run directory {paths.root} is in use by {_describe_holder(paths)}",
@@ -50,9 +52,16 @@ class RunLock:
             ) from error
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         pid = os.getpid()
-        self._holder = {"pid": pid, "start": start_of(pid), "host": socket.gethostname(), "since": since, "role": role}
+        own: dict[str, object] = {
+            "pid": pid,
+            "start": start_of(pid),
+            "host": socket.gethostname(),
+            "since": since,
+            "role": role,
+        }
+        self._holder = holder or own
         try:
-            self._tell_holder()
+            write_file(self._paths.holder, json.dumps(self._holder).encode(), durable=False)
         except OSError as error:
             if not was_there:
                 paths.lock.unlink(missing_ok=True)
@@ -62,14 +71,11 @@ class RunLock:
                 hint="the run directory must be writable and its disk not full",
             ) from error
 
-    def _tell_holder(self) -> None:
-        write_file(self._paths.holder, json.dumps(self._holder).encode(), durable=False)
-
     @property
     def in_place(self) -> bool:
         """Whether the file at the lock's name is the one that is locked."""
         with contextlib.suppress(OSError):
-            return os.stat(self._paths.lock).st_ino == self._inode
+            return _file_at(self._paths.lock) == self._file
         return False
 
     def keep(self) -> None:
@@ -81,7 +87,7 @@ class RunLock:
         if self.in_place or not self._paths.root.is_dir():
             return
         try:
-            anew = RunLock(self._paths, self._role)
+            anew = RunLock(self._paths, self._role, self._holder)  # orders to stop name the launch by it
         except RunDirectoryError:
             return
         except RunInUse:
@@ -89,15 +95,18 @@ class RunLock:
                 return
             raise
         self._lock.release()
-        self._lock, self._inode = anew._lock, anew._inode
-        with contextlib.suppress(OSError):
-            self._tell_holder()  # as before: orders to stop name the launch by it
+        self._lock, self._file = anew._lock, anew._file
 
     def release(self) -> None:
         with contextlib.suppress(OSError):  # a disk that has become read-only: the lock itself is what counts
             if read_holder(self._paths) == self._holder:  # else a host that was cut off from it has lost the lock
                 files.unlink(self._paths.holder)
         self._lock.release()
+
+
+def _file_at(path: Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
 
 
 def read_holder(paths: RunPaths) -> dict[str, object] | None:

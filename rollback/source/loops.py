@@ -18,6 +18,7 @@ from rollback.source.nodes import (
     names_epochs,
     names_update,
     of_scope,
+    put_in_list,
     range_of,
 )
 from rollback.source.turns import turning_loop
@@ -69,14 +70,15 @@ class ScriptLoops:
         self.batches = [
             loop
             for loop in training
-            if range_of(loop) is None
-            and all(range_of(item) is not None for item in inner[loop])
+            if not self._goes_over_numbers(loop)
+            and all(map(self._goes_over_numbers, inner[loop]))
             and not self._goes_over_taken(loop)
         ]
         around = [loop for loop in training if range_of(loop) is not None]
         self.drawing = [
-            loop for loop in around
-            if not any(batches in inner[loop] for batches in self.batches)
+            loop for loop in training
+            if self._goes_over_numbers(loop)
+            and not any(batches in inner[loop] for batches in self.batches)
             and any(is_call_of(node, "next") for node in self.reached(loop))
         ]  # fmt: skip
         self.turning = [  # `while True: batch = next(batches)`
@@ -323,26 +325,34 @@ class ScriptLoops:
         calls = (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call))
         return any(last_name(call) in _DIVIDE for call in calls)
 
+    def _goes_over_numbers(self, loop: ast.For) -> bool:
+        counts = isinstance(loop.iter, ast.Call) and last_name(loop.iter) in ("arange", "count")
+        return counts or self.numbers(loop) is not None
+
     def _goes_over_taken(self, loop: ast.For) -> bool:
         """Whether a loop goes over a list of batches that were taken by `next`: those of one update."""
-        names = {node.id for node in ast.walk(loop.iter) if isinstance(node, ast.Name)}
+        names = {ast.unparse(node) for node in ast.walk(loop.iter) if isinstance(node, ast.Name | ast.Attribute)}
         nodes = [*of_scope(self._scope_of(loop))]
         given = [node for node in nodes if isinstance(node, ast.Assign) and _takes_or_names(node.value)]
         parts = (item for node in given for target in node.targets for item in ast.walk(target))
         taken = {item.id for item in parts if isinstance(item, ast.Name)}
-        for node in nodes:
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.ListComp() as value):
-                    pass
-                case ast.AugAssign(target=ast.Name(id=name), value=value):
-                    pass
-                case ast.Call(func=ast.Attribute(attr="append", value=ast.Name(id=name)), args=[value]):
-                    pass
-                case _:
-                    continue
-            if name in names and _takes_or_names(value, taken):
-                return True
-        return False
+        lists = [put_in_list(node) for node in nodes]
+        lists += [
+            (node.targets[0], node.value)
+            for node in nodes
+            if isinstance(node, ast.Assign) and self._gathers(node.value)
+        ]
+        return any(
+            ast.unparse(target) in names and (_takes_or_names(value, taken) or self._gathers(value))
+            for target, value in filter(None, lists)
+        )
+
+    def _gathers(self, value: ast.AST) -> bool:
+        """Whether it calls a function of the file that makes a list of what `next` gives."""
+        called = self._functions.get(self._called(value) or "", [])
+        bodies = [node for function in called for node in ast.walk(function)]
+        gives = any(isinstance(node, _PASSES_ON) or is_backward(node) for node in bodies)
+        return not gives and any(is_call_of(node, "next") for node in bodies)
 
     def _inside(self, loop: ast.For, loops: list[ast.For]) -> list[ast.For]:
         reached = set(map(id, self.reached(loop)))

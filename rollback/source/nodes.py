@@ -31,6 +31,23 @@ def is_call_of(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
+def put_in_list(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+    """A list that is made or filled here, and of what, or with what; None: none is."""
+    match node:
+        case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
+            if isinstance(target, ast.Subscript):
+                return target.value, value
+            makes = (
+                isinstance(value, ast.ListComp | ast.List) or is_call_of(value, "list") or is_call_of(value, "tuple")
+            )
+            return (target, value) if makes else None
+        case ast.AugAssign(target=target, value=value):
+            return target, value
+        case ast.Call(func=ast.Attribute(attr="append" | "extend", value=target), args=[value]):
+            return target, value
+    return None
+
+
 def last_name(call: ast.Call) -> str:
     """`step` of `self.optimizer.step()`."""
     return ast.unparse(call.func).rpartition(".")[2]

@@ -54,18 +54,24 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.
     counts = led_counts(loops)
     for count in counts:
         _lead(count, filename)
+    several = [each.loop for each in loops.by_turns if each.several]
     for turning in loops.by_turns:
         for call in turning.takes:
             call.func = ast.copy_location(ast.Name(TAKE, ast.Load()), call.func)
             call.args[:0] = [ast.Constant(filename), ast.Constant(turning.loop.lineno)]
         if (numbers := loops.numbers(turning.loop)) is not None:
-            counted = turning.name if turning.several else ""
+            counted = _turns_of(several.index(turning.loop)) if turning.several else ""
             _number(turning.loop, numbers, TURNS, TURNED, filename, turning.in_epochs, counted)
     for loop, numbers in loops.steerable.items():
         _number(loop, numbers, EPOCHS, MOVED, filename)
     begin: dict[str, int | None] = {count.name: None for count in counts}
-    begin |= {each.name: 0 for each in loops.by_turns if each.several}
+    begin |= {_turns_of(place): 0 for place in range(len(several))}
     return ast.fix_missing_locations(loops.tree), begin
+
+
+def _turns_of(place: int) -> str:
+    """The name of the count of a loop's turns, by its place among those in the file: lines move with an edit."""
+    return f"turns of loop {place + 1}"
 
 
 def _lead(count: LedCount, filename: str) -> None:

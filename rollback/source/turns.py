@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rollback.source.nodes import Loop, is_call_of, range_of
+from rollback.source.nodes import Loop, is_call_of, last_name, range_of
 
 _NESTED = (
     ast.For, ast.AsyncFor, ast.While, ast.If, ast.IfExp, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
@@ -34,11 +34,6 @@ class TurningLoop:
     takes: tuple[ast.Call, ...]
     several: bool
     in_epochs: bool
-
-    @property
-    def name(self) -> str:
-        """Of what counts the turns that take several, in this file."""
-        return f"{ast.unparse(self.loop.target)}, line {self.loop.lineno}"
 
 
 def turning_loop(
@@ -129,7 +124,8 @@ def _is_step(node: ast.AST) -> bool:
 def _begins_alike(loop: ast.For) -> bool:
     """Whether its numbers begin with the same one in each process, and not where the script's own snapshot says."""
     numbers = range_of(loop)
-    return numbers is not None and (len(numbers.args) == 1 or isinstance(numbers.args[0], ast.Constant))
+    shown = numbers is not loop.iter and isinstance(loop.iter, ast.Call) and last_name(loop.iter) != "tqdm"
+    return numbers is not None and not shown and (len(numbers.args) == 1 or isinstance(numbers.args[0], ast.Constant))
 
 
 def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:

@@ -79,7 +79,7 @@ class Attempts:
         ledger: SupervisorJournal,
         signals: StopSignals,
         nodes: Nodes,
-        keep_lock: Callable[[], None] = lambda: None,
+        keep_lock: Callable[[], None],
     ) -> None:
         self._order = order
         self._paths = order.paths

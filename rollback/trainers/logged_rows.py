@@ -21,6 +21,7 @@ class LoggedRows:
         self._logger = logger
         self._count: int | None = None
         """How many rows the logger has been given; None: nobody counts yet."""
+        self._told_of: set[Path] = set()
         self._before: dict[str, str] = {}
         """What was in the file before the logger removed it."""
         if logger._version is not None:
@@ -44,7 +45,9 @@ class LoggedRows:
         texts = _read(path), self._before.get(str(path), "")  # a new process may have logged again what comes first
         rows = max((_rows(text)[: kept["rows"]] for text in texts), key=len)
         if len(rows) < kept["rows"]:
-            say(f"{path} has {len(rows)} of the {kept['rows']} rows that were logged: the others are lost")
+            if path not in self._told_of:  # what is put back is put back again where an epoch begins
+                say(f"{path} has {len(rows)} of the {kept['rows']} rows that were logged: the others are lost")
+            self._told_of.add(path)
         file.metrics, file.metrics_keys, self._count = [], list(kept["columns"]), len(rows)
         try:
             _write(Path(file.metrics_file_path), kept["columns"], rows)

@@ -157,11 +157,11 @@ def _restore_newest(
             say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault}")
         if isinstance(result.unsettled, CheckpointForbidden):
             raise CheckpointForbidden(result.unsettled.message, hint=LET_IT_BE_READ)
-        if result.unsettled is not None and ranks.apart:  # that host could get no other one either
+        if result.unsettled is not None and ranks.apart:  # no older one either, if it has to be fetched
             raise CheckpointOutOfReach(
                 f"{manifest.name}, with which the run goes on, cannot be had on every host: {result.unsettled.message}",
-                hint="nothing was changed, and the checkpoint may be sound: the same command goes on with it once that "
-                "host reaches the ring and has room",
+                hint="the checkpoint may be sound: the same command goes on with it once that host reaches the ring "
+                "and has room",
             )
         if result.place is not None:
             if (put_back := max(ranks.from_each(result.reread))) and ranks.first:

@@ -155,7 +155,7 @@ class Adoption:
     def load(self, original: Callable[..., Any], optimizer: Optimizer, state_dict: Any) -> Any:
         """`Optimizer.load_state_dict`."""
         if self._adopted is None and not self._reading:  # else a guard loads
-            self.own_resume.note_load(optimizer, state_dict)
+            self.own_resume.note_load()
         return original(optimizer, state_dict)
 
     # Loaders ---------------------------------------------------------------------------------------------------------

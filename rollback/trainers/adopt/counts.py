@@ -24,7 +24,7 @@ class Count:
     """One of them, on one rank. handed: what the script is given of the guard. value: what it begins with, if known."""
 
     def __init__(self, handed: HandedOut, value: int | None = None) -> None:
-        self._handed, self._value = handed, value
+        self._handed, self._begins, self._value = handed, value, value
         """As the script has it now; behind a load, as it is to have it with the next batch."""
         self._loaded_at: int | None = None
         """How many batches there were at a load that the script does not know of yet."""
@@ -38,7 +38,7 @@ class Count:
         self._value, self._loaded_at = state["value"], self._handed.batches
 
     def begin_anew(self) -> None:
-        self.load_state_dict({"value": None})
+        self.load_state_dict({"value": self._begins})
 
     @property
     def owed(self) -> bool:
@@ -114,6 +114,8 @@ class Turns(ABC):
         """The batch of the turn that begins next, if the one before has taken it."""
         self.end: int | None = None
         """The place behind its last batch, from the run's start, once it has come to the end of its numbers."""
+        self.in_midst = False
+        """Whether the turn has its first batch, and may take more."""
         self.moved = False
         """Whether its numbers do not count all batches that it had: the run has gone back, or on from a checkpoint."""
 
@@ -182,11 +184,9 @@ class CountedTurns(Turns):
         self._count = count
         if (kept := count()) is not None:
             self._next = kept.wanted(0)
-        self._begun: list[Any] = []
-        """The first batch of the turn, if that has one."""
 
     def __next__(self) -> int:
-        self._begun = self.held[:]
+        self.in_midst = bool(self.held)
         if (count := self._count()) is not None:
             count.set(0 if self.in_epochs and self._next >= len(self) else self._next)
         return super().__next__()
@@ -197,10 +197,10 @@ class CountedTurns(Turns):
             return
         moved, wanted = count.owed, count.after(number, 0)
         self.moved = self.moved or moved
-        if wanted != number or (moved and self._begun):  # in the midst of an update it is of another one
+        if wanted != number or (moved and self.in_midst):  # in the midst of an update it is of another one
             self._next, self.held = wanted, [item]
             raise Turned
-        self._begun = [item]
+        self.in_midst = True
 
 
 class TurningLoops:
@@ -238,7 +238,7 @@ class TurningLoops:
             return next(batches, *default)
         if turns.held:
             return turns.held.pop()
-        before = self._handed.batches
+        before, self._handed.gathers = self._handed.batches, turns.in_midst
         try:
             item = next(batches, *default)
         except StopIteration:
@@ -246,6 +246,8 @@ class TurningLoops:
                 self._handed.untrained = False  # what this turn has taken is too little for an update
                 turns.end_early()
             raise
+        finally:
+            self._handed.gathers = False
         guard = self._handed.guard
         if guard is None or self._handed.batches != before + 1:  # not the guard's, or of several batches
             self._turns[filename, line] = None

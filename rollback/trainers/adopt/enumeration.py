@@ -17,13 +17,14 @@ class HandedOut:
     """What the script was given of its guard in this process. guard: None before it has one. passes: those that it has
     begun, empty ones too. limited: whether the newest one had as many batches as `limit` allows, so that the script has
     not broken it off. untrained: whether the first batch of an epoch was among them, and nothing was computed since
-    that trains."""
+    that trains. gathers: whether the script takes a further batch of an update, of which it has the first."""
 
     guard: Guard | None = None
     batches: int = 0
     passes: int = 0
     limited: bool = False
     untrained: bool = False
+    gathers: bool = False
     _before: int = 0
     """How many batches there were before the newest pass."""
     _began: int = 0

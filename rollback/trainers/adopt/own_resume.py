@@ -7,11 +7,11 @@ would be lost where the guard stands before it, and is refused.
 """
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
-
-from torch.optim import Optimizer
 
 from rollback.train.start import attach
 from rollback.trainers.adopt.enumeration import HandedOut
@@ -32,10 +32,13 @@ class OwnResume:
         self._begun: int | None = None
         """How many batches it was given before the newest pass, until it trains on one of that."""
 
-    def note_load(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """The script loads the state of an optimizer, and is not guarded. What Accelerate prepares is given the state
-        that it has: none yet."""
-        self._loaded = self._loaded or bool(state.get("state") or state != optimizer.state_dict())
+    def note_load(self) -> None:
+        """An optimizer is loaded, and the script is not guarded. What Accelerate prepares is given its own state."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("rollback", "torch"):
+            frame = frame.f_back
+        by = (frame.f_globals.get("__name__"), frame.f_code.co_name) if frame is not None else None
+        self._loaded = self._loaded or by != ("accelerate.optimizer", "__init__")
 
     def pass_begins(self) -> None:
         self._begun = self._handed.batches if self._loaded else None
@@ -45,7 +48,7 @@ class OwnResume:
 
     def require_trained(self) -> None:
         """The script asks for a batch."""
-        if self._begun is not None and self._handed.batches > self._begun:
+        if self._begun is not None and self._handed.batches > self._begun and not self._handed.gathers:
             self._signs.refuse(passes_over())
 
     def shorten(self, original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:

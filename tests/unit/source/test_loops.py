@@ -71,6 +71,12 @@ FILLED = (
     "micro = [next(batches) for _ in range(4)]",
     "for _ in range(4): micro.append(next(batches))",
     "for _ in range(4): micro += [next(batches)]",
+    "micro = list(next(batches) for _ in range(4))",
+    "micro: list = [next(batches) for _ in range(4)]",
+    "micro = [next(batches), next(batches)]",
+    "for k in range(4): micro[k] = next(batches)",
+    "micro.extend([next(batches), next(batches)])",
+    "def take(it, n): return [next(it) for _ in range(n)]\n    micro = take(batches, 4)",
 )
 """Lists of the batches of one update."""
 FOLDS = """
@@ -268,6 +274,11 @@ def test_what_enumerate_counts_is_led_unless_it_goes_on_from_where_it_was(call: 
          "  f(x).backward()", [("s", 1, True, False)]),
         ("for s in range(9):\n  if s: x = next(it)\n  for m in range(3):\n    f(next(it)).backward()",
          [("s", 1, True, False)]),
+        *(
+            (f"for s in {numbers}:\n    micro = [next(batches) for _ in range(4)]\n"
+             "    for x in micro: f(x).backward()\n    optimizer.step()", [("s", 1, True, False)])
+            for numbers in ("trange(9)", "list(range(9))", "np.arange(9)", "itertools.count()")
+        ),
         ("while True:\n    for micro in range(4):\n        f(next(batches)).backward()", []),
         ("for epoch in range(3):\n    for x in loader:\n        f(x).backward()\n    next(other)", []),
     ],

@@ -82,7 +82,7 @@ def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Pa
     paths, nodes = RunPaths(tmp_path), Nodes()
     order, output = SimpleNamespace(paths=paths), SimpleNamespace(keep=lambda: None)
     ledger = SupervisorJournal(paths, print)
-    attempts = Attempts(order, print, SimpleNamespace(output=output), ledger, StopSignals(), nodes)  # type: ignore[arg-type]
+    attempts = Attempts(order, print, SimpleNamespace(output=output), ledger, StopSignals(), nodes, lambda: None)  # type: ignore[arg-type]
     journal = Journal(paths.train_journal, 1)
     journal.append(attached_at(0))
     attempts._journal.history  # noqa: B018 - reads

@@ -89,7 +89,7 @@ def test_a_stop_signal_on_another_node_is_heard_at_once_between_two_attempts(pat
     leader = Leader(paths, place(), print, SharedMeeting(paths, 2))
     told = NodeReport(node="node-1", launch="b:1:1.0", host="b", pid=1, leader=place().launch, signals=("SIGTERM",))
     order, ledger = SimpleNamespace(paths=paths), SupervisorJournal(paths, print)
-    attempts = Attempts(order, print, SimpleNamespace(), ledger, StopSignals(), leader)  # type: ignore[arg-type]
+    attempts = Attempts(order, print, SimpleNamespace(), ledger, StopSignals(), leader, lambda: None)  # type: ignore[arg-type]
     write_in_place(paths.node("node-1"), told.model_dump_json().encode())
     assert attempts._stopped_while_waiting(5.0)
     paths.node("node-1").unlink()
@@ -126,7 +126,9 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
         attempt=1, poll=poll, beats=dict, beats_in_memory=dict, look=dict, computing=set, take_stacks=tuple
     )
     order = SimpleNamespace(paths=paths, hang=HangLimits(after=0.3), grace=60.0, restart_budget=1)
-    attempts = Attempts(order, print, SimpleNamespace(), SupervisorJournal(paths, print), StopSignals(), leader)  # type: ignore[arg-type]
+    attempts = Attempts(
+        order, print, SimpleNamespace(), SupervisorJournal(paths, print), StopSignals(), leader, lambda: None
+    )  # type: ignore[arg-type]
     status, hung = attempts._watch(running)  # type: ignore[arg-type]
     assert (status, hung and hung.kind, leader._beacon.record.phase) == (0, "hung", "end")
     left = leader.left(Left(status=0))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.optim import SGD
+from accelerate import Accelerator
 
 from rollback.errors import UsageError
 from rollback.trainers.adopt.enumeration import HandedOut
@@ -10,26 +10,22 @@ from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.signs import ScriptSigns
 
 
-def optimizer(*, lr: float = 0.1) -> SGD:
-    return SGD([torch.zeros(1, requires_grad=True)], lr=lr)
-
-
 @pytest.mark.parametrize(
-    ("loads", "trains", "refused"),
-    [(0.2, False, True), (0.2, True, False), (0.1, False, False), (None, False, False)],
-    ids=["a snapshot", "a snapshot, and trains", "what it has, as Accelerate prepares it", "nothing"],
+    ("loads", "trains", "gathers", "refused"),
+    [(True, False, False, True), (True, True, False, False), (True, False, True, False), (False, False, False, False)],
 )
 def test_the_first_batch_of_a_pass_is_passed_over_where_the_next_one_is_asked_for(
-    loads: float | None, trains: bool, refused: bool
+    loads: bool, trains: bool, gathers: bool, refused: bool
 ) -> None:
     handed = HandedOut(batches=5)
     resume = OwnResume(handed, ScriptSigns(strict=False))
-    if loads is not None:
-        resume.note_load(optimizer(), optimizer(lr=loads).state_dict())
+    if loads:
+        resume.note_load()
     resume.pass_begins()
     resume.require_trained()
     resume.require_trained()  # reading has raised, and the script asks again
     handed.batches += 1
+    handed.gathers = gathers
     if trains:
         resume.trained()
     if refused:
@@ -37,3 +33,23 @@ def test_the_first_batch_of_a_pass_is_passed_over_where_the_next_one_is_asked_fo
             resume.require_trained()
     else:
         resume.require_trained()
+
+
+def test_what_accelerate_prepares_is_no_snapshot_of_the_scripts_and_what_it_loads_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resume, load = OwnResume(HandedOut(), ScriptSigns(strict=False)), torch.optim.Optimizer.load_state_dict
+
+    def watched(optimizer: torch.optim.Optimizer, state_dict: dict[str, object]) -> None:
+        resume.note_load()
+        load(optimizer, state_dict)
+
+    watched.__globals__["__name__"], name = "rollback.watched", __name__
+    try:
+        monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", watched)
+        optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
+        assert not resume._loaded
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert resume._loaded
+    finally:
+        watched.__globals__["__name__"] = name
