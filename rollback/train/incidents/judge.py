@@ -15,6 +15,7 @@ from dataclasses import asdict
 from torch import Tensor
 
 from rollback.data_stream import DataStream
+from rollback.errors import CheckpointDamaged
 from rollback.facts.training import Incident, Noticed, PhaseAnnounced, ScalerSkipped, Window
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.evidence import MOST_WITNESSES, witnesses
@@ -215,11 +216,11 @@ class Judge:
         while self._marks and self._marks[-1].step >= event.step:
             self._marks.pop()
 
-    def plan_without(self, name: str, reason: str, failed: Rewind) -> Decision | None:
+    def plan_without(self, name: str, fault: CheckpointDamaged, failed: Rewind) -> Decision | None:
         """Remove the planned checkpoint, which failed its check, from the ring, and plan again."""
-        self._checkpoints.put_aside(name, reason)
+        self._checkpoints.put_aside(name, fault)
         if failed.incident.request is not None:
-            account = f"checkpoint {name}, which was asked for, cannot be used any more: {reason}"
+            account = f"checkpoint {name}, which was asked for, cannot be used any more: {fault.message}"
             return Halt(account, save=False)
         return self._plan(failed.incident, failed.stream)
 

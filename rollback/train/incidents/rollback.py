@@ -131,7 +131,7 @@ class Rewinder:
         result = restore(source.name, self._checkpoints.places(source.name), self._ranks, self._state)
         if result.place is None:
             raise RollbackError(
-                f"restoring {source.name} once more at the start of its epoch: {result.fault}",
+                f"restoring {source.name} once more at the start of its epoch: {result.fault.message}",
                 hint="run the same command again: an older checkpoint will be used",
             )
         self._publish(cause, source)

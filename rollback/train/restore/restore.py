@@ -1,6 +1,6 @@
 """Restoring a checkpoint: all ranks verify it and agree on it first, then it is read into the live tensors."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollback.checkpoints.format.manifest import read_manifest
@@ -26,9 +26,9 @@ class RestoreOutcome:
     """How many frozen weights of this rank had changed and were put back."""
 
     @property
-    def fault(self) -> str:
-        """The faults of all places, in words."""
-        return _in_words(error for _, error in self.faults)
+    def fault(self) -> CheckpointDamaged:
+        """The faults of all places, as one."""
+        return _together([error for _, error in self.faults])
 
     @property
     def unsettled(self) -> CheckpointForbidden | CheckpointOutOfReach | None:
@@ -58,8 +58,8 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
     return result
 
 
-def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> str | None:
-    """Collective: whether `restore` would find a usable place. Returns None, or the fault that the first rank found.
+def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> CheckpointDamaged | None:
+    """Collective: whether `restore` would find a usable place. Returns None, or the faults of all places as one.
 
     Frozen weights are not verified: their file is needed only if the live ones differ.
     """
@@ -71,7 +71,7 @@ def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> str | 
             return None
         assert fault is not None
         faults.append(fault)
-    return _in_words(faults)
+    return _together(faults)
 
 
 def _verify(
@@ -130,5 +130,7 @@ def _first(ranks: Ranks, fault: CheckpointDamaged | None) -> CheckpointDamaged |
     return CheckpointForbidden(words) if forbidden else CheckpointDamaged(words)
 
 
-def _in_words(faults: Iterable[CheckpointDamaged]) -> str:
-    return "; ".join(error.message for error in faults)
+def _together(faults: Sequence[CheckpointDamaged]) -> CheckpointDamaged:
+    """Out of reach where one of the places is: it may be of use at another time."""
+    far = any(isinstance(error, CheckpointOutOfReach) for error in faults)
+    return (CheckpointOutOfReach if far else CheckpointDamaged)("; ".join(error.message for error in faults))

@@ -12,7 +12,7 @@ from typing import Any
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import of_present_timeline
-from rollback.errors import EARLY, UsageError
+from rollback.errors import EARLY, CheckpointDamaged, CheckpointOutOfReach, UsageError
 from rollback.facts.training import (
     BecameGood,
     CheckpointLost,
@@ -165,7 +165,7 @@ class CheckpointManager:
             self._catalogue.offer(self._remote.offered())
         return self._catalogue.to_choose_from()
 
-    def fetch_if_remote(self, name: str) -> str | None:
+    def fetch_if_remote(self, name: str) -> CheckpointDamaged | None:
         """Fetch a checkpoint of `as_held` that is only at the URL. Returns why that failed; None: it is here.
 
         Call it before `manifest` and `places`, which know only the checkpoints that are here.
@@ -174,7 +174,7 @@ class CheckpointManager:
             return None
         found = self._remote.fetch(name)
         if isinstance(found, str):
-            return found
+            return CheckpointDamaged(found)
         self._catalogue.admit(found, good=True)
         return None
 
@@ -215,9 +215,16 @@ class CheckpointManager:
         """Names of the weights that are in no snapshot, since nothing changes them. Not collective."""
         return self._snapshots.unchanged
 
-    def put_aside(self, name: str, reason: str) -> None:
-        """Put a damaged checkpoint aside. One that is only at the URL is not offered again for the present plan."""
+    def put_aside(self, name: str, fault: CheckpointDamaged) -> None:
+        """Put a damaged checkpoint aside. One that is only at the URL is not offered again for the present plan; one
+        that a host cannot reach, in this attempt."""
         if self._catalogue.is_remote(name):
+            return
+        reason = fault.message
+        if isinstance(fault, CheckpointOutOfReach):
+            self._catalogue.drop(name)
+            if self._ranks.first:
+                say(f"checkpoint {name} cannot be used in this attempt: {reason}")
             return
         self._release_slot(name)
         self._catalogue.drop(name)

@@ -154,7 +154,7 @@ def _restore_newest(
             raise RunDoesNotFit(f"{error.message}; nothing was written to {paths.root}", hint=error.hint) from error
         if any(place.in_slot for place, _ in result.faults):
             del found.slots[manifest.name]
-            say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault}")
+            say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault.message}")
         if isinstance(result.unsettled, CheckpointForbidden):
             raise CheckpointForbidden(result.unsettled.message, hint=LET_IT_BE_READ)
         if result.unsettled is not None and ranks.apart:  # no older one either, if it has to be fetched
@@ -172,7 +172,7 @@ def _restore_newest(
             if is_on_record(history, manifest, found.ahead):
                 damaged |= not_on_record(history, found.manifests, found.ahead)
             return manifest, result.place
-        damaged[manifest.name] = result.fault
+        damaged[manifest.name] = result.fault.message
     lost = history.committed.keys() - history.gone - history.discarded
     if not (found.manifests or damaged or lost):
         return None

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from rollback.config import Settings
+from rollback.errors import CheckpointDamaged, CheckpointOutOfReach
 from rollback.facts.history import History
-from rollback.facts.training import Advice, BecameGood, CheckpointLost, Fact, Incident, Planned
+from rollback.facts.training import Advice, BecameGood, CheckpointLost, Fact, Incident, Planned, Quarantined
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Hint, Sentinel
@@ -99,6 +100,26 @@ def test_without_a_good_checkpoint_there_is_nothing_to_go_back_to(steps: Steps) 
     decision = steps.judge.settle()
     assert isinstance(decision, Halt)
     assert (decision.giving_up, decision.save) == ("no_checkpoint", False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kept"), [(CheckpointOutOfReach("no answer"), True), (CheckpointDamaged("torn"), False)]
+)
+def test_a_planned_checkpoint_that_a_host_cannot_reach_is_no_damaged_one(
+    steps: Steps, fault: CheckpointDamaged, kept: bool
+) -> None:
+    steps.snapshot()
+    steps.end_with(1.0)
+    steps.snapshot()
+    steps.end_with(NAN)
+    failed = steps.judge.settle()
+    assert isinstance(failed, Rewind)
+    name = failed.plan.checkpoint
+    assert name is not None
+    again = steps.judge.plan_without(name, fault, failed)
+    assert not isinstance(again, Rewind) or again.plan.checkpoint != name
+    assert steps.paths.checkpoint(name).exists() == kept
+    assert bool(steps.facts(Quarantined)) != kept
 
 
 @pytest.mark.parametrize(("at_first", "account"), [(True, "no good checkpoint"), (False, "planned return to step 0")])
