@@ -139,7 +139,7 @@ def test_a_damaged_file_hurts_only_who_needs_what_is_damaged(one: OneRank) -> No
     assert "base.weight" in outcome.fault.message
     assert all(map(torch.equal, before, other.model.parameters())), "nothing was touched"
     file.unlink()
-    assert "cannot be put back" in one.put_back(landing, other).fault
+    assert "cannot be put back" in one.put_back(landing, other).fault.message
 
 
 def write_past_the_counter(model: Adapted) -> None:
