@@ -221,13 +221,12 @@ class CheckpointManager:
         if self._catalogue.is_remote(name):
             return
         reason = fault.message
+        self._release_slot(name)
+        self._catalogue.drop(name)
         if isinstance(fault, CheckpointOutOfReach):
-            self._catalogue.drop(name)
             if self._ranks.first:
                 say(f"checkpoint {name} cannot be used in this attempt: {reason}")
             return
-        self._release_slot(name)
-        self._catalogue.drop(name)
         if self._ranks.first and os.path.lexists(self._paths.checkpoint(name)):
             say_if_it_fails(f"moving checkpoint {name} to quarantine", lambda: ring.quarantine(self._paths, name))
         self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
