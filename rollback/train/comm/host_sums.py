@@ -20,10 +20,11 @@ import stat
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from rollback.system.processes import is_running, name_process
 from rollback.system.region import Region
@@ -43,9 +44,6 @@ _LOOK_EVERY = 0.5
 _HELD_BACK = signal.valid_signals() - {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
 
-Rows = np.ndarray[Any, np.dtype[np.float64]]
-
-
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
@@ -60,27 +58,25 @@ class HostSums:
         self._rank, self._processes, self._patience = rank, processes, patience
         world_size = len(processes)
         self._address = memory.address + _CELL
-        counts = np.frombuffer(memory.view, np.uint32, world_size * _CELL // 4, _CELL)
-        self._counts = counts[:: _CELL // 4]
-        numbers = np.frombuffer(memory.view, np.float64, 2 * world_size * width, _rows_begin(world_size))
-        self._numbers = numbers.reshape(2, world_size, width)
+        # No NumPy: its code is in no cache where a rank has just computed, and torch's is.
+        self._counts = memory.view[_CELL : _rows_begin(world_size)].cast("I")[:: _CELL // 4]
+        numbers = memory.view[_rows_begin(world_size) :].cast("d")
+        self._own = [numbers[width * place :][:width] for place in (rank, world_size + rank)]
+        self._rows = torch.frombuffer(numbers, dtype=torch.float64).view(2, world_size, width).unbind()
         self._puts = 0
         self._awaited = 0
         self._gone: list[int] = []
         self._closed = False
 
-    def put(self, numbers: Sequence[float], more: Sequence[float] = ()) -> None:
+    def put(self, numbers: Sequence[float]) -> None:
         """This rank's row: at most `width` numbers; what is behind them says nothing. Does not wait."""
         puts = self._puts + 1
-        mine = self._numbers[puts % 2, self._rank]
-        mine[: len(numbers)] = numbers
-        if more:
-            mine[len(numbers) : len(numbers) + len(more)] = more
+        self._own[puts % 2][: len(numbers)] = array("d", numbers)
         self._counts[self._rank] = puts % _COUNTS
         self._puts = puts
         self._wake(self._rank)
 
-    def rows(self) -> Rows:
+    def rows(self) -> Tensor:
         """[ranks, width]: what the ranks have put last, until `put` is called again. Waits for all of them.
 
         Raises RuntimeError where a rank has ended without it, patience is over, or this was closed.
@@ -91,8 +87,7 @@ class HostSums:
                 self._wait_for_late_ones(began + self._patience)
         if self._closed:
             raise RuntimeError("a beat was waited for while the guard was closed: nothing can be read any more")
-        rows: Rows = self._numbers[self._puts % 2]
-        return rows
+        return self._rows[self._puts % 2]
 
     def close(self) -> None:
         """What was put stays for those who have not read it. Not collective. The memory is given back when nobody here
@@ -132,15 +127,14 @@ class HostSums:
                 self._wake(self._awaited)
 
     def _late(self) -> list[int]:
-        behind = (self._counts - np.uint32(self._puts % _COUNTS)).view(np.int32) < 0
-        late: list[int] = behind.nonzero()[0].tolist()  # flatnonzero would be seven functions of Python, at every step
-        return late
+        own = self._puts
+        return [rank for rank, count in enumerate(self._counts.tolist()) if (count - own) % _COUNTS >= _COUNTS // 2]
 
     def _wait(self, until: float) -> bool:
         """Whether all have put their rows, at the latest at that moment. Also returns where it is of no use."""
         while late := self._late():
             self._awaited = rank = late[0]
-            there, seconds = int(self._counts[rank]), until - time.monotonic()
+            there, seconds = self._counts[rank], until - time.monotonic()
             if seconds <= 0 or self._gone or self._closed:
                 return False
             if (there - self._puts) % _COUNTS >= _COUNTS // 2:

@@ -16,7 +16,6 @@ import time
 from array import array
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,7 +39,7 @@ from rollback.train.comm.beat import (
     row_of,
     without_ill,
 )
-from rollback.train.comm.host_sums import Rows, share
+from rollback.train.comm.host_sums import share
 from rollback.train.comm.ranks import Handed, Ranks
 
 _PATIENCE, _POLL = 2.0, 0.001
@@ -88,7 +87,7 @@ class Pulse:
         if isinstance(vector, list):
             if self._shared is not None:
                 self._ranks.sums_in_memory += 1
-                self._shared.put(vector, signs.letter or ())
+                self._shared.put([*vector, *(signs.letter or ())])
             return
         if self._ranks.distributed:
             self._handed = Handed(vector)
@@ -178,18 +177,12 @@ class Pulse:
         beat = torch.frombuffer(numbers, dtype=torch.float64)
         return beat if signs.letter is None else torch.cat([beat, self._letter_row(signs.letter)])
 
-    def _sum_of(self, rows: Rows) -> Tensor | list[float]:
+    def _sum_of(self, rows: Tensor) -> Tensor | list[float]:
         """The vector, of what all ranks have put."""
-        with np.errstate(all="ignore"):  # a script may have made errors of them
-            total: list[float] = rows[:, :FIELDS].sum(0).tolist()
-        if not self._has_letters:
-            return total
-        return torch.cat(
-            [
-                torch.tensor(total, dtype=torch.float64, device="cpu"),
-                torch.tensor(rows[:, FIELDS:], device="cpu").flatten(),
-            ]
-        )
+        if self._has_letters:
+            return torch.cat([rows[:, :FIELDS].sum(0), rows[:, FIELDS:].flatten()])
+        total: list[float] = rows.sum(0).tolist()
+        return total[:FIELDS]
 
     def _compose_on_device(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES

@@ -39,14 +39,14 @@ class RawRandom:
         """
         state = torch.default_generator.get_state()
         told: dict[str, Any] = {"gauss_next": random._inst.gauss_next}  # type: ignore[attr-defined]
-        parts = [ctypes.string_at(state.data_ptr(), state.nbytes), self._python()]
+        parts = [_memory_at(state.data_ptr(), state.nbytes).raw, self._python()]
         if numpy := sys.modules.get("numpy"):
             words, told["numpy"] = self._read_numpy(numpy)
             parts.append(words)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             on_gpus = [generator.get_state() for generator in torch.cuda.default_generators]
             told["cuda"], told["device"] = len(on_gpus), torch.cuda.current_device()
-            parts += [ctypes.string_at(state.data_ptr(), state.nbytes) for state in on_gpus]
+            parts += [_memory_at(state.data_ptr(), state.nbytes).raw for state in on_gpus]
         return told, parts
 
     def forget(self) -> None:
@@ -95,9 +95,9 @@ def _int64(words: bytes) -> Tensor:
     return torch.frombuffer(array("q", array("I", words)), dtype=torch.int64)
 
 
-def _memory_at(address: int) -> "ctypes.Array[ctypes.c_char]":
-    """A Mersenne twister's memory: whoever keeps this keeps what owns it."""
-    return (ctypes.c_char * _TWISTER).from_address(address)
+def _memory_at(address: int, size: int = _TWISTER) -> "ctypes.Array[ctypes.c_char]":
+    """A Mersenne twister's memory, or more: whoever keeps this keeps what owns it."""
+    return (ctypes.c_char * size).from_address(address)  # ctypes keeps the type
 
 
 def _python_reader() -> Callable[[], bytes]:

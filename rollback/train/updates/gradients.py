@@ -37,7 +37,9 @@ from rollback.train.updates.clipping import factor_of, lend_norms
 _HOST = torch.device("cpu")
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
-_grad, _version, _layout, _dtype, _device = map(operator.attrgetter, ("grad", "_version", "layout", "dtype", "device"))
+_grad, _version, _layout, _dtype, _device, _requires_grad = map(
+    operator.attrgetter, ("grad", "_version", "layout", "dtype", "device", "requires_grad")
+)
 _params = operator.itemgetter("params")
 _bits = operator.attrgetter("value")
 _is_view = Tensor._is_view
@@ -363,9 +365,9 @@ def _as_real(gradient: Tensor) -> Tensor:
 
 def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of each tensor, and of all together, divided by `scale`."""
-    if torch.is_grad_enabled():  # not in a backward, unless that was told to make a graph
+    if any(map(_requires_grad, gradients)):  # a backward was told to make a graph
         gradients = [*map(Tensor.detach, gradients)]
-    as_for_clipping = _are_alike(gradients) and gradients[0].device != _HOST
+    as_for_clipping = gradients[0].device != _HOST and _are_alike(gradients)
     each = _each(gradients, torch.float32) if as_for_clipping else norm_of_each(gradients)
     if scale is not None:
         each = each / scale.to(each.device)

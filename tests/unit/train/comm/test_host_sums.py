@@ -55,9 +55,9 @@ def test_each_rank_reads_what_all_have_put_in_each_step_however_fast_it_is(world
     def train(rank: int, sums: HostSums) -> None:
         pauses = np.random.default_rng(seed + rank).integers(0, 3, steps)
         for step in range(steps):
-            sums.put(given[step, rank, :3].tolist(), given[step, rank, 3:].tolist())
+            sums.put(given[step, rank].tolist())
             time.sleep(0.0001 * float(pauses[step]))
-            read[rank].append(sums.rows().copy())
+            read[rank].append(sums.rows().numpy().copy())
 
     with ranks_of_a_host(world_size) as made:
         threads = [threading.Thread(target=train, args=(rank, sums)) for rank, sums in enumerate(made)]
