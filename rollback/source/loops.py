@@ -20,6 +20,7 @@ from rollback.source.nodes import (
     of_scope,
     put_in_list,
     range_of,
+    takes_or_names,
 )
 from rollback.source.turns import turning_loop
 
@@ -253,19 +254,6 @@ class ScriptLoops:
         """Whether `line` takes batches by `iter` or `next`: a loop around it may go over batches, not over epochs."""
         return any(is_call_of(call, "iter") or is_call_of(call, "next") for call in calls_at(self.tree, line))
 
-    def cycles_at(self, line: int) -> bool:
-        """Whether `itertools.cycle` goes over something at `line`. In a `zip` it may be what goes beside a loader."""
-        names = {
-            f"{module.asname or module.name}.cycle" if isinstance(node, ast.Import) else module.asname or module.name
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module == "itertools")
-            for module in node.names
-            if module.name == ("itertools" if isinstance(node, ast.Import) else "cycle")
-        }
-        calls = calls_at(self.tree, line)
-        zipped = {id(node) for call in calls if is_call_of(call, "zip") for node in ast.walk(call)}
-        return any(ast.unparse(call.func) in names and id(call) not in zipped for call in calls)
-
     def limits(self, loop: ast.For) -> list[ast.Call]:
         """The calls by which a loop has so many batches and no more: `islice(loader, 10)`, `zip(range(10), loader)`."""
         return [node for node in ast.walk(loop.iter) if limits_batches(node)]
@@ -331,21 +319,42 @@ class ScriptLoops:
 
     def _goes_over_taken(self, loop: ast.For) -> bool:
         """Whether a loop goes over a list of batches that were taken by `next`: those of one update."""
-        names = {ast.unparse(node) for node in ast.walk(loop.iter) if isinstance(node, ast.Name | ast.Attribute)}
-        nodes = [*of_scope(self._scope_of(loop))]
-        given = [node for node in nodes if isinstance(node, ast.Assign) and _takes_or_names(node.value)]
-        parts = (item for node in given for target in node.targets for item in ast.walk(target))
+        return self._has_taken(loop.iter, self._scope_of(loop), ())
+
+    def _has_taken(self, value: ast.expr, scope: ast.AST, entered: tuple[ast.AST, ...]) -> bool:
+        """Whether such a list is in `value`, also as what calls give this function. entered: those that lie behind."""
+        names = {ast.unparse(node) for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute)}
+        if self._lists_taken(names, [*of_scope(scope)]):
+            return True
+        return scope not in entered and any(
+            self._lists_taken({name}, [argument, *of_scope(self._scope_of(call))])
+            or self._has_taken(argument.value, self._scope_of(call), (*entered, scope))
+            for call, argument in self._arguments(scope)
+            if (name := ast.unparse(argument.targets[0])) in names
+        )
+
+    def _lists_taken(self, names: Collection[str], nodes: list[ast.AST]) -> bool:
+        given = [node for node in nodes if isinstance(node, ast.Assign)]
+        parts = (
+            item for node in given if takes_or_names(node.value) for target in node.targets for item in ast.walk(target)
+        )
         taken = {item.id for item in parts if isinstance(item, ast.Name)}
         lists = [put_in_list(node) for node in nodes]
-        lists += [
-            (node.targets[0], node.value)
-            for node in nodes
-            if isinstance(node, ast.Assign) and self._gathers(node.value)
-        ]
+        lists += [(node.targets[0], node.value) for node in given if self._gathers(node.value)]
         return any(
-            ast.unparse(target) in names and (_takes_or_names(value, taken) or self._gathers(value))
+            ast.unparse(target) in names and (takes_or_names(value, taken) or self._gathers(value))
             for target, value in filter(None, lists)
         )
+
+    def _arguments(self, function: ast.AST) -> Iterator[tuple[ast.Call, ast.Assign]]:
+        """The calls of a function of this file, each with one of its arguments as an assignment to that name."""
+        if not isinstance(function, ast.FunctionDef):
+            return
+        names = [each.arg for each in (*function.args.posonlyargs, *function.args.args) if each.arg != "self"]
+        for call in ast.walk(self.tree):
+            if isinstance(call, ast.Call) and self._called(call) == function.name:
+                given = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
+                yield from ((call, ast.Assign([ast.Name(name, ast.Store())], value)) for name, value in given if name)
 
     def _gathers(self, value: ast.AST) -> bool:
         """Whether it calls a function of the file that makes a list of what `next` gives."""
@@ -386,10 +395,3 @@ class ScriptLoops:
             case ast.Call(func=ast.Attribute(attr=name)) if name in self._methods and name not in _OF_MODULES:
                 return name
         return None
-
-
-def _takes_or_names(value: ast.expr, names: Collection[str] = ()) -> bool:
-    """Whether it calls `next`, or has one of these variables in it."""
-    return any(
-        is_call_of(node, "next") or (isinstance(node, ast.Name) and node.id in names) for node in ast.walk(value)
-    )

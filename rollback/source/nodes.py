@@ -1,7 +1,7 @@
 """What single nodes of a script's source are, whatever is around them."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TypeGuard
 
 Loop = ast.For | ast.While
@@ -56,6 +56,27 @@ def last_name(call: ast.Call) -> str:
 def calls_at(tree: ast.AST, line: int) -> list[ast.Call]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
+
+
+def takes_or_names(value: ast.expr, names: Collection[str] = ()) -> bool:
+    """Whether it calls `next`, or has one of these variables in it."""
+    return any(
+        is_call_of(node, "next") or (isinstance(node, ast.Name) and node.id in names) for node in ast.walk(value)
+    )
+
+
+def cycles_at(tree: ast.AST, line: int) -> bool:
+    """Whether `itertools.cycle` goes over something at `line`. In a `zip` it may be what goes beside a loader."""
+    names = {
+        f"{module.asname or module.name}.cycle" if isinstance(node, ast.Import) else module.asname or module.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module == "itertools")
+        for module in node.names
+        if module.name == ("itertools" if isinstance(node, ast.Import) else "cycle")
+    }
+    calls = calls_at(tree, line)
+    zipped = {id(node) for call in calls if is_call_of(call, "zip") for node in ast.walk(call)}
+    return any(ast.unparse(call.func) in names and id(call) not in zipped for call in calls)
 
 
 def limits_or_counts(call: ast.Call) -> bool:

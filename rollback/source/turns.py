@@ -124,8 +124,10 @@ def _is_step(node: ast.AST) -> bool:
 def _begins_alike(loop: ast.For) -> bool:
     """Whether its numbers begin with the same one in each process, and not where the script's own snapshot says."""
     numbers = range_of(loop)
-    shown = numbers is not loop.iter and isinstance(loop.iter, ast.Call) and last_name(loop.iter) != "tqdm"
-    return numbers is not None and not shown and (len(numbers.args) == 1 or isinstance(numbers.args[0], ast.Constant))
+    if isinstance(loop.iter, ast.Call) and numbers is not loop.iter:
+        name = last_name(loop.iter)
+        numbers = loop.iter if name == "trange" else numbers if name == "tqdm" else None
+    return numbers is not None and (len(numbers.args) == 1 or isinstance(numbers.args[0], ast.Constant))
 
 
 def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:

@@ -13,7 +13,7 @@ from itertools import islice
 from types import CodeType, ModuleType
 
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import catches_end, demands_item
+from rollback.source.nodes import catches_end, cycles_at, demands_item
 from rollback.source.own_counters import OwnCounter, own_counters
 from rollback.source.steering import steered
 from rollback.system.frames import is_own, own_callers
@@ -97,7 +97,7 @@ class ScriptSources:
 
     def cycles(self) -> bool:
         """Whether it is `itertools.cycle` that iterates the loader."""
-        return any(loops.cycles_at(line) for _, loops, line in islice(self._callers(), 1))
+        return any(cycles_at(loops.tree, line) for _, loops, line in islice(self._callers(), 1))
 
     def counters(self) -> Iterator[tuple[str, OwnCounter]]:
         """Those of the training loops in the files that were read that are not led, and where that is."""

@@ -732,6 +732,19 @@ for epoch in range(5):
         optimizer.step()
         optimizer.zero_grad()
 """,
+    "turns of several, which a function is given": """
+def update(micro, *numbers):
+    for x in micro:
+        backward(x, *numbers)
+    optimizer.step()
+    optimizer.zero_grad()
+
+for epoch in range(5):
+    batches = iter(loader)
+    for number in range(4):
+        micro = [next(batches) for _ in range(2)]
+        update(micro, epoch, number)
+""",
     "turns of several": """
 batches = iter(x for _ in range(9) for x in loader)
 done = 0

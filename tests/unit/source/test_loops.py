@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import catches_end, demands_item
+from rollback.source.nodes import catches_end, cycles_at, demands_item
 from rollback.source.own_counters import OwnCounter, own_counters
 from rollback.source.steering import ENUMERATE, EPOCHS, MOVED, steered
 
@@ -113,6 +113,39 @@ def lines(source: str) -> tuple[list[int], list[int | None]]:
 )
 def test_it_is_the_loop_whose_body_calls_backward(source: str, batches: list[int], epochs: list[int | None]) -> None:
     assert lines(source) == (batches, epochs)
+
+
+@pytest.mark.parametrize(
+    ("call", "taken"),
+    [
+        ("update(micro)", True),
+        ("update(batches=micro)", True),
+        ("update([next(it) for _ in range(2)])", True),
+        ("update(drawn(it))", True),
+        ("passed_on(micro)", True),
+        ("update(loader)", False),
+        ("passed_on(loader)", False),
+    ],
+)
+def test_a_loop_over_batches_that_a_call_gives_its_function_is_part_of_an_update(call: str, taken: bool) -> None:
+    loops = ScriptLoops(
+        "def update(batches):\n  for x in batches:\n    f(x).backward()\n"
+        "def passed_on(given):\n  update(given)\n  if deep: passed_on(given)\n"
+        "def drawn(it):\n  return [next(it), next(it)]\n"
+        "for e in range(3):\n"
+        "  it = iter(loader)\n"
+        f"  for i in range(9):\n    micro = [next(it) for _ in range(2)]\n    {call}\n    optimizer.step()"
+    )
+    assert [loop.lineno for loop in loops.batches] == ([] if taken else [2])
+
+
+def test_a_loop_over_what_a_method_is_given_is_part_of_an_update_too() -> None:
+    loops = ScriptLoops(
+        "class T:\n"
+        "  def update(self, batches, n):\n    for x in batches:\n      f(x).backward()\n"
+        "  def fit(self):\n    for i in range(9):\n      micro = [next(it), next(it)]\n      self.update(micro, i)"
+    )
+    assert loops.batches == []
 
 
 def test_a_model_s_own_train_is_not_the_script_s_method_of_that_name() -> None:
@@ -277,7 +310,7 @@ def test_what_enumerate_counts_is_led_unless_it_goes_on_from_where_it_was(call: 
         *(
             (f"for s in {numbers}:\n    micro = [next(batches) for _ in range(4)]\n"
              "    for x in micro: f(x).backward()\n    optimizer.step()", [("s", 1, True, False)])
-            for numbers in ("trange(9)", "list(range(9))", "np.arange(9)", "itertools.count()")
+            for numbers in ("list(range(9))", "np.arange(9)", "itertools.count()")
         ),
         ("while True:\n    for micro in range(4):\n        f(next(batches)).backward()", []),
         ("for epoch in range(3):\n    for x in loader:\n        f(x).backward()\n    next(other)", []),
@@ -488,7 +521,7 @@ def test_a_batch_of_a_generator_is_trained_on_where_it_is_taken_in_a_loop_that_t
     ],
 )
 def test_itertools_cycle_is_known_by_its_import(source: str, cycles: bool) -> None:
-    assert ScriptLoops(source).cycles_at(2) is cycles
+    assert cycles_at(ast.parse(source), 2) is cycles
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,10 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
         (TAKEN.replace("x = next(batches)", "try: x = next(batches)\n        except StopIteration: x = next(batches)"),
          [False]),
         (TAKEN.replace("range(3)", "tqdm(range(3))"), [False]),
+        (TAKEN.replace("range(3)", "trange(3, disable=True)"), [False]),
+        (TAKEN.replace("range(3)", "tqdm.trange(0, 3)"), [False]),
+        (TAKEN.replace("range(3)", "trange(start, 3)"), []),
+        (TAKEN.replace("range(3)", "enumerate(range(3))"), []),
         (in_loop("for e in range(2)", TAKEN), [True]),
         (in_loop("def one()", TAKEN) + "for e in range(2):\n  one()", [True]),
         # more than one in a turn, or less
