@@ -3,11 +3,12 @@
 import ast
 
 from rollback.source.loops import ScriptLoops
+from rollback.source.nodes import Loop
 from rollback.source.own_counters import LedCount, led_counts
 
 EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
 ENUMERATE, LIMIT = "__rollback_enumerate__", "__rollback_limit__"
-COUNT = "__rollback_count__"
+COUNT, RAISED = "__rollback_count__", "__rollback_raised__"
 TURNS, TAKE, TURNED = "__rollback_turns__", "__rollback_take__", "__rollback_turned__"
 """Names under which a script that `steered` has changed finds what steers it."""
 
@@ -42,6 +43,8 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.
                                             except __rollback_turned__:
                                                 continue
 
+    A loop that trains asks RAISED which errors it catches, which are none: so it is known that one has left the loop.
+
     Where a turn takes several batches, its number is a count, too: that of the name that TURNS is told.
     """
     loops = ScriptLoops(source, is_script=is_script)
@@ -64,6 +67,8 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.
             _number(turning.loop, numbers, TURNS, TURNED, filename, turning.in_epochs, counted)
     for loop, numbers in loops.steerable.items():
         _number(loop, numbers, EPOCHS, MOVED, filename)
+    for training in {*loops.training, *loops.steerable}:
+        _catch(training, ast.Call(ast.Name(RAISED, ast.Load()), [], []), ast.Pass())
     begin: dict[str, int | None] = {count.name: None for count in counts}
     begin |= {_turns_of(place): 0 for place in range(len(several))}
     return ast.fix_missing_locations(loops.tree), begin
@@ -109,5 +114,9 @@ def _number(loop: ast.For, numbers: ast.expr, by: str, ended_by: str, filename: 
     elif isinstance(numbers, ast.Call):  # in a call around it
         inner = ast.copy_location(ast.Call(numbers.func, numbers.args, numbers.keywords), numbers)
         numbers.func, numbers.args, numbers.keywords = ast.Name(by, ast.Load()), [inner, *place], []
-    handler = ast.ExceptHandler(ast.Name(ended_by, ast.Load()), None, [ast.Continue()])
+    _catch(loop, ast.Name(ended_by, ast.Load()), ast.Continue())
+
+
+def _catch(loop: Loop, kinds: ast.expr, does: ast.stmt) -> None:
+    handler = ast.ExceptHandler(kinds, None, [does])
     loop.body = [ast.copy_location(ast.Try(loop.body, [handler], [], []), loop.body[0])]

@@ -114,6 +114,10 @@ class TrainingEnd:
         if passed is not None and passed.checkpoint is not None:
             self._schedule.go_on(passed.checkpoint)
 
+    def forget(self) -> None:
+        """What was taken for the end is none, and no further batch follows. Not collective: the checkpoint stays."""
+        self._possible = None
+
     def stop(self, halt: Halt) -> ExitCode:
         """Collective: the ranks stop together before the end. Returns the exit code for a run without a supervisor."""
         kept = self._schedule.take_now(self._judge.timeline) if halt.save else None

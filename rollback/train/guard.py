@@ -202,10 +202,14 @@ class Guard(ScriptSide):
             return self._prober.begin() if self._all_is_well() else NO_BATCH
         return self._pass_rehearsal.begin() if rehearsed and self._pass_rehearsal.ready else self._hand_out_batch()
 
-    def close(self) -> None:
-        """End the guard: wait for the disk, report the last incident's end. Not collective; called at exit anyway."""
+    def close(self, *, given_up: bool = False) -> None:
+        """End the guard: wait for the disk, report the last incident's end. Not collective; called at exit anyway.
+
+        given_up: the script has given this training up, also where its last batch was the last one of an epoch."""
         if not self._run.leave():
             return
+        if given_up:
+            self._end.forget()
         if (raised := self._end.raised) is not None and not isinstance(raised, SystemExit):
             self._last.raised(f"rank {self._run.ranks.rank} raised {type(raised).__name__}")
         step = self._step_in_progress

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
-from rollback.source.steering import COUNT, ENUMERATE, EPOCHS, LIMIT, MOVED, TAKE, TURNED, TURNS
+from rollback.source.steering import COUNT, ENUMERATE, EPOCHS, LIMIT, MOVED, RAISED, TAKE, TURNED, TURNS
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
@@ -89,7 +89,9 @@ class Adoption:
         turns = TurningLoops(self._handed, self._counts, self._sources.demands)
         led: dict[str, Any] = {ENUMERATE: partial(numbered, self._handed), LIMIT: partial(limit, self._handed)}
         led |= {EPOCHS: self._loops.epochs, MOVED: EpochMoved, COUNT: self._counts.added}
-        vars(builtins).update({**led, TURNS: turns.turns, TAKE: turns.take, TURNED: Turned})
+        vars(builtins).update(
+            {**led, TURNS: turns.turns, TAKE: turns.take, TURNED: Turned, RAISED: self._handed.note_raised}
+        )
         self._sources.watch_imports()
         return self._sources.read_script(source, filename)
 
@@ -190,9 +192,7 @@ class Adoption:
             if loop is not None:
                 self._steer(self._adopted, loop)
         elif (other := self._other_training(self._adopted)) is not None:
-            self._signs.end_of_guard(other)
-            self._move(ScriptEvent.LEAVES)
-            self._adopted.guard.close()
+            self._leave(self._adopted.guard, other)
             if self._steered is not None:
                 self._steered.release()
             return original(loader)
@@ -207,11 +207,7 @@ class Adoption:
             if self._sources.cycles():
                 raise signs.goes_round()
             plan = plan_for(loader, self.made.alive(), loop)
-            seen: dict[str, Any] = {
-                "the last epoch": None if loop is None else loop.last,
-                "the model": type(plan.model).__name__, "the optimizer": type(plan.optimizer).__name__,
-                "what is kept besides": plan.objects,
-            }  # fmt: skip
+            seen = plan.seen(None if loop is None else loop.last)
         except UsageError as error:
             seen = {"refused": {"message": error.message, "hint": error.hint}}
         self._signs.agree(seen)
@@ -234,11 +230,7 @@ class Adoption:
         first = adopted.guard.keep(first_epoch=loop.first).first_epoch
         self._signs.agree({"the first epoch of the run": first})
         if {*begun} != {first}:
-            self._signs.say(
-                f"the script begins with epoch {max(begun)} now, and the run began with epoch {first}: it seems to "
-                "load a snapshot of its own. The guard's epochs go on where the run stands, and are numbered as the "
-                "run began"
-            )
+            self._signs.say(signs.begins_elsewhere(max(begun), first))
         loop.steer(first, {*begun}, partial(self._places, adopted))
 
     def _other_training(self, adopted: Adopted) -> str | None:
@@ -382,9 +374,8 @@ class Adoption:
     def _strays(self) -> bool:
         """Whether the guard's optimizer updates by what came from no pass, where no loop over epochs repeats that."""
         adopted, loop = self._adopted, self._steered
-        if adopted is None or self._state is not AdoptionState.ASTRAY:
-            return False
-        return adopted.guard.step == 0 or loop is None or loop.over
+        astray = self._state is AdoptionState.ASTRAY
+        return astray and adopted is not None and (adopted.guard.step == 0 or loop is None or loop.over)
 
     def _sign(self, what: str, step: int) -> None:
         """The script does what the guard cannot keep exact. This rank alone may see it.
@@ -392,9 +383,18 @@ class Adoption:
         Where that is only said, it goes on calling the guard as the other ranks do. Behind the guarded training it says
         at the next iteration of the guard's loader, if there is one, that it has left (`_other_training`).
         """
-        if self._state is AdoptionState.IN_PASS or (self._steered is not None and not self._steered.over):
+        if self._handed.raised and self._adopted is not None:
+            self._leave(self._adopted.guard, what)
+        elif self._state is AdoptionState.IN_PASS or (self._steered is not None and not self._steered.over):
             self._signs.note(what, step)
         else:
             self._signs.end_of_guard(what)
             self._other = what
             self._move(ScriptEvent.OTHER_TRAINING)
+
+    def _leave(self, guard: Guard, what: str) -> None:
+        """The script trains anew. Not collective. Behind an error the guarded training is not complete."""
+        by = self._handed.raised
+        self._signs.given_up(by, guard.step) if by else self._signs.end_of_guard(what)
+        self._move(ScriptEvent.LEAVES)
+        guard.close(given_up=bool(by))

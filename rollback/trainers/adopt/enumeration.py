@@ -1,6 +1,7 @@
 """`enumerate(loader)` and `islice(loader, n)` of a script: what they give in a run that never resumed or went back."""
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +18,8 @@ class HandedOut:
     """What the script was given of its guard in this process. guard: None before it has one. passes: those that it has
     begun, empty ones too. limited: whether the newest one had as many batches as `limit` allows, so that the script has
     not broken it off. untrained: whether the first batch of an epoch was among them, and nothing was computed since
-    that trains. gathers: whether the script takes a further batch of an update, of which it has the first."""
+    that trains. gathers: whether the script takes a further batch of an update, of which it has the first. raised: by
+    which kind of error it has left a loop that trains, until it has another batch."""
 
     guard: Guard | None = None
     batches: int = 0
@@ -25,6 +27,7 @@ class HandedOut:
     limited: bool = False
     untrained: bool = False
     gathers: bool = False
+    raised: str = ""
     _before: int = 0
     """How many batches there were before the newest pass."""
     _began: int = 0
@@ -39,8 +42,15 @@ class HandedOut:
         """The guard has handed one out."""
         if self.batches == self._before:
             self._began = guard.batch - guard.batch_in_epoch
-        self.batches += 1
+        self.batches, self.raised = self.batches + 1, ""
         self.untrained = self.untrained or guard.batch_in_epoch == 0
+
+    def note_raised(self) -> tuple[()]:
+        """An exception leaves a loop that trains. Returns the kinds that the loop is to catch: none."""
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            self.raised = type(error).__name__
+        return ()
 
     def falls_short(self) -> bool:
         """Whether the newest pass, which is at its end, was of less than an epoch: the run stands behind it, it began

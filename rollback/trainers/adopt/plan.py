@@ -28,6 +28,13 @@ class GuardPlan:
     """Kinds of all that the guard is given besides, by name."""
     make: Callable[[], tuple[Guard, Any]]
 
+    def seen(self, last: int | None) -> dict[str, Any]:
+        """What the ranks compare. last: the number of the last epoch, where that is known."""
+        return {
+            "the last epoch": last, "the model": type(self.model).__name__,
+            "the optimizer": type(self.optimizer).__name__, "what is kept besides": self.objects,
+        }  # fmt: skip
+
 
 def plan_for(loader: Any, made: list[Any], loop: EpochLoop | None = None) -> GuardPlan:
     """loader: the one that is trained on. made: the script's objects, in the order of their making. loop: over epochs,

@@ -87,6 +87,19 @@ class ScriptSigns:
             self.refuse(error)
         self._notice(f"not protected from here on: {error.message}")
 
+    def given_up(self, by: str, step: int) -> None:
+        """An error has ended the guarded training, and the script begins another one, as with smaller batches when
+        memory runs out. It ends, or goes on without a guard."""
+        error = UsageError(
+            f"the script has left its training by an error ({by}) at step {step}, and begins another one: what is "
+            "kept is the training that it has given up, and the run is not complete",
+            hint="give the script what it can train with from its start, as a smaller batch, and a run directory of "
+            "its own (--run)",
+        )
+        if self._strict or step < EARLY:
+            self.refuse(error)
+        self._notice(f"not protected from here on: {error.message}. To have it protected, {error.hint}")
+
     def nothing_guarded(self) -> None:
         """The script has trained and is through, and no guard was made: it ends with that, or that is said."""
         error = UsageError(
@@ -166,6 +179,13 @@ def scheduler_made_anew(kind: str) -> RollbackError:
         f"going back led into the first epoch, in which the script has made its {kind} anew: that has changed the "
         "learning rate, and this process cannot put it back",
         hint="a new attempt can: `rollback launch` starts one, else run the same command again",
+    )
+
+
+def begins_elsewhere(begun: int, first: int) -> str:
+    return (
+        f"the script begins with epoch {begun} now, and the run began with epoch {first}: it seems to load a snapshot "
+        "of its own. The guard's epochs go on where the run stands, and are numbered as the run began"
     )
 
 

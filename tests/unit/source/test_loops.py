@@ -1,6 +1,7 @@
 """The training loop of a script, found in its source."""
 
 import ast
+import sys
 from collections.abc import Iterable, Iterator
 from textwrap import dedent
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import catches_end, cycles_at, demands_item
 from rollback.source.own_counters import OwnCounter, own_counters
-from rollback.source.steering import ENUMERATE, EPOCHS, MOVED, steered
+from rollback.source.steering import ENUMERATE, EPOCHS, MOVED, RAISED, steered
 
 PLAIN = """
 for epoch in range(3):
@@ -342,7 +343,7 @@ def test_a_steered_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() ->
         return type("Loss", (), {"backward": lambda self: None})()
 
     source = "for epoch in range(3):\n    for x in loader(epoch):\n        f(x).backward()\n    log.append('behind')"
-    given = {EPOCHS: lambda numbers, filename, line: [numbers[0], numbers[2]], MOVED: Moved}
+    given = {EPOCHS: lambda numbers, filename, line: [numbers[0], numbers[2]], MOVED: Moved, RAISED: tuple}
     run(source, loader=lambda epoch: [epoch * 10, epoch * 10 + 1], f=f, log=log, **given)
     assert log == [0, 1, "behind"]
 
@@ -472,6 +473,20 @@ class Bar:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+def test_an_error_that_leaves_a_loop_that_trains_is_told_of_and_goes_on() -> None:
+    told: list[object] = []
+    source = (
+        "try:\n  for x in (1, 2):\n    f(x).backward()\nexcept ValueError as e:\n  caught = e.__traceback__.tb_lineno"
+    )
+
+    def note() -> tuple[()]:
+        told.append(type(sys.exc_info()[1]))
+        return ()
+
+    assert run(source, f=lambda x: int("a"), **{RAISED: note})["caught"] == 3
+    assert told == [ValueError]
 
 
 def test_lines_of_tracebacks_stay() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from rollback.errors import UsageError
+from rollback.errors import EARLY, UsageError
 from rollback.train.guard import Guard
 from rollback.trainers.adopt import hooks
 from rollback.trainers.adopt.adoption import Adopted, Adoption
@@ -58,6 +58,36 @@ def test_a_script_that_leaves_its_loop_over_epochs_early_is_told_what_that_means
     out = "".join(capsys.readouterr())
     assert said in out
     assert ("left its loop over epochs by itself" in out) is bool(said)
+
+
+@pytest.mark.parametrize(("step", "error"), [(150, True), (150, False), (50, True)])
+def test_a_training_behind_an_error_gives_up_the_first_one_whose_run_is_not_complete(
+    step: int, error: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a script that begins anew with smaller batches when memory runs out. In its first updates it is refused."""
+    adoption, closed = Adoption(strict=False), list[bool]()
+    guard = cast(Guard, SimpleNamespace(step=step, close=lambda *, given_up: closed.append(given_up)))
+    adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
+    adoption._move(ScriptEvent.GUARD_MADE)
+    adoption._move(ScriptEvent.PASS_BEGAN)
+
+    def refuse(error: UsageError) -> None:
+        raise error
+
+    monkeypatch.setattr(adoption._signs, "refuse", refuse)
+    try:
+        raise MemoryError if error else StopIteration
+    except (MemoryError, StopIteration):
+        assert adoption._handed.note_raised() == ()
+    if step < EARLY:
+        with pytest.raises(UsageError, match=r"an error \(MemoryError\) at step 50"):
+            adoption._sign("trains on two loaders", step)
+        return
+    adoption._sign("trains on two loaders", step)
+    out = capsys.readouterr().err
+    assert closed == ([True] if error else [])
+    assert ("not protected from here on" in out and "the run is not complete" in out) is error
+    assert ("goes on under guard" in out) is not error
 
 
 def watched_trainer(adoption: Adoption) -> Any:
