@@ -37,9 +37,7 @@ from rollback.train.updates.clipping import factor_of, lend_norms
 _HOST = torch.device("cpu")
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
-_grad, _version, _layout, _dtype, _device, _requires_grad = map(
-    operator.attrgetter, ("grad", "_version", "layout", "dtype", "device", "requires_grad")
-)
+_grad, _version, _layout, _dtype, _device = map(operator.attrgetter, ("grad", "_version", "layout", "dtype", "device"))
 _params = operator.itemgetter("params")
 _bits = operator.attrgetter("value")
 _is_view = Tensor._is_view
@@ -365,8 +363,7 @@ def _as_real(gradient: Tensor) -> Tensor:
 
 def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of each tensor, and of all together, divided by `scale`."""
-    if any(map(_requires_grad, gradients)):  # a backward was told to make a graph
-        gradients = [*map(Tensor.detach, gradients)]
+    gradients = [gradient.detach() if gradient.requires_grad else gradient for gradient in gradients]
     as_for_clipping = gradients[0].device != _HOST and _are_alike(gradients)
     each = _each(gradients, torch.float32) if as_for_clipping else norm_of_each(gradients)
     if scale is not None:
