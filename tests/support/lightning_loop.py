@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -95,6 +96,13 @@ class Stopping(Callback):
         self.ends, self.began = state["ends"], state["began"]
 
 
+class Config:
+    """What a LightningCLI parses its config with, as far as that is saved."""
+
+    def save(self, config: str, path: str, **_: Any) -> None:
+        Path(path).write_text(config)
+
+
 def train(job: "Job") -> dict[str, str]:
     from trainer_job import Text
 
@@ -111,7 +119,9 @@ def train(job: "Job") -> dict[str, str]:
     if "patience" in more:
         callbacks.append(EarlyStopping("evaluated", min_delta=more.get("delta", 0.0), patience=more["patience"]))
     scaled: Any = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if more.get("scaled") else []
-    logger = CSVLogger(job.output, name="log")
+    if more.get("config"):
+        callbacks.append(SaveConfigCallback(cast("Any", Config()), cast("Any", "epochs: 2")))
+    logger = CSVLogger(job.output, name="log", version="one" if more.get("config") else None)
     strategy: Any = "ddp" if job.ranks > 1 else "auto"
     if given.sharded:
         strategy = ModelParallelStrategy(job.ranks, 1, save_distributed_checkpoint=False)

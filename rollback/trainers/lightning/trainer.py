@@ -6,6 +6,7 @@ end and begin an earlier one.
 
     Lightning                          here
     fit                                refuses what cannot be kept exact, before anything is touched
+    SaveConfigCallback.setup           saves its file again where the run goes on
     fit_loop.setup_data                takes this object for what fetches batches
     val_loop.reset                     then whether a pass draws from the random states is as the run goes
     fit_loop.run                       makes the guard, and loops over epochs
@@ -16,6 +17,7 @@ end and begin an earlier one.
     handlers of SIGTERM, SIGUSR1       the guard's, which stops all ranks together
 """
 
+import os
 import sys
 from typing import Any
 
@@ -100,6 +102,7 @@ class _GuardedFit:
             require_known_module(getattr(model, "_orig_mod", model))
         except UsageError as error:
             attach.refuse(error, status=1)
+        self._let_config_be_saved_again()
         given = train_dataloaders, val_dataloaders, datamodule
         return self._originals["fit"](model, *given, None, *more, **others)
 
@@ -113,6 +116,21 @@ class _GuardedFit:
                 )
             say_left_aside(ckpt_path)
         require_first_training(self, "trainer.fit()")
+
+    def _let_config_be_saved_again(self) -> None:
+        """A LightningCLI saves its config at each start, and raises where there is one, as another run's. In a run that
+        goes on it is this run's: no attempt but the first one would train."""
+        goes_on = os.path.lexists(attach.run_paths(self._settings.get("run")).identity)
+        saving = (item for item in self._trainer.callbacks if "SaveConfigCallback" in _names(item))
+        if (callback := next(saving, None)) is None:
+            return
+
+        def setup(trainer: Any, *given: Any, **others: Any) -> None:
+            # Rank 0's word: other hosts may not have the record, and where nothing is overwritten all ranks meet.
+            callback.overwrite = trainer.strategy.broadcast(callback.overwrite or goes_on)
+            self._originals["setup"](trainer, *given, **others)
+
+        self._originals.replace(callback, "setup", setup)
 
     def save_checkpoint(self, filepath: Any, *given: Any, **others: Any) -> None:
         if self._state.saved is not None and self._trainer.is_global_zero:
@@ -355,6 +373,10 @@ class _GuardedFit:
 
     def teardown(self) -> None:
         pass
+
+
+def _names(item: Any) -> set[str]:
+    return {kind.__name__ for kind in type(item).__mro__}
 
 
 def _count(progress: Any, current: int, total: int) -> None:

@@ -112,8 +112,8 @@ def test_behind_a_window_of_no_whole_updates_a_schedule_goes_on(tmp_path: Path) 
 
 
 def test_a_rank_that_is_killed_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
-    """In the second epoch, while the rollback goes back into the first one."""
-    require_undisturbed(tmp_path, KILLED.but(samples=44), ["in the middle of the rollback"])
+    """In the second epoch, while the rollback goes back into the first one. A config is saved where it was before."""
+    require_undisturbed(tmp_path, KILLED.but(samples=44, more={"config": True}), ["in the middle of the rollback"])
 
 
 @pytest.mark.soak
