@@ -348,8 +348,11 @@ class Attempts:
         undrained = None
         if end == "done":
             self._drain_the_rest()
-            if evidence.finished is not None and not self._draining.has(evidence.finished.checkpoint):
+            final = evidence.finished.checkpoint if evidence.finished is not None else None
+            if not self._draining.has(final):
                 end, undrained = "unkept", self._draining.why_not()
+            else:
+                undrained = self._draining.lacks(final)
         if (account := account_of(end, evidence, undrained)) is not None:
             return self._end(EXIT_CODES[end], account, guarded=end != "done" or evidence.finished is not None)
         if evidence.stopped is not None:

@@ -17,6 +17,7 @@ from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import RollbackError
+from rollback.facts.history import fold, in_durable_ring
 from rollback.facts.training import Finished, RunEnded
 from rollback.instructions import LOGS_SPECS, MODULE
 from rollback.ring.url.fetch import require_same_run
@@ -74,6 +75,9 @@ def nothing_left(
     if different is not None:
         say(f"{told}. Asked for now: {different}; the ranks go on from there if that is more")
         return None
+    if settings.ring is not None and end.checkpoint not in _at_url(past, settings.ring):
+        say(f"{told}, which is not at {settings.ring} yet: the ranks start, and it is copied behind them")
+        return None
     say(
         f"{told}; this command has nothing left to do. To go on, ask for more steps or epochs, by an argument or in "
         "the script. Where a variable or an imported file asks for them, which is not looked at here, change a setting "
@@ -121,6 +125,10 @@ def _completed(paths: RunPaths, past: EarlierAttempts, is_there: Callable[[str],
     if later or not is_there(history.final) or Inbox(paths, history.answers).open(now=True):
         return None
     return history.finished
+
+
+def _at_url(past: EarlierAttempts, url: str) -> set[str]:
+    return in_durable_ring(past.train.history, fold(past.supervisor), place=url.rstrip("/"))
 
 
 def _is_there(checkpoint: Path) -> bool:

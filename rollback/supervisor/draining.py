@@ -52,6 +52,8 @@ class Draining:
         self._drainer: Drainer | None = None
         self._not_started = ""
         """Why there is no drainer although the run needs one, in words."""
+        self._url: str | None = None
+        """Of the ring that the run fills; None: it is the run directory's."""
         self._looked_at = 0.0
         self._given_up = False
 
@@ -64,6 +66,7 @@ class Draining:
         if not history.attached:
             return
         settings = Settings.model_validate(history.settings)
+        self._url = settings.ring
         drainer = drainer_for(self._paths, settings, self._ledger.note, self._say, self._transport)
         if drainer is None:
             return
@@ -104,8 +107,20 @@ class Draining:
             return True
         return name in in_durable_ring(fold_journal(self._paths.supervisor_journal).history)
 
+    def lacks(self, name: str | None) -> str | None:
+        """Where a final state is in the run directory, and not at the ring's URL: that, in words. It is said."""
+        if name is None:
+            return None
+        journals = (fold_journal(path).history for path in (self._paths.train_journal, self._paths.supervisor_journal))
+        if self._url is None or name in in_durable_ring(*journals, place=self._url.rstrip("/")):
+            return None
+        here = self._paths.checkpoint(name)
+        told = f"the final state is in {here}, and not at {self._url} ({self.why_not()}): the same command copies it"
+        self._say(told)
+        return told
+
     def why_not(self) -> str:
-        """Why the last checkpoint does not survive a reboot, in words, after `finish`."""
+        """Why the last checkpoint has not come to where it should, in words, after `finish`."""
         if self._given_up:
             return "there was no time left to copy it"
         if self._not_started:

@@ -217,13 +217,14 @@ def ending(evidence: AttemptEvidence) -> Ending:
 
 
 def account_of(end: Ending, evidence: AttemptEvidence, undrained: str | None = None) -> str | None:
-    """How a job ended by itself, in words; None: it did not. undrained: why the final state is in no durable ring."""
+    """How a job ended by itself, in words; None: it did not. undrained: why the final state is in no durable ring, or
+    that it is in the run directory alone where it should be elsewhere, too."""
     at = "" if evidence.step is None else f" at step {evidence.step}"
     match end:
         case "done" if evidence.finished is None:
             return "the job ended by itself, and no rank made a rollback.Guard"
         case "done":
-            return f"training is complete{at}"
+            return f"training is complete{at}" + (f"; {undrained}" if undrained is not None else "")
         case "unkept" if evidence.final_state_lost is not None:
             lost = evidence.final_state_lost
             return f"training is complete{at}, but its last {lost.steps} updates are in no checkpoint: {lost.reason}"

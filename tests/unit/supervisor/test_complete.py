@@ -7,15 +7,19 @@ from typing import Any
 import pytest
 
 from recorded_run import RecordedRun
-from rollback.facts.training import AttemptStarted, Finished, RunEnded
+from rollback.config import Settings
+from rollback.facts.training import AttemptStarted, Drained, Finished, RunEnded
 from rollback.ring.url.index import checkpoint_key, first_index, index_key, next_index
 from rollback.ring.url.record import upload
 from rollback.ring.url.store import Store
 from rollback.rundir.identity import read_identity, write_identity
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Request, now, submit
-from rollback.supervisor.complete import nothing_left_at
+from rollback.supervisor import complete
+from rollback.supervisor.claim import read_past
+from rollback.supervisor.complete import fingerprint, nothing_left_at
 from rollback.supervisor.torchrun.command import LaunchedJob, torchrun_command
+from rollback.supervisor.torchrun.redaction import new_salt
 from rollback.supervisor.torchrun.start_conditions import conditions_of
 
 FINAL = "c000005-s00000100"
@@ -95,6 +99,37 @@ def test_what_else_keeps_a_node_from_taking_the_run_for_complete(
 ) -> None:
     change(bucket)
     assert bucket.nothing_left() is None
+
+
+def test_a_complete_run_whose_final_state_is_not_at_the_url_is_started_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The URL was away when the run ended. Its ranks find that all is done, and what they left is copied."""
+    url, script = f"file://{tmp_path}/bucket/", tmp_path / "train.py"
+    script.write_text("")
+    job, settings = LaunchedJob({}, str(script), []), Settings(ring=url)
+    run, told = RecordedRun(tmp_path / "run", monkeypatch), list[str]()
+    salt = new_salt()
+    start = AttemptStarted(
+        command=(*torchrun_command(job),), host="a", pid=1, job=fingerprint(job, settings, salt),
+        **conditions_of(job, {}, salt),
+    )  # fmt: skip
+    run.tell(0, start, LAST)
+    run.attach(1, LAST, None, 0)
+    run.commit(2, FINAL, 100, attempt=LAST)
+    run.tell(3, Finished(step=100, batch=200, checkpoint=FINAL), LAST)
+    monkeypatch.setattr(complete, "_is_there", lambda checkpoint: True)
+
+    def nothing_left() -> str | None:
+        return complete.nothing_left(run.paths, read_past(run.paths), job, settings, told.append)
+
+    run.tell(4, RunEnded(exit_code=0, reason="training is complete"), LAST)
+    assert nothing_left() is None
+    assert told == [f"the run is complete: trained to step 100, final state {FINAL}, which is not at {url} yet: the "
+                    "ranks start, and it is copied behind them"]  # fmt: skip
+    run.tell(5, Drained(checkpoint=FINAL, step=100, place=url.rstrip("/"), bytes=1, seconds=0.1), LAST + 1)
+    run.tell(6, RunEnded(exit_code=0, reason="training is complete"), LAST + 1)
+    assert nothing_left() is not None
 
 
 def _identity_of(paths: RunPaths) -> Any:
