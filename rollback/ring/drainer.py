@@ -209,6 +209,9 @@ class Drainer:
         if phase is Phase.FINISHED:
             return
         try:
+            if phase is Phase.FINISHING:  # the ring may not answer until nobody waits any more
+                with contextlib.suppress(RollbackError, OSError):  # it is tried again below, and told then
+                    self._bring_home()
             self._fill(phase)
         finally:  # also where the ring is away
             if phase is Phase.FINISHING:
