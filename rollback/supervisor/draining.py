@@ -138,4 +138,4 @@ class Draining:
         """Copy the record with the last fact of this run, and end."""
         if self._drainer is not None:
             self._drainer.close()
-            self._drainer.wait(Phase.CLOSED, _PATIENCE_AT_THE_END)
+            self._drainer.wait(Phase.CLOSED, _LAST_WORDS if self._given_up else _PATIENCE_AT_THE_END)

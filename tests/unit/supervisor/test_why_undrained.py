@@ -27,7 +27,11 @@ class Copying:
         pass
 
     def wait(self, phase: Phase, seconds: float) -> bool:
+        self.waited = seconds
         return self._done
+
+    def close(self) -> None:
+        pass
 
     def give_up(self) -> None:
         self.trouble = "its time was up"
@@ -96,6 +100,19 @@ def test_that_there_is_no_time_is_said_and_waited_for_once(tmp_path: Path, monke
     for _ in range(2):
         side.finish(lambda: True)
     assert [line.partition(" ")[0] for line in said] == ["the", "there"]
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_who_was_told_to_end_now_does_not_wait_for_the_record_as_long_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: bool
+) -> None:
+    drainer = Copying(None, done=done)
+    monkeypatch.setattr(draining, "drainer_for", lambda *_: drainer)
+    side = Draining(RunPaths(tmp_path), SimpleNamespace(note=None), lambda text: None)  # type: ignore[arg-type]
+    side.follow(SimpleNamespace(attached=True, settings={}))  # type: ignore[arg-type]
+    side.finish(lambda: True)
+    side.close()
+    assert drainer.waited == (draining._PATIENCE_AT_THE_END if done else draining._LAST_WORDS)
 
 
 def test_of_a_checkpoint_that_has_left_the_fast_tier_that_is_told(
