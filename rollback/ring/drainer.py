@@ -208,14 +208,26 @@ class Drainer:
     def _work(self, phase: Phase) -> None:
         if phase is Phase.FINISHED:
             return
+        try:
+            if phase is Phase.FINISHING:  # the ring may not answer until nobody waits any more
+                with contextlib.suppress(RollbackError, OSError):  # it is tried again below, and told then
+                    self._bring_home()
+            self._fill(phase)
+        finally:  # also where the ring is away
+            if phase is Phase.FINISHING:
+                self._bring_home()
+            if phase is Phase.CLOSING:
+                tiers.release(self._paths, self._ring.held() if self._opened else (), self._history.final)
+
+    def _fill(self, phase: Phase) -> None:
         if not self._opened:
             self._ring.open()
             self._opened = True
         while True:
             self._record_changed |= self._read()
             now = self._situation(phase is not Phase.FOLLOWING)
-            name = next_to_drain(now, self._pace, time.monotonic()) if phase is not Phase.CLOSING else None
-            if name is None:
+            name = next_to_drain(now, self._pace, time.monotonic())
+            if name is None or phase is Phase.CLOSING:
                 break
             self._drain(name)
         # What cannot be deleted there keeps nothing else up, and is told behind it.
@@ -223,13 +235,10 @@ class Drainer:
         due = time.monotonic() - self._record_at >= _RECORD_EVERY
         if phase is Phase.CLOSING or (self._record_changed and due):
             refused = _refusal(partial(self._keep_record, evicted=refused is None)) or refused
-        if phase is Phase.FINISHING:
-            self._bring_home()
-        if phase is Phase.CLOSING:
-            tiers.release(self._paths, self._ring.held(), self._history.final)
         if refused is not None:
             raise refused
-        self._tell_that_it_works()
+        if name is None:  # else it came back when there was no time left for a checkpoint
+            self._tell_that_it_works()
 
     def _read(self) -> bool:
         """Read what is new in the ranks' journal. Returns whether there is anything."""
@@ -243,8 +252,11 @@ class Drainer:
 
     def _bring_home(self) -> None:
         """Copy the final state of a complete run into the run directory, wherever else it is."""
+        self._record_changed |= self._read()
         final = self._history.final
         if final is None or self._in_run is None or self._paths.checkpoint(final).exists():
+            return
+        if isinstance(self._in_run, RunFromUrl) and final not in self._ring.held():
             return
         place = next((found for found in tiers.in_slots(self._paths) if found.name == final), None)
         if place is not None:

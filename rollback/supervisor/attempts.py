@@ -348,8 +348,8 @@ class Attempts:
         undrained = None
         if end == "done":
             self._drain_the_rest()
-            if evidence.finished is not None and not self._draining.has(evidence.finished.checkpoint):
-                end, undrained = "unkept", self._draining.why_not()
+            undrained = self._draining.lacks(evidence.finished.checkpoint if evidence.finished is not None else None)
+            end = end if undrained is None else "unkept"
         if (account := account_of(end, evidence, undrained)) is not None:
             return self._end(EXIT_CODES[end], account, guarded=end != "done" or evidence.finished is not None)
         if evidence.stopped is not None:
@@ -368,13 +368,11 @@ class Attempts:
         """End a run whose script has raised behind its training."""
         self._tell_failure(evidence, why)
         self._drain_the_rest()
-        kept = (
-            "is kept" if self._draining.has(finished.checkpoint) else f"is in memory only ({self._draining.why_not()})"
-        )
+        lacking = self._draining.lacks(finished.checkpoint)
         return self._end(
             ExitCode.FAILED,
-            f"the script failed behind its training: {why}. Training is complete at step {finished.step}, and "
-            f"its final state {kept} ({finished.checkpoint}): the same command does only what comes behind it",
+            f"the script failed behind its training: {why}. Training is complete at step {finished.step}, and its "
+            f"final state {finished.checkpoint} is {lacking or 'kept'}; the same command does only what comes behind it",
         )
 
     def _end(self, exit_code: ExitCode, reason: str, *, guarded: bool = True) -> RunResult:

@@ -52,6 +52,8 @@ class Draining:
         self._drainer: Drainer | None = None
         self._not_started = ""
         """Why there is no drainer although the run needs one, in words."""
+        self._url: str | None = None
+        """Of the ring that the run fills; None: it is the run directory's."""
         self._looked_at = 0.0
         self._given_up = False
 
@@ -64,6 +66,7 @@ class Draining:
         if not history.attached:
             return
         settings = Settings.model_validate(history.settings)
+        self._url = settings.ring
         drainer = drainer_for(self._paths, settings, self._ledger.note, self._say, self._transport)
         if drainer is None:
             return
@@ -98,14 +101,21 @@ class Draining:
                 drainer.wait(Phase.FINISHED, _LAST_WORDS)
                 return
 
-    def has(self, name: str | None) -> bool:
-        """Whether a checkpoint survives a reboot: it is in the run directory, or at the ring's URL."""
-        if name is None or self._paths.checkpoint(name).exists():
-            return True
-        return name in in_durable_ring(fold_journal(self._paths.supervisor_journal).history)
+    def lacks(self, name: str | None) -> str | None:
+        """Where a final state is, and why not in the run's durable ring, in words, after `finish`; None: it is there,
+        or there is none."""
+        paths, url = self._paths, self._url
+        if name is None or (url is None and paths.checkpoint(name).exists()):
+            return None
+        journals = (fold_journal(path).history for path in (paths.train_journal, paths.supervisor_journal))
+        if name in in_durable_ring(*journals, place=None if url is None else url.rstrip("/")):
+            return None
+        if paths.checkpoint(name).exists():
+            return f"not at {url} ({self.why_not()}): it is in {paths.checkpoint(name)}, and the same command copies it"
+        return f"in no durable ring: {self.why_not()}"
 
     def why_not(self) -> str:
-        """Why the last checkpoint does not survive a reboot, in words, after `finish`."""
+        """Why the last checkpoint is not in the durable ring, in words, after `finish`."""
         if self._given_up:
             return "there was no time left to copy it"
         if self._not_started:
@@ -123,4 +133,4 @@ class Draining:
         """Copy the record with the last fact of this run, and end."""
         if self._drainer is not None:
             self._drainer.close()
-            self._drainer.wait(Phase.CLOSED, _PATIENCE_AT_THE_END)
+            self._drainer.wait(Phase.CLOSED, _LAST_WORDS if self._given_up else _PATIENCE_AT_THE_END)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollback.errors import BEGIN_ANEW, RESTORE_THE_JOURNAL, JournalDamaged, RunDirectoryError, reporting
+from rollback.errors import BEGIN_ANEW, BRING_BACK, RESTORE_THE_JOURNAL, JournalDamaged, RunDirectoryError, reporting
 from rollback.facts.fact import forget_what_was_given, spelt_out
 from rollback.facts.training import AnyFact, Fact, JournalEntry, parse_fact
 from rollback.rundir import seal
@@ -212,7 +212,8 @@ def _read(
     except FileNotFoundError:
         if start == 0:
             return JournalContent([], 0, 0, chain)
-        raise RunDirectoryError(f"reading the journal {path}: it is gone") from None
+        hint = BRING_BACK.format(path.parent.parent)
+        raise RunDirectoryError(f"reading the journal {path}: it is gone", hint=hint) from None
     except OSError as error:
         raise RunDirectoryError(f"reading the journal {path}: {error.strerror or error}") from error
     except ValueError as error:

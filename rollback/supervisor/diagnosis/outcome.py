@@ -217,7 +217,7 @@ def ending(evidence: AttemptEvidence) -> Ending:
 
 
 def account_of(end: Ending, evidence: AttemptEvidence, undrained: str | None = None) -> str | None:
-    """How a job ended by itself, in words; None: it did not. undrained: why the final state is in no durable ring."""
+    """How a job ended by itself, in words; None: it did not. undrained: see `Draining.lacks`."""
     at = "" if evidence.step is None else f" at step {evidence.step}"
     match end:
         case "done" if evidence.finished is None:
@@ -233,7 +233,7 @@ def account_of(end: Ending, evidence: AttemptEvidence, undrained: str | None = N
                 "goes on from the checkpoint before that, and trains again what follows it"
             )
         case "unkept":
-            return f"training is complete{at}, but its final state is in no durable ring: {undrained}"
+            return f"training is complete{at}, but its final state is {undrained}"
         case "left":
             return f"the script ended{at} as if all were done, but its loop over the guard was not over"
         case _:

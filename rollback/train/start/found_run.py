@@ -13,7 +13,14 @@ from rollback import errors
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_ATTEMPT, Settings
-from rollback.errors import LET_IT_BE_READ, CheckpointForbidden, RollbackError, RunDirectoryError, RunDoesNotFit
+from rollback.errors import (
+    BRING_BACK,
+    LET_IT_BE_READ,
+    CheckpointForbidden,
+    RollbackError,
+    RunDirectoryError,
+    RunDoesNotFit,
+)
 from rollback.facts.history import History, copy_of, history_as_json
 from rollback.facts.training import Accepted, Blamed
 from rollback.ring.url.fetch import unfetch
@@ -138,7 +145,7 @@ def _read(paths: RunPaths, identity: Identity | None, history: History) -> dict[
     if identity is None and (manifests or damaged):
         raise RunDirectoryError(
             f"{paths.root} has checkpoints but no run.json, so it cannot be told whose they are",
-            hint="restore run.json from a copy, or use another run directory",
+            hint=f"restore run.json from a copy, or use another run directory; {BRING_BACK.format(paths.root)}",
         )
     return {
         "attempt": int(os.environ.get(ENV_ATTEMPT) or history.last_attempt + 1),

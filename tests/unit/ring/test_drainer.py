@@ -1,6 +1,7 @@
 """The thread that fills the durable ring, apart from what it copies."""
 
 import contextlib
+import dataclasses
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -11,10 +12,11 @@ from waiting import wait_for
 
 from checkpoints import write_checkpoint
 from recorded_run import incident, rollback_plan
+from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
 from rollback.errors import CheckpointLeft, CheckpointUnreadable, RingUnavailable
-from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact
+from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact, Finished
 from rollback.ring import drainer as draining
 from rollback.ring.drainer import Drainer, Phase
 from rollback.ring.schedule import DrainPace
@@ -101,6 +103,62 @@ def test_a_ring_is_told_to_work_again_only_once_something_was_written_there(tmp_
     assert ring.reached.is_set()
     assert told[1:] == (["the durable ring away:// works again"] if writes else [])
     assert drainer.trouble == (None if writes else "nobody answers")
+
+
+class Home:
+    """The run directory's own ring."""
+
+    def __init__(self) -> None:
+        self.has: list[str] = []
+        self.reached = threading.Event()
+
+    def open(self) -> None:
+        pass
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        self.has.append(manifest.name)
+        shutil.copytree(directory, directory.parent / "home" / "ring" / manifest.name)
+        self.reached.set()
+
+
+class Mute(AwayForDays):
+    """It does not answer before the final state is at home."""
+
+    def __init__(self, home: Home) -> None:
+        super().__init__()
+        self._home = home
+
+    def open(self) -> None:
+        assert self._home.reached.wait(60)
+        super().open()
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["stays away", "comes back at the very end"])
+def test_the_final_state_comes_home_where_the_ring_is_away_and_the_memory_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: bool
+) -> None:
+    paths, told, home, released = RunPaths(tmp_path / "home"), list[str](), Home(), list[str | None]()
+    journal = Journal(paths.train_journal, 1)
+    name = write_checkpoint(paths, 1, 10)
+    (place,) = tiers.locate(paths)
+    slot = Path(shutil.move(paths.checkpoint(name), tmp_path / "slot"))
+    place = dataclasses.replace(place, directory=slot)
+    journal.append(Committed(checkpoint=name, step=10, batch=10, timeline=0, bytes=1, seconds=0.1))
+    journal.append(Finished(step=10, batch=10, checkpoint=name))
+    journal.close()
+    monkeypatch.setattr(tiers, "in_slots", lambda paths: [place])
+    monkeypatch.setattr(tiers, "held", lambda place: contextlib.nullcontext())
+    monkeypatch.setattr(tiers, "release", lambda paths, durable, final: released.append(final))
+    ring = Mute(home)
+    drainer = Drainer(paths, ring, DrainPace.parse("10"), 3, lambda fact: None, told.append, home)  # type: ignore[arg-type]
+    drainer.finish()
+    drainer.start()
+    assert drainer.wait(Phase.FINISHED, 60)
+    ring.tries = FAILURES if back else 0
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 60)
+    assert (home.has, released) == ([name], [name])
+    assert len(told) == 1, "that it works again would be no help: there is no time left for the checkpoint"
 
 
 class TakenWhileItIsRead(AwayForDays):

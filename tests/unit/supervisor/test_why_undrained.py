@@ -1,5 +1,6 @@
 """Why the final state is in no durable ring, as the supervisor tells it."""
 
+import contextlib
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from rollback.facts.training import Drained
 from rollback.ring.drainer import Phase
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import draining
 from rollback.supervisor.draining import Draining
@@ -27,7 +30,11 @@ class Copying:
         pass
 
     def wait(self, phase: Phase, seconds: float) -> bool:
+        self.waited = seconds
         return self._done
+
+    def close(self) -> None:
+        pass
 
     def give_up(self) -> None:
         self.trouble = "its time was up"
@@ -98,9 +105,41 @@ def test_that_there_is_no_time_is_said_and_waited_for_once(tmp_path: Path, monke
     assert [line.partition(" ")[0] for line in said] == ["the", "there"]
 
 
+@pytest.mark.parametrize("done", [False, True])
+def test_who_was_told_to_end_now_does_not_wait_for_the_record_as_long_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: bool
+) -> None:
+    drainer = Copying(None, done=done)
+    monkeypatch.setattr(draining, "drainer_for", lambda *_: drainer)
+    side = Draining(RunPaths(tmp_path), SimpleNamespace(note=None), lambda text: None)  # type: ignore[arg-type]
+    side.follow(SimpleNamespace(attached=True, settings={}))  # type: ignore[arg-type]
+    side.finish(lambda: True)
+    side.close()
+    assert drainer.waited == (draining._PATIENCE_AT_THE_END if done else draining._LAST_WORDS)
+
+
 def test_of_a_checkpoint_that_has_left_the_fast_tier_that_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draining.tiers, "fast_tier_of", lambda paths: object())
     side = Draining(RunPaths(tmp_path), SimpleNamespace(note=None), lambda text: None)  # type: ignore[arg-type]
     assert side.why_not() == "it is not in the fast tier any more"
+
+
+@pytest.mark.parametrize("url", [None, "memory://bucket/run/"])
+def test_a_final_state_that_is_not_where_the_ring_is_told_with_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None
+) -> None:
+    """A machine may be given back behind exit code 0, and its disk with it."""
+    monkeypatch.setattr(draining, "drainer_for", lambda *_: Copying("nobody answers", done=True))
+    paths, name = RunPaths(tmp_path), "c000001-s00000010"
+    side = Draining(paths, SimpleNamespace(note=None), lambda text: None)  # type: ignore[arg-type]
+    side.follow(SimpleNamespace(attached=True, settings={"ring": url}))  # type: ignore[arg-type]
+    assert side.lacks(None) is None, "there is none"
+    assert side.lacks(name) == "in no durable ring: nobody answers"
+    (here := paths.checkpoint(name)).mkdir(parents=True)
+    told = None if url is None else f"not at {url} (nobody answers): it is in {here}, and the same command copies it"
+    assert side.lacks(name) == told
+    with contextlib.closing(Journal(paths.supervisor_journal, 1)) as journal:
+        journal.append(Drained(checkpoint=name, step=10, place="memory://bucket/run", bytes=1, seconds=0.1))
+    assert side.lacks(name) is None
