@@ -15,6 +15,8 @@ from rollback.train.updates.wrappers import unwrap
 
 _SYNCHRONIZES = "SyncRefModelCallback"
 _AVERAGES = "BEMACallback", "PEFTAdapterEMACallback"
+_BESIDE = "AsyncGRPOTrainer", "AsyncDistillationTrainer"
+"""A worker makes completions for them while they train, as many as it comes to."""
 _COUNTERS = "_step", "_buffer_step"
 """A trainer with completions counts its batches in one of these."""
 _ENTROPY = "entropy_coef", "_last_world_entropy"
@@ -27,7 +29,7 @@ def followers(trainer: Any) -> dict[str, nn.Module]:
     """
     models: list[nn.Module] = []
     for item in trainer.callback_handler.callbacks:
-        names = {kind.__name__ for kind in type(item).__mro__ if kind.__module__.startswith("trl.")}
+        names = _kinds_of_trl(item)
         if names.intersection(_AVERAGES):
             raise UsageError(
                 f"rollback.protect cannot guard this Trainer: its {type(item).__name__} averages the weights, and "
@@ -49,7 +51,13 @@ def adapted(trainer: Any) -> tuple[str, ...]:
 
 
 def require_completions_of_one_update(trainer: Any) -> None:
-    """Raises UsageError where completions outlast the update that they are made in."""
+    """Raises UsageError where completions outlast the update that they are made in, or are made beside it."""
+    if beside := _kinds_of_trl(trainer).intersection(_BESIDE):
+        raise UsageError(
+            f"rollback.protect cannot guard an {min(beside)}: a worker makes its completions while it trains, and "
+            "which ones an update gets depends on time, so no rollback and no resume is exact",
+            hint="use TRL's trainer of that method which makes them itself (GRPOTrainer), or run it unprotected",
+        )
     every, accumulated = _batches_of_a_generation(trainer), trainer.args.gradient_accumulation_steps
     if every is None or accumulated % every == 0:
         return
@@ -72,6 +80,10 @@ def end_update(trainer: Any) -> None:
         if every is not None and name in vars(trainer):
             count = getattr(trainer, name)
             setattr(trainer, name, count + -count % every)
+
+
+def _kinds_of_trl(item: Any) -> set[str]:
+    return {kind.__name__ for kind in type(item).__mro__ if kind.__module__.startswith("trl.")}
 
 
 def _batches_of_a_generation(trainer: Any) -> int | None:

@@ -1,5 +1,6 @@
 """What TRL's trainers hold besides a Trainer's own: which models the guard is given, when completions are made anew."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,17 @@ def test_completions_that_an_update_uses_up_are_no_hindrance(
 def test_completions_that_outlast_an_update_are_refused(trl: Any, steps: int, accumulate: int, iterations: int) -> None:
     with pytest.raises(UsageError, match="completions for"):
         trl.require_completions_of_one_update(generating(steps=steps, accumulate=accumulate, iterations=iterations))
+
+
+@pytest.mark.parametrize("name", ["AsyncGRPOTrainer", "AsyncDistillationTrainer"])
+def test_a_trainer_whose_completions_a_worker_makes_meanwhile_is_refused_by_name(trl: Any, name: str) -> None:
+    folder = "async_grpo" if "GRPO" in name else "async_distillation"
+    there = Path(pytest.importorskip("trl").__file__).parent / "experimental" / folder
+    assert f"class {name}(" in (there / f"{folder}_trainer.py").read_text(), "that is its name"
+    of_trl = type(name, (), {"__module__": f"trl.experimental.{folder}.{folder}_trainer"})
+    trainer: Any = type("Mine", (of_trl,), {"__module__": "mine"})()
+    with pytest.raises(UsageError, match=f"cannot guard an {name}: a worker makes its completions"):
+        trl.require_completions_of_one_update(trainer)
 
 
 @pytest.mark.parametrize(("counted", "then"), [(8, 8), (9, 12), (11, 12)])
