@@ -342,13 +342,16 @@ def test_a_fixed_number_of_nodes_takes_no_other_one(tmp_path: Path) -> None:
     crew.leader._beacon.put_out()
 
 
-def test_a_new_leader_gives_those_that_had_a_seat_a_moment_to_come(tmp_path: Path) -> None:
+def test_a_new_leader_gives_those_that_had_a_seat_a_moment_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     crew = Crew(tmp_path)
     crew.leader.resume(("node-9", "node-1", "node-2"))
     for rank in (2, 3):
         crew.tell(rank, 1)
     assert crew.gather(1, limit=1.0) is None
     crew.tell(1, 1)
+    monkeypatch.setattr(lead, "_RETURN", 0.1)  # it is over
     assert crew.gather(1) == ("node-0", "node-1", "node-2"), "it leads, so it takes the seat of the leader that is gone"
     assert crew.replaced == [("node-9", "node-0", 0, "lost")]
     crew.leader._beacon.put_out()

@@ -204,8 +204,10 @@ def test_workers_outlive_the_signals_that_stop_their_rank(context: str) -> None:
 
 STUCK = """
 import atexit, os, time
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, _utils
 from rollback.train.data.workers import leave_stopping_to_the_rank, shut_down
+
+_utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds for which torch waits for a worker, 5 by default
 
 class Stuck(list):
     def __getitem__(self, index):

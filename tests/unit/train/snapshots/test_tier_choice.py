@@ -72,7 +72,7 @@ def test_a_tier_is_made_said_where_it_is_and_found_again(paths: RunPaths, run_id
 
 
 def test_what_lies_in_a_tier_that_the_start_has_not_seen_is_not_found_by_the_next_one(
-    paths: RunPaths, run_id: str, tmp_path: Path
+    paths: RunPaths, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run directory was removed, and came back from the ring at a URL: the start has gone on from there."""
     tier, _ = open_tier(paths, Ranks(), run_id, tmp_path)
@@ -85,6 +85,7 @@ def test_what_lies_in_a_tier_that_the_start_has_not_seen_is_not_found_by_the_nex
     assert open_tier(paths, Ranks(), run_id, tmp_path) == (tier, "")
     assert [place.name for place in tiers.in_slots(paths)] == [manifest.name], "the start has seen it"
     paths.fast_pointer.unlink()
+    monkeypatch.setattr(slots, "_READING", 0.1)
     with slots.reading(tier.slot(0)):
         found, why_not = open_tier(paths, Ranks(), run_id, tmp_path)
     assert found is None
