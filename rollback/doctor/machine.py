@@ -117,7 +117,7 @@ def judge_limits(soft: int, hard: int, largest_file: int) -> Finding:
         return fail("limits", found, "ulimit -f unlimited")
     found = f"{'unlimited' if soft == unlimited else soft} open files"
     if soft != unlimited and soft < _FILES:
-        more = f"ulimit -n {_FILES}" if hard in (unlimited,) or hard >= _FILES else "raise the hard limit of open files"
+        more = f"ulimit -n {_FILES}" if hard == unlimited or hard >= _FILES else "raise the hard limit of open files"
         return warn("limits", f"{found}: loader workers and sockets add up", more)
     return ok("limits", found)
 

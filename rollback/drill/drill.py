@@ -73,7 +73,7 @@ def drill(request: DrillOrder, tell: Callable[[str], None]) -> DrillReport:
 class _Drill:
     request: DrillOrder
     tell: Callable[[str], None]
-    _same_skips: dict[str, Trial] = field(default_factory=dict)
+    _same_skips: dict[tuple[tuple[int, int], ...], Trial] = field(default_factory=dict)
     _again: Trial | None = None
 
     def run(self) -> DrillReport:
@@ -160,9 +160,8 @@ class _Drill:
         """Beside a run that nothing befell. None where that says nothing: a fault leaves a trace."""
         if not trial.ended_well:
             return None
-        acted = trial.ledger is not None and any(entry.restored for entry in trial.ledger.incidents)
-        relaunched = trial.ledger is not None and len(trial.ledger.attempts) > 1
-        if fault.expected in _LEAVES_ITS_TRACE and not acted and not relaunched:
+        acted = len(trial.attempts) > 1 or any(entry.restored for entry in trial.incidents)
+        if fault.expected in _LEAVES_ITS_TRACE and not acted:
             return None
         differs = differences(trial, self._reference(trial))
         return compare(differs, self._anyway() if differs else set())
@@ -175,18 +174,13 @@ class _Drill:
         return differences(self._again, self._undisturbed)
 
     def _reference(self, trial: Trial) -> Trial:
-        if not trial.skips:
+        if not (skips := trial.skips):
             return self._undisturbed
-        assert trial.ledger is not None
-        windows = sorted(
-            (e.skip.first, e.skip.last) for e in trial.ledger.incidents if e.skip and e.action == "rollback"
-        )
-        key = str(windows)
-        if key not in self._same_skips:
+        if skips not in self._same_skips:
             name = f"same-skips-as-{trial.name}"
             self.tell(f"an undisturbed run that skips what {trial.name} skipped")
-            self._same_skips[key] = self._perform(name, None, self._limit, [f"--skips-of={trial.run}"])
-        return self._same_skips[key]
+            self._same_skips[skips] = self._perform(name, None, self._limit, [f"--skips-of={trial.run}"])
+        return self._same_skips[skips]
 
     def _require_sound(self, trial: Trial, steps: int) -> None:
         output = trial.folder / "output.txt"
@@ -199,7 +193,7 @@ class _Drill:
                 exit_code=ExitCode.USAGE if trial.codes[-1] == ExitCode.USAGE else None,
             )
         if not trial.ends:
-            begun = trial.ledger is not None and any(attempt.begins for attempt in trial.ledger.attempts)
+            begun = any(attempt.begins for attempt in trial.attempts)
             told = f"it ended by itself before update {steps}" if begun else "no rank made a rollback.Guard"
             raise UsageError(
                 f"there is nothing to drill: {told}",
@@ -217,7 +211,7 @@ class _Drill:
         notices = []
         if not undisturbed.told_a_loss:
             notices.append("the guard was never told a loss: the sentinel has nothing to judge by")
-        if count := len(undisturbed.ledger.incidents):
+        if count := len(undisturbed.incidents):
             notices.append(f"the undisturbed run has {count} incidents of its own; rows may tell of those")
         if self._again is not None and (apart := differences(self._again, undisturbed)):
             notices.append(f"two undisturbed runs differ in {parts(apart)}: of these nothing can be told")

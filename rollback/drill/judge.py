@@ -12,7 +12,7 @@ from pydantic import Field
 from rollback.drill.faults import Expected, PlannedFault
 from rollback.drill.trials import Trial, mean_loss
 from rollback.errors import ExitCode
-from rollback.inspect.audit.report import AttemptEntry, AuditReport, IncidentEntry, ReportItem
+from rollback.inspect.audit.report import AttemptEntry, CheckpointEntry, IncidentEntry, ReportItem
 from rollback.rundir.exercise import FaultName
 
 Bitwise = Literal["yes", "no", "cannot be told", "not compared"]
@@ -74,13 +74,12 @@ def differences(trial: Trial, reference: Trial) -> set[Difference]:
 
 def compare(differs: set[Difference], anyway: set[Difference]) -> Comparison:
     """What differences between a run and its reference mean. anyway: those between two undisturbed runs."""
-    if differs - anyway:
-        if anyway & {(rank, part) for rank, part in anyway if part in _ESSENTIAL}:
-            return Comparison("cannot be told", listed(differs), f"two undisturbed runs differ too: {parts(anyway)}")
-        return Comparison("no", listed(differs - anyway))
-    if {part for _, part in differs} & _ESSENTIAL:
+    own = differs - anyway
+    if _ESSENTIAL & {part for _, part in (anyway if own else differs)}:
         return Comparison("cannot be told", listed(differs), f"two undisturbed runs differ too: {parts(anyway)}")
-    return Comparison("yes", [], f"two undisturbed runs differ, as this one, in {parts(differs)}" if differs else None)
+    if own:
+        return Comparison("no", listed(own))
+    return Comparison("yes", [])
 
 
 def listed(differs: set[Difference]) -> list[str]:
@@ -95,12 +94,12 @@ def parts(differs: set[Difference]) -> str:
 
 def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Comparison | None) -> DrillRow:
     """The row of a fault. comparison: None where there is nothing to compare with, or nothing that can be compared."""
-    row = DrillRow(fault=fault.name, says=fault.says, passed=False, seconds=round(trial.seconds, 1))
-    if trial.ledger is not None:
-        totals = trial.ledger.totals
-        row = row.model_copy(
-            update={"steps_replayed": totals.steps_lost, "batches_skipped": totals.skipped_batches},
-        )
+    totals = trial.ledger.totals if trial.ledger else None
+    row = DrillRow(
+        fault=fault.name, says=fault.says, passed=False, seconds=round(trial.seconds, 1),
+        steps_replayed=totals.steps_lost if totals else None,
+        batches_skipped=totals.skipped_batches if totals else None,
+    )  # fmt: skip
     struck = next(iter(trial.injected), None)
     if struck is None:
         never = (
@@ -118,7 +117,7 @@ def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Com
     # A state that is not the same on all ranks is never kept, so the run cannot end as one that is complete.
     if why is None and not trial.ended_well and (fault.expected is not Expected.FOUND or trial.overdue):
         why = f"the run did not end well{_unless_well(trial)}"
-    remark = why or (comparison.why if comparison and comparison.bitwise != "yes" else None)
+    remark = why or (comparison.why if comparison else None)
     return row.model_copy(update={"passed": why is None, "why": remark})
 
 
@@ -140,7 +139,7 @@ class _Outcome:
 
 def _see_incident(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
     struck = trial.injected[0]
-    incident = _first_incident(trial.ledger, struck.step)
+    incident = _first_incident(trial)
     seen = _Outcome()
     if incident is not None:
         steps, seconds = incident.detection.step - struck.step, _seconds(struck.at, incident.at)
@@ -187,32 +186,27 @@ def _see_stop(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome
 
 
 def _see_full_disk(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
-    struck, ledger = trial.injected[0], trial.ledger
-    checkpoints = ledger.checkpoints if ledger else []
-    dropped = next((entry for entry in checkpoints if entry.status == "dropped"), None)
-    if ledger and len(ledger.attempts) > 1:
-        return _Outcome(why=f"the attempt did not survive it: {ledger.attempts[0].cause}")
+    struck, dropped = trial.injected[0], _first_dropped(trial)
+    if len(trial.attempts) > 1:
+        return _Outcome(why=f"the attempt did not survive it: {trial.attempts[0].cause}")
     if dropped is None or dropped.step is None:
         return _Outcome(why=f"no checkpoint fell into the time when the disk was full{_unless_well(trial)}")
     after, seconds = dropped.step - struck.step, _seconds(struck.at, dropped.at)
     seen = _Outcome(f"checkpoint of step {dropped.step} dropped: {dropped.reason}", after, seconds)
-    later = [entry.step for entry in checkpoints if entry.status != "dropped" and (entry.step or 0) > dropped.step]
+    later = [e.step for e in trial.checkpoints if e.status != "dropped" and (e.step or 0) > dropped.step]
     if not later:
         return replace(seen, why="no checkpoint was written once there was room again")
     return replace(seen, recovered=f"training went on; the next checkpoint is that of step {later[0]}")
 
 
 def _see_drift(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
-    struck, ledger = trial.injected[0], trial.ledger
-    incident = _first_incident(ledger, struck.step)
-    if incident is not None:
+    if _first_incident(trial) is not None:
         return _see_incident(fault, trial, undisturbed)
-    attempts = trial.attempts
-    dropped = next((e for e in (ledger.checkpoints if ledger else []) if e.status == "dropped"), None)
+    struck, dropped, attempts = trial.injected[0], _first_dropped(trial), trial.attempts
     if dropped is not None and dropped.step is not None:
         steps, seconds = dropped.step - struck.step, _seconds(struck.at, dropped.at)
         seen = _Outcome(f"checkpoint of step {dropped.step} not committed: {dropped.reason}", steps, seconds)
-        sound = max((e.step or 0 for e in ledger.checkpoints if e.status != "dropped"), default=0) if ledger else 0
+        sound = max((e.step or 0 for e in trial.checkpoints if e.status != "dropped"), default=0)
         seen = replace(seen, recovered=f"no checkpoint has it; a start goes on from step {sound}")
     elif len(attempts) > 1:
         seen = _Outcome(attempts[0].cause, None, _seconds(struck.at, attempts[0].ended_at))
@@ -233,8 +227,12 @@ _SEE = {
 }
 
 
-def _first_incident(ledger: AuditReport | None, step: int) -> IncidentEntry | None:
-    return next((e for e in (ledger.incidents if ledger else []) if e.detection.step >= step), None)
+def _first_incident(trial: Trial) -> IncidentEntry | None:
+    return next((e for e in trial.incidents if e.detection.step >= trial.injected[0].step), None)
+
+
+def _first_dropped(trial: Trial) -> CheckpointEntry | None:
+    return next((e for e in trial.checkpoints if e.status == "dropped"), None)
 
 
 def _harmless(trial: Trial, undisturbed: Trial) -> str | None:

@@ -16,8 +16,9 @@ from rollback import instructions
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import fast_tier_of
 from rollback.errors import ExitCode, OutputNotWritten, RollbackError, reporting
-from rollback.inspect.audit import AuditReport, compile_ledger, read_material
-from rollback.inspect.audit.report import AttemptEntry
+from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry, IncidentEntry
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_metrics
@@ -62,13 +63,21 @@ class Trial:
         return self.ledger.attempts if self.ledger else []
 
     @property
+    def incidents(self) -> list[IncidentEntry]:
+        return self.ledger.incidents if self.ledger else []
+
+    @property
+    def checkpoints(self) -> list[CheckpointEntry]:
+        return self.ledger.checkpoints if self.ledger else []
+
+    @property
     def told_a_loss(self) -> bool:
         return any(loss is not None for loss in self.losses.values())
 
     @property
-    def skips(self) -> bool:
-        """Whether it has windows of its own that were passed over."""
-        return self.ledger is not None and any(e.skip and e.action == "rollback" for e in self.ledger.incidents)
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """The windows of its own that were passed over, in order."""
+        return tuple(sorted((e.skip.first, e.skip.last) for e in self.incidents if e.skip and e.action == "rollback"))
 
 
 class DrillStage:

@@ -39,14 +39,12 @@ def panel(status: Status | None, curves: Curves, width: int, seconds: float | No
     """The panel of a run. status: None before there is a record. width: columns. seconds: since the first fact."""
     width = min(width, _WIDEST)
     inner = max(10, width - 4)
-    body: list[RenderableType]
     if status is None:
-        body = [Text("starting; nothing is on record yet", style="dim")]
-        return Panel(Group(*body), title="rollback", title_align="left", border_style="dim", width=width)
+        nothing = Text("starting; nothing is on record yet", style="dim")
+        return Panel(nothing, title="rollback", title_align="left", border_style="dim", width=width)
     over = status.state in ("ended", "died")
-    body = [_measures(status, curves, inner), Text(), _standing(status, inner)]
     return Panel(
-        Group(*body),
+        Group(_measures(status, curves, inner), Text(), _standing(status, inner)),
         title=_title(status, inner),
         title_align="left",
         subtitle=_subtitle(status, seconds, inner),

@@ -33,10 +33,8 @@ def watch_panel(root: Path, console: Console) -> Status | None:
         canvas.start()
         stack.callback(canvas.stop)
         while True:
-            _look(view)
-            for record in view.news:
-                if (line := line_of(record)) is not None:
-                    canvas.print(quoted(f"{record.at[_TIME]}  {line}", style="dim"))
+            for line in _look(view):
+                canvas.print(quoted(line, style="dim"))
             canvas.draw(view.panel(console.width))
             if _is_over(view) or pressed(EVERY) in ("q", "Q"):
                 break
@@ -48,8 +46,7 @@ def watch_lines(root: Path, out: TextIO) -> Status | None:
     view, due, said = View(root), time.monotonic(), ""
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            _look(view)
-            lines = [f"{record.at[_TIME]}  {line}" for record in view.news if (line := line_of(record)) is not None]
+            lines = _look(view)
             over = _is_over(view)
             if view.status is not None and (over or time.monotonic() >= due):
                 due, line = time.monotonic() + _LINE_EVERY, standing(view.status)
@@ -82,9 +79,11 @@ def standing(status: Status) -> str:
     return " · ".join(parts)
 
 
-def _look(view: View) -> None:
+def _look(view: View) -> list[str]:
+    """Look again. Returns what has happened since, a line for each."""
     if view.refresh() is None and view.fault is not None:
         raise view.fault
+    return [f"{record.at[_TIME]}  {line}" for record in view.news if (line := line_of(record)) is not None]
 
 
 def _is_over(view: View) -> bool:

@@ -37,7 +37,7 @@ def _card(entry: IncidentEntry, ledger: AuditReport, seen: dict[int, RankEvidenc
     return {
         "number": entry.incident,
         "title": f"{entry.cause} {VERDICTS[entry.verdict]}",
-        "tone": _TONES.get(style, "calm"),
+        "tone": _TONES[style],
         "outcome": words + (f" as incident {entry.repeated_by}" if entry.repeated_by is not None else ""),
         "explanation": entry.explanation,
         "rows": list(_rows(entry)),

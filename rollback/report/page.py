@@ -33,7 +33,6 @@ from rollback.terminal.quantities import at_least, duration
 
 _ENDINGS = {
     "finished": "good", "preempted": "warn", "structural": "bad", "no_checkpoint": "bad", "gave_up": "bad",
-    "asked": "calm",
 }  # fmt: skip
 _NO_ENDING = {"tone": "calm", "badge": "no end on record", "text": "It is running, or died without a word."}
 
@@ -129,7 +128,7 @@ def _ending(ledger: AuditReport) -> dict[str, str]:
     ending = ledger.ending
     at = f" at step {ending.step:,}" if ending.step is not None else ""
     return {
-        "tone": _ENDINGS.get(ending.how, "calm"),
+        "tone": _ENDINGS[ending.how],
         "badge": ending.how.replace("_", " ") + at,
         "text": ending.account,
     }

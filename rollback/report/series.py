@@ -1,7 +1,7 @@
 """The curve of a run, thinned for a picture: extremes, ends and everything that is not finite are kept. Pure."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class NonFinite:
     last: int
     kind: str
     count: int
-    undone: bool = False
+    undone: bool
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def near(steps: Integers, parts: Sequence[Stretch], incidents: Iterable[tuple[in
     return kept
 
 
-def nonfinite_ranges(steps: Integers, values: Floats, known: np.ndarray, most: int) -> list[NonFinite]:
+def nonfinite_ranges(steps: Integers, values: Floats, known: np.ndarray, most: int, *, undone: bool) -> list[NonFinite]:
     """Ranges of neighbouring rows whose known values are not finite, of one kind each. Where there are more than
     `most`, near ones are joined: no step is lost, and the counts stay right."""
     rows = np.flatnonzero(known & ~np.isfinite(values))
@@ -164,6 +164,7 @@ def nonfinite_ranges(steps: Integers, values: Floats, known: np.ndarray, most: i
             int(steps[rows[b]]),
             " and ".join(names[kind] for kind in sorted(set(kinds[a : b + 1].tolist()))),
             int(b - a + 1),
+            undone,
         )
         for a, b in zip(first.tolist(), last.tolist(), strict=True)
     ]
@@ -190,8 +191,7 @@ def series(columns: MetricColumns, values: Floats, missing: Flags, parts: Sequen
             if broken[place]:
                 inner = slice(starts[place], starts[place] + lengths[place])
                 most = max(8, round(RANGES * int(lengths[place]) / total))
-                found = nonfinite_ranges(steps[inner], own[inner], known[inner], most)
-                ranges += [replace(item, undone=part.undone) for item in found]
+                ranges += nonfinite_ranges(steps[inner], own[inner], known[inner], most, undone=part.undone)
     shown = sum(len(line.steps) for line in lines) + sum(item.count for item in ranges)
     return Series(lines, ranges, shown, int(len(values) - missing.sum()))
 

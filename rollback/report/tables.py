@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rollback.facts.ring import Drained
@@ -28,10 +28,10 @@ class Block:
     title: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
-    count: str | None = None
-    note: str = ""
+    count: str
+    note: str
     numbers: Sequence[str] = ()
-    texts: Sequence[tuple[str, str]] = field(default_factory=list)
+    texts: Sequence[tuple[str, str]] = ()
 
 
 def blocks(ledger: AuditReport, records: Sequence[JournalEntry], paths: RunPaths) -> Iterator[Block]:
@@ -49,12 +49,14 @@ def blocks(ledger: AuditReport, records: Sequence[JournalEntry], paths: RunPaths
         yield _cut("advice", "Advice and troubles", ["kind", "about", "what", "attempt"], rows, numbers=["attempt"])
 
 
-def _cut(anchor: str, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], **more: Any) -> Block:
-    """A block whose table is not longer than people read."""
-    note = more.pop("note", "")
+def _cut(
+    anchor: str, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, count: int | None = None,
+    note: str = "", **more: Any,
+) -> Block:  # fmt: skip
+    """A block whose table is not longer than people read. count: of what it is about; None: each has a row."""
     if len(rows) > _MOST:
         note = f"{note} The last {_MOST} of {len(rows):,}; rollback audit --json has all of them.".strip()
-    return Block(anchor, title, heads, rows[-_MOST:], count=f"{len(rows):,}", note=note, **more)
+    return Block(anchor, title, heads, rows[-_MOST:], f"{len(rows) if count is None else count:,}", note, **more)
 
 
 def _attempts(ledger: AuditReport, records: Sequence[JournalEntry], paths: RunPaths) -> Block:
@@ -102,15 +104,15 @@ def _checkpoints(entries: Sequence[CheckpointEntry], drained: Mapping[str, Drain
         last = max(drained.values(), key=lambda fact: fact.step)
         place = place_of(paths, last.place)
         note += f" {len(drained):,} were copied to the durable ring, {place}: the last one of step {last.step:,}."
-    block = _cut(
+    return _cut(
         "checkpoints",
         "Checkpoints",
         ["checkpoint", "step", "batch", "fate", "taken", "size", "seconds", "why"],
         [_checkpoint(entry, entry.checkpoint in drained) for entry in shown],
         numbers=["step", "batch", "size", "seconds"],
+        count=len(entries),
         note=note,
     )
-    return Block(**{**block.__dict__, "count": f"{len(entries):,}"})
 
 
 def _checkpoint(entry: CheckpointEntry, drained: bool) -> list[str]:

@@ -31,34 +31,30 @@ class Reader:
         self._story = Story()
         self._after = after
 
-    def hand_on(self, trackers: Sequence[Tracker], *, last: bool = False) -> int:
-        """Tell the trackers what is new, and how much that was. last: no more will come.
+    def hand_on(self, trackers: Sequence[Tracker], *, last: bool = False) -> None:
+        """Tell the trackers what is new. last: no more will come.
 
         Raises JournalDamaged or RunDirectoryError, or as trackers do.
         """
-        count = 0
         news = True
         while news:
             records = self._journal.new()
             metrics = self._metrics.new()
             told = self._story.in_order(records, metrics)
             news = bool(metrics or told)
-            count += self._tell(trackers, told)
+            self._tell(trackers, told)
         if last:
-            count += self._tell(trackers, self._story.rest())
+            self._tell(trackers, self._story.rest())
         for tracker in trackers:
             tracker.flush()
-        return count
 
-    def _tell(self, trackers: Sequence[Tracker], told: Sequence[tuple[Leg, Metric | JournalEntry]]) -> int:
-        own = [(leg, item) for leg, item in told if leg.attempt > self._after]
-        for leg, item in own:
-            for tracker in trackers:
+    def _tell(self, trackers: Sequence[Tracker], told: Sequence[tuple[Leg, Metric | JournalEntry]]) -> None:
+        for leg, item in told:
+            for tracker in trackers if leg.attempt > self._after else ():
                 if isinstance(item, Metric):
                     tracker.metric(leg, item)
                 else:
                     tracker.fact(leg, item.fact)
-        return len(own)
 
 
 def follow(

@@ -20,7 +20,7 @@ from rollback.errors import (
     UsageError,
 )
 from rollback.facts.training import Advice
-from rollback.inspect.audit import read_material
+from rollback.inspect.audit.reading import read_material
 from rollback.inspect.audit.verify import check_integrity, in_words
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.status.status import read_status

@@ -11,7 +11,8 @@ from toy import Toy, consumed, facts, history, train
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Accepted, Attached, Finished, Restored
-from rollback.inspect.audit import compile_ledger, read_material
+from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.reading import read_material
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths

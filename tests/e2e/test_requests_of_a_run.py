@@ -30,7 +30,8 @@ from rollback.facts.training import (
     Stopped,
     Window,
 )
-from rollback.inspect.audit import compile_ledger, read_material
+from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.reading import read_material
 from rollback.ring.in_run import RingInRun
 from rollback.rundir.journal import journal
 from rollback.rundir.paths import RunPaths

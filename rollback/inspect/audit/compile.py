@@ -111,7 +111,7 @@ def _span(window: facts.Window, passed: Sequence[facts.Window]) -> report.Span:
     return report.Span(
         first=window.first,
         last=window.last,
-        batches=window.last - window.first + 1,
+        batches=len(window),
         passed_over=sum(min(window.last, other.last) - max(window.first, other.first) + 1 for other in own),
     )
 
@@ -308,7 +308,7 @@ def _totals(
     last_passed: Mapping[int, Passing],
     notices: list[str],
 ) -> report.Totals:
-    batches = sum(window.last - window.first + 1 for window in passed)
+    batches = sum(map(len, passed))
     if len(skipped) < batches and not material.skipped_left_out:
         notices.append(f"{batches - len(skipped)} of {batches} batches passed over left no record of what they held")
     steps = costs.reached[max(costs.reached)] if costs.reached else 0

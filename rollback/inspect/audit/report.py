@@ -16,8 +16,6 @@ from rollback.facts.fact import InitialState, Sharding
 from rollback.facts.training import Action, Order, Outcome, Tier, Window
 from rollback.rundir.evidence import Explosion, Where
 
-SCHEMA = 1
-
 Ended = Literal["finished", "preempted", "structural", "no_checkpoint", "gave_up"]
 CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
 
@@ -357,6 +355,10 @@ class Ending(ReportItem):
         False, description="whether the ranks stopped since their supervisor was killed, or its host went down"
     )
     account: str
+
+    def in_words(self) -> str:
+        at = f" at step {self.step}" if self.step is not None else ""
+        return f"{self.how.replace('_', ' ')}{at}: {self.account}"
 
 
 class AuditReport(Document):

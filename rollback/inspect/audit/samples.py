@@ -15,7 +15,7 @@ from rollback.facts.history import Case, History, fold, merge_windows
 from rollback.facts.training import Incident, JournalEntry, PassedOver, ScreenedOut, Window
 from rollback.inspect.audit.passings import CONDITIONS, counts, passings
 from rollback.inspect.audit.reading import ranks_with_skips, read_records, readable, require_run_directory
-from rollback.rundir.journal.journal import of_kinds
+from rollback.rundir.journal.journal import of_kind, of_kinds
 from rollback.rundir.records import SkippedBatch, read_skipped
 
 ColumnType = Literal["integer", "number", "text", "flag", "integers"]
@@ -99,7 +99,7 @@ def read_samples(root: Path) -> SampleTable:
             for number, line in enumerate(readable(path, read_skipped, [])):
                 if lines.get(line.batch) == number and counts(last_passed, line.batch, rank):
                     yield from _rows(line, rank, times, reasons)
-        told = sum(window.last - window.first + 1 for window in times.windows)
+        told = sum(map(len, times.windows))
         unknown = told - sum(any(batch in window for window in times.windows) for batch in recorded)
         if unknown > 0:
             notices.append(f"{unknown} of {told} batches passed over left no record of what they held: no row for them")
@@ -121,10 +121,9 @@ class _Times:
 
     def __init__(self, records: Iterable[JournalEntry]) -> None:
         self._by_timeline: dict[int, list[tuple[Window, Row]]] = {}
-        for record in records:
-            if isinstance(fact := record.fact, PassedOver):
-                told = (fact.window, (record.attempt, fact.step, record.at))
-                self._by_timeline.setdefault(fact.timeline, []).append(told)
+        for record, fact in of_kind(records, PassedOver):
+            told = (fact.window, (record.attempt, fact.step, record.at))
+            self._by_timeline.setdefault(fact.timeline, []).append(told)
         self.windows = merge_windows(window for told in self._by_timeline.values() for window, _ in told)
 
     def of(self, line: SkippedBatch) -> Row:

@@ -92,8 +92,7 @@ def _print_head(console: Console, ledger: report.AuditReport) -> None:
         rows.append(("loss", loss_in_words(judged, last=ledger.ending is None)))
     rows.append(("time", _time_in_words(totals)))
     if ledger.ending:
-        step = f" at step {ledger.ending.step}" if ledger.ending.step is not None else ""
-        rows.append(("ended", quoted(f"{ledger.ending.how.replace('_', ' ')}{step}: {ledger.ending.account}")))
+        rows.append(("ended", quoted(ledger.ending.in_words())))
     else:
         rows.append(("ended", "no end on record: it is running, or died without a word (see rollback status)"))
     print_rows(console, rows, indent=0)

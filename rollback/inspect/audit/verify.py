@@ -17,14 +17,14 @@ from typing import Literal
 from pydantic import Field
 
 from rollback.errors import ExitCode, JournalDamaged
-from rollback.facts.history import History, fold, merge_windows
+from rollback.facts.history import fold, merge_windows
 from rollback.facts.training import Attached, JournalEntry, PassedOver, Window
 from rollback.inspect.audit.passings import CONDITIONS, passings
 from rollback.inspect.audit.reading import merge, require_run_directory
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
-from rollback.rundir.journal.journal import examine_journal, of_kinds
+from rollback.rundir.journal.journal import examine_journal, of_kind, of_kinds
 from rollback.rundir.metrics.column_file import read_blocks
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
@@ -116,9 +116,9 @@ def _skips(paths: RunPaths, records: list[JournalEntry]) -> list[str]:
         return [error.message]
     found: list[str] = []
     identity = read_identity(paths)
-    passed = [(record.attempt, record.fact.window) for record in records if isinstance(record.fact, PassedOver)]
+    passed = [(record.attempt, fact.window) for record, fact in of_kind(records, PassedOver)]
     told = merge_windows(window for _, window in passed)
-    ranks_of = {record.attempt: record.fact.world_size for record in records if isinstance(record.fact, Attached)}
+    ranks_of = {record.attempt: fact.world_size for record, fact in of_kind(records, Attached)}
     listed, conditions = merge_windows(history.skip_list), of_kinds(records, CONDITIONS)
     for window in told:
         if not any(window.first in other and window.last in other for other in listed):
@@ -126,15 +126,11 @@ def _skips(paths: RunPaths, records: list[JournalEntry]) -> list[str]:
     for rank in range(max([identity.job.world_size, *ranks_of.values()]) if identity else 0):
         # An attempt may have had fewer ranks than another.
         seen = merge_windows(window for attempt, window in passed if ranks_of.get(attempt, rank + 1) > rank)
-        found += _shorten(_rank(paths, rank, seen, history, conditions), "of this rank")
+        found += _shorten(_rank(paths.skip_record(rank), seen, listed, conditions), "of this rank")
     return found
 
 
-def _rank(
-    paths: RunPaths, rank: int, told: list[Window], history: History, conditions: list[JournalEntry]
-) -> Iterator[str]:
-    path = paths.skip_record(rank)
-    listed = merge_windows(history.skip_list)
+def _rank(path: Path, told: list[Window], listed: list[Window], conditions: list[JournalEntry]) -> Iterator[str]:
     known: dict[int, int] = {}
     differing: set[int] = set()
     damaged: list[str] = []

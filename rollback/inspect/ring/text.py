@@ -10,6 +10,7 @@ from rich.text import Text
 from rollback.facts.training import Tier
 from rollback.inspect.ring.checkpoints import PLACES, Listing
 from rollback.inspect.ring.verify import Verification
+from rollback.rundir.paths import WRITING
 from rollback.terminal.escape import quoted
 from rollback.terminal.quantities import duration, size
 
@@ -75,7 +76,7 @@ def _print_faults(console: Console, faults: Iterable[tuple[str, str]]) -> None:
 
 def _print_leftovers(console: Console, leftovers: Iterable[str]) -> None:
     for name in leftovers:
-        kind = "being written" if name.startswith(".writing-") else "on its way out"
+        kind = "being written" if name.startswith(WRITING) else "on its way out"
         console.print(quoted(f"{name}: {kind}, or left by a crash; the next start sees to it"), soft_wrap=True)
 
 

@@ -28,14 +28,14 @@ class RunRecord:
     advice: dict[str, str] = field(default_factory=dict)
     begun: facts.JournalEntry | None = None
     """The line that began the present stretch of training."""
-    waiting: facts.JournalEntry | None = None
-    """The line that scheduled an attempt which has not started."""
+    waiting: tuple[str, facts.RestartScheduled] | None = None
+    """What scheduled an attempt that has not started, and when."""
     lost: facts.Window | None = None
     """The steps that were undone and must be done again."""
     began: str | None = None
     """Time of the first fact."""
-    drained: facts.JournalEntry | None = None
-    """The last copy to the durable ring."""
+    drained: tuple[str, facts.Drained] | None = None
+    """The last copy to the durable ring, and when."""
     undrained: str | None = None
     """Why nothing can be copied now."""
     last_snapshot: str | None = None
@@ -95,10 +95,10 @@ class RunRecord:
                 self.spares = fact
             case facts.LastSnapshotMade() as fact:
                 self.last_snapshot = fact.in_words()
-            case facts.RestartScheduled():
-                self.waiting = record
-            case facts.Drained():
-                self.drained, self.undrained = record, None
+            case facts.RestartScheduled() as fact:
+                self.waiting = (record.at, fact)
+            case facts.Drained() as fact:
+                self.drained, self.undrained = (record.at, fact), None
             case facts.DrainFailed() as fact:
                 self.undrained = fact.error
 

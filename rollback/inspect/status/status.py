@@ -20,7 +20,7 @@ from rollback.checkpoints.tiers import locate
 from rollback.errors import RunDirectoryError, message_of
 from rollback.facts.fact import InitialState
 from rollback.facts.history import History
-from rollback.facts.training import TOLD, Attached, Drained, JournalEntry, RestartScheduled, Restored, Tier
+from rollback.facts.training import TOLD, Attached, JournalEntry, Restored, Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.ending import confirmed
 from rollback.inspect.audit.metrics import LINES, last_judged
@@ -171,7 +171,8 @@ class StatusReader:
         self._seals += sum(tail.seals for tail in self._tails)
         if self.news:
             self._look_into_ring(paths)
-        torn = [(path, tail.torn_bytes) for path, tail in zip(_journals(paths), self._tails, strict=True)]
+        journals = (paths.train_journal, paths.supervisor_journal)
+        torn = [(path, tail.torn_bytes) for path, tail in zip(journals, self._tails, strict=True)]
         notices = [torn_notice(path, size) for path, size in torn if size] + seal.in_words(self._seals) + self._unseen
         return _status(self._root, paths, self._past, self._ring, notices)
 
@@ -189,10 +190,6 @@ class StatusReader:
         self._past, supervisor = RunRecord(past.history), tails[1].new()
         self._tails = tails
         return self._past.begin(told, supervisor)
-
-
-def _journals(paths: RunPaths) -> tuple[Path, Path]:
-    return paths.train_journal, paths.supervisor_journal
 
 
 def _ring(paths: RunPaths, history: History) -> list[HeldCheckpoint]:
@@ -251,7 +248,7 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, ring: list[HeldCheckpo
         began=past.began,
         incidents=len(history.cases),
         rollbacks=sum(case.carried_out for case in history.cases),
-        skipped_batches=sum(window.last - window.first + 1 for window in past.passed_over),
+        skipped_batches=sum(map(len, past.passed_over)),
         pending=_pending(history),
         requests=open_requests(paths, history.answers),
         last_snapshot=past.last_snapshot,
@@ -264,11 +261,11 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, ring: list[HeldCheckpo
 
 
 def _durable(paths: RunPaths, past: RunRecord) -> Durable | None:
-    if past.drained is None or not isinstance(past.drained.fact, Drained):
-        nothing = Durable(place=None, checkpoint=None, step=None, at=None, trouble=past.undrained)
-        return nothing if past.undrained else None
-    fact = past.drained.fact
-    return Durable.of(fact, place=place_of(paths, fact.place), at=past.drained.at, trouble=past.undrained)
+    if not (past.drained or past.undrained):
+        return None
+    at, fact = past.drained or (None, None)
+    place = place_of(paths, fact.place) if fact else None
+    return Durable(place=place, **said(fact, "checkpoint", "step"), at=at, trouble=past.undrained)
 
 
 def place_of(paths: RunPaths, recorded: str) -> str:
@@ -278,8 +275,8 @@ def place_of(paths: RunPaths, recorded: str) -> str:
 
 def _work(paths: RunPaths, past: RunRecord, state: State, point: Point | None, now: Now) -> Work | None:
     """The present work that takes time: waiting for an attempt, writing a checkpoint, repeating lost steps."""
-    if state == "starting" and past.waiting is not None and isinstance(past.waiting.fact, RestartScheduled):
-        since, total = seconds_since_epoch(past.waiting.at), past.waiting.fact.delay
+    if state == "starting" and past.waiting is not None:
+        since, total = seconds_since_epoch(past.waiting[0]), past.waiting[1].delay
         done = 0.0 if since is None else min(total, max(0.0, now.wall - since))
         return Work(what="waiting before the next attempt", done=round(done, 1), total=total, unit="seconds")
     if state != "running":

@@ -56,8 +56,7 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
     for code, text in status.advice.items():
         yield "advice", quoted(f"{code}: {text}")
     if status.ending:
-        step = f" at step {status.ending.step}" if status.ending.step is not None else ""
-        yield "ended", quoted(f"{status.ending.how.replace('_', ' ')}{step}: {status.ending.account}")
+        yield "ended", quoted(status.ending.in_words())
 
 
 def _durable(ring: Durable) -> Text:

@@ -16,7 +16,7 @@ from rollback.facts.supervisor import ABOUT_NODES, Why
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import REMARKS, by_attempt
 from rollback.inspect.audit.report import Document, ReportItem, said
-from rollback.inspect.status.status import StatusReader
+from rollback.inspect.status.status import Status, StatusReader
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.failure_class import in_order_of_blame
 from rollback.rundir.failures import FailureRecord, read_failures
@@ -114,24 +114,12 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     status = reader.read()
     paths, notices = RunPaths(root), list(status.notices)
     attempts = by_attempt(reader.news)
-    alive = status.state in ("running", "starting")
-    orphaned = status.ending is not None and status.ending.orphaned
     newest = max(attempts, default=0)
-    failed = {
-        number: cause
+    causes = {
+        number: _failure(paths, number, own, status if number == newest else None)
         for number, own in sorted(attempts.items())
-        if (
-            cause := _failure(
-                paths,
-                number,
-                own,
-                over=number < newest or not alive,
-                orphaned=number < newest or orphaned,
-                gone=number < newest or status.state != "unknown",
-            )
-        )
-        is not None
     }
+    failed = {number: cause for number, cause in causes.items() if cause is not None}
     if attempt is not None and attempt not in attempts:
         raise UsageError(
             f"there is no attempt {attempt} in {root}",
@@ -139,7 +127,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         )
     number = attempt if attempt is not None else max(failed, default=None)
     own = attempts.get(number, []) if number is not None else []
-    told_of = own or attempts.get(max(attempts, default=0), [])  # where none has failed: how the last one ended
+    told_of = own or attempts.get(newest, [])  # where none has failed: how the last one ended
     ended, fact = next(reversed(of_kind(own, facts.AttemptEnded)), (None, None))
     started, _ = next(reversed(of_kind(own, facts.AttemptStarted)), (None, None))
     culprit = last_fact(own, facts.Blamed)
@@ -174,13 +162,10 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     )
 
 
-def _failure(
-    paths: RunPaths, attempt: int, own: Sequence[facts.JournalEntry], *, over: bool, orphaned: bool, gone: bool
-) -> str | None:
+def _failure(paths: RunPaths, attempt: int, own: Sequence[facts.JournalEntry], now: Status | None) -> str | None:
     """What ended an attempt that failed, in words; None: it did not fail, or still runs.
 
-    over: nothing of it is seen alive. orphaned: its supervisor is gone for certain; ranks that stopped may have had to.
-    gone: nothing of it can be alive where it is not seen, on another host.
+    now: of the newest attempt, whose state is that of the run. None: of an earlier one nothing is alive any more.
     """
     ended = last_fact(own, facts.AttemptEnded)
     if ended is not None:
@@ -189,13 +174,14 @@ def _failure(
     supervised = last_fact(own, facts.AttemptStarted) is not None
     by_itself = last_fact(own, facts.Finished) and not supervised  # a supervisor would have seen the end
     if (stopped := last_fact(own, facts.Stopped)) is not None:
+        orphaned = now is None or (now.ending is not None and now.ending.orphaned)  # ranks that stopped may have had to
         return NO_END if supervised and orphaned and stopped.reason == "preempted" else None
-    if not over or by_itself:
+    if by_itself or (now is not None and now.state in ("running", "starting")):
         return None
     records = in_order_of_blame(read_failures(paths.failures(attempt)).values())
     if records:
         return f"rank {records[0].rank} raised {records[0].error} (no supervisor was there to judge)"
-    if not gone:
+    if now is not None and now.state == "unknown":
         return None
     return NO_END if supervised else "no end is on record: its ranks were killed"
 

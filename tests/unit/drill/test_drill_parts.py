@@ -26,7 +26,8 @@ from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.trials import Trial
 from rollback.errors import ExitCode, UsageError
 from rollback.facts.training import Dropped, Finished, Restored
-from rollback.inspect.audit import compile_ledger, read_material
+from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.reading import read_material
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected, exercise_of
 from rollback.train.drill import _FullDisk, _mapped, _noise
 

@@ -92,7 +92,7 @@ def _is_thinned(index: np.ndarray, own: np.ndarray, buckets: int, gap: int) -> N
 def test_no_value_that_is_not_finite_is_lost(curve: list[float | None], most: int) -> None:
     own = np.array([math.nan if value is None else value for value in curve], float)
     known = np.array([value is not None for value in curve], bool)
-    ranges = nonfinite_ranges(np.arange(len(curve)) * 3, own, known, most)
+    ranges = nonfinite_ranges(np.arange(len(curve)) * 3, own, known, most, undone=False)
     broken = [3 * i for i, value in enumerate(curve) if value is not None and not math.isfinite(value)]
     assert len(ranges) <= most
     assert sum(item.count for item in ranges) == len(broken)

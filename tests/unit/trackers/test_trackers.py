@@ -119,13 +119,6 @@ def test_attempts_that_were_told_already_can_be_left_out(run: RecordedRun, tmp_p
     assert not (tmp_path / "tb" / "run" / "incidents").exists()
 
 
-def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = Reader(tmp_path / "run")
-    assert reader.hand_on([]) == 0
-    judge(RecordedRun(tmp_path / "run", monkeypatch), 0, 9, 3.0)
-    assert reader.hand_on([]) == 10
-
-
 class Hearing:
     """A tracker that notes what it is told, in order: a leg with a step, or with a fact's kind."""
 
@@ -140,6 +133,15 @@ class Hearing:
 
     def flush(self) -> None:
         pass
+
+
+def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hearing, reader = Hearing(), Reader(tmp_path / "run")
+    reader.hand_on([hearing])  # type: ignore[list-item]
+    assert hearing.heard == []
+    judge(RecordedRun(tmp_path / "run", monkeypatch), 0, 9, 3.0)
+    reader.hand_on([hearing])  # type: ignore[list-item]
+    assert hearing.heard == [(1, 0, step) for step in range(10)]
 
 
 def test_of_a_long_run_each_fact_is_told_behind_the_steps_before_it(

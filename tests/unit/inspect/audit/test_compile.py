@@ -53,11 +53,12 @@ from rollback.facts.training import (
     Trouble,
     Window,
 )
-from rollback.inspect.audit import AuditReport, Material, compile_ledger, read_material
+from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.cost import Charged
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.quarantine import read_sample_account
-from rollback.inspect.audit.report import Run
+from rollback.inspect.audit.reading import Material, read_material
+from rollback.inspect.audit.report import AuditReport, Run
 from rollback.inspect.audit.samples import read_samples
 from rollback.inspect.audit.text import indices_in_words, print_ledger
 from rollback.inspect.audit.verify import check_integrity

@@ -9,8 +9,10 @@ from rich.console import Console
 
 from recorded_run import RecordedRun, incident
 from rollback.facts.training import PhaseAnnounced
-from rollback.inspect.audit import AuditReport, compile_ledger, read_material
+from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.incidents import put_together
+from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.report import AuditReport
 from rollback.inspect.audit.text import print_ledger
 from rollback.rundir.evidence import (
     BatchKept,
