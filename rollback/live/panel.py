@@ -14,7 +14,7 @@ from rollback.inspect.status.status import Durable, Status, Work
 from rollback.rundir.records import Metric
 from rollback.terminal.braille import draw
 from rollback.terminal.curve import Curve, extent
-from rollback.terminal.escape import printable
+from rollback.terminal.messages import printable
 from rollback.terminal.quantities import duration, number
 
 _STATES = {"running": "green", "starting": "yellow", "ended": "default", "died": "red", "unknown": "yellow"}

@@ -13,7 +13,7 @@ from rollback.live.screen import Screen
 from rollback.live.view import EVERY, View
 from rollback.supervisor.torchrun.output import Stream
 from rollback.terminal.canvas import Canvas
-from rollback.terminal.escape import printable
+from rollback.terminal.messages import printable
 
 # What a terminal takes for commands. Colours (m) are kept, everything else a script may send would tear the panel.
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_]?)")

@@ -28,7 +28,7 @@ from rollback.report.tables import blocks
 from rollback.rundir.journal.journal import of_kind
 from rollback.rundir.metrics.metric_columns import joined, last_steps, metric_pieces
 from rollback.rundir.paths import RunPaths
-from rollback.terminal.escape import printable
+from rollback.terminal.messages import printable
 from rollback.terminal.quantities import at_least, duration
 
 _ENDINGS = {

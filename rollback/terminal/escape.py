@@ -12,12 +12,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-
-def printable(text: str) -> str:
-    """`text` in one line, with everything that is not a visible character or a space spelt as an escape."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+from rollback.terminal.messages import printable
 
 
 def quoted(text: str, style: str = "") -> Text:

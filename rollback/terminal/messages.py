@@ -16,17 +16,24 @@ def say(text: str) -> None:
 
 
 def line_for(text: str) -> str:
-    return f"{_paint(_BOLD, 'rollback:')} {printable(text)}\n"
+    return f"{_paint(_BOLD, 'rollback:')} {_lines(text)}\n"
 
 
 def show_error(error: RollbackError) -> None:
     hint = f"\n  hint: {error.hint}" if error.hint else ""
-    _write(f"{_paint(_RED, 'rollback: error:')} {printable(error.message + hint)}\n")
+    _write(f"{_paint(_RED, 'rollback: error:')} {_lines(error.message + hint)}\n")
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would take for a command: names of files and tensors are not ours."""
-    return "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in text)
+    """`text` in one line, with everything that is not a visible character or a space spelt as an escape: a terminal
+    would take it for a command, and names of files and tensors are not ours."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def occupy_standard_streams() -> None:

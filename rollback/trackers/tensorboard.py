@@ -12,8 +12,8 @@ from typing import Any
 
 from rollback.facts.training import Fact, Incident, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
-from rollback.terminal.escape import printable
 from rollback.terminal.extras import require_extra
+from rollback.terminal.messages import printable
 from rollback.trackers.story import Leg
 
 _LIMIT = 4096  # characters of a text

@@ -7,7 +7,7 @@ from rollback.facts.history import History, fold
 from rollback.inspect.audit.reading import read_records, require_run_directory
 from rollback.inspect.audit.report import Document, SampleEntry
 from rollback.suspects import suspects
-from rollback.terminal.escape import printable
+from rollback.terminal.messages import printable
 
 
 class SampleAccount(Document):

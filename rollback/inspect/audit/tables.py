@@ -15,8 +15,8 @@ from typing import IO, Any
 from rollback.errors import UsageError
 from rollback.inspect.audit.samples import COLUMNS, ColumnType, Row
 from rollback.rundir.records import json_number
-from rollback.terminal.escape import printable
 from rollback.terminal.extras import require_extra
+from rollback.terminal.messages import printable
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 _ROW_GROUP = 1 << 16

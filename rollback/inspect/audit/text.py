@@ -13,7 +13,8 @@ from rollback.facts.fact import by_whom
 from rollback.inspect.audit import report
 from rollback.inspect.audit.metrics import as_observed
 from rollback.inspect.audit.quarantine import sample_in_words
-from rollback.terminal.escape import printable, quoted
+from rollback.terminal.escape import quoted
+from rollback.terminal.messages import printable
 from rollback.terminal.quantities import at_least, duration, number, or_unknown
 from rollback.wording import first_few
 

@@ -29,7 +29,7 @@ from rollback.rundir.metrics.column_file import read_blocks
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
 from rollback.system.durable import open_regular
-from rollback.terminal.escape import printable
+from rollback.terminal.messages import printable
 
 _Journal = Literal["train", "supervisor"]
 _SHOWN = 20  # disagreements of one file; more say nothing new

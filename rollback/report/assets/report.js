@@ -176,7 +176,7 @@
     for (const [step] of data.skips) if (step >= state.view[0] && step <= state.view[1]) {
       make(parent, "path", { class: "skip", d: `M${x(step).toFixed(1)} ${skipped + 2}l-5 9h10z` });
     }
-    const order = ["evicted", "candidate", "good", "drained", "discarded", "dropped", "quarantined"];
+    const order = ["lost", "evicted", "candidate", "good", "drained", "discarded", "dropped", "quarantined"];
     const sorted = checkpoints.slice().sort((a, b) => order.indexOf(a.fate) - order.indexOf(b.fate));
     for (const { fate, steps } of sorted) {
       let d = "", before = -Infinity;

@@ -155,7 +155,7 @@ class TestFrame:
         assert f"the training script {script} cannot be read: {why}\n  hint: " in capsys.readouterr().err
 
     def test_what_a_terminal_would_obey_is_shown_and_not_sent(self) -> None:
-        assert printable("naïve\nβ\x07\x9b") == "naïve\nβ\\x07\\x9b"
+        assert printable("naïve\nβ\x07\x9b\u202e") == "naïve\\nβ\\x07\\x9b\\u202e"
 
 
 SCRIPT = """\
