@@ -137,6 +137,8 @@ class Drainer:
         """What people have been told of the ring since all was well there."""
         self.trouble: str | None = None
         """Why something could not be copied, in words; None: the ring has taken what was copied last."""
+        self.unfit: RunDoesNotFit | None = None
+        """Why this run may not write there any more; None: it may."""
         self._phase = Phase.FOLLOWING
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="rollback-drainer", daemon=True)
@@ -187,9 +189,9 @@ class Drainer:
         phase = self._phase
         try:
             self._work(phase)
-        except RunDoesNotFit as error:
+        except RunDoesNotFit as error:  # what the run leaves in memory comes home all the same
+            self.unfit, self._opened = error, False
             self._complain(None, error)
-            self._move(phase, Phase.CLOSED)
         except (RollbackError, OSError) as error:
             self._complain(None, error)
             self._opened = False  # whether what was under way was done there is found out
@@ -212,7 +214,8 @@ class Drainer:
             if phase is Phase.FINISHING:  # the ring may not answer until nobody waits any more
                 with contextlib.suppress(RollbackError, OSError):  # it is tried again below, and told then
                     self._bring_home()
-            self._fill(phase)
+            if self.unfit is None:
+                self._fill(phase)
         finally:  # also where the ring is away
             if phase is Phase.FINISHING:
                 self._bring_home()
@@ -256,8 +259,8 @@ class Drainer:
         final = self._history.final
         if final is None or self._in_run is None or self._paths.checkpoint(final).exists():
             return
-        if isinstance(self._in_run, RunFromUrl) and final not in self._ring.held():
-            return
+        if isinstance(self._in_run, RunFromUrl) and (self.unfit is not None or final not in self._ring.held()):
+            return  # what is there by now may be another's
         place = next((found for found in tiers.in_slots(self._paths) if found.name == final), None)
         if place is not None:
             self._in_run.open()
@@ -331,7 +334,7 @@ class Drainer:
         if checkpoint is not None or self._failures == 1:  # the first since something was written there
             what = f"checkpoint {checkpoint} is not copied to it" if checkpoint else "it is tried again"
             if isinstance(error, RunDoesNotFit):
-                what = "nothing more is copied to it"
+                what = f"nothing more is copied to it ({error.hint})"
             if checkpoint is not None or text != self._said:
                 self._say(f"the durable ring: {text}; {what}, and training goes on")
             self._said = text if checkpoint is None else self._said

@@ -42,7 +42,7 @@ class FailureRecord(BaseModel, frozen=True):
     host: str
     attempt: int
     at: str = Field(description="wall clock, UTC, ISO 8601: for people")
-    seconds: float = Field(description="the same as seconds since the epoch; orders the ranks of one host")
+    seconds: float = Field(description="the same as seconds since the epoch; orders the ranks")
     step: int
     batch: int = Field(description="in hand, or being read")
     whole_step: Window = Field(description="the batches of its update: what must be skipped to be rid of it")

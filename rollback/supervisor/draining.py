@@ -111,7 +111,9 @@ class Draining:
         if name in in_durable_ring(*journals, place=None if url is None else url.rstrip("/")):
             return None
         if paths.checkpoint(name).exists():
-            return f"not at {url} ({self.why_not()}): it is in {paths.checkpoint(name)}, and the same command copies it"
+            unfit = self._drainer.unfit if self._drainer is not None else None
+            then = ", and the same command copies it" if unfit is None else f"; {unfit.hint}"
+            return f"not at {url} ({self.why_not()}): it is in {paths.checkpoint(name)}{then}"
         return f"in no durable ring: {self.why_not()}"
 
     def why_not(self) -> str:

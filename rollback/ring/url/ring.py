@@ -299,5 +299,6 @@ def _order(name: str) -> tuple[int, int]:
 def _another_goes_on(url: str) -> RunDoesNotFit:
     return RunDoesNotFit(
         f"the ring {url} holds what this run directory has not: another process goes on with this run, or went on",
-        hint="stop this one and start it again, which takes what is newer; or give it a ring of its own",
+        hint="to go on from the ring, name a new run directory (--run DIR); to go on from the run directory, name "
+        "another URL",
     )

@@ -59,6 +59,7 @@ from rollback.train.start.start_record import (
     put_aside,
     require_samples,
     take_over_last_snapshot,
+    tell_of_unequal_epochs,
     where_it_goes_on,
 )
 from rollback.train.state.nonfinite import union
@@ -125,9 +126,11 @@ def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settin
     if supervised():  # else the lock tells, and a guard that was closed may be followed by another, as in a notebook
         require_first(paths)
     require_samples(settings, state.cursor)
-    found, lock = read_run(paths, state.job(ranks.world_size), ranks, settings)
+    job = state.job(ranks.world_size)
+    found, lock = read_run(paths, job, ranks, settings)
     try:
         run = _go_on(paths, found, state, ranks, settings)
+        tell_of_unequal_epochs(ranks.from_each(job.data.get("batches")), run.record)
     except BaseException:
         if lock is not None:
             lock.release()

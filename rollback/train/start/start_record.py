@@ -34,7 +34,10 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import why_kept
+from rollback.train.updates.advice import UNEQUAL_EPOCHS
+from rollback.wording import first_few
 
+_SHOWN = 4  # numbers of batches
 NOT_ON_RECORD = "it is from behind a rollback that the journal could not take: what was skipped before it is not known"
 
 
@@ -227,6 +230,15 @@ def where_it_goes_on(history: History, chosen: Manifest, found: Collection[str])
     by = f", by {end.by}" if end.by else ""
     lost = f"; {end.left_over} batches behind its last update do not count if it goes on" if end.left_over else ""
     return f"the run was complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"
+
+
+def tell_of_unequal_epochs(batches: Sequence[int | None], record: Recorder) -> None:
+    """Not refused: training may end before the shortest epoch does. batches: of an epoch, by rank, where known."""
+    first_with = {count: rank for rank, count in reversed([*enumerate(batches)]) if count is not None}
+    if len(first_with) > 1:
+        counts = first_few([f"{count} on rank {rank}" for count, rank in sorted(first_with.items())], _SHOWN)
+        code, text = UNEQUAL_EPOCHS
+        record.advise(code, text.format(counts=counts))
 
 
 def put_aside(

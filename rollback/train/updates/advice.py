@@ -121,6 +121,12 @@ INIT_NOT_READ = (
     "init-not-read",
     "the run has checkpoints and goes on from them: {names}, which `init` names, is read by a run that has none",
 )
+UNEQUAL_EPOCHS = (
+    "unequal-epochs",
+    "the ranks have different numbers of batches in an epoch ({counts}): where the shortest ends they wait for each "
+    "other, and the job stands still until that is taken for a hang. Give all ranks data of the same length, dealt out "
+    "by a DistributedSampler; or end before that with max_steps=",
+)
 NOT_IN_CHECKPOINT = (
     "buffers-not-in-checkpoint",
     "checkpoint {checkpoint} has no values for the buffers {names}, which are in no state_dict: it was taken before "

@@ -15,11 +15,13 @@ from recorded_run import incident, rollback_plan
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
-from rollback.errors import CheckpointLeft, CheckpointUnreadable, RingUnavailable
+from rollback.errors import CheckpointLeft, CheckpointUnreadable, RingUnavailable, RunDoesNotFit
 from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact, Finished
 from rollback.ring import drainer as draining
 from rollback.ring.drainer import Drainer, Phase
 from rollback.ring.schedule import DrainPace
+from rollback.ring.url.ring import RunFromUrl
+from rollback.ring.url.store import Store
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 
@@ -133,11 +135,10 @@ class Mute(AwayForDays):
         super().open()
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["stays away", "comes back at the very end"])
-def test_the_final_state_comes_home_where_the_ring_is_away_and_the_memory_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: bool
-) -> None:
-    paths, told, home, released = RunPaths(tmp_path / "home"), list[str](), Home(), list[str | None]()
+@pytest.fixture
+def at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunPaths, str, list[str | None]]:
+    """A complete run, its final state, which is in memory alone, and for which final state memory was given back."""
+    paths, released = RunPaths(tmp_path / "home"), list[str | None]()
     journal = Journal(paths.train_journal, 1)
     name = write_checkpoint(paths, 1, 10)
     (place,) = tiers.locate(paths)
@@ -149,6 +150,14 @@ def test_the_final_state_comes_home_where_the_ring_is_away_and_the_memory_is_giv
     monkeypatch.setattr(tiers, "in_slots", lambda paths: [place])
     monkeypatch.setattr(tiers, "held", lambda place: contextlib.nullcontext())
     monkeypatch.setattr(tiers, "release", lambda paths, durable, final: released.append(final))
+    return paths, name, released
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["stays away", "comes back at the very end"])
+def test_the_final_state_comes_home_where_the_ring_is_away_and_the_memory_is_given_back(
+    at_its_end: tuple[RunPaths, str, list[str | None]], back: bool
+) -> None:
+    (paths, name, released), told, home = at_its_end, list[str](), Home()
     ring = Mute(home)
     drainer = Drainer(paths, ring, DrainPace.parse("10"), 3, lambda fact: None, told.append, home)  # type: ignore[arg-type]
     drainer.finish()
@@ -159,6 +168,55 @@ def test_the_final_state_comes_home_where_the_ring_is_away_and_the_memory_is_giv
     assert drainer.wait(Phase.CLOSED, 60)
     assert (home.has, released) == ([name], [name])
     assert len(told) == 1, "that it works again would be no help: there is no time left for the checkpoint"
+
+
+class Overtaken(AwayForDays):
+    """Another process goes on with the run there."""
+
+    def open(self) -> None:
+        self.tries += 1
+        self.reached.set()
+        raise RunDoesNotFit("another process goes on with this run", hint="name another URL")
+
+
+@pytest.mark.parametrize("seen", ["in mid run", "at the end"])
+def test_the_final_state_of_a_run_that_was_overtaken_at_its_url_comes_home(
+    at_its_end: tuple[RunPaths, str, list[str | None]], seen: str
+) -> None:
+    (paths, name, released), told, home = at_its_end, list[str](), Home()
+    ring = Overtaken()
+    drainer = Drainer(paths, ring, DrainPace.parse("10"), 3, lambda fact: None, told.append, home)  # type: ignore[arg-type]
+    if seen == "in mid run":
+        drainer.start()
+        wait_for(lambda: drainer.unfit)
+        drainer.finish()
+    else:
+        drainer.finish()
+        drainer.start()
+    assert drainer.wait(Phase.FINISHED, 60)
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 60)
+    assert (home.has, released, ring.tries) == ([name], [name], 1), "nothing is tried at that ring again"
+    (line,) = told
+    assert "nothing more is copied to it (name another URL)" in line
+
+
+def test_of_hosts_apart_nothing_is_brought_home_from_a_url_where_another_goes_on(
+    at_its_end: tuple[RunPaths, str, list[str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has by that name may be the other one's."""
+    paths, name, _ = at_its_end
+    monkeypatch.setattr(Overtaken, "held", lambda ring: (name,))
+    home = RunFromUrl(paths, Store(f"file://{paths.root}/bucket"), lambda text: None)
+    monkeypatch.setattr(home, "put", lambda *_: pytest.fail("it was brought home"))
+    drainer = Drainer(paths, Overtaken(), DrainPace.parse("10"), 3, lambda fact: None, lambda text: None, home)  # type: ignore[arg-type]
+    drainer.start()
+    wait_for(lambda: drainer.unfit)
+    drainer.finish()
+    assert drainer.wait(Phase.FINISHED, 60)
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 60)
+    assert drainer.trouble == "another process goes on with this run"
 
 
 class TakenWhileItIsRead(AwayForDays):

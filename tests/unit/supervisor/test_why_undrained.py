@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollback.errors import RunDoesNotFit
 from rollback.facts.training import Drained
 from rollback.ring.drainer import Phase
 from rollback.rundir.journal.journal import Journal
@@ -20,8 +21,8 @@ from rollback.system.threads import start_thread
 class Copying:
     """A drainer that is never through with its work, or at once."""
 
-    def __init__(self, trouble: str | None, *, done: bool) -> None:
-        self.trouble, self._done = trouble, done
+    def __init__(self, trouble: str | None, *, done: bool, unfit: RunDoesNotFit | None = None) -> None:
+        self.trouble, self._done, self.unfit = trouble, done, unfit
 
     def start(self) -> None:
         pass
@@ -143,3 +144,15 @@ def test_a_final_state_that_is_not_where_the_ring_is_told_with_where_it_is(
     with contextlib.closing(Journal(paths.supervisor_journal, 1)) as journal:
         journal.append(Drained(checkpoint=name, step=10, place="memory://bucket/run", bytes=1, seconds=0.1))
     assert side.lacks(name) is None
+
+
+def test_of_a_run_that_was_overtaken_at_its_url_it_is_not_said_that_the_same_command_copies_its_final_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfit = RunDoesNotFit("another process goes on", hint="name another URL")
+    monkeypatch.setattr(draining, "drainer_for", lambda *_: Copying(unfit.message, done=True, unfit=unfit))
+    paths, name, url = RunPaths(tmp_path), "c000001-s00000010", "memory://bucket/run"
+    side = Draining(paths, SimpleNamespace(note=None), lambda text: None)  # type: ignore[arg-type]
+    side.follow(SimpleNamespace(attached=True, settings={"ring": url}))  # type: ignore[arg-type]
+    (here := paths.checkpoint(name)).mkdir(parents=True)
+    assert side.lacks(name) == f"not at {url} (another process goes on): it is in {here}; name another URL"

@@ -197,6 +197,17 @@ def test_the_host_of_the_first_cause_is_told_by_its_record_or_its_last_heartbeat
         assert found.host == host
 
 
+def test_the_class_of_a_failure_comes_before_the_clocks_of_the_hosts() -> None:
+    """The host of rank 1 is 90 seconds ahead."""
+    ends = [
+        raised(0, "builtins.RuntimeError", "Connection closed by peer [10.0.0.2]:4711", at=7.0),
+        raised(1, "builtins.ValueError", "a bad sample", at=95.0),
+    ]
+    found = first_cause(evidence(status=1), ends)
+    assert found is not None
+    assert (found.rank, found.why, found.followed) == (1, "exception", (0,))
+
+
 def test_a_rank_that_left_before_its_peers_lost_it_is_named() -> None:
     def left(doing: str) -> RankEnd:
         return RankEnd(1, beat=Heartbeat(pid=11, host="h", attempt=1, step=30, batch=30, doing=doing, monotonic=1.0))

@@ -21,6 +21,7 @@ from rollback.errors import NoUsableCheckpoint, StoppedAsStructural, UsageError
 from rollback.facts.ending import GivingUp
 from rollback.facts.history import History
 from rollback.facts.training import (
+    Advice,
     Answered,
     Blamed,
     Committed,
@@ -56,6 +57,7 @@ from rollback.train.start.start_record import (
     require_a_change,
     require_samples,
     take_over_last_snapshot,
+    tell_of_unequal_epochs,
     where_it_goes_on,
 )
 
@@ -403,3 +405,19 @@ def test_what_a_plan_has_cut_off_is_evicted_but_for_what_is_pinned_or_stuck(
     assert noted(paths) == [
         Evicted(checkpoint=C1, reason=cut_off), Evicted(checkpoint=C0, reason=cut_off, tier="fast")
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("batches", "told"),
+    [
+        ([10, 10, 9, 9], "the ranks have different numbers of batches in an epoch (9 on rank 2, 10 on rank 0)"),
+        ([10, 10], None),
+        ([10, None], None),
+    ],
+)
+def test_of_ranks_with_epochs_of_different_lengths_that_is_said_at_the_start(
+    paths: RunPaths, record: Recorder, batches: list[int | None], told: str | None
+) -> None:
+    tell_of_unequal_epochs(batches, record)
+    advised = [fact.text for fact in noted(paths) if isinstance(fact, Advice)]
+    assert [text.partition(":")[0] for text in advised] == ([] if told is None else [told])
