@@ -5,10 +5,12 @@ them, or over `x.chunk(2)`. What other files do is not known here.
 """
 
 import ast
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+from rollback.source.gathered import gathers_updates, lists_taken
 from rollback.source.nodes import (
     Loop,
+    begins_at,
     calls_at,
     is_backward,
     is_call_of,
@@ -18,9 +20,7 @@ from rollback.source.nodes import (
     names_epochs,
     names_update,
     of_scope,
-    put_in_list,
     range_of,
-    takes_or_names,
 )
 from rollback.source.turns import turning_loop
 
@@ -42,7 +42,8 @@ class ScriptLoops:
     """The loops of one file. Raises SyntaxError where `source` is not Python.
 
     batches: the loops over batches, in their order. epochs: the loop over `range(...)` around each, None without one.
-    is_script: whether it is the file that is run, and no module.
+    gathering: those that gather the batches of an update in a list. is_script: whether it is the file that is run, and
+    no module.
     """
 
     def __init__(self, source: str, *, is_script: bool = True) -> None:
@@ -59,7 +60,10 @@ class ScriptLoops:
         mentioned = "backward" in source  # else nothing of what follows is found, and a large file takes seconds
         training = [loop for loop in self._loops if mentioned and any(map(is_backward, self.reached(loop)))]
         whole = [loop for loop in training if range_of(loop) is None and not self._divides(loop)]
-        parts = {item for loop in whole for item in self._inside(loop, training) if self._divides(item)}
+        pairs = [(loop, item) for loop in whole for item in self._inside(loop, training)]
+        gathered = [pair for pair in pairs if self._is_of_update(*pair)]
+        self.gathering = [loop for loop, _ in gathered]
+        parts = {pair[1] for pair in pairs if self._divides(pair[1]) or pair in gathered}
         training = [loop for loop in training if loop not in parts]
         inner = {loop: self._inside(loop, training) for loop in training}
 
@@ -204,7 +208,7 @@ class ScriptLoops:
 
         None is also for a loop that yields what it is given: who takes from it decides.
         """
-        loops = [loop for loop in self._loops if loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno)]
+        loops = [loop for loop in self._loops if begins_at(loop, line)]
         if loops:
             loop = max(loops, key=lambda found: found.lineno)
             if loop in self.batches:
@@ -223,7 +227,7 @@ class ScriptLoops:
     def sets_mode_at(self, line: int) -> bool:
         """Whether the training loop at `line` calls train() of its model for each batch, and so begins in any mode. Not
         where a function without backward() does, as an evaluation at its end."""
-        loops = (loop for loop in self.batches if loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno))
+        loops = (loop for loop in self.batches if begins_at(loop, line))
         found = (node for loop in loops for node in self.reached(loop) if is_train(node))
         return any(any(map(is_backward, ast.walk(self._scope_of(node)))) for node in found)
 
@@ -317,6 +321,18 @@ class ScriptLoops:
         counts = isinstance(loop.iter, ast.Call) and last_name(loop.iter) in ("arange", "count")
         return counts or self.numbers(loop) is not None
 
+    def _is_of_update(self, loop: ast.For, inner: ast.For) -> bool:
+        """Whether a loop goes over a list in which the other one has gathered the batches of an update."""
+        over, scope = self.iterated(inner), self._scope_of(inner)
+        given = {
+            ast.unparse(value.value)
+            for _, value in self._arguments(scope)
+            if ast.unparse(value.targets[0]) == ast.unparse(over)
+        }
+        here = isinstance(over, ast.Attribute) or scope is self._scope_of(loop)
+        lists = given | ({ast.unparse(over)} if here else set())
+        return gathers_updates(self.tree, loop, lists, inner, self.reached_by)
+
     def _goes_over_taken(self, loop: ast.For) -> bool:
         """Whether a loop goes over a list of batches that were taken by `next`: those of one update."""
         return self._has_taken(loop.iter, self._scope_of(loop), ())
@@ -324,26 +340,13 @@ class ScriptLoops:
     def _has_taken(self, value: ast.expr, scope: ast.AST, entered: tuple[ast.AST, ...]) -> bool:
         """Whether such a list is in `value`, also as what calls give this function. entered: those that lie behind."""
         names = {ast.unparse(node) for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute)}
-        if self._lists_taken(names, [*of_scope(scope)]):
+        if lists_taken(names, [*of_scope(scope)], self._gathers):
             return True
         return scope not in entered and any(
-            self._lists_taken({name}, [argument, *of_scope(self._scope_of(call))])
+            lists_taken({name}, [argument, *of_scope(self._scope_of(call))], self._gathers)
             or self._has_taken(argument.value, self._scope_of(call), (*entered, scope))
             for call, argument in self._arguments(scope)
             if (name := ast.unparse(argument.targets[0])) in names
-        )
-
-    def _lists_taken(self, names: Collection[str], nodes: list[ast.AST]) -> bool:
-        given = [node for node in nodes if isinstance(node, ast.Assign)]
-        parts = (
-            item for node in given if takes_or_names(node.value) for target in node.targets for item in ast.walk(target)
-        )
-        taken = {item.id for item in parts if isinstance(item, ast.Name)}
-        lists = [put_in_list(node) for node in nodes]
-        lists += [(node.targets[0], node.value) for node in given if self._gathers(node.value)]
-        return any(
-            ast.unparse(target) in names and (takes_or_names(value, taken) or self._gathers(value))
-            for target, value in filter(None, lists)
         )
 
     def _arguments(self, function: ast.AST) -> Iterator[tuple[ast.Call, ast.Assign]]:

@@ -19,6 +19,11 @@ def range_of(loop: ast.For) -> ast.Call | None:
     return None
 
 
+def begins_at(loop: ast.For, line: int) -> bool:
+    """Whether its head is there."""
+    return loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno)
+
+
 def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
     """All nodes of a function or a file that are not in a function inside of it."""
     for node in ast.iter_child_nodes(scope):
@@ -127,6 +132,11 @@ def _variables(tree: ast.AST) -> set[tuple[str, type[ast.expr_context]]]:
 
 def is_backward(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
+
+
+def is_step(node: ast.AST) -> bool:
+    """`optimizer.step()`, whatever it is called; a scheduler's, too."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step"
 
 
 def is_train(node: ast.AST) -> bool:

@@ -43,7 +43,7 @@ def own_counters(loops: ScriptLoops) -> list[OwnCounter]:
     found: dict[tuple[str, bool], OwnCounter] = {}
     led = {count.name for count in led_counts(loops)}
     added = (item for loop in loops.training for item in _added(loops, loop, led))
-    for counter in (*_limiting(loops), *_numbered(loops), *added):
+    for counter in (*_limiting(loops), *_numbered(loops), *added, *_of_epochs(loops)):
         found.setdefault((counter.name, counter.led), counter)
     return list(found.values())
 
@@ -116,6 +116,18 @@ def _added(loops: ScriptLoops, loop: Loop, led: Collection[str]) -> Iterator[Own
                 for item in inside if any(map(names_update, inside)) else ():
                     if isinstance(item, ast.Assign) and (name := ast.unparse(item.targets[0])) in asked:
                         yield OwnCounter(name, item.lineno, name in deciding, name in led, loop)
+
+
+def _of_epochs(loops: ScriptLoops) -> Iterator[OwnCounter]:
+    """By which a loop over epochs is left, behind their batches: a patience."""
+    for epochs in loops.steerable:
+        deciding = _deciding(loops, epochs)
+        inside = {id(node) for loop in loops.batches for node in ast.walk(loop)}
+        for node in ast.walk(epochs):
+            match node:
+                case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=target) if id(node) not in inside:
+                    if (name := ast.unparse(target)) in deciding and not begins_anew(name, node.lineno, epochs):
+                        yield OwnCounter(name, node.lineno, True, False, epochs)
 
 
 def _numbered(loops: ScriptLoops) -> Iterator[OwnCounter]:

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rollback.source.nodes import Loop, is_call_of, last_name, range_of
+from rollback.source.nodes import Loop, is_call_of, is_step, last_name, range_of
 
 _NESTED = (
     ast.For, ast.AsyncFor, ast.While, ast.If, ast.IfExp, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
@@ -79,6 +79,9 @@ def _before_takes(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
             yield part
             continue
         yield from (node.iter for node in ast.walk(part) if isinstance(node, ast.For | ast.comprehension))
+        begins = min((node.lineno, node.col_offset) for node in ast.walk(part) if is_call_of(node, "next"))
+        calls = (node for node in ast.walk(part) if isinstance(node, ast.Call))
+        yield from (node for node in calls if (node.end_lineno or 0, node.end_col_offset or 0) <= begins)
         yield from _before_takes(getattr(part, "body", []))
         return
 
@@ -110,15 +113,15 @@ def _draws(node: ast.AST) -> bool:
 
 
 def _updates_behind_takes(loop: ast.For, reached: Callable[[Sequence[ast.AST]], Iterable[ast.AST]]) -> bool:
-    """Whether each turn makes one update, for all that the file shows: behind the statements that take batches."""
+    """Whether each turn makes one update, for all that the file shows: behind the statements that take batches, or in
+    what the last of them gives these batches to, `update([next(batches) for _ in range(4)])`."""
     takes = [at for at, part in enumerate(loop.body) if any(is_call_of(node, "next") for node in ast.walk(part))]
-    updates = [at for at, part in enumerate(loop.body) if any(map(_is_step, reached([part])))]
+    updates = [at for at, part in enumerate(loop.body) if any(map(is_step, reached([part])))]
+    if takes and updates and max(takes) == min(updates):
+        match loop.body[max(takes)]:
+            case ast.Expr(value=ast.Call() as call) | ast.Assign(value=ast.Call() as call):
+                return not any(map(is_step, reached([*call.args, *call.keywords])))
     return bool(takes and updates) and max(takes) < min(updates)
-
-
-def _is_step(node: ast.AST) -> bool:
-    """`optimizer.step()`, whatever it is called; a scheduler's, too."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step"
 
 
 def _begins_alike(loop: ast.For) -> bool:

@@ -66,6 +66,7 @@ class HeldBack:
     def pass_ended(self) -> None:
         """There is no further batch."""
         self._over = True
+        self._regular &= self._used  # who holds batches back trains on one behind the last, too
 
 
 def _generator_that_asks() -> str | None:

@@ -256,10 +256,10 @@ class Adoption:
     def _places(self, adopted: Adopted, epochs: int) -> Iterator[int]:
         """Of the epochs to come in a steered loop. Collective."""
         loader = adopted.loader if adopted.prepared is None else adopted.loader.base_dataloader
-        places = adopted.guard.epochs(epochs, rehearse=lambda: next(iter(loader)))
+        rehearse = None if self._sources.gathers_updates() else lambda: next(iter(loader))
+        places = adopted.guard.epochs(epochs, rehearse=rehearse)
         try:
-            while (place := self._next_place(adopted.guard, places)) is not None:
-                yield place
+            yield from iter(lambda: self._next_place(adopted.guard, places), None)
         except UsageError as error:
             self._signs.refuse(error)
 
@@ -279,7 +279,7 @@ class Adoption:
         if self._handed.untrained:
             self._signs.note(signs.READS, adopted.guard.step)
         self._handed.passes += 1
-        self.own_resume.pass_begins()
+        self.own_resume.pass_begins(gathers=self._sources.gathers_updates())
         return self._batches_of(adopted), loop.place if loop is not None else 0
 
     def _next_batch(self, adopted: Adopted, batches: Iterator[Any], epoch: int) -> Any:

@@ -13,7 +13,7 @@ from itertools import islice
 from types import CodeType, ModuleType
 
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import catches_end, cycles_at, demands_item
+from rollback.source.nodes import begins_at, catches_end, cycles_at, demands_item
 from rollback.source.own_counters import OwnCounter, own_counters
 from rollback.source.steering import steered
 from rollback.system.frames import is_own, own_callers
@@ -71,6 +71,11 @@ class ScriptSources:
     def sets_mode(self) -> bool:
         """Whether the loop that iterates a loader puts the model in training mode by itself, batch by batch."""
         return any(loops.sets_mode_at(line) for _, loops, line in self._callers())
+
+    def gathers_updates(self) -> bool:
+        """Whether the loop that iterates a loader gathers the batches of updates in a list. One batch makes none, and
+        code behind the loop may train on what is in the list."""
+        return any(begins_at(loop, line) for _, loops, line in self._callers() for loop in loops.gathering)
 
     def demands(self) -> bool:
         """Whether a batch is asked for by `next`, and nothing that calls it is prepared for there being none."""

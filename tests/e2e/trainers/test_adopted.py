@@ -742,8 +742,24 @@ def update(micro, *numbers):
 for epoch in range(5):
     batches = iter(loader)
     for number in range(4):
-        micro = [next(batches) for _ in range(2)]
-        update(micro, epoch, number)
+        update([next(batches) for _ in range(2)], epoch, number)
+""",
+    "batches that the loop gathers": """
+def update(micro, *numbers):
+    for x in micro:
+        backward(x, *numbers)
+    optimizer.step()
+    optimizer.zero_grad()
+
+for epoch in range(5):
+    micro = []
+    for number, x in enumerate(loader):
+        micro.append(x)
+        if len(micro) == 4:
+            update(micro, epoch, number)
+            micro = []
+    if micro:
+        update(micro, epoch)
 """,
     "turns of several": """
 batches = iter(x for _ in range(9) for x in loader)

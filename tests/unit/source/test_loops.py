@@ -149,6 +149,65 @@ def test_a_loop_over_what_a_method_is_given_is_part_of_an_update_too() -> None:
     assert loops.batches == []
 
 
+GATHERED = """
+def update(batches):
+    for x in batches:
+        f(x).backward()
+    optimizer.step()
+
+for epoch in range(3):
+    micro = []
+    for x in loader:
+        micro.append(x)
+        if len(micro) == 2:
+            update(micro)
+            micro = []
+    if micro:
+        update(micro)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "gathers"),
+    [
+        ("micro", "micro", True),
+        ("            micro = []", "            print(x)\n            micro.clear()", True),
+        ("            micro = []", "            del micro[:]", True),
+        ("micro.append(x)", "micro += [(x, 1)]", True),
+        ("micro", "self.micro", True),
+        ("    if micro:\n        update(micro)", "", True),
+        # the list may have batches at a checkpoint
+        ("            micro = []", "", False),
+        ("            micro = []", "            micro = micro[1:]", False),
+        ("            micro = []", "            micro[0] = []", False),
+        ("            micro = []", "            if x: micro = []", False),
+        ("            micro = []", "            if x: continue\n            micro = []", False),
+        ("            micro = []", "            micro = []\n            micro.append(x)", False),
+        ("            micro = []", "            micro = []\n        optimizer.step()", False),
+        ("    micro = []\n    for", "    for", False),
+        # or the loop passes over some
+        ("        micro.append", "        if x: continue\n        micro.append", False),
+        ("        micro.append(x)", "        if x: micro.append(x)", False),
+    ],
+)
+def test_a_loop_that_gathers_the_batches_of_an_update_trains_on_them(old: str, new: str, gathers: bool) -> None:
+    """Where its list is empty between updates."""
+    source = GATHERED.replace(old, new)
+    loops = ScriptLoops(source)
+    line = next(at for at, text in enumerate(source.splitlines(), 1) if "in loader" in text)
+    assert [loop.lineno == line for loop in loops.batches] == [gathers]
+    assert [loop.lineno for loop in loops.gathering] == [line] * gathers
+    assert len(loops.steerable) == 1
+
+
+def test_a_loop_that_gathers_may_go_over_its_list_by_itself() -> None:
+    loops = ScriptLoops(
+        "micro = []\nfor x in loader:\n  micro.append(x)\n"
+        "  if full:\n    for m in micro: f(m).backward()\n    optimizer.step()\n    micro.clear()"
+    )
+    assert [loop.lineno for loop in loops.batches] == [2]
+
+
 def test_a_model_s_own_train_is_not_the_script_s_method_of_that_name() -> None:
     source = dedent("""
         class Trainer:
@@ -230,6 +289,17 @@ def test_so_they_are_in_loops_that_take_their_batches_by_next(head: str, end: st
     source = f"def run(self):\n  {head}\n    train(next(batches))\n    {name} += 1\n    {end}\n"
     found = own_counters(ScriptLoops(source + "def train(x):\n  f(x).backward()\n"))
     assert (name, 4, ends) in [(counter.name, counter.line, counter.ends) for counter in found]
+
+
+@pytest.mark.parametrize(
+    ("turn", "named"),
+    [("n += 1", True), ("n += 2", False), ("m += 1", False)],
+)
+def test_a_count_by_which_a_loop_over_epochs_is_left_is_named(turn: str, named: bool) -> None:
+    """A patience."""
+    loop = "for epoch in range(9):\n  for x in loader:\n    f(x).backward()\n"
+    found = own_counters(ScriptLoops(f"{loop}  if worse(): {turn}\n  if n > 3: break"))
+    assert found == [OwnCounter("n", 4, ends=True)] * named
 
 
 def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_variables_are_not() -> None:

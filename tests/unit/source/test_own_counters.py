@@ -112,6 +112,15 @@ SEVERAL = """
             f(x).backward()
         optimizer.step()
 """
+AT_ONCE = """
+    batches = iter(loader)
+    def update(micro):
+        for x in micro:
+            f(x).backward()
+        optimizer.step()
+    for i in range(3):
+        update([next(batches) for _ in range(k)])
+"""
 GATHERS = SEVERAL.replace("GATHERED", "micro = [next(batches) for _ in range(k)]")
 DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
 
@@ -159,6 +168,13 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
         (TAKEN.replace("f(x).backward()", "f(x, torch.randn(2)).backward()"), [False]),
         (SEVERAL.replace("GATHERED", "micro = [next(batches) for _ in range(random.randint(1, 3))]"), []),
         (DIRECT.replace("GATHERED", "for _ in range(k): z = rng.normal(); f(next(batches), z).backward()"), []),
+        (TAKEN.replace("x = next(batches)", "x = augment(random.random(), next(batches))"), []),
+        ("def noisy(): return torch.randn(2)\n" + textwrap.dedent(TAKEN.replace("x = next", "x = noisy(), next")), []),
+        # in one statement with the update
+        (AT_ONCE, [False]),
+        (AT_ONCE.replace("update([", "loss = update(["), [False]),
+        (AT_ONCE.replace("update([", "update(torch.randn(2), ["), []),
+        (AT_ONCE.replace("update([next(batches)", "update([update(next(batches))"), []),
         # as many as a count says, which is put back with a batch
         (GATHERS.replace("micro =", "k = 2 if n < 9 else 3; n += 1; micro ="), []),
         (GATHERS.replace("micro =", "k = 2 if i < 9 else 3; n += 1; micro ="), [False]),

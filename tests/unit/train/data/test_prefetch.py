@@ -151,12 +151,14 @@ def test_a_loop_that_trains_on_the_batch_before_is_found_behind_its_last_one() -
         "n n n f b f b f b s" * 20 + "|" + "n n n f b f b f b s",
         "n n f b s" * 20,
         ("n f b s" * 5 + "|") * 4,
+        ("n n n f b f b f b s n n | f b f b s" + "n n | f b f b s") * 2,
         "n n f b s" + "n f b s" * 14 + "n n f b s" * 20,
         "n s" * 20,
         "n n s" * 20,
     ],
     ids=[
         "something else trained between", "drawn in groups", "every other one left out", "passes",
+        "groups, with what is left behind the pass",
         "left out now and then", "no forward is seen", "nor with accumulation",
     ],
 )  # fmt: skip

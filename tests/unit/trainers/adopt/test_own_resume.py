@@ -21,7 +21,7 @@ def test_the_first_batch_of_a_pass_is_passed_over_where_the_next_one_is_asked_fo
     resume = OwnResume(handed, ScriptSigns(strict=False))
     if loads:
         resume.note_load()
-    resume.pass_begins()
+    resume.pass_begins(gathers=False)
     resume.require_trained()
     resume.require_trained()  # reading has raised, and the script asks again
     handed.batches += 1
@@ -33,6 +33,15 @@ def test_the_first_batch_of_a_pass_is_passed_over_where_the_next_one_is_asked_fo
             resume.require_trained()
     else:
         resume.require_trained()
+
+
+def test_a_loop_that_gathers_the_batches_of_an_update_passes_over_none() -> None:
+    handed = HandedOut()
+    resume = OwnResume(handed, ScriptSigns(strict=False))
+    resume.note_load()
+    resume.pass_begins(gathers=True)
+    handed.batches += 1
+    resume.require_trained()
 
 
 def test_what_accelerate_prepares_is_no_snapshot_of_the_scripts_and_what_it_loads_is_one(

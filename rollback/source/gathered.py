@@ -1,0 +1,118 @@
+"""Lists of the batches of one update: what `next` has taken, and what a loop over batches gathers until it has enough:
+
+    for batch in loader:
+        micro.append(batch)
+        if len(micro) == 4:
+            update(micro)
+            micro = []
+
+The latter only where the file shows that the list is empty between updates, and when the loop begins: a checkpoint is
+taken there, and has no batch that the script holds.
+"""
+
+import ast
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from rollback.source.nodes import is_step, put_in_list, takes_or_names
+
+_LEAVES = ast.Continue, ast.Break, ast.Return
+
+
+def lists_taken(names: Collection[str], nodes: list[ast.AST], gathers: Callable[[ast.AST], bool]) -> bool:
+    """Whether one of these names is given a list of what `next` takes, in these nodes. gathers: whether a call makes
+    such a list."""
+    given = [node for node in nodes if isinstance(node, ast.Assign)]
+    parts = (
+        item for node in given if takes_or_names(node.value) for target in node.targets for item in ast.walk(target)
+    )
+    taken = {item.id for item in parts if isinstance(item, ast.Name)}
+    lists = [put_in_list(node) for node in nodes]
+    lists += [(node.targets[0], node.value) for node in given if gathers(node.value)]
+    return any(
+        ast.unparse(target) in names and (takes_or_names(value, taken) or gathers(value))
+        for target, value in filter(None, lists)
+    )
+
+
+def gathers_updates(
+    tree: ast.Module,
+    loop: ast.For,
+    lists: Collection[str],
+    inner: ast.For,
+    reached: Callable[[Sequence[ast.AST]], Iterable[ast.AST]],
+) -> bool:
+    """Whether a loop gathers its batches for another loop that it comes to. lists: what that one goes over, as this one
+    may call it. reached: all that statements come to, by way of functions too."""
+    return any(
+        any(node is inner for node in reached([part]))
+        and any(_is_emptied(tree, loop, block, place, name, reached) for name in lists)
+        for block in _blocks(loop)
+        for place, part in enumerate(block)
+    )
+
+
+def _is_emptied(
+    tree: ast.Module,
+    loop: ast.For,
+    block: list[ast.stmt],
+    place: int,
+    name: str,
+    reached: Callable[[Sequence[ast.AST]], Iterable[ast.AST]],
+) -> bool:
+    """Whether the list of that name is given each batch, in front of the update at this place of a block; is made empty
+    behind it, and in front of the loop; and nothing but this block makes updates."""
+    around = next((each for each in _blocks(tree) if any(part is loop for part in each)), [])
+    before = around[: next((at for at, part in enumerate(around) if part is loop), 0)]
+    behind = next((at for at in range(place + 1, len(block)) if _empties(block[at], name)), None)
+    empties = {id(node) for part in ast.walk(loop) if _empties(part, name) for node in ast.walk(part)}
+    filled = [node for node in _changes(loop, name) if id(node) not in empties]
+    fills = (
+        at for at, part in enumerate(loop.body) if isinstance(part, ast.Expr | ast.AugAssign) and _has(part, filled)
+    )
+    first = next(fills, None)
+    if behind is None or first is None or not any(_empties(part, name) for part in before):
+        return False
+    if any(isinstance(node, ast.Continue) for part in loop.body[:first] for node in ast.walk(part)):
+        return False  # it may pass over batches that it had trained on before it was started again
+    leaves = any(isinstance(node, _LEAVES) for part in block[place:behind] for node in ast.walk(part))
+    steps = {id(node) for node in reached(loop.body) if is_step(node)}
+    in_block = {id(node) for node in reached(block) if is_step(node)}
+    return not leaves and steps == in_block and all(node.lineno < block[place].lineno for node in filled)
+
+
+def _changes(loop: ast.For, name: str) -> Iterator[ast.expr]:
+    """What may change the list: it sets the name or a part of it, deletes from it, or calls a method of it."""
+    for node in ast.walk(loop):
+        match node:
+            case ast.Call(func=ast.Attribute(value=changed)) if ast.unparse(changed) == name:
+                yield node
+            case ast.Subscript(ctx=ast.Store() | ast.Del(), value=changed) if ast.unparse(changed) == name:
+                yield node
+            case ast.Name(ctx=ast.Store() | ast.Del()) | ast.Attribute(ctx=ast.Store() | ast.Del()):
+                if ast.unparse(node) == name:
+                    yield node
+
+
+def _has(part: ast.AST, nodes: list[ast.expr]) -> bool:
+    return any(node in nodes for node in ast.walk(part))
+
+
+def _empties(node: ast.AST, name: str) -> bool:
+    match node:
+        case ast.Expr(value=value):
+            return _empties(value, name)
+        case ast.Call(func=ast.Attribute(attr="clear", value=target), args=[]):
+            return ast.unparse(target) == name
+        case ast.Delete(targets=[ast.Subscript(value=target, slice=ast.Slice(None, None, None))]):
+            return ast.unparse(target) == name
+        case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
+            return ast.unparse(target) == name and ast.unparse(value) in ("[]", "list()")
+    return False
+
+
+def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    """All blocks of statements in it."""
+    for node in ast.walk(tree):
+        for _, block in ast.iter_fields(node):
+            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
+                yield block
