@@ -15,8 +15,8 @@ from rollback.train.updates.wrappers import unwrap
 
 _SYNCHRONIZES = "SyncRefModelCallback"
 _AVERAGES = "BEMACallback", "PEFTAdapterEMACallback"
-_BESIDE = "AsyncGRPOTrainer", "AsyncDistillationTrainer"
-"""A worker makes completions for them while they train, as many as it comes to."""
+_BESIDE = {"AsyncGRPOTrainer": "GRPOTrainer", "AsyncDistillationTrainer": "DistillationTrainer"}
+"""For these a worker makes completions while they train, as many as it comes to. The other makes them itself."""
 _COUNTERS = "_step", "_buffer_step"
 """A trainer with completions counts its batches in one of these."""
 _ENTROPY = "entropy_coef", "_last_world_entropy"
@@ -52,11 +52,11 @@ def adapted(trainer: Any) -> tuple[str, ...]:
 
 def require_completions_of_one_update(trainer: Any) -> None:
     """Raises UsageError where completions outlast the update that they are made in, or are made beside it."""
-    if beside := _kinds_of_trl(trainer).intersection(_BESIDE):
+    for kind in _kinds_of_trl(trainer).intersection(_BESIDE):
         raise UsageError(
-            f"rollback.protect cannot guard an {min(beside)}: a worker makes its completions while it trains, and "
+            f"rollback.protect cannot guard an {kind}: a worker makes its completions while it trains, and "
             "which ones an update gets depends on time, so no rollback and no resume is exact",
-            hint="use TRL's trainer of that method which makes them itself (GRPOTrainer), or run it unprotected",
+            hint=f"use TRL's {_BESIDE[kind]}, which makes them itself, or run it unprotected",
         )
     every, accumulated = _batches_of_a_generation(trainer), trainer.args.gradient_accumulation_steps
     if every is None or accumulated % every == 0:

@@ -21,8 +21,10 @@ import os
 import sys
 from typing import Any
 
+import fsspec
 from torch.utils.data import DataLoader, IterableDataset
 
+from rollback.config import ENV_ATTEMPT
 from rollback.errors import UsageError
 from rollback.train.data.first_batches import first_batches
 from rollback.train.guard import Guard
@@ -102,7 +104,7 @@ class _GuardedFit:
             require_known_module(getattr(model, "_orig_mod", model))
         except UsageError as error:
             attach.refuse(error, status=1)
-        self._let_config_be_saved_again()
+        self._leave_saved_config()
         given = train_dataloaders, val_dataloaders, datamodule
         return self._originals["fit"](model, *given, None, *more, **others)
 
@@ -117,17 +119,22 @@ class _GuardedFit:
             say_left_aside(ckpt_path)
         require_first_training(self, "trainer.fit()")
 
-    def _let_config_be_saved_again(self) -> None:
+    def _leave_saved_config(self) -> None:
         """A LightningCLI saves its config at each start, and raises where there is one, as another run's. In a run that
-        goes on it is this run's: no attempt but the first one would train."""
-        goes_on = os.path.lexists(attach.run_paths(self._settings.get("run")).identity)
-        saving = (item for item in self._trainer.callbacks if "SaveConfigCallback" in _names(item))
-        if (callback := next(saving, None)) is None:
+        goes on it is this run's, and stays as it is: no attempt but the first one would train. It is not saved over,
+        since the guard may still refuse this job."""
+        began = os.path.lexists(attach.run_paths(self._settings.get("run")).identity)
+        goes_on = began or int(os.environ.get(ENV_ATTEMPT, "1")) > 1  # an attempt may have died before its guard
+        saving = (item for item in self._trainer.callbacks if _saves_config(item))
+        if (callback := next(saving, None)) is None or callback.overwrite:
             return
 
         def setup(trainer: Any, *given: Any, **others: Any) -> None:
-            # Rank 0's word: other hosts may not have the record, and where nothing is overwritten all ranks meet.
-            callback.overwrite = trainer.strategy.broadcast(callback.overwrite or goes_on)
+            config = os.path.join(trainer.log_dir, callback.config_filename)
+            system, path = fsspec.url_to_fs(config)
+            there = trainer.is_global_zero and goes_on and system.isfile(path)
+            # Rank 0's word: other hosts may not have the record, and in what follows all ranks meet.
+            callback.save_to_log_dir &= not trainer.strategy.broadcast(there)
             self._originals["setup"](trainer, *given, **others)
 
         self._originals.replace(callback, "setup", setup)
@@ -375,8 +382,11 @@ class _GuardedFit:
         pass
 
 
-def _names(item: Any) -> set[str]:
-    return {kind.__name__ for kind in type(item).__mro__}
+def _saves_config(callback: Any) -> bool:
+    kinds = ((kind.__module__, kind.__name__) for kind in type(callback).__mro__)
+    return any(
+        name == "SaveConfigCallback" and module.endswith(("pytorch.cli", "lightning.cli")) for module, name in kinds
+    )
 
 
 def _count(progress: Any, current: int, total: int) -> None:
