@@ -11,7 +11,7 @@ import typer
 from rollback.cli.answers import answering
 from rollback.config import Objective, PresetName, Sensitivity
 from rollback.errors import ExitCode, UsageError
-from rollback.terminal.messages import printable, show_error
+from rollback.terminal.messages import printable_lines, show_error
 
 
 def backtest(
@@ -55,7 +55,7 @@ def backtest(
             if json:
                 print(json_format.dumps(result.to_json(), allow_nan=False))
             else:
-                print(printable(describe(result, shutil.get_terminal_size().columns)) + "\n")
+                print(printable_lines(describe(result, shutil.get_terminal_size().columns)) + "\n")
         if plot is not None:
             draw(result, plot)
     sys.stdout.flush()

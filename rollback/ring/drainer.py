@@ -86,12 +86,12 @@ def drainer_for(
     if settings.ring is None and tiers.fast_tier_of(paths) is None:
         return None
     others = Others(paths, settings.ring, say, transport)
-    in_run: SecondTarget = RingInRun(paths, others)
+    in_run: SecondTarget | None = None
     ring: DurableRing = RingInRun(paths, others)
     if settings.ring is not None:
         store = Store(settings.ring)
+        in_run = RingInRun(paths, others) if transport is None else RunFromUrl(paths, store, say)
         ring = RingAtUrl(paths, store, say, others)
-        in_run = in_run if transport is None else RunFromUrl(paths, store, say)
     keep = settings.keep if settings.keep_durable is None else settings.keep_durable
     return Drainer(paths, ring, DrainPace.parse(settings.checkpoint_every), keep, note, say, in_run)
 
@@ -139,6 +139,8 @@ class Drainer:
         """Why something could not be copied, in words; None: the ring has taken what was copied last."""
         self.unfit: RunDoesNotFit | None = None
         """Why this run may not write there any more; None: it may."""
+        self.has_final = False
+        """Whether the ring was seen to hold the final state of a complete run, whoever has put it there."""
         self._phase = Phase.FOLLOWING
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="rollback-drainer", daemon=True)
@@ -159,6 +161,8 @@ class Drainer:
     def give_up(self) -> None:
         """Cancel the present operation, as far as a request in progress allows it."""
         self._ring.give_up()
+        if isinstance(self._in_run, RingInRun):  # else it is reached by the same store
+            self._in_run.give_up()
 
     def wait(self, phase: Phase, seconds: float) -> bool:
         """Wait until the thread has reached or passed a phase. False: it has not within so many seconds."""
@@ -189,9 +193,6 @@ class Drainer:
         phase = self._phase
         try:
             self._work(phase)
-        except RunDoesNotFit as error:  # what the run leaves in memory comes home all the same
-            self.unfit, self._opened = error, False
-            self._complain(None, error)
         except (RollbackError, OSError) as error:
             self._complain(None, error)
             self._opened = False  # whether what was under way was done there is found out
@@ -216,6 +217,9 @@ class Drainer:
                     self._bring_home()
             if self.unfit is None:
                 self._fill(phase)
+        except RunDoesNotFit as error:  # what the run leaves in memory comes home all the same
+            self.unfit, self._opened = error, False
+            self._complain(None, error)
         finally:  # also where the ring is away
             if phase is Phase.FINISHING:
                 self._bring_home()
@@ -233,6 +237,7 @@ class Drainer:
             if name is None or phase is Phase.CLOSING:
                 break
             self._drain(name)
+        self.has_final = self._history.final in self._ring.held()
         # What cannot be deleted there keeps nothing else up, and is told behind it.
         refused = _refusal(self._evict_surplus)
         due = time.monotonic() - self._record_at >= _RECORD_EVERY
@@ -331,7 +336,8 @@ class Drainer:
         self.trouble = text = message_of(error)
         if checkpoint is None:
             self._failures += 1
-        if checkpoint is not None or self._failures == 1:  # the first since something was written there
+        first = self._failures == 1 or isinstance(error, RunDoesNotFit)  # since something was written there
+        if checkpoint is not None or first:
             what = f"checkpoint {checkpoint} is not copied to it" if checkpoint else "it is tried again"
             if isinstance(error, RunDoesNotFit):
                 what = f"nothing more is copied to it ({error.hint})"

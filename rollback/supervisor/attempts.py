@@ -368,11 +368,12 @@ class Attempts:
         """End a run whose script has raised behind its training."""
         self._tell_failure(evidence, why)
         self._drain_the_rest()
-        kept = self._draining.lacks(finished.checkpoint) or "kept"
+        lacking = self._draining.lacks(finished.checkpoint)
+        kept = lacking or "kept: the same command does only what comes behind it"
         return self._end(
             ExitCode.FAILED,
             f"the script failed behind its training: {why}. Training is complete at step {finished.step}, and its "
-            f"final state {finished.checkpoint} is {kept}; the same command does only what comes behind it",
+            f"final state {finished.checkpoint} is {kept}",
         )
 
     def _end(self, exit_code: ExitCode, reason: str, *, guarded: bool = True) -> RunResult:

@@ -16,12 +16,12 @@ def say(text: str) -> None:
 
 
 def line_for(text: str) -> str:
-    return f"{_paint(_BOLD, 'rollback:')} {_lines(text)}\n"
+    return f"{_paint(_BOLD, 'rollback:')} {printable_lines(text)}\n"
 
 
 def show_error(error: RollbackError) -> None:
     hint = f"\n  hint: {error.hint}" if error.hint else ""
-    _write(f"{_paint(_RED, 'rollback: error:')} {_lines(error.message + hint)}\n")
+    _write(f"{_paint(_RED, 'rollback: error:')} {printable_lines(error.message + hint)}\n")
 
 
 def printable(text: str) -> str:
@@ -32,7 +32,8 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
-def _lines(text: str) -> str:
+def printable_lines(text: str) -> str:
+    """As `printable`, and its line breaks are kept."""
     return "\n".join(map(printable, text.split("\n")))
 
 

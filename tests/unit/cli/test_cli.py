@@ -30,7 +30,7 @@ from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.flags import FLAGS
-from rollback.terminal.messages import printable
+from rollback.terminal.messages import printable, printable_lines
 
 
 @pytest.fixture
@@ -156,6 +156,17 @@ class TestFrame:
 
     def test_what_a_terminal_would_obey_is_shown_and_not_sent(self) -> None:
         assert printable("naïve\nβ\x07\x9b\u202e") == "naïve\\nβ\\x07\\x9b\\u202e"
+        assert printable_lines("naïve\nβ\x07") == "naïve\nβ\\x07"
+
+    def test_the_answer_of_a_backtest_has_lines(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        log = tmp_path / "log.csv"
+        log.write_text("step,loss\n" + "".join(f"{step},{3 - step / 100}\n" for step in range(100)))
+        assert run(monkeypatch, "backtest", str(log)) == 0
+        told = capsys.readouterr().out
+        assert len(told.splitlines()) > 3
+        assert "\\n" not in told
 
 
 SCRIPT = """\

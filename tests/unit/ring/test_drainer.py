@@ -13,8 +13,10 @@ from waiting import wait_for
 from checkpoints import write_checkpoint
 from recorded_run import incident, rollback_plan
 from rollback.checkpoints import tiers
+from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
+from rollback.config import Settings
 from rollback.errors import CheckpointLeft, CheckpointUnreadable, RingUnavailable, RunDoesNotFit
 from rollback.facts.training import BecameGood, Committed, DrainFailed, Fact, Finished
 from rollback.ring import drainer as draining
@@ -217,6 +219,17 @@ def test_of_hosts_apart_nothing_is_brought_home_from_a_url_where_another_goes_on
     drainer.close()
     assert drainer.wait(Phase.CLOSED, 60)
     assert drainer.trouble == "another process goes on with this run"
+
+
+@pytest.mark.parametrize("url", [None, "file:///bucket/run"])
+def test_the_run_directory_s_own_ring_is_no_second_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None
+) -> None:
+    """Else the final state would be there before it is copied, and no journal would have that it was."""
+    monkeypatch.setattr(tiers, "fast_tier_of", lambda paths: SlotPaths(tmp_path))
+    drainer = draining.drainer_for(RunPaths(tmp_path), Settings(ring=url), lambda fact: None, print)
+    assert drainer is not None
+    assert (drainer._in_run is None) == (url is None)
 
 
 class TakenWhileItIsRead(AwayForDays):

@@ -21,6 +21,8 @@ from rollback.system.threads import start_thread
 class Copying:
     """A drainer that is never through with its work, or at once."""
 
+    has_final = False
+
     def __init__(self, trouble: str | None, *, done: bool, unfit: RunDoesNotFit | None = None) -> None:
         self.trouble, self._done, self.unfit = trouble, done, unfit
 
@@ -131,8 +133,10 @@ def test_of_a_checkpoint_that_has_left_the_fast_tier_that_is_told(
 def test_a_final_state_that_is_not_where_the_ring_is_told_with_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None
 ) -> None:
-    """A machine may be given back behind exit code 0, and its disk with it."""
-    monkeypatch.setattr(draining, "drainer_for", lambda *_: Copying("nobody answers", done=True))
+    """A machine may be given back behind exit code 0, and its disk with it. The ring may have it from elsewhere, or
+    from a supervisor that died before it could journal that."""
+    drainer = Copying("nobody answers", done=True)
+    monkeypatch.setattr(draining, "drainer_for", lambda *_: drainer)
     paths, name = RunPaths(tmp_path), "c000001-s00000010"
     side = Draining(paths, SimpleNamespace(note=None), lambda text: None)  # type: ignore[arg-type]
     side.follow(SimpleNamespace(attached=True, settings={"ring": url}))  # type: ignore[arg-type]
@@ -141,6 +145,9 @@ def test_a_final_state_that_is_not_where_the_ring_is_told_with_where_it_is(
     (here := paths.checkpoint(name)).mkdir(parents=True)
     told = None if url is None else f"not at {url} (nobody answers): it is in {here}, and the same command copies it"
     assert side.lacks(name) == told
+    drainer.has_final = True
+    assert side.lacks(name) is None
+    drainer.has_final = False
     with contextlib.closing(Journal(paths.supervisor_journal, 1)) as journal:
         journal.append(Drained(checkpoint=name, step=10, place="memory://bucket/run", bytes=1, seconds=0.1))
     assert side.lacks(name) is None

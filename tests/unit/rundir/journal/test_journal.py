@@ -362,7 +362,7 @@ def test_a_journal_that_vanishes_while_it_is_read_is_told(path: Path, written: b
     path.unlink()
     with pytest.raises(RunDirectoryError, match="it is gone") as told:
         tail.new()
-    assert str(told.value.hint).endswith(f"cp -a MOVED/. {path.parent.parent}/")
+    assert str(told.value.hint).endswith(f"cp -au MOVED/. {path.parent.parent}/")
 
 
 def test_what_is_appended_while_a_journal_is_read_is_left_to_the_next_reading(
