@@ -16,6 +16,7 @@ from rollback.cli import app
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Drained, Finished, Stopped
 from rollback.inspect.ring.verify import verify
+from rollback.rundir.paths import RunPaths
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"
 
@@ -86,6 +87,31 @@ def test_a_launch_with_another_url_fills_that_one_also_where_its_first_attempt_d
             assert status == ExitCode.DONE, output
         (*_, final) = facts(launch.run, Finished)
         assert (tmp_path / "another" / "ring" / str(final.checkpoint)).exists()
+
+
+def test_a_final_state_that_does_not_get_to_the_url_is_kept_here_and_the_same_command_copies_it(tmp_path: Path) -> None:
+    ring, away, script = tmp_path / "ring", tmp_path / "away", tmp_path / "leaves.py"
+    script.write_text(
+        "import os, runpy\n"
+        "if os.environ['ROLLBACK_ATTEMPT'] == '1':\n"
+        f"    os.rename({str(ring)!r}, {str(away)!r})\n"
+        f"    open({str(ring)!r}, 'w').close()\n"
+        f"runpy.run_path({str(TINY)!r}, run_name='__main__')\n"
+    )
+    with launching(tmp_path, with_torchrun=False, script=script) as launch:
+        arguments = "", "--ring", f"file://{ring}"
+        status, output = launch.finish(*arguments)
+        assert status == ExitCode.IO, output
+        (final,) = [fact.checkpoint for fact in facts(launch.run, Finished)]
+        kept = RunPaths(launch.run).checkpoint(str(final))
+        assert f"its final state is not at file://{ring} (" in output
+        assert f"it is in {kept.relative_to(tmp_path)}, and the same command copies it" in output
+        assert kept.exists()
+        ring.unlink()
+        away.rename(ring)
+        status, output = launch.finish(*arguments)
+        assert status == ExitCode.DONE, output
+        assert final in [fact.checkpoint for fact in launch.facts(Drained) if fact.place == f"file://{ring}"]  # type: ignore[attr-defined]
 
 
 def test_a_launch_that_is_refused_since_the_url_has_another_job_leaves_nothing_of_it_behind(tmp_path: Path) -> None:
