@@ -43,9 +43,9 @@ def gathers_updates(
 ) -> bool:
     """Whether a loop gathers its batches for another loop that it comes to. lists: what that one goes over, as this one
     may call it. reached: all that statements come to, by way of functions too."""
-    return any(
+    return bool(lists) and any(
         any(node is inner for node in reached([part]))
-        and any(_is_emptied(tree, loop, block, place, name, reached) for name in lists)
+        and all(_is_emptied(tree, loop, block, place, name, reached) for name in lists)
         for block in _blocks(loop)
         for place, part in enumerate(block)
     )
@@ -59,30 +59,33 @@ def _is_emptied(
     name: str,
     reached: Callable[[Sequence[ast.AST]], Iterable[ast.AST]],
 ) -> bool:
-    """Whether the list of that name is given each batch, in front of the update at this place of a block; is made empty
-    behind it, and in front of the loop; and nothing but this block makes updates."""
+    """Whether the list of that name is given each batch by one statement, in front of the update at this place of a
+    block; is made empty behind it, and by what has it last in front of the loop; and nothing but this block makes
+    updates. What the update does to the list is gone with it."""
     around = next((each for each in _blocks(tree) if any(part is loop for part in each)), [])
     before = around[: next((at for at, part in enumerate(around) if part is loop), 0)]
+    last = next((part for part in reversed(before) if _has(part, name)), None)
     behind = next((at for at in range(place + 1, len(block)) if _empties(block[at], name)), None)
-    empties = {id(node) for part in ast.walk(loop) if _empties(part, name) for node in ast.walk(part)}
-    filled = [node for node in _changes(loop, name) if id(node) not in empties]
-    fills = (
-        at for at, part in enumerate(loop.body) if isinstance(part, ast.Expr | ast.AugAssign) and _has(part, filled)
-    )
-    first = next(fills, None)
-    if behind is None or first is None or not any(_empties(part, name) for part in before):
+    fills = [at for at, part in enumerate(loop.body) if _fills(part, name)]
+    if behind is None or last is None or not _empties(last, name) or len(fills) != 1:
         return False
-    if any(isinstance(node, ast.Continue) for part in loop.body[:first] for node in ast.walk(part)):
+    filled, update = loop.body[fills[0]], block[place]
+    if any(isinstance(node, ast.Continue) for part in loop.body[: fills[0]] for node in ast.walk(part)):
         return False  # it may pass over batches that it had trained on before it was started again
     leaves = any(isinstance(node, _LEAVES) for part in block[place:behind] for node in ast.walk(part))
     steps = {id(node) for node in reached(loop.body) if is_step(node)}
     in_block = {id(node) for node in reached(block) if is_step(node)}
-    return not leaves and steps == in_block and all(node.lineno < block[place].lineno for node in filled)
+    empties = (node for node in ast.walk(loop) if _empties(node, name))
+    ours = {id(node) for part in (filled, *empties) for node in ast.walk(part)} | {
+        id(node) for node in reached([update])
+    }
+    others = any(id(node) not in ours for node in _changes(reached(loop.body), name))
+    return not leaves and not others and steps == in_block and filled.lineno < update.lineno
 
 
-def _changes(loop: ast.For, name: str) -> Iterator[ast.expr]:
+def _changes(nodes: Iterable[ast.AST], name: str) -> Iterator[ast.expr]:
     """What may change the list: it sets the name or a part of it, deletes from it, or calls a method of it."""
-    for node in ast.walk(loop):
+    for node in nodes:
         match node:
             case ast.Call(func=ast.Attribute(value=changed)) if ast.unparse(changed) == name:
                 yield node
@@ -93,8 +96,18 @@ def _changes(loop: ast.For, name: str) -> Iterator[ast.expr]:
                     yield node
 
 
-def _has(part: ast.AST, nodes: list[ast.expr]) -> bool:
-    return any(node in nodes for node in ast.walk(part))
+def _has(part: ast.stmt, name: str) -> bool:
+    return any(isinstance(node, ast.expr) and ast.unparse(node) == name for node in ast.walk(part))
+
+
+def _fills(part: ast.stmt, name: str) -> bool:
+    """Whether this statement is what adds to the list, and no part of it may be left out."""
+    match part:
+        case ast.Expr(value=does) | (ast.AugAssign() as does):
+            put = put_in_list(does)
+        case _:
+            return False
+    return put is not None and ast.unparse(put[0]) == name
 
 
 def _empties(node: ast.AST, name: str) -> bool:

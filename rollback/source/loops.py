@@ -323,11 +323,11 @@ class ScriptLoops:
 
     def _is_of_update(self, loop: ast.For, inner: ast.For) -> bool:
         """Whether a loop goes over a list in which the other one has gathered the batches of an update."""
-        over, scope = self.iterated(inner), self._scope_of(inner)
+        over, scope, within = self.iterated(inner), self._scope_of(inner), set(self.reached(loop))
         given = {
             ast.unparse(value.value)
-            for _, value in self._arguments(scope)
-            if ast.unparse(value.targets[0]) == ast.unparse(over)
+            for call, value in self._arguments(scope)
+            if call in within and ast.unparse(value.targets[0]) == ast.unparse(over)
         }
         here = isinstance(over, ast.Attribute) or scope is self._scope_of(loop)
         lists = given | ({ast.unparse(over)} if here else set())

@@ -9,7 +9,16 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import Loop, begins_anew, has_range, is_call_of, limits_or_counts, names_update, of_scope
+from rollback.source.nodes import (
+    Loop,
+    begins_anew,
+    has_range,
+    is_call_of,
+    last_name,
+    limits_or_counts,
+    names_update,
+    of_scope,
+)
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,24 @@ def _of_epochs(loops: ScriptLoops) -> Iterator[OwnCounter]:
                 case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=target) if id(node) not in inside:
                     if (name := ast.unparse(target)) in deciding and not begins_anew(name, node.lineno, epochs):
                         yield OwnCounter(name, node.lineno, True, False, epochs)
+        yield from _of_stoppers(loops, epochs, deciding)
+
+
+def _of_stoppers(loops: ScriptLoops, epochs: ast.For, deciding: Collection[str]) -> Iterator[OwnCounter]:
+    """What an object counts by which a loop over epochs is left, `if stopper.stop: break`, where the loop does not make
+    it and the file has its class."""
+    anew = {id(node) for node in ast.walk(epochs)}
+    trains = {id(node) for loop in loops.training for node in loops.reached(loop)}
+    made = {
+        last_name(node.value) for node in ast.walk(loops.tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and id(node) not in anew
+        and any(ast.unparse(target) in deciding for target in node.targets)
+    }  # fmt: skip
+    classes = (node for node in ast.walk(loops.tree) if isinstance(node, ast.ClassDef) and node.name in made)
+    for node in (item for each in classes for item in ast.walk(each) if id(item) not in trains):
+        match node:
+            case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=ast.Attribute() as target):
+                yield OwnCounter(ast.unparse(target), node.lineno, True, False, epochs)
 
 
 def _numbered(loops: ScriptLoops) -> Iterator[OwnCounter]:

@@ -89,9 +89,8 @@ class Adoption:
         turns = TurningLoops(self._handed, self._counts, self._sources.demands)
         led: dict[str, Any] = {ENUMERATE: partial(numbered, self._handed), LIMIT: partial(limit, self._handed)}
         led |= {EPOCHS: self._loops.epochs, MOVED: EpochMoved, COUNT: self._counts.added}
-        vars(builtins).update(
-            {**led, TURNS: turns.turns, TAKE: turns.take, TURNED: Turned, RAISED: self._handed.note_raised}
-        )
+        led |= {TURNS: turns.turns, TAKE: turns.take, TURNED: Turned, RAISED: self._handed.note_raised}
+        vars(builtins).update(led)
         self._sources.watch_imports()
         return self._sources.read_script(source, filename)
 
@@ -215,7 +214,8 @@ class Adoption:
             guard, prepared = self._with_guard(plan.make)
         except UsageError as error:
             self._signs.refuse(error)
-        self._signs.guard = self._handed.guard = guard
+        self._signs.guard = guard
+        self._handed.begin(guard)
         self._counts.keep(guard, self._sources.led_counts())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
         if loop is None and (where := self._sources.left_at()) is not None:
@@ -279,7 +279,8 @@ class Adoption:
         if self._handed.untrained:
             self._signs.note(signs.READS, adopted.guard.step)
         self._handed.passes += 1
-        self.own_resume.pass_begins(gathers=self._sources.gathers_updates())
+        self._handed.holds = self._sources.gathers_updates()
+        self.own_resume.pass_begins()
         return self._batches_of(adopted), loop.place if loop is not None else 0
 
     def _next_batch(self, adopted: Adopted, batches: Iterator[Any], epoch: int) -> Any:
@@ -296,6 +297,7 @@ class Adoption:
             self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
             if guard.interrupted:
                 raise EpochMoved from None
+            self._handed.require_none_stale()
             raise
         self._stranger = None
         self._handed.note_batch(guard)
@@ -353,29 +355,27 @@ class Adoption:
         """An optimizer is about to make an update."""
         adopted = self._adopted
         ours = adopted is not None and optimizer is adopted.optimizer
-        self._handed.untrained = self._handed.untrained and not ours
+        if ours:
+            self._handed.note_update()
         if self._state in (AdoptionState.ELSEWHERE, AdoptionState.LEFT) or (ours and not self._strays()):
             return
         if not applies_gradients(optimizer):
             return
-        if adopted is not None and ours:
+        if adopted is None:
+            self._signs.refuse(signs.updates_without_loop(self._sources.caller()))
+        if ours:
             what = "trains on batches that its loader does not give it one by one: of a list, or a second time"
-            if self._steered is None:
-                self._signs.note(what, adopted.guard.step)  # another pass may follow: this is no end
-            else:
-                self._sign(what, adopted.guard.step)
-            return
-        if adopted is not None:
+            say = self._sign if self._steered is not None else self._signs.note  # another pass may follow: no end
+            say(what, adopted.guard.step)
+        else:
             kind = type(optimizer).__name__
             self._sign(f"trains with a second optimizer, {kind}, which was not there at the start", adopted.guard.step)
-            return
-        self._signs.refuse(signs.updates_without_loop(self._sources.caller()))
 
     def _strays(self) -> bool:
         """Whether the guard's optimizer updates by what came from no pass, where no loop over epochs repeats that."""
-        adopted, loop = self._adopted, self._steered
-        astray = self._state is AdoptionState.ASTRAY
-        return astray and adopted is not None and (adopted.guard.step == 0 or loop is None or loop.over)
+        adopted, loop, astray = self._adopted, self._steered, self._state is AdoptionState.ASTRAY
+        early = adopted is not None and adopted.guard.step == 0 and not self._handed.holds  # it may have a rest
+        return astray and adopted is not None and (early or loop is None or loop.over)
 
     def _sign(self, what: str, step: int) -> None:
         """The script does what the guard cannot keep exact. This rank alone may see it.

@@ -19,7 +19,8 @@ class HandedOut:
     begun, empty ones too. limited: whether the newest one had as many batches as `limit` allows, so that the script has
     not broken it off. untrained: whether the first batch of an epoch was among them, and nothing was computed since
     that trains. gathers: whether the script takes a further batch of an update, of which it has the first. raised: by
-    which kind of error it has left a loop that trains, until it has another batch."""
+    which kind of error it has left a loop that trains, until it has another batch. holds: whether the loop of the
+    newest pass gathers the batches of an update in a list."""
 
     guard: Guard | None = None
     batches: int = 0
@@ -28,18 +29,42 @@ class HandedOut:
     untrained: bool = False
     gathers: bool = False
     raised: str = ""
+    holds: bool = False
+    _updated: int = 0
+    """How many batches there were at the newest update, or at the start of the pass."""
+    _stale: bool = False
+    """Whether training was put back in this pass while the script may have held batches of no update."""
     _before: int = 0
     """How many batches there were before the newest pass."""
     _began: int = 0
     """Where in the data that pass began, or, once it has a batch, the epoch of its first one."""
 
+    def begin(self, guard: Guard) -> None:
+        """The guard is made."""
+        self.guard = guard
+        guard.on_rollback(self._note_rollback)
+
+    def _note_rollback(self, _: object) -> None:
+        self._stale = self.holds and self.batches > self._updated
+
+    def note_update(self) -> None:
+        """The guard's optimizer makes one."""
+        self.untrained, self._updated = False, self.batches
+
+    def require_none_stale(self) -> None:
+        """Behind a draw. Raises RollbackError where the script's list has batches of an update that is undone."""
+        if self._stale:
+            raise _holds_stale()
+
     def pass_begins(self, guard: Guard) -> None:
         """A pass over the guard, which may go on where the script's has ended early."""
         self.limited = False
         self._began, self._before = guard.batch, self.batches
+        self._updated, self._stale = self.batches, False
 
     def note_batch(self, guard: Guard) -> None:
         """The guard has handed one out."""
+        self.require_none_stale()
         if self.batches == self._before:
             self._began = guard.batch - guard.batch_in_epoch
         self.batches, self.raised = self.batches + 1, ""
@@ -137,6 +162,14 @@ def _limited(handed: HandedOut, items: Iterable[Any], numbers: range) -> Iterato
                 raise _ends_in_earlier_epoch(len(numbers))
             handed.limited = True
             return
+
+
+def _holds_stale() -> RollbackError:
+    return RollbackError(
+        "going back led behind batches that the script has gathered for its next update: it holds them in a list, from "
+        "which this process cannot take them",
+        hint="a new attempt begins with an empty list: `rollback launch` starts one, else run the same command again",
+    )
 
 
 def _ends_in_earlier_epoch(count: int) -> RollbackError:

@@ -40,9 +40,8 @@ class OwnResume:
         by = (frame.f_globals.get("__name__"), frame.f_code.co_name) if frame is not None else None
         self._loaded = self._loaded or by != ("accelerate.optimizer", "__init__")
 
-    def pass_begins(self, *, gathers: bool) -> None:
-        """gathers: whether the script's loop keeps each batch, and trains on several at once."""
-        self._begun = self._handed.batches if self._loaded and not gathers else None
+    def pass_begins(self) -> None:
+        self._begun = self._handed.batches if self._loaded and not self._handed.holds else None
 
     def trained(self) -> None:
         self._begun = None

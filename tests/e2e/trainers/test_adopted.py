@@ -813,3 +813,53 @@ def test_what_a_script_counts_is_what_it_was_behind_a_kill_and_a_rollback(tmp_pa
     ends = [done.stdout[done.stdout.index("weights") :].splitlines()[0] for done in (plain, killed, nan, told)]
     assert (ends[0], ends[2]) == (ends[1], ends[3])
     assert "by itself" not in killed.stdout + nan.stdout
+
+
+GATHERS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(129, 2)))
+
+def update(micro):
+    for (x,) in micro:
+        model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+for epoch in range(2):
+    micro = []
+    for i, (x,) in enumerate(loader):
+        micro.append((x * float("nan") if (epoch, i) == NAN else x,))
+        if len(micro) == 4:
+            update(micro)
+            micro = []
+    if micro:
+        update(micro)
+print("weights", *map(torch.Tensor.tolist, model.parameters()))
+"""
+
+
+def test_an_epoch_may_be_shorter_than_an_update_of_what_is_gathered(tmp_path: Path) -> None:
+    """The rest is the first update of all."""
+    script = tmp_path / "gathers.py"
+    script.write_text(GATHERS.replace("NAN", "None").replace("129", "3"))
+    done = refused(tmp_path, "--adopt=strict", "--run", "short", str(script))
+    assert (done.returncode, "weights" in done.stdout) == (ExitCode.DONE, True), done.stdout
+
+
+@pytest.mark.soak
+def test_a_rollback_leaves_no_batch_in_a_list_that_it_has_skipped(tmp_path: Path) -> None:
+    """In an epoch's last update the NaN shows when the script has a batch of the next one in hand."""
+    script = tmp_path / "gathers.py"
+    script.write_text(GATHERS.replace("NAN", "(1, 126)"))
+    common = "--adopt=strict", "--snapshot-every", "5", "--probation", "6", "--policy", "balanced"
+    nan = refused(tmp_path, *common, "--run", "nan", str(script))
+    told = refused(tmp_path, *common, "--run", "told", "--skips-of", "nan", str(script))
+    assert [done.returncode for done in (nan, told)] == [ExitCode.DONE] * 2, nan.stdout
+    assert len(facts(tmp_path / "nan", Incident)) == 1
+    ends = [done.stdout[done.stdout.index("weights") :].splitlines()[0] for done in (nan, told)]
+    assert ends[0] == ends[1]

@@ -150,6 +150,9 @@ def test_a_loop_over_what_a_method_is_given_is_part_of_an_update_too() -> None:
 
 
 GATHERED = """
+def again(x):
+    micro.append(x)
+
 def update(batches):
     for x in batches:
         f(x).backward()
@@ -185,9 +188,27 @@ for epoch in range(3):
         ("            micro = []", "            micro = []\n            micro.append(x)", False),
         ("            micro = []", "            micro = []\n        optimizer.step()", False),
         ("    micro = []\n    for", "    for", False),
+        # or others than those that it was given since
+        (
+            "            update(micro)\n            micro",
+            "            micro.extend(hard)\n            update(micro)\n            micro",
+            False,
+        ),
+        ("            update(micro)\n            micro", "            update(micro + held)\n            micro", False),
+        (
+            "            update(micro)\n            micro",
+            "            update(held)\n            held = micro\n            micro",
+            False,
+        ),
+        ("            micro = []", "            micro = []\n            again(x)", False),
+        ("    micro = []\n    for", "    micro = []\n    micro += held\n    for", False),
+        ("    micro = []\n    for", "    micro = []\n    held = micro\n    for", False),
+        # what the update does to the list is gone with it
+        ("f(x).backward()", "f(x).backward()\n        micro.append(x)", True),
         # or the loop passes over some
         ("        micro.append", "        if x: continue\n        micro.append", False),
         ("        micro.append(x)", "        if x: micro.append(x)", False),
+        ("        micro.append(x)", "        x and micro.append(x)", False),
     ],
 )
 def test_a_loop_that_gathers_the_batches_of_an_update_trains_on_them(old: str, new: str, gathers: bool) -> None:

@@ -226,3 +226,33 @@ def test_such_a_loop_begins_another_turn_where_it_is_told_to() -> None:
     run(TAKEN, log=log, **{TURNS: turns, TAKE: take})
     assert log == [(0, "a"), (2, "b"), (9, "c")]
     assert {*taken} == {("script.py", 3)}
+
+
+STOPPER = """
+class Stopper:
+    def __call__(self, value):
+        self.counter += 1
+
+stopper = Stopper()
+for epoch in range(9):
+    for x in loader:
+        f(x).backward()
+    stopper(value)
+    if stopper.stop:
+        break
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("stopper", "stopper", True),
+        ("stopper.stop", "stopper(value)", True),
+        ("stopper", "self.stopper", True),
+        ("if stopper.stop", "if value < 1", False),
+        ("stopper = Stopper()\nfor epoch in range(9):", "for epoch in range(9):\n    stopper = Stopper()", False),
+    ],
+)
+def test_what_an_object_counts_that_ends_the_epochs_is_named(old: str, new: str, named: bool) -> None:
+    found = own_counters(ScriptLoops(STOPPER.replace(old, new)))
+    assert [(each.name, each.ends, each.led) for each in found] == [("self.counter", True, False)] * named

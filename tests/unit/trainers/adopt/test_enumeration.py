@@ -1,6 +1,8 @@
 """What a watched script counts its batches as, and how many of them it takes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, SupportsIndex, cast
@@ -157,3 +159,30 @@ def test_a_pass_of_less_than_an_epoch_falls_short(places: list[list[int]], short
         moved = LENGTH * (number + 1)
         stands.batch, stands.batch_in_epoch = moved - 1, 0
     assert handed.falls_short() == short
+
+
+@pytest.mark.parametrize(
+    ("holds", "updates", "stale"),
+    [(True, (), True), (True, (2,), True), (True, (3,), False), (False, (), False)],
+    ids=["no update", "a batch behind one", "all in one", "no list"],
+)
+@pytest.mark.parametrize("next_batch", [True, False], ids=["a batch", "the end"])
+def test_a_list_that_has_batches_of_an_update_that_is_undone_cannot_go_on(
+    holds: bool, updates: tuple[int, ...], stale: bool, next_batch: bool
+) -> None:
+    acts: list[Callable[[object], object]] = []
+    guard = cast(Guard, SimpleNamespace(batch=0, batch_in_epoch=0, on_rollback=acts.append))
+    handed = HandedOut(holds=holds)
+    handed.begin(guard)
+    handed.pass_begins(guard)
+    for number in range(3):
+        handed.note_batch(guard)
+        if number + 1 in updates:
+            handed.note_update()
+    (goes_back,) = acts
+    goes_back(None)
+    goes_on = partial(handed.note_batch, guard) if next_batch else handed.require_none_stale
+    with pytest.raises(RollbackError, match="gathered for its next update") if stale else nullcontext():
+        goes_on()
+    handed.pass_begins(guard)
+    handed.note_batch(guard)

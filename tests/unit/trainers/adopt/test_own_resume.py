@@ -21,7 +21,7 @@ def test_the_first_batch_of_a_pass_is_passed_over_where_the_next_one_is_asked_fo
     resume = OwnResume(handed, ScriptSigns(strict=False))
     if loads:
         resume.note_load()
-    resume.pass_begins(gathers=False)
+    resume.pass_begins()
     resume.require_trained()
     resume.require_trained()  # reading has raised, and the script asks again
     handed.batches += 1
@@ -36,10 +36,10 @@ def test_the_first_batch_of_a_pass_is_passed_over_where_the_next_one_is_asked_fo
 
 
 def test_a_loop_that_gathers_the_batches_of_an_update_passes_over_none() -> None:
-    handed = HandedOut()
+    handed = HandedOut(holds=True)
     resume = OwnResume(handed, ScriptSigns(strict=False))
     resume.note_load()
-    resume.pass_begins(gathers=True)
+    resume.pass_begins()
     handed.batches += 1
     resume.require_trained()
 
