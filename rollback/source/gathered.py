@@ -46,7 +46,7 @@ def gathers_updates(
     return bool(lists) and any(
         any(node is inner for node in reached([part]))
         and all(_is_emptied(tree, loop, block, place, name, reached) for name in lists)
-        for block in _blocks(loop)
+        for block in _blocks(ast.Module(loop.body, []))
         for place, part in enumerate(block)
     )
 
@@ -73,14 +73,16 @@ def _is_emptied(
     if any(isinstance(node, ast.Continue) for part in loop.body[: fills[0]] for node in ast.walk(part)):
         return False  # it may pass over batches that it had trained on before it was started again
     leaves = any(isinstance(node, _LEAVES) for part in block[place:behind] for node in ast.walk(part))
-    steps = {id(node) for node in reached(loop.body) if is_step(node)}
-    in_block = {id(node) for node in reached(block) if is_step(node)}
+    inside = {id(node) for part in block for node in ast.walk(part)}
+    calls = [node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.Call)]
+    elsewhere = reached([call for call in calls if id(call) not in inside])
+    updates_here = any(map(is_step, reached(block))) and not any(map(is_step, elsewhere))
     empties = (node for node in ast.walk(loop) if _empties(node, name))
     ours = {id(node) for part in (filled, *empties) for node in ast.walk(part)} | {
         id(node) for node in reached([update])
     }
     others = any(id(node) not in ours for node in _changes(reached(loop.body), name))
-    return not leaves and not others and steps == in_block and filled.lineno < update.lineno
+    return not leaves and not others and updates_here and filled.lineno < update.lineno
 
 
 def _changes(nodes: Iterable[ast.AST], name: str) -> Iterator[ast.expr]:

@@ -187,6 +187,14 @@ for epoch in range(3):
         ("            micro = []", "            if x: continue\n            micro = []", False),
         ("            micro = []", "            micro = []\n            micro.append(x)", False),
         ("            micro = []", "            micro = []\n        optimizer.step()", False),
+        ("        micro.append(x)", "        if hard: update([x])\n        micro.append(x)", False),
+        ("        micro.append(x)", "        micro.append(x)\n        if full: update(micro)", False),
+        ("    if micro:\n        update(micro)", "    else:\n        update(micro)\n        micro = []", True),
+        (
+            "        if len(micro) == 2:\n            update(micro)\n            micro = []\n",
+            "        print(x)\n    else:\n        update(micro)\n        micro = []\n",
+            False,
+        ),
         ("    micro = []\n    for", "    for", False),
         # or others than those that it was given since
         (
