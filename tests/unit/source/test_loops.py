@@ -393,6 +393,40 @@ def test_what_limits_a_training_loop_from_outside_is_named_too(
     assert own_counters(ScriptLoops(source)) == [OwnCounter(*given) for given in named]
 
 
+COUNTED_IN_TURNS = """
+for epoch in range(5):
+  it = iter(loader)
+  for i in range(40):
+    x = next(it)
+    f(x).backward()
+    optimizer.step()
+    steps += 1
+  if steps >= 130: break
+"""
+LEFT_BY_VALIDATION = """
+for epoch in range(5):
+  for x in loader: f(x).backward()
+  for x in validation:
+    if shown >= 1: break
+  else:
+    HERE
+  shown += 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        (COUNTED_IN_TURNS, []),
+        (LEFT_BY_VALIDATION.replace("HERE", "pass"), []),
+        (LEFT_BY_VALIDATION.replace("HERE", "if shown > 3: break"), ["shown"]),
+    ],
+)
+def test_what_is_led_or_ends_another_loop_does_not_end_the_epochs(source: str, named: list[str]) -> None:
+    found = own_counters(ScriptLoops(source))
+    assert [counter.name for counter in found if counter.ends and not counter.led] == named
+
+
 def run(source: str, **names: object) -> dict[str, object]:
     space: dict[str, object] = dict(names)
     exec(compile(steered(source, "script.py")[0], "script.py", "exec"), space)
