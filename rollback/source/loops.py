@@ -128,14 +128,6 @@ class ScriptLoops:
         gives = found is not None and any(isinstance(node, _PASSES_ON) for node in ast.walk(found))
         return None if gives or self.takes_at(line) else found
 
-    def comes_to(self, loop: Loop | None, line: int) -> bool:
-        """Whether who is at this line is in the loop, or beside it in the block that has it."""
-        blocks = (
-            block for node in ast.walk(self.tree) for _, block in ast.iter_fields(node)
-            if isinstance(block, list) and loop in block
-        )  # fmt: skip
-        return any(part.lineno <= line <= part.end_lineno for block in blocks for part in block)
-
     def numbers(self, loop: ast.For) -> ast.expr | None:
         """What of a loop's head goes over a range: its call, or what will have one: `trange(3)`, a variable of that."""
         return range_of(loop) or (loop.iter if self._has_range(loop.iter, loop) else None)
@@ -335,19 +327,24 @@ class ScriptLoops:
 
     def _goes_over_taken(self, loop: ast.For) -> bool:
         """Whether a loop goes over a list of batches that were taken by `next`: those of one update."""
-        return self._has_taken(loop.iter, self._scope_of(loop), ())
+        return bool(self._has_taken(loop.iter, self._scope_of(loop), {}))
 
-    def _has_taken(self, value: ast.expr, scope: ast.AST, entered: tuple[ast.AST, ...]) -> bool:
-        """Whether such a list is in `value`, also as what calls give this function. entered: those that lie behind."""
+    def _has_taken(self, value: ast.expr, scope: ast.AST, known: dict[tuple[ast.AST, str], bool | None]) -> bool | None:
+        """Whether such a list is in `value`, also as all calls give it to this function. known: the answers for names.
+        None: there is none yet, in a recursion."""
         names = {ast.unparse(node) for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute)}
-        if lists_taken(names, [*of_scope(scope)], self._gathers):
+        # the empty name: what a call gives, in which the caller's variables of the argument's name have no part
+        if lists_taken({*names, ""}, [ast.Assign([ast.Name("")], value), *of_scope(scope)], self._gathers):
             return True
-        return scope not in entered and any(
-            lists_taken({name}, [argument, *of_scope(self._scope_of(call))], self._gathers)
-            or self._has_taken(argument.value, self._scope_of(call), (*entered, scope))
-            for call, argument in self._arguments(scope)
-            if (name := ast.unparse(argument.targets[0])) in names
-        )
+        for name in names - {name for where, name in known if where is scope}:
+            known[scope, name] = None
+            given = [
+                (call, each.value) for call, each in self._arguments(scope) if ast.unparse(each.targets[0]) == name
+            ]
+            told = {self._has_taken(item, self._scope_of(call), known) for call, item in given}
+            known[scope, name] = False if not told or False in told else True if True in told else None
+        answers = {known[scope, name] for name in names}
+        return True in answers or (None if None in answers else False)
 
     def _arguments(self, function: ast.AST) -> Iterator[tuple[ast.Call, ast.Assign]]:
         """The calls of a function of this file, each with one of its arguments as an assignment to that name."""

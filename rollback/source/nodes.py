@@ -84,6 +84,15 @@ def cycles_at(tree: ast.AST, line: int) -> bool:
     return any(ast.unparse(call.func) in names and id(call) not in zipped for call in calls)
 
 
+def comes_to(tree: ast.AST, loop: Loop | None, line: int) -> bool:
+    """Whether who is at this line is in the loop, or beside it in the block that has it."""
+    blocks = (
+        block for node in ast.walk(tree) for _, block in ast.iter_fields(node)
+        if isinstance(block, list) and loop in block
+    )  # fmt: skip
+    return any(part.lineno <= line <= part.end_lineno for block in blocks for part in block)
+
+
 def limits_or_counts(call: ast.Call) -> bool:
     name = last_name(call)
     counts = any(isinstance(item, ast.Call) and ast.unparse(item.func).endswith("count") for item in call.args)

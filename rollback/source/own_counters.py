@@ -5,7 +5,7 @@ training too early behind a rollback, and too late behind a resume.
 """
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rollback.source.loops import ScriptLoops
@@ -52,7 +52,7 @@ def own_counters(loops: ScriptLoops) -> list[OwnCounter]:
     found: dict[tuple[str, bool], OwnCounter] = {}
     led = {count.name for count in led_counts(loops)}
     added = (item for loop in loops.training for item in _added(loops, loop, led))
-    for counter in (*_limiting(loops), *_numbered(loops), *added, *_of_epochs(loops)):
+    for counter in (*_limiting(loops), *_numbered(loops), *added, *_of_epochs(loops, led)):
         found.setdefault((counter.name, counter.led), counter)
     return list(found.values())
 
@@ -127,15 +127,17 @@ def _added(loops: ScriptLoops, loop: Loop, led: Collection[str]) -> Iterator[Own
                         yield OwnCounter(name, item.lineno, name in deciding, name in led, loop)
 
 
-def _of_epochs(loops: ScriptLoops) -> Iterator[OwnCounter]:
-    """By which a loop over epochs is left, behind their batches: a patience."""
+def _of_epochs(loops: ScriptLoops, led: Collection[str]) -> Iterator[OwnCounter]:
+    """By which a loop over epochs is left, behind their batches: a patience. What is led is none."""
     for epochs in loops.steerable:
         deciding = _deciding(loops, epochs)
-        inside = {id(node) for loop in loops.batches for node in ast.walk(loop)}
+        inner = [loop for loop in ast.walk(epochs) if loop in loops.training and loop is not epochs]
+        inside = {id(node) for loop in inner for node in ast.walk(loop)}
         for node in ast.walk(epochs):
             match node:
                 case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=target) if id(node) not in inside:
-                    if (name := ast.unparse(target)) in deciding and not begins_anew(name, node.lineno, epochs):
+                    name = ast.unparse(target)
+                    if name in deciding and name not in led and not begins_anew(name, node.lineno, epochs):
                         yield OwnCounter(name, node.lineno, True, False, epochs)
         yield from _of_stoppers(loops, epochs, deciding)
 
@@ -166,10 +168,8 @@ def _numbered(loops: ScriptLoops) -> Iterator[OwnCounter]:
 
 def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
     """What the loop, or a `while` around it, is ended by."""
-    ends = [
-        node.test for node in ast.walk(loop)
-        if isinstance(node, ast.If) and any(isinstance(item, ast.Break | ast.Return) for item in ast.walk(node))
-    ]  # fmt: skip
+    leaving = set(_leaving(loop.body))
+    ends = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and not leaving.isdisjoint(ast.walk(node))]
     turning = (node for node in ast.walk(loops.tree) if isinstance(node, ast.While))
     ends += [node.test for node in turning if node is loop or any(item is loop for item in loops.reached(node))]
     return {
@@ -178,6 +178,18 @@ def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
         for item in ast.walk(test)
         if isinstance(item, ast.Name | ast.Attribute | ast.Subscript)
     }
+
+
+def _leaving(nodes: Iterable[ast.AST], *, inner: bool = False) -> Iterator[ast.AST]:
+    """The `return`s in a loop's body, and each `break` that is of no loop in it. inner: in the body of such a loop."""
+    for node in nodes:
+        if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and not inner):
+            yield node
+        if isinstance(node, ast.For | ast.AsyncFor | ast.While):
+            yield from _leaving(node.body, inner=True)
+            yield from _leaving(node.orelse, inner=inner)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _leaving(ast.iter_child_nodes(node), inner=inner)
 
 
 def _begins_iterator(loops: ScriptLoops, loop: Loop) -> bool:

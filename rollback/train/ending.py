@@ -72,6 +72,7 @@ class TrainingEnd:
         self._keeps = run.settings.snapshot_every != 0
         self._before = run.history.finished
         self._possible: PossibleEnd | None = None
+        self._given_up = False
         self._stage = EndStage.UNTRAINED
         self.unrecorded = ""
         """See `Heartbeat.unrecorded`."""
@@ -116,7 +117,7 @@ class TrainingEnd:
 
     def forget(self) -> None:
         """What was taken for the end is none, and no further batch follows. Not collective: the checkpoint stays."""
-        self._possible = None
+        self._possible, self._given_up = None, True
 
     def stop(self, halt: Halt) -> ExitCode:
         """Collective: the ranks stop together before the end. Returns the exit code for a run without a supervisor."""
@@ -208,9 +209,11 @@ class TrainingEnd:
         left = ScriptLeft(**self._standing()[0], unjudged=unjudged)
         what = f"; its last {unjudged} updates were not judged" if unjudged > 1 else ""
         what = "; its last update was not judged" if unjudged == 1 else what
+        end_there = (
+            "" if self._given_up else ". To end there, let the guard end the loop: max_steps=N or guard.epochs(N)"
+        )
         self._record.note(
             left,
             f"the script has left its loop over the guard, at step {left.step}{what}. What came behind the newest "
-            f"checkpoint ({left.checkpoint}) is in none. To end there, let the guard end the loop: max_steps=N or "
-            "guard.epochs(N)",
+            f"checkpoint ({left.checkpoint}) is in none{end_there}",
         )

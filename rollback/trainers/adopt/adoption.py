@@ -89,7 +89,7 @@ class Adoption:
         turns = TurningLoops(self._handed, self._counts, self._sources.demands)
         led: dict[str, Any] = {ENUMERATE: partial(numbered, self._handed), LIMIT: partial(limit, self._handed)}
         led |= {EPOCHS: self._loops.epochs, MOVED: EpochMoved, COUNT: self._counts.added}
-        led |= {TURNS: turns.turns, TAKE: turns.take, TURNED: Turned, RAISED: self._handed.note_raised}
+        led |= {TURNS: turns.turns, TAKE: turns.take, TURNED: Turned, RAISED: self._note_raised}
         vars(builtins).update(led)
         self._sources.watch_imports()
         return self._sources.read_script(source, filename)
@@ -122,10 +122,10 @@ class Adoption:
                 raise SystemExit(1)
             if breaks_off and not self._sources.ends_by_led_count():
                 self._signs.say(f"{left}. {signs.LEFT_BEHIND}")
-        if not breaks_off and (loop := self._steered) is not None and loop.place + 1 < len(loop):
-            left = f"the script has left its loop over epochs by itself, in epoch {loop.place + 1} of {len(loop)}"
-            self._signs.say(f"{left}. {signs.LEFT_BEHIND}")
-        guard.close()
+        given_up = state is AdoptionState.ELSEWHERE and bool(self._given_up_by)
+        if not (breaks_off or given_up) and (loop := self._steered) is not None and loop.place + 1 < len(loop):
+            self._signs.say(signs.left_epochs(loop.place + 1, len(loop)))
+        guard.close(given_up=given_up)
 
     def leave_group(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
         """destroy_process_group(group=None)."""
@@ -183,15 +183,15 @@ class Adoption:
         if self._sources.trains() is False or not self.made.are_trained(in_any_mode=self._sources.sets_mode()):
             return original(loader)
         if self._adopted is None:
-            loop = self._loop
-            if loop is not None and not loop.at_first:
-                loop = None
+            loop = now if (now := self._loop) is not None and now.at_first else None
             self._adopted = self._adopt(whole, loop)
             self._move(ScriptEvent.GUARD_MADE)
             if loop is not None:
                 self._steer(self._adopted, loop)
         elif (other := self._other_training(self._adopted)) is not None:
-            self._leave(self._adopted.guard, other)
+            self._signs.end_of_guard(other, self._given_up_by, self._adopted.guard.step)
+            self._move(ScriptEvent.LEAVES)
+            self._adopted.guard.close(given_up=bool(self._given_up_by))
             if self._steered is not None:
                 self._steered.release()
             return original(loader)
@@ -240,7 +240,7 @@ class Adoption:
             other = "trains on its loader again, behind its loop over epochs"
         elif adopted.prepared is None and len(self.made.optimizers()) > 1:
             other = "trains on its loader again, with another optimizer"
-        self._signs.agree({"another training": other})
+        self._signs.agree({"another training": other, "the error before it": other and self._given_up_by})
         return other
 
     def _look_for_schedulers(self, adopted: Adopted) -> None:
@@ -363,13 +363,11 @@ class Adoption:
             return
         if adopted is None:
             self._signs.refuse(signs.updates_without_loop(self._sources.caller()))
+        what = f"trains with a second optimizer, {type(optimizer).__name__}, which was not there at the start"
         if ours:
             what = "trains on batches that its loader does not give it one by one: of a list, or a second time"
-            say = self._sign if self._steered is not None else self._signs.note  # another pass may follow: no end
-            say(what, adopted.guard.step)
-        else:
-            kind = type(optimizer).__name__
-            self._sign(f"trains with a second optimizer, {kind}, which was not there at the start", adopted.guard.step)
+        sign = self._signs.note if ours and self._steered is None else self._sign  # without: another pass may follow
+        sign(what, adopted.guard.step)
 
     def _strays(self) -> bool:
         """Whether the guard's optimizer updates by what came from no pass, where no loop over epochs repeats that."""
@@ -378,23 +376,25 @@ class Adoption:
         return astray and adopted is not None and (early or loop is None or loop.over)
 
     def _sign(self, what: str, step: int) -> None:
-        """The script does what the guard cannot keep exact. This rank alone may see it.
-
-        Where that is only said, it goes on calling the guard as the other ranks do. Behind the guarded training it says
-        at the next iteration of the guard's loader, if there is one, that it has left (`_other_training`).
-        """
-        if self._handed.raised and self._adopted is not None:
-            self._leave(self._adopted.guard, what)
-        elif self._state is AdoptionState.IN_PASS or (self._steered is not None and not self._steered.over):
+        """The script does what the guard cannot keep exact. This rank alone may see it, and calls the guard as the
+        others do. Another training is told to them where the guard's loader is iterated next (`_other_training`)."""
+        goes_on = self._state is AdoptionState.IN_PASS or (self._steered is not None and not self._steered.over)
+        if goes_on and not self._given_up_by:
             self._signs.note(what, step)
         else:
-            self._signs.end_of_guard(what)
+            self._signs.end_of_guard(what, self._given_up_by, step)
             self._other = what
             self._move(ScriptEvent.OTHER_TRAINING)
 
-    def _leave(self, guard: Guard, what: str) -> None:
-        """The script trains anew. Not collective. Behind an error the guarded training is not complete."""
-        by = self._handed.raised
-        self._signs.given_up(by, guard.step) if by else self._signs.end_of_guard(what)
-        self._move(ScriptEvent.LEAVES)
-        guard.close(given_up=bool(by))
+    def _note_raised(self) -> tuple[()]:
+        """An exception leaves a loop that trains. Returns the kinds that the loop is to catch: none."""
+        in_pass = self._state is AdoptionState.IN_PASS and self._stranger is None
+        if self._loop is self._steered if self._steered is not None else in_pass:
+            self._handed.note_raised()
+        return ()
+
+    @property
+    def _given_up_by(self) -> str:
+        """By which kind of error the script has left the guarded training in its midst; empty: it has not."""
+        loop = self._steered
+        return "" if loop is not None and (loop.over or self._loop is loop) else self._handed.raised

@@ -38,6 +38,7 @@ _MOVES: dict[tuple[AdoptionState, ScriptEvent], AdoptionState] = {
     (AdoptionState.BETWEEN, ScriptEvent.BACKWARD): AdoptionState.ASTRAY,
     (AdoptionState.BETWEEN, ScriptEvent.OTHER_TRAINING): AdoptionState.ELSEWHERE,
     (AdoptionState.IN_PASS, ScriptEvent.PASS_ENDED): AdoptionState.BETWEEN,
+    (AdoptionState.IN_PASS, ScriptEvent.OTHER_TRAINING): AdoptionState.ELSEWHERE,
     (AdoptionState.ASTRAY, ScriptEvent.PASS_BEGAN): AdoptionState.IN_PASS,
     (AdoptionState.ASTRAY, ScriptEvent.OTHER_TRAINING): AdoptionState.ELSEWHERE,
 }

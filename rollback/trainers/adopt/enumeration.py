@@ -19,8 +19,8 @@ class HandedOut:
     begun, empty ones too. limited: whether the newest one had as many batches as `limit` allows, so that the script has
     not broken it off. untrained: whether the first batch of an epoch was among them, and nothing was computed since
     that trains. gathers: whether the script takes a further batch of an update, of which it has the first. raised: by
-    which kind of error it has left a loop that trains, until it has another batch. holds: whether the loop of the
-    newest pass gathers the batches of an update in a list."""
+    which kind of error it has left the guarded loop, until it has another batch. holds: whether the loop of the newest
+    pass gathers the batches of an update in a list."""
 
     guard: Guard | None = None
     batches: int = 0
@@ -70,12 +70,11 @@ class HandedOut:
         self.batches, self.raised = self.batches + 1, ""
         self.untrained = self.untrained or guard.batch_in_epoch == 0
 
-    def note_raised(self) -> tuple[()]:
-        """An exception leaves a loop that trains. Returns the kinds that the loop is to catch: none."""
+    def note_raised(self) -> None:
+        """The exception in hand leaves the loop over the guard."""
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             self.raised = type(error).__name__
-        return ()
 
     def falls_short(self) -> bool:
         """Whether the newest pass, which is at its end, was of less than an epoch: the run stands behind it, it began

@@ -80,25 +80,22 @@ class ScriptSigns:
             self.refuse(error)
         self.say(error.message)
 
-    def end_of_guard(self, what: str) -> None:
-        """The guarded training is over, and the script begins another one: it ends, or goes on without a guard."""
-        error = as_error(what)
-        if self._strict:
-            self.refuse(error)
-        self._notice(f"not protected from here on: {error.message}")
+    def end_of_guard(self, what: str, given_up_by: str = "", step: int = EARLY) -> None:
+        """The guarded training is over, and the script begins another one: it ends, or goes on without a guard.
 
-    def given_up(self, by: str, step: int) -> None:
-        """An error has ended the guarded training, and the script begins another one, as with smaller batches when
-        memory runs out. It ends, or goes on without a guard."""
-        error = UsageError(
-            f"the script has left its training by an error ({by}) at step {step}, and begins another one: what is "
-            "kept is the training that it has given up, and the run is not complete",
-            hint="give the script what it can train with from its start, as a smaller batch, and a run directory of "
-            "its own (--run)",
-        )
-        if self._strict or step < EARLY:
+        given_up_by: the kind of error that ended it in its midst, at this step, as where memory ran out."""
+        error, then = as_error(what), ""
+        if given_up_by:
+            error = UsageError(
+                f"the script has left its training by an error ({given_up_by}), and begins another one: the first is "
+                "given up, and the run is not complete",
+                hint="if it cannot train as it began, begin with what it can train with, as a smaller batch. If the "
+                "error is meant as the end of the training, have a script of its own for what is trained behind it",
+            )
+            then = f". What to do: {error.hint}"
+        if self._strict or (given_up_by and step < EARLY):
             self.refuse(error)
-        self._notice(f"not protected from here on: {error.message}. To have it protected, {error.hint}")
+        self._notice(f"not protected from here on: {error.message}{then}")
 
     def nothing_guarded(self) -> None:
         """The script has trained and is through, and no guard was made: it ends with that, or that is said."""
@@ -187,6 +184,10 @@ def begins_elsewhere(begun: int, first: int) -> str:
         f"the script begins with epoch {begun} now, and the run began with epoch {first}: it seems to load a snapshot "
         "of its own. The guard's epochs go on where the run stands, and are numbered as the run began"
     )
+
+
+def left_epochs(epoch: int, epochs: int) -> str:
+    return f"the script has left its loop over epochs by itself, in epoch {epoch} of {epochs}. {LEFT_BEHIND}"
 
 
 def not_led(where: str) -> str:

@@ -13,7 +13,7 @@ from itertools import islice
 from types import CodeType, ModuleType
 
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import begins_at, catches_end, cycles_at, demands_item
+from rollback.source.nodes import begins_at, catches_end, comes_to, cycles_at, demands_item
 from rollback.source.own_counters import OwnCounter, own_counters
 from rollback.source.steering import steered
 from rollback.system.frames import is_own, own_callers
@@ -113,7 +113,7 @@ class ScriptSources:
 
     def is_here(self, counter: OwnCounter) -> bool:
         """Whether it counts the batches of a loop that iterates the loader now, or that comes next."""
-        return any(loops.comes_to(counter.loop, line) for _, loops, line in self._callers())
+        return any(comes_to(loops.tree, counter.loop, line) for _, loops, line in self._callers())
 
     def ends_by_led_count(self) -> bool:
         """Whether it is a count that is led by which a training loop ends, for all that can be seen."""

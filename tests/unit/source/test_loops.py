@@ -140,6 +140,28 @@ def test_a_loop_over_batches_that_a_call_gives_its_function_is_part_of_an_update
     assert [loop.lineno for loop in loops.batches] == ([] if taken else [2])
 
 
+TRAIN_EPOCH = "def train_epoch(data):\n  for x in data:\n    f(x).backward()\n    optimizer.step()\n"
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "if overfit:\n  train_epoch([next(iter(loader))])\nelse:\n  for e in range(3):\n    train_epoch(loader)",
+        "def main():\n  data = list(next(iter(loader)))\n  for e in range(3):\n    train_epoch(loader)",
+    ],
+)
+def test_a_loop_that_some_call_gives_a_loader_is_the_training_loop(calls: str) -> None:
+    assert [loop.lineno for loop in ScriptLoops(TRAIN_EPOCH + calls).batches] == [2]
+
+
+@pytest.mark.parametrize("given", ["[next(it)]", "loader"])
+def test_functions_that_give_on_what_they_are_given_are_each_looked_at_once(given: str) -> None:
+    """There are 2**40 ways through them."""
+    through = "".join(f"def f{n}(x):\n  f{n - 1}(x)\n  f{n - 1}(x)\n" for n in range(1, 41))
+    source = f"def f0(x):\n  for y in x:\n    f(y).backward()\n{through}f40({given})"
+    assert len(ScriptLoops(source).batches) == (given == "loader")
+
+
 def test_a_loop_over_what_a_method_is_given_is_part_of_an_update_too() -> None:
     loops = ScriptLoops(
         "class T:\n"
@@ -420,6 +442,40 @@ def test_what_limits_a_training_loop_from_outside_is_named_too(
     source: str, named: list[tuple[str, int, bool, bool]]
 ) -> None:
     assert own_counters(ScriptLoops(source)) == [OwnCounter(*given) for given in named]
+
+
+COUNTED_IN_TURNS = """
+for epoch in range(5):
+  it = iter(loader)
+  for i in range(40):
+    x = next(it)
+    f(x).backward()
+    optimizer.step()
+    steps += 1
+  if steps >= 130: break
+"""
+LEFT_BY_VALIDATION = """
+for epoch in range(5):
+  for x in loader: f(x).backward()
+  for x in validation:
+    if shown >= 1: break
+  else:
+    HERE
+  shown += 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        (COUNTED_IN_TURNS, []),
+        (LEFT_BY_VALIDATION.replace("HERE", "pass"), []),
+        (LEFT_BY_VALIDATION.replace("HERE", "if shown > 3: break"), ["shown"]),
+    ],
+)
+def test_what_is_led_or_ends_another_loop_does_not_end_the_epochs(source: str, named: list[str]) -> None:
+    found = own_counters(ScriptLoops(source))
+    assert [counter.name for counter in found if counter.ends and not counter.led] == named
 
 
 def run(source: str, **names: object) -> dict[str, object]:

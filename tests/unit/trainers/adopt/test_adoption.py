@@ -31,7 +31,7 @@ def test_the_script_is_at_its_end_when_it_leaves_all_groups_and_not_one_of_them(
 ) -> None:
     done: list[str] = []
     adoption = Adoption(strict=False)
-    guard = cast(Guard, SimpleNamespace(close=lambda: done.append("closed")))
+    guard = cast(Guard, SimpleNamespace(close=lambda *, given_up: done.append("closed")))
     adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
     adoption._move(ScriptEvent.GUARD_MADE)
 
@@ -48,7 +48,7 @@ def test_a_script_that_leaves_its_loop_over_epochs_early_is_told_what_that_means
 ) -> None:
     """As early stopping does: the epochs that a rollback repeats are counted as bad ones twice."""
     adoption = Adoption(strict=False)
-    guard = cast(Guard, SimpleNamespace(close=lambda: None))
+    guard = cast(Guard, SimpleNamespace(close=lambda *, given_up: None))
     adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
     adoption._steered = loop = EpochLoop(range(3), lambda loop: None)
     adoption._move(ScriptEvent.GUARD_MADE)
@@ -78,16 +78,63 @@ def test_a_training_behind_an_error_gives_up_the_first_one_whose_run_is_not_comp
     try:
         raise MemoryError if error else StopIteration
     except (MemoryError, StopIteration):
-        assert adoption._handed.note_raised() == ()
+        assert adoption._note_raised() == ()
     if step < EARLY:
-        with pytest.raises(UsageError, match=r"an error \(MemoryError\) at step 50"):
+        with pytest.raises(UsageError, match=r"an error \(MemoryError\), and begins another"):
             adoption._sign("trains on two loaders", step)
         return
     adoption._sign("trains on two loaders", step)
     out = capsys.readouterr().err
-    assert closed == ([True] if error else [])
+    assert not closed, "the other ranks may wait in the guard"
+    if error:
+        adoption.end()
+        assert closed == [True]
     assert ("not protected from here on" in out and "the run is not complete" in out) is error
     assert ("goes on under guard" in out) is not error
+
+
+@pytest.mark.parametrize("steered", [True, False])
+def test_an_error_of_a_training_behind_the_guarded_one_gives_up_nothing(
+    steered: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adoption, closed = Adoption(strict=False), list[bool]()
+    guard = cast(Guard, SimpleNamespace(step=50, close=lambda *, given_up: closed.append(given_up)))
+    adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
+    for event in (ScriptEvent.GUARD_MADE, ScriptEvent.PASS_BEGAN, ScriptEvent.PASS_ENDED):
+        adoption._move(event)
+    if steered:
+        adoption._steered = EpochLoop(range(1), lambda loop: None)
+        list(adoption._steered)
+    try:
+        raise MemoryError
+    except MemoryError:
+        adoption._note_raised()
+    adoption._sign("trains on two loaders", 50)
+    adoption.end()
+    out = capsys.readouterr().err
+    assert "trains on two loaders" in out
+    assert "given up" not in out
+    assert closed == [False]
+
+
+def test_an_error_that_one_rank_catches_in_its_loop_over_epochs_does_not_take_it_out_of_the_guard(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others go on in the guard's collectives, and wait for it."""
+    adoption = Adoption(strict=False)
+    guard = cast(Guard, SimpleNamespace(step=150))  # that cannot be closed
+    adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
+    adoption._steered = loop = EpochLoop(range(3), lambda loop: None)
+    monkeypatch.setattr(Adoption, "_loop", loop)
+    adoption._move(ScriptEvent.GUARD_MADE)
+    adoption._move(ScriptEvent.PASS_BEGAN)
+    try:
+        raise MemoryError
+    except MemoryError:
+        adoption._note_raised()
+    adoption._sign("trains on two loaders", 150)
+    assert "It goes on under guard" in capsys.readouterr().err
+    assert adoption._guarded is not None
 
 
 def watched_trainer(adoption: Adoption) -> Any:

@@ -21,7 +21,7 @@ BACKWARD = ScriptEvent.BACKWARD
         ([MADE, BEGAN, ENDED, BACKWARD], AdoptionState.ASTRAY),
         ([MADE, BEGAN, ENDED, BACKWARD, BEGAN], AdoptionState.IN_PASS),
         ([MADE, BEGAN, BEGAN], AdoptionState.IN_PASS),  # one was broken off
-        ([MADE, BEGAN, ScriptEvent.OTHER_TRAINING], AdoptionState.IN_PASS),
+        ([MADE, BEGAN, ScriptEvent.OTHER_TRAINING, BACKWARD], AdoptionState.ELSEWHERE),  # it was left by an error
         ([MADE, BEGAN, ENDED, ScriptEvent.OTHER_TRAINING, BACKWARD, BEGAN], AdoptionState.ELSEWHERE),
         ([MADE, BEGAN, ScriptEvent.LEAVES, ENDED, BACKWARD, BEGAN], AdoptionState.LEFT),
     ],
