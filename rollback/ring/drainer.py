@@ -139,8 +139,8 @@ class Drainer:
         """Why something could not be copied, in words; None: the ring has taken what was copied last."""
         self.unfit: RunDoesNotFit | None = None
         """Why this run may not write there any more; None: it may."""
-        self.has_final = False
-        """Whether the ring was seen to hold the final state of a complete run, whoever has put it there."""
+        self.final_there: str | None = None
+        """The final state of a complete run, where the ring was seen to hold it, whoever has put it there."""
         self._phase = Phase.FOLLOWING
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="rollback-drainer", daemon=True)
@@ -237,7 +237,7 @@ class Drainer:
             if name is None or phase is Phase.CLOSING:
                 break
             self._drain(name)
-        self.has_final = self._history.final in self._ring.held()
+        self.final_there = self._history.final if self._history.final in self._ring.held() else None
         # What cannot be deleted there keeps nothing else up, and is told behind it.
         refused = _refusal(self._evict_surplus)
         due = time.monotonic() - self._record_at >= _RECORD_EVERY

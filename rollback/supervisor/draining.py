@@ -107,7 +107,7 @@ class Draining:
         paths, url = self._paths, self._url
         if name is None or (url is None and paths.checkpoint(name).exists()):
             return None
-        if self._drainer is not None and self._drainer.has_final:
+        if self._drainer is not None and self._drainer.final_there == name:
             return None
         journals = (fold_journal(path).history for path in (paths.train_journal, paths.supervisor_journal))
         if name in in_durable_ring(*journals, place=None if url is None else url.rstrip("/")):

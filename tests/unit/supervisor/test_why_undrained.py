@@ -21,7 +21,7 @@ from rollback.system.threads import start_thread
 class Copying:
     """A drainer that is never through with its work, or at once."""
 
-    has_final = False
+    final_there: str | None = None
 
     def __init__(self, trouble: str | None, *, done: bool, unfit: RunDoesNotFit | None = None) -> None:
         self.trouble, self._done, self.unfit = trouble, done, unfit
@@ -145,9 +145,10 @@ def test_a_final_state_that_is_not_where_the_ring_is_told_with_where_it_is(
     (here := paths.checkpoint(name)).mkdir(parents=True)
     told = None if url is None else f"not at {url} (nobody answers): it is in {here}, and the same command copies it"
     assert side.lacks(name) == told
-    drainer.has_final = True
+    drainer.final_there = name
     assert side.lacks(name) is None
-    drainer.has_final = False
+    drainer.final_there = "c000000-s00000005"  # that of before the run was asked for more
+    assert side.lacks(name) == told
     with contextlib.closing(Journal(paths.supervisor_journal, 1)) as journal:
         journal.append(Drained(checkpoint=name, step=10, place="memory://bucket/run", bytes=1, seconds=0.1))
     assert side.lacks(name) is None
