@@ -352,13 +352,13 @@ class ScriptLoops:
             return
         names = [each.arg for each in (*function.args.posonlyargs, *function.args.args) if each.arg != "self"]
         for call in ast.walk(self.tree):
-            if isinstance(call, ast.Call) and self._called(call) == function.name:
+            if isinstance(call, ast.Call) and self.called(call) == function.name:
                 given = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
                 yield from ((call, ast.Assign([ast.Name(name, ast.Store())], value)) for name, value in given if name)
 
     def _gathers(self, value: ast.AST) -> bool:
         """Whether it calls a function of the file that makes a list of what `next` gives."""
-        called = self._functions.get(self._called(value) or "", [])
+        called = self._functions.get(self.called(value) or "", [])
         bodies = [node for function in called for node in ast.walk(function)]
         gives = any(isinstance(node, _PASSES_ON) or is_backward(node) for node in bodies)
         return not gives and any(is_call_of(node, "next") for node in bodies)
@@ -378,7 +378,7 @@ class ScriptLoops:
         while pending:
             for node in ast.walk(pending.pop()):
                 yield node
-                for function in self._functions.get(self._called(node) or "", []):
+                for function in self._functions.get(self.called(node) or "", []):
                     if id(function) not in entered:
                         entered.add(id(function))
                         pending += function.body
@@ -386,7 +386,8 @@ class ScriptLoops:
     def _has_optimizer(self, loop: ast.For) -> bool:
         return any(names_update(node) for node in self.reached(loop))
 
-    def _called(self, node: ast.AST) -> str | None:
+    def called(self, node: ast.AST) -> str | None:
+        """The name of the function of this file that a call may mean."""
         match node:
             case ast.Call(func=ast.Name(id=name)):
                 return name

@@ -32,6 +32,14 @@ def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
             yield from of_scope(node)
 
 
+def blocks_in(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    """All lists of statements: bodies, and what is behind `else`, `except`, `finally`."""
+    for node in ast.walk(tree):
+        for _, value in ast.iter_fields(node):
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                yield value
+
+
 def is_call_of(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
@@ -86,11 +94,8 @@ def cycles_at(tree: ast.AST, line: int) -> bool:
 
 def comes_to(tree: ast.AST, loop: Loop | None, line: int) -> bool:
     """Whether who is at this line is in the loop, or beside it in the block that has it."""
-    blocks = (
-        block for node in ast.walk(tree) for _, block in ast.iter_fields(node)
-        if isinstance(block, list) and loop in block
-    )  # fmt: skip
-    return any(part.lineno <= line <= part.end_lineno for block in blocks for part in block)
+    blocks = (block for block in blocks_in(tree) if loop in block)
+    return any(part.lineno <= line <= (part.end_lineno or 0) for block in blocks for part in block)
 
 
 def limits_or_counts(call: ast.Call) -> bool:
@@ -124,19 +129,6 @@ def names_update(node: ast.AST) -> bool:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return "optim" in name.lower() or name == "zero_grad"
     return False
-
-
-def begins_anew(name: str, line: int, loop: Loop) -> bool:
-    """Whether each turn of a loop sets that variable, in its head or at its body's top, in front of `line`."""
-    heads: list[ast.AST] = [loop.target] if isinstance(loop, ast.For) else []
-    for part in loop.body:
-        if isinstance(part, ast.Assign) and part.lineno < line and (name, ast.Load) not in _variables(part.value):
-            heads += part.targets
-    return any((name, ast.Store) in _variables(head) for head in heads)
-
-
-def _variables(tree: ast.AST) -> set[tuple[str, type[ast.expr_context]]]:
-    return {(node.id, type(node.ctx)) for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def is_backward(node: ast.AST) -> bool:

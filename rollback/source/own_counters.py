@@ -8,176 +8,98 @@ import ast
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from rollback.source.carried import names_in
+from rollback.source.led_variables import Dependence, carried, counts_in, innermost, led_variables, steering_names
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import (
-    Loop,
-    begins_anew,
-    has_range,
-    is_call_of,
-    last_name,
-    limits_or_counts,
-    names_update,
-    of_scope,
-)
+from rollback.source.nodes import Loop, has_range, is_call_of, last_name, limits_or_counts
 
 
 @dataclass(frozen=True)
 class OwnCounter:
-    """What counts the script's batches or updates beside the guard: a variable that it adds 1 to, a `range`.
+    """What counts the script's batches or updates beside the guard, a variable that it adds 1 to, a `range`; or what it
+    carries from turn to turn, and trains by.
 
-    ends: it decides when the loop is left. led: it is what it was, where `steered` has changed this file. loop: whose
-    batches it counts.
+    ends: it decides when the loop is left. led: it is what it was, where `steered` has changed this file. counts:
+    whether it counts. loop: whose turns.
     """
 
     name: str
     line: int
     ends: bool
     led: bool = False
+    counts: bool = True
     loop: Loop | None = field(default=None, compare=False, repr=False)
 
 
-@dataclass(frozen=True)
-class LedCount:
-    """A variable, or an attribute of one, that a training loop adds 1 to, and that nothing sets while the training goes
-    on. loop: with the batch in hand at its top, or behind `taking`, the statements that take one by `next`."""
-
-    name: str
-    loop: Loop
-    added: tuple[ast.AugAssign, ...]
-    taking: tuple[ast.stmt, ...]
-
-
 def own_counters(loops: ScriptLoops) -> list[OwnCounter]:
-    """Of the training loops: what is added up in their bodies, and what limits them from outside."""
+    """Of the training loops: what their turns carry, and what limits them from outside."""
     found: dict[tuple[str, bool], OwnCounter] = {}
-    led = {count.name for count in led_counts(loops)}
-    added = (item for loop in loops.training for item in _added(loops, loop, led))
-    for counter in (*_limiting(loops), *_numbered(loops), *added, *_of_epochs(loops, led)):
+    for counter in (*_limiting(loops), *_numbered(loops), *_carried(loops), *_of_stoppers(loops)):
         found.setdefault((counter.name, counter.led), counter)
     return list(found.values())
 
 
-def led_counts(loops: ScriptLoops) -> list[LedCount]:
-    """Those of a file. Not where two of its training loops count by one name: they may not mean the same."""
-    found = [count for loop in loops.training for count in _led(loops, loop)]
-    names = [count.name for count in found]
-    return [count for count in found if names.count(count.name) == 1]
-
-
-def _led(loops: ScriptLoops, loop: Loop) -> Iterator[LedCount]:
-    own = [node for part in loop.body for node in (part, *of_scope(part))]
-    inner = {id(node) for node in own if node in loops.training for node in ast.walk(node)}
-    added: dict[str, list[ast.AugAssign]] = {}
-    for node in own:
-        match node:
-            case ast.AugAssign(
-                op=ast.Add(), value=ast.Constant(value=int(1)), target=ast.Name() | ast.Attribute(ast.Name()) as target
-            ):
-                added.setdefault(ast.unparse(target), []).append(node)
-    taking = tuple(part for part in loop.body if any(is_call_of(node, "next") for node in ast.walk(part)))
-    if loop not in loops.batches and not taking:
-        return  # what it calls takes the batch, and may look at the count there
-    beside = {ast.unparse(node) for part in taking for node in ast.walk(part) if isinstance(node, ast.expr)}
-    for name, nodes in added.items():  # beside the call that takes the batch a count is what it was before that
-        if name not in beside and not any(id(node) in inner for node in nodes) and _is_runs(loops, loop, name, nodes):
-            yield LedCount(name, loop, tuple(nodes), taking)
-
-
-def _is_runs(loops: ScriptLoops, loop: Loop, name: str, added: list[ast.AugAssign]) -> bool:
-    """Whether a count goes on through the whole run: nothing sets it in this loop or in one around it, nor in what
-    these call; and a function that has it as its own variable runs once, as far as the file tells."""
-    root, _, attribute = name.rpartition(".")
-    led = {id(node.target) for node in added}
-    around = loops.around(loop)
-    for node in (node for each in (loop, *around) for node in (*ast.walk(each), *loops.reached(each))):
-        if id(node) in led or not isinstance(getattr(node, "ctx", None), ast.Store):
-            continue
-        if isinstance(node, ast.Name) and node.id in (name, root):
-            return False
-        if isinstance(node, ast.Attribute) and attribute and root and node.attr == attribute:
-            return False
-    function = loops.function_of(loop)
-    if function is None or root:
-        return True
-    arguments = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
-    nested = any(each in of_scope(function) for each in around)
-    return name not in arguments and (nested or loops.runs_once(loop))
-
-
-def _added(loops: ScriptLoops, loop: Loop, led: Collection[str]) -> Iterator[OwnCounter]:
-    """What outlives a turn of the loop. In what it calls, attributes alone: a patience, which its variables do not
-    outlive."""
-    deciding, own = _deciding(loops, loop), {id(node): node for node in ast.walk(loop)}
-    for node in (*own.values(), *loops.reached(loop)):
-        match node:
-            case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=target):
-                name = ast.unparse(target)
-                stays = id(node) in own and not begins_anew(name, node.lineno, loop)
-                if stays or isinstance(target, ast.Attribute):
-                    yield OwnCounter(name, node.lineno, name in deciding, name in led, loop)
-            case ast.If(test=test, body=[*body]) if id(node) in own:  # `if i - last >= n: update(); last = i`
-                inside = [item for part in body for item in ast.walk(part)]
-                asked = {
-                    ast.unparse(item.right)
-                    for item in ast.walk(test)
-                    if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Sub)
-                }
-                for item in inside if any(map(names_update, inside)) else ():
-                    if isinstance(item, ast.Assign) and (name := ast.unparse(item.targets[0])) in asked:
-                        yield OwnCounter(name, item.lineno, name in deciding, name in led, loop)
-
-
-def _of_epochs(loops: ScriptLoops, led: Collection[str]) -> Iterator[OwnCounter]:
-    """By which a loop over epochs is left, behind their batches: a patience. What is led is none."""
-    for epochs in loops.steerable:
-        deciding = _deciding(loops, epochs)
-        inner = [loop for loop in ast.walk(epochs) if loop in loops.training and loop is not epochs]
-        inside = {id(node) for loop in inner for node in ast.walk(loop)}
-        for node in ast.walk(epochs):
+def _carried(loops: ScriptLoops) -> Iterator[OwnCounter]:
+    """What outlives a turn of a loop, and steers or counts. In what it calls, counts that are attributes alone: a
+    patience, which the variables of a method do not outlive."""
+    led = led_variables(loops)
+    for loop in (*innermost(loops), *loops.steerable):
+        deciding, steering, counts = _deciding(loops, loop), steering_names(loops, loop), counts_in(loop)
+        own = {variable.name: variable for variable in led if variable.loop is loop}
+        taken = {name for node in ast.walk(loop) if is_call_of(node, "next") for name in names_in(node.args[0])}
+        for name, line in carried(loops, loop).items():
+            trains = loop in loops.training and (name in counts or name in steering)
+            if name not in taken and (trains or name in deciding):
+                yield OwnCounter(name, line, name in deciding, name in own, name in counts, loop)
+        known = {id(node) for node in ast.walk(loop)}
+        for node in loops.reached(loop) if loop in loops.training else ():
             match node:
-                case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=target) if id(node) not in inside:
-                    name = ast.unparse(target)
-                    if name in deciding and name not in led and not begins_anew(name, node.lineno, epochs):
-                        yield OwnCounter(name, node.lineno, True, False, epochs)
-        yield from _of_stoppers(loops, epochs, deciding)
+                case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=ast.Attribute() as target):
+                    if id(node) not in known and (name := ast.unparse(target)) not in own:
+                        yield OwnCounter(name, node.lineno, name in deciding, loop=loop)
 
 
-def _of_stoppers(loops: ScriptLoops, epochs: ast.For, deciding: Collection[str]) -> Iterator[OwnCounter]:
-    """What an object counts by which a loop over epochs is left, `if stopper.stop: break`, where the loop does not make
-    it and the file has its class."""
+def _of_stoppers(loops: ScriptLoops) -> Iterator[OwnCounter]:
+    """What objects count by which loops over epochs are left."""
+    for epochs in loops.steerable:
+        asked = {name for test in _ending(loops, epochs) for name in names_in(test)}
+        yield from _of_stopper(loops, epochs, asked)
+
+
+def _of_stopper(loops: ScriptLoops, epochs: ast.For, asked: Collection[str]) -> Iterator[OwnCounter]:
+    """`if stopper.stop: break`, where the loop does not make that object: what its class counts, if the file has it."""
     anew = {id(node) for node in ast.walk(epochs)}
     trains = {id(node) for loop in loops.training for node in loops.reached(loop)}
     made = {
         last_name(node.value) for node in ast.walk(loops.tree)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and id(node) not in anew
-        and any(ast.unparse(target) in deciding for target in node.targets)
+        and any(ast.unparse(target) in asked for target in node.targets)
     }  # fmt: skip
     classes = (node for node in ast.walk(loops.tree) if isinstance(node, ast.ClassDef) and node.name in made)
     for node in (item for each in classes for item in ast.walk(each) if id(item) not in trains):
         match node:
             case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=ast.Attribute() as target):
-                yield OwnCounter(ast.unparse(target), node.lineno, True, False, epochs)
+                yield OwnCounter(ast.unparse(target), node.lineno, ends=True, loop=epochs)
 
 
 def _numbered(loops: ScriptLoops) -> Iterator[OwnCounter]:
     for loop in loops.batches:
         if (counted := loops.enumerated(loop)) is not None:
             ends = counted[0] in _deciding(loops, loop)
-            yield OwnCounter(counted[0], loop.lineno, ends, not loops.carries_on(loop), loop)
+            yield OwnCounter(counted[0], loop.lineno, ends, not loops.carries_on(loop), loop=loop)
 
 
 def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
     """What the loop, or a `while` around it, is ended by."""
+    return Dependence(loops, ast.walk(loop)).names_for(_ending(loops, loop))
+
+
+def _ending(loops: ScriptLoops, loop: Loop) -> list[ast.expr]:
     leaving = set(_leaving(loop.body))
     ends = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and not leaving.isdisjoint(ast.walk(node))]
     turning = (node for node in ast.walk(loops.tree) if isinstance(node, ast.While))
     ends += [node.test for node in turning if node is loop or any(item is loop for item in loops.reached(node))]
-    return {
-        ast.unparse(item)
-        for test in ends
-        for item in ast.walk(test)
-        if isinstance(item, ast.Name | ast.Attribute | ast.Subscript)
-    }
+    return ends
 
 
 def _leaving(nodes: Iterable[ast.AST], *, inner: bool = False) -> Iterator[ast.AST]:
@@ -208,10 +130,10 @@ def _limiting(loops: ScriptLoops) -> Iterator[OwnCounter]:
         for call in ast.walk(batches.iter):
             if isinstance(call, ast.Call) and limits_or_counts(call):
                 ends = not is_call_of(call, "zip") or has_range(call)
-                yield OwnCounter(ast.unparse(call), call.lineno, ends, call in ours, batches)
+                yield OwnCounter(ast.unparse(call), call.lineno, ends, call in ours, loop=batches)
     led = [*loops.steerable, *(each.loop for each in loops.by_turns)]
     epochs = [loop for loop in loops.drawing if loop in loops.steerable or _begins_iterator(loops, loop)]
     for loop in loops.drawing:
         parts = any(each in loops.training and each not in epochs for each in loops.around(loop))
         if not parts and (loop in led or loop not in epochs):  # parts of an update are begun anew for each
-            yield OwnCounter(ast.unparse(loop.target), loop.lineno, True, loop in led, loop)
+            yield OwnCounter(ast.unparse(loop.target), loop.lineno, True, loop in led, loop=loop)

@@ -1,25 +1,34 @@
 """A script, or a module of its own, with a few expressions added to its loops, by which they are led."""
 
 import ast
+from dataclasses import dataclass
 
+from rollback.source.led_variables import LedVariable, led_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import Loop
-from rollback.source.own_counters import LedCount, led_counts
+from rollback.source.nodes import Loop, blocks_in
 
 EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
 ENUMERATE, LIMIT = "__rollback_enumerate__", "__rollback_limit__"
-COUNT, RAISED = "__rollback_count__", "__rollback_raised__"
+BY_BATCH, BY_EPOCH, RAISED = "__rollback_by_batch__", "__rollback_by_epoch__", "__rollback_raised__"
 TURNS, TAKE, TURNED = "__rollback_turns__", "__rollback_take__", "__rollback_turned__"
 """Names under which a script that `steered` has changed finds what steers it."""
 
 
-def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.Module, dict[str, int | None]]:
-    """The script, or a module of its own, with its loops over epochs and its counts of batches steered; and the names
-    of these counts, with what each begins with, where the source tells.
+@dataclass(frozen=True)
+class Steered:
+    """A file whose loops are led. turns: the names of counts of turns. variables: what loops carry, by a name each."""
+
+    tree: ast.Module
+    turns: list[str]
+    variables: dict[str, LedVariable]
+
+
+def steered(source: str, filename: str, *, is_script: bool = True) -> Steered:
+    """The script, or a module of its own, with its loops steered, and what they carry from turn to turn.
 
     EPOCHS is told the epochs' range and where the loop is, MOVED begins another one, ENUMERATE and LIMIT know where in
-    the data a batch is, COUNT what a count was there. TAKE takes a batch, and TURNS gives its number; where a batch has
-    another number than its turn, TURNED begins the one that has.
+    the data a batch is, BY_BATCH and BY_EPOCH what a variable was there. TAKE takes a batch, and TURNS gives its
+    number; where a batch has another number than its turn, TURNED begins the one that has.
 
         for epoch in range(10):         for epoch in __rollback_epochs__(range(10), "script.py", 1):
             BODY                            try:
@@ -31,10 +40,13 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.
         for batch in islice(loader, 10):        for batch in __rollback_limit__(islice, loader, 10):
 
         for batch in loader:            for batch in loader:
-            BODY                            try: steps += __rollback_count__(steps, 0, "steps", "script.py")
-            steps += 1                      except (NameError, AttributeError): pass
+            BODY                            try: beta = __rollback_by_batch__(lambda: beta, NAME, FILE)
+            beta *= 0.9                     except (NameError, AttributeError): pass
                                             BODY
-                                            steps += __rollback_count__(steps, 1, "steps", "script.py")
+                                            beta *= 0.9
+
+    Behind a loop over batches the same is asked: it may have had none. BY_EPOCH is asked at the top of an epoch, and
+    told the line of its loop.
 
         for i in range(40):             for i in __rollback_turns__(range(40), "script.py", 1, False, ""):
             batch = next(batches)           try:
@@ -54,9 +66,10 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.
             limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
     for call in loops.enumerations():
         call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
-    counts = led_counts(loops)
-    for count in counts:
-        _lead(count, filename)
+    variables = _named(led_variables(loops))
+    blocks = {id(part): block for block in blocks_in(loops.tree) for part in block}
+    for name, variable in reversed(variables.items()):
+        _lead(name, variable, filename, blocks[id(variable.loop)])
     several = [each.loop for each in loops.by_turns if each.several]
     for turning in loops.by_turns:
         for call in turning.takes:
@@ -69,9 +82,7 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> tuple[ast.
         _number(loop, numbers, EPOCHS, MOVED, filename)
     for training in {*loops.training, *loops.steerable}:
         _catch(training, ast.Call(ast.Name(RAISED, ast.Load()), [], []), ast.Pass())
-    begin: dict[str, int | None] = {count.name: None for count in counts}
-    begin |= {_turns_of(place): 0 for place in range(len(several))}
-    return ast.fix_missing_locations(loops.tree), begin
+    return Steered(ast.fix_missing_locations(loops.tree), [*map(_turns_of, range(len(several)))], variables)
 
 
 def _turns_of(place: int) -> str:
@@ -79,31 +90,34 @@ def _turns_of(place: int) -> str:
     return f"turns of loop {place + 1}"
 
 
-def _lead(count: LedCount, filename: str) -> None:
-    """What is added to a count, and nothing where its loop has a new batch, makes it what it is there in the data. It
-    may not be there yet at the loop's top."""
+def _named(variables: list[LedVariable]) -> dict[str, LedVariable]:
+    """Each by its name and its loop's place among those in the file."""
+    loops = list({id(variable.loop): None for variable in variables})
+    return {f"{variable.name} of loop {loops.index(id(variable.loop)) + 1}": variable for variable in variables}
 
-    def by(added: int) -> str:
-        return f"{count.name} += {COUNT}({count.name}, {added}, {count.name!r}, {filename!r})"
+
+def _lead(name: str, variable: LedVariable, filename: str, block: list[ast.stmt]) -> None:
+    """Ask for what a variable was wherever its loop may have come to another place in the data: where a turn begins,
+    and, in a training loop, where it has a batch or has ended. It may not be there yet. block: that has the loop."""
+    place = [ast.Constant(filename), *([] if variable.by_batch else [ast.Constant(variable.loop.lineno)])]
+    by = BY_BATCH if variable.by_batch else BY_EPOCH
 
     def asked(at: ast.stmt) -> ast.stmt:
-        (statement,) = ast.parse(f"try: {by(0)}\nexcept (NameError, AttributeError): pass").body
+        read = f"{variable.name} = {by}(lambda: {variable.name}, {name!r})"
+        (statement,) = ast.parse(f"try: {read}\nexcept (NameError, AttributeError): pass").body
+        call = next(node for node in ast.walk(statement) if isinstance(node, ast.Call))
+        call.args += place
         for node in ast.walk(statement):
             if "lineno" in node._attributes:
                 ast.copy_location(node, at)
         return statement
 
-    for node in count.added:
-        (statement,) = ast.parse(by(1)).body
-        assert isinstance(statement, ast.AugAssign)
-        node.value = ast.copy_location(statement.value, node.value)
-        for part in ast.walk(node.value):
-            if "lineno" in part._attributes:
-                ast.copy_location(part, node)
-    body = count.loop.body
-    for part in count.taking:
+    body = variable.loop.body
+    for part in variable.taking:
         body.insert(body.index(part) + 1, asked(part))
     body.insert(0, asked(body[0]))
+    if variable.by_batch:
+        block.insert(block.index(variable.loop) + 1, asked(variable.loop))
 
 
 def _number(loop: ast.For, numbers: ast.expr, by: str, ended_by: str, filename: str, *others: bool | str) -> None:

@@ -29,21 +29,21 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
-from rollback.source.steering import COUNT, ENUMERATE, EPOCHS, LIMIT, MOVED, RAISED, TAKE, TURNED, TURNS
+from rollback.source import steering
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.trainers.adopt import signs
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
-from rollback.trainers.adopt.counts import Counts, Turned, TurningLoops
+from rollback.trainers.adopt.carried import CarriedVariables
+from rollback.trainers.adopt.counts import Turned, TurningLoops
 from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
 from rollback.trainers.adopt.epochs import CountedPasses, EpochLoop, EpochLoops, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
-from rollback.trainers.adopt.other_loaders import OtherBatches, described
 from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.plan import Adopted, plan_for
-from rollback.trainers.adopt.script_pass import ScriptPass
+from rollback.trainers.adopt.script_pass import OtherBatches, ScriptPass, described
 from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
 from rollback.trainers.protect import protect_once
@@ -55,7 +55,6 @@ class Adoption:
     def __init__(self, *, strict: bool) -> None:
         self.made = MadeObjects()
         self.losses = UntoldLosses()
-        self._sources = ScriptSources()
         self._signs = ScriptSigns(strict=strict)
         self._state = AdoptionState.WATCHED
         self._adopted: Adopted | None = None
@@ -66,10 +65,11 @@ class Adoption:
         self._handed = HandedOut()
         self.own_resume = OwnResume(self._handed, self._signs)
         self._counted = CountedPasses()
-        self._counts = Counts(self._handed, self._signs.say)
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
         self._loops = EpochLoops(self.made.note)
+        self._carried = CarriedVariables(self._handed, self._loops.begun, self._signs.carries)
+        self._sources = ScriptSources(self._carried.add)
         self._steered: EpochLoop | None = None
         """The one that the guard leads."""
 
@@ -83,14 +83,14 @@ class Adoption:
     # The script ------------------------------------------------------------------------------------------------------
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
-        """Compile it, with its epochs and its counts of batches steered, as are those of the modules that it imports.
-
-        Raises SyntaxError as Python does."""
-        turns = TurningLoops(self._handed, self._counts, self._sources.demands)
-        led: dict[str, Any] = {ENUMERATE: partial(numbered, self._handed), LIMIT: partial(limit, self._handed)}
-        led |= {EPOCHS: self._loops.epochs, MOVED: EpochMoved, COUNT: self._counts.added}
-        led |= {TURNS: turns.turns, TAKE: turns.take, TURNED: Turned, RAISED: self._note_raised}
-        vars(builtins).update(led)
+        """Compile it, with its loops steered, as modules that it imports are. Raises SyntaxError as Python does."""
+        turns = TurningLoops(self._handed, self._carried.count_of, self._sources.demands)
+        vars(builtins).update({
+            steering.ENUMERATE: partial(numbered, self._handed), steering.LIMIT: partial(limit, self._handed),
+            steering.EPOCHS: self._loops.epochs, steering.MOVED: EpochMoved, steering.RAISED: self._note_raised,
+            steering.BY_BATCH: self._carried.by_batch, steering.BY_EPOCH: self._carried.by_epoch,
+            steering.TURNS: turns.turns, steering.TAKE: turns.take, steering.TURNED: Turned,
+        })  # fmt: skip
         self._sources.watch_imports()
         return self._sources.read_script(source, filename)
 
@@ -120,10 +120,11 @@ class Adoption:
             if not stays:
                 say(f"{left}; its last update was judged to demand a return. The next attempt goes on from there")
                 raise SystemExit(1)
-            if breaks_off and not self._sources.ends_by_led_count():
+            if breaks_off and not self._sources.ends_by_what_is_led():
                 self._signs.say(f"{left}. {signs.LEFT_BEHIND}")
         given_up = state is AdoptionState.ELSEWHERE and bool(self._given_up_by)
-        if not (breaks_off or given_up) and (loop := self._steered) is not None and loop.place + 1 < len(loop):
+        loop = None if breaks_off or given_up or self._sources.ends_by_what_is_led() else self._steered
+        if loop is not None and loop.place + 1 < len(loop):
             self._signs.say(signs.left_epochs(loop.place + 1, len(loop)))
         guard.close(given_up=given_up)
 
@@ -216,7 +217,7 @@ class Adoption:
             self._signs.refuse(error)
         self._signs.guard = guard
         self._handed.begin(guard)
-        self._counts.keep(guard, self._sources.led_counts())
+        self._carried.keep(guard, self._sources.counts_of_turns())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
         if loop is None and (where := self._sources.left_at()) is not None:
             self._signs.say(signs.not_led(where))
@@ -278,8 +279,7 @@ class Adoption:
                 adopted.loader.iteration = loop.place
         if self._handed.untrained:
             self._signs.note(signs.READS, adopted.guard.step)
-        self._handed.passes += 1
-        self._handed.holds = self._sources.gathers_updates()
+        self._handed.script_begins_pass(holds=self._sources.gathers_updates())
         self.own_resume.pass_begins()
         return self._batches_of(adopted), loop.place if loop is not None else 0
 
@@ -297,7 +297,7 @@ class Adoption:
             self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
             if guard.interrupted:
                 raise EpochMoved from None
-            self._handed.require_none_stale()
+            self._handed.note_end()
             raise
         self._stranger = None
         self._handed.note_batch(guard)

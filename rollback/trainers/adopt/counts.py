@@ -1,16 +1,12 @@
-"""What a script counts by itself, made what it was where the training stands.
-
-`steps += 1`: variables of the script, which only it can set. So the batch that follows a resume or a rollback adds to
-them what is missing (`rollback.source.steering`), and checkpoints have them as values of the script.
+"""The numbers of a script's turns, made what they were where the training stands.
 
 `for i in range(n): batch = next(batches)`: the numbers are those of the batches in the data. A batch that follows a
 resume or a rollback has another number than the turn that takes it. That turn ends, and the next one has this batch and
 its number. Where a turn takes the batches of one update, its number is a count that checkpoints have.
 """
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,82 +17,36 @@ from rollback.trainers.adopt.epochs import in_place_of
 
 
 class Count:
-    """One of them, on one rank. handed: what the script is given of the guard. value: what it begins with, if known."""
+    """The number of a turn that has begun, on one rank, from 0."""
 
-    def __init__(self, handed: HandedOut, value: int | None = None) -> None:
-        self._handed, self._begins, self._value = handed, value, value
+    def __init__(self) -> None:
+        self._value = 0
         """As the script has it now; behind a load, as it is to have it with the next batch."""
-        self._loaded_at: int | None = None
-        """How many batches there were at a load that the script does not know of yet."""
-        self._first: int | None = None
-        """As the script of this process had it with its first batch."""
+        self.owed = False
+        """Whether there was a load that the script does not know of yet."""
+
+    @property
+    def value(self) -> int:
+        return self._value
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self._value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._value, self._loaded_at = state["value"], self._handed.batches
+        self._value, self.owed = state["value"], True
 
     def begin_anew(self) -> None:
-        self.load_state_dict({"value": self._begins})
-
-    @property
-    def owed(self) -> bool:
-        """Whether there was a load that the script does not know of yet."""
-        return self._loaded_at is not None
-
-    def wanted(self, present: int) -> int:
-        """What the script is to have in place of `present`."""
-        wanted = self._first if self._value is None else self._value
-        return present if wanted is None or not self.owed else wanted
+        self.load_state_dict({"value": 0})
 
     def set(self, value: int) -> None:
         """The script has this now, unless it is owed another value."""
         self._value = self._value if self.owed else value
 
-    def after(self, present: int, by: int) -> int:
-        """What the script has behind an addition, which may be of 0. present: what it has."""
-        if self._loaded_at == self._handed.batches:
-            return present + by  # in another loop than that over the guard's batches
-        self._first = present if self._first is None else self._first
-        self._value = self.wanted(present) + by
-        self._loaded_at = None
+    def with_batch(self, present: int) -> int:
+        """What the script has with the batch in hand. present: what it has without a load."""
+        self.set(present)
+        self.owed = False
         return self._value
-
-
-class Counts:
-    """Those of a watched script. say: tells its user something, once."""
-
-    def __init__(self, handed: HandedOut, say: Callable[[str], object]) -> None:
-        self._handed, self._say = handed, say
-        self._counts: dict[tuple[str, str], Count] = {}
-
-    def keep(self, guard: Guard, led: Iterable[tuple[str, str, int | None]]) -> None:
-        """The guard is made: it keeps these from now on, and gives them what they were. led: name and file of each, and
-        what it begins with."""
-        named: dict[str, Count] = {}
-        for name, file, first in led:
-            count = self._counts[name, file] = Count(self._handed, first)
-            text = f"count {name} of {os.path.basename(file)}"
-            named[text if text not in named else f"{text} {len(named)}"] = count
-        guard.keep(**named)
-
-    def of(self, name: str, filename: str) -> Count | None:
-        """None: there is no guard yet, or it is not led."""
-        return self._counts.get((name, filename))
-
-    def added(self, present: Any, by: int, name: str, filename: str) -> int:
-        """What the script adds to one in place of `by`, which is 0 where it has a batch."""
-        count = self.of(name, filename)
-        if count is None or not self._handed.batches:
-            return by
-        if type(present) is not int:
-            self._say(
-                f"the script counts with `{name}` by itself, which is a {type(present).__name__}: a rollback and a "
-                "resume leave that count behind, but for whole numbers"
-            )
-            return by
-        return count.after(present, by) - present
 
 
 class Turned(BaseException):
@@ -183,7 +133,7 @@ class CountedTurns(Turns):
         super().__init__(numbers, first, handed)
         self._count = count
         if (kept := count()) is not None:
-            self._next = kept.wanted(0)
+            self._next = kept.value if kept.owed else 0
 
     def __next__(self) -> int:
         self.in_midst = bool(self.held)
@@ -195,7 +145,7 @@ class CountedTurns(Turns):
         count, number = self._count(), self._next - 1
         if count is None:
             return
-        moved, wanted = count.owed, count.after(number, 0)
+        moved, wanted = count.owed, count.with_batch(number)
         self.moved = self.moved or moved
         if wanted != number or (moved and self.in_midst):  # in the midst of an update it is of another one
             self._next, self.held = wanted, [item]
@@ -204,11 +154,13 @@ class CountedTurns(Turns):
 
 
 class TurningLoops:
-    """Those that a watched script has begun last. demands: whether the script is not prepared for the end of what it
-    takes from."""
+    """Those that a watched script has begun last. count_of: a count by its name and file; None: there is no guard yet.
+    demands: whether the script is not prepared for the end of what it takes from."""
 
-    def __init__(self, handed: HandedOut, counts: Counts, demands: Callable[[], bool]) -> None:
-        self._handed, self._counts, self._demands = handed, counts, demands
+    def __init__(
+        self, handed: HandedOut, count_of: Callable[[str, str], Count | None], demands: Callable[[], bool]
+    ) -> None:
+        self._handed, self._count_of, self._demands = handed, count_of, demands
         self._turns: dict[tuple[str, int], Turns | None] = {}
         """By where they are; None: one that is not led, since its turns have no places in the data."""
 
@@ -222,7 +174,7 @@ class TurningLoops:
             if first is None:  # where this one begins, a later attempt could not know: that one was broken off
                 self._turns[place] = None
                 return numbers
-        count = partial(self._counts.of, counted, filename)
+        count = partial(self._count_of, counted, filename)
         instead, self._turns[place] = in_place_of(
             numbers,
             lambda found: (

@@ -15,7 +15,8 @@ _OF_NO_LOADER = frozenset({list, tuple, range, str, bytes, dict, set})
 
 @dataclass
 class HandedOut:
-    """What the script was given of its guard in this process. guard: None before it has one. passes: those that it has
+    """What the script was given of its guard in this process. guard: None before it has one. draws: how many times it
+    has asked for a batch, and was given one, or told of a pass's end. passes: those that it has
     begun, empty ones too. limited: whether the newest one had as many batches as `limit` allows, so that the script has
     not broken it off. untrained: whether the first batch of an epoch was among them, and nothing was computed since
     that trains. gathers: whether the script takes a further batch of an update, of which it has the first. raised: by
@@ -24,6 +25,7 @@ class HandedOut:
 
     guard: Guard | None = None
     batches: int = 0
+    draws: int = 0
     passes: int = 0
     limited: bool = False
     untrained: bool = False
@@ -56,6 +58,9 @@ class HandedOut:
         if self._stale:
             raise _holds_stale()
 
+    def script_begins_pass(self, *, holds: bool) -> None:
+        self.passes, self.holds = self.passes + 1, holds
+
     def pass_begins(self, guard: Guard) -> None:
         """A pass over the guard, which may go on where the script's has ended early."""
         self.limited = False
@@ -67,8 +72,13 @@ class HandedOut:
         self.require_none_stale()
         if self.batches == self._before:
             self._began = guard.batch - guard.batch_in_epoch
-        self.batches, self.raised = self.batches + 1, ""
+        self.batches, self.draws, self.raised = self.batches + 1, self.draws + 1, ""
         self.untrained = self.untrained or guard.batch_in_epoch == 0
+
+    def note_end(self) -> None:
+        """A pass has no further batch. Raises RollbackError as `require_none_stale` does."""
+        self.require_none_stale()
+        self.draws += 1
 
     def note_raised(self) -> None:
         """The exception in hand leaves the loop over the guard."""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from rollback.errors import EARLY, RollbackError, UsageError
+from rollback.source.led_variables import LedVariable
 from rollback.source.own_counters import OwnCounter
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
@@ -68,17 +69,26 @@ class ScriptSigns:
         self._notice(f"{error.message}. {late}")
 
     def counts_by_itself(self, where: str, counter: OwnCounter, *, here: bool) -> None:
-        """What the script counts beside the guard: said. A training that ends by it is not exact behind a rollback or a
-        resume. here: whether it is the training that begins."""
-        ends = ", and ends its loop by it" if counter.ends else ""
+        """What the script counts or carries beside the guard: said. A training that ends by it, or whose updates depend
+        on it, is not exact behind a rollback or a resume. here: whether it is the training that begins."""
+        does = "counts with" if counter.counts else "trains by"
+        does += f" `{counter.name}` by itself ({where}){', and ends its loop by it' if counter.ends else ''}"
+        self._left_behind(does, matters=here and (counter.ends or not counter.counts))
+
+    def carries(self, variable: LedVariable, filename: str, value: Any) -> None:
+        """What the script hands on from turn to turn cannot be kept. One rank alone may have such a value."""
+        does = "trains by" if variable.steers else "carries from epoch to epoch"
+        where = f"line {variable.line} of {os.path.basename(filename)}, a {type(value).__name__}"
+        self._left_behind(f"{does} `{variable.name}` ({where})", matters=True)
+
+    def _left_behind(self, does: str, *, matters: bool) -> None:
         error = UsageError(
-            f"the script counts with `{counter.name}` by itself ({where}){ends}: a rollback and a resume leave that "
-            "count behind. guard.keep is for such values",
+            f"the script {does}: a rollback and a resume leave that behind. guard.keep is for such values",
             hint="--adopt without =strict says only that",
         )
-        if self._strict and counter.ends and here:
+        if self._strict and matters:
             self.refuse(error)
-        self.say(error.message)
+        self._notice(error.message)
 
     def end_of_guard(self, what: str, given_up_by: str = "", step: int = EARLY) -> None:
         """The guarded training is over, and the script begins another one: it ends, or goes on without a guard.

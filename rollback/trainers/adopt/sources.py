@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from itertools import islice
 from types import CodeType, ModuleType
 
+from rollback.source.led_variables import LedVariable
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import begins_at, catches_end, comes_to, cycles_at, demands_item
 from rollback.source.own_counters import OwnCounter, own_counters
@@ -23,13 +24,15 @@ _STEERED = b"backward", b"optim", b"zero_grad"
 
 
 class ScriptSources:
-    """The files are read as they come."""
+    """The files are read as they come. carries: told of each variable that is led in a file, with its name there."""
 
-    def __init__(self) -> None:
+    def __init__(self, carries: Callable[[str, str, LedVariable], object]) -> None:
+        self._carries = carries
         self._files: dict[str, ScriptLoops] = {}
         self._script = ""
-        self._steered: dict[str, dict[str, int | None]] = {}
-        """Those that are, each with the counts that are led in it, as `steered` tells them."""
+        self._counted: dict[str, list[OwnCounter]] = {}
+        self._steered: dict[str, list[str]] = {}
+        """Those that are, each with the counts of turns in it."""
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """The script, steered. Raises SyntaxError as Python does."""
@@ -44,8 +47,11 @@ class ScriptSources:
     def _compiled(self, source: bytes, filename: str) -> CodeType:
         compile(source, filename, "exec", dont_inherit=True)
         text, is_script = importlib.util.decode_source(source), filename == self._script
-        tree, self._steered[filename] = steered(text, filename, is_script=is_script)
-        return compile(tree, filename, "exec", dont_inherit=True)
+        found = steered(text, filename, is_script=is_script)
+        self._steered[filename] = found.turns
+        for name, variable in found.variables.items():
+            self._carries(name, filename, variable)
+        return compile(found.tree, filename, "exec", dont_inherit=True)
 
     def _callers(self) -> Iterator[tuple[str, ScriptLoops, int]]:
         """Files and lines of the user's own that have called this, innermost first, and what these files say."""
@@ -106,23 +112,28 @@ class ScriptSources:
 
     def counters(self) -> Iterator[tuple[str, OwnCounter]]:
         """Those of the training loops in the files that were read that are not led, and where that is."""
-        for name, loops in self._files.items():
-            for counter in own_counters(loops):
+        for name in self._files:
+            for counter in self._counters(name):
                 if not (counter.led and name in self._steered):
                     yield f"{self._where(name)}line {counter.line}", counter
+
+    def _counters(self, name: str) -> list[OwnCounter]:
+        if name not in self._counted:  # of a large file that takes seconds
+            self._counted[name] = own_counters(self._files[name])
+        return self._counted[name]
 
     def is_here(self, counter: OwnCounter) -> bool:
         """Whether it counts the batches of a loop that iterates the loader now, or that comes next."""
         return any(comes_to(loops.tree, counter.loop, line) for _, loops, line in self._callers())
 
-    def ends_by_led_count(self) -> bool:
-        """Whether it is a count that is led by which a training loop ends, for all that can be seen."""
-        ending = any(counter.ends for loops in self._files.values() for counter in own_counters(loops))
+    def ends_by_what_is_led(self) -> bool:
+        """Whether it is that by which a training loop, or one over epochs, ends, for all that can be seen."""
+        ending = any(counter.ends for name in self._files for counter in self._counters(name))
         return ending and not any(counter.ends for _, counter in self.counters())
 
-    def led_counts(self) -> Iterator[tuple[str, str, int | None]]:
-        """Name and file of each that is led, and what it begins with, where that is known."""
-        return ((count, name, first) for name in self._files for count, first in self._steered.get(name, {}).items())
+    def counts_of_turns(self) -> Iterator[tuple[str, str]]:
+        """File and name of each."""
+        return ((name, count) for name in self._files for count in self._steered.get(name, ()))
 
     def _where(self, name: str) -> str:
         return "" if name == self._script else f"{os.path.basename(name)}, "

@@ -433,9 +433,8 @@ def test_a_count_of_the_scripts_own_ends_its_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("a count beside next", "`taken[0]` by itself (line 130), and ends its loop by it"),
-        ("next of a generator", "`step[0]` by itself (line 176), and ends its loop by it"),
-        ("a limit of its own", "`itertools.islice(loader, 0, 4)` by itself (line 134), and ends its loop by it"),
+        ("a count beside next", "`taken` by itself (line 129), and ends its loop by it"),
+        ("a limit of its own", "`itertools.islice(loader, 0, 4)` by itself (line 133), and ends its loop by it"),
     ],
 )
 @pytest.mark.parametrize("how", ["--adopt", "--adopt=strict"])
@@ -451,7 +450,7 @@ def test_what_a_script_ends_by_is_named_when_training_begins_or_refused(
 def test_what_a_script_only_counts_is_named_when_training_begins(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a loop in another file")
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `i` by itself (engine.py, line 7)" in done.stdout
+    assert "counts with `seen.batches` by itself (engine.py, line 9)" in done.stdout
 
 
 def test_a_limit_of_the_batches_of_an_epoch_holds_behind_a_rollback(tmp_path: Path) -> None:
@@ -480,11 +479,10 @@ torch.manual_seed(7)
 loader = torch.utils.data.DataLoader(torch.randn(40, 2), batch_size=2, shuffle=True)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-taken = 0
+taken = itertools.count()  # which nobody leads
 for epoch in range(2):
     for x in itertools.islice(loader, 14):
-        loss = model(x).square().mean() * (float("nan") if taken == int(sys.argv[1]) else 1)
-        taken = taken + 1
+        loss = model(x).square().mean() * (float("nan") if taken.__next__() == int(sys.argv[1]) else 1)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -863,3 +861,64 @@ def test_a_rollback_leaves_no_batch_in_a_list_that_it_has_skipped(tmp_path: Path
     assert len(facts(tmp_path / "nan", Incident)) == 1
     ends = [done.stdout[done.stdout.index("weights") :].splitlines()[0] for done in (nan, told)]
     assert ends[0] == ends[1]
+
+
+CARRIES = """
+import os, signal, sys
+import torch
+
+torch.manual_seed(7)
+data = torch.randn(40, 2)
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.nn.Module.register_buffer(model, "updates", torch.zeros(1))
+
+
+def train_one_epoch(beta):
+    temperature, baseline = 1.0, 0.0
+    for x in loader:
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        if int(model.updates) == int(sys.argv[1]) and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        (loss * temperature + 0.01 * (loss - baseline) * beta).backward()
+        optimizer.step()
+        model.updates += 1
+        temperature *= 0.9
+        baseline = 0.9 * baseline + 0.1 * loss.item()
+    return baseline
+
+
+def main():
+    beta, best, patience, history = 0.5, float("inf"), 2, []
+    for epoch in range(9):
+        mean = train_one_epoch(beta)
+        beta = min(1.0, beta + 0.2)
+        history.append(round(mean, 9))
+        if mean < best * 0.5:
+            best, patience = mean, 2
+        else:
+            patience -= 1
+        if not patience:
+            break
+    print(f"end: {epoch} {history} {model.weight.tolist()}")
+
+
+main()
+"""
+
+
+@pytest.mark.parametrize("killed_at", [17, 20])
+def test_what_a_scripts_loops_carry_is_what_it_was_behind_a_kill(tmp_path: Path, killed_at: int) -> None:
+    """In an epoch's midst, and with an epoch's first batch: the code behind the one before has run, and runs again."""
+    (tmp_path / "carries.py").write_text(CARRIES)
+    plain = subprocess.run(
+        [sys.executable, "carries.py", "-1"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    words = ("--adopt=strict", "--snapshot-every", "5", "--run", "killed", str(tmp_path / "carries.py"), str(killed_at))
+    done = refused(tmp_path, *words)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert len(facts(tmp_path / "killed", Attached)) == 2, done.stdout
+    assert [line for line in done.stdout.splitlines() if line.startswith("end")] == plain.stdout.splitlines()
+    assert "by itself" not in done.stdout

@@ -1,13 +1,25 @@
-"""Counts of a script that are led: which, and that they stay what they are where nobody leads them."""
+"""What a script counts, and carries from turn to turn: which of it is led, and how it is asked for."""
 
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from rollback.source.led_variables import led_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.own_counters import led_counts, own_counters
-from rollback.source.steering import COUNT, TAKE, TURNED, TURNS, steered
+from rollback.source.own_counters import own_counters
+from rollback.source.steering import (
+    BY_BATCH,
+    BY_EPOCH,
+    EPOCHS,
+    MOVED,
+    RAISED,
+    TAKE,
+    TURNED,
+    TURNS,
+    steered,
+)
 
 
 class Loss:
@@ -20,73 +32,101 @@ class Turned(BaseException):
 
 
 def run(source: str, **names: Any) -> dict[str, Any]:
-    space: dict[str, Any] = {"f": lambda x: Loss(), "loader": "abcdef", TURNED: Turned, **names}
-    exec(compile(steered(textwrap.dedent(source), "script.py")[0], "script.py", "exec"), space)
+    space: dict[str, Any] = {"f": lambda *x: Loss(), "loader": "abcdef", TURNED: Turned, RAISED: lambda: (), **names}
+    exec(compile(steered(textwrap.dedent(source), "script.py").tree, "script.py", "exec"), space)
     return space
 
 
 @pytest.mark.parametrize(
     ("source", "led"),
     [
+        # counts, and what a training depends on
         ("for x in loader:\n  f(x).backward()\n  if x: n += 1\n  n += 1", ["n"]),
-        ("for x in loader:\n  f(x).backward()\n  self.n += 1\n  n.m[0] += 1", ["self.n"]),
-        ("n = 0\nfor e in range(3):\n  for x in loader:\n    f(x).backward()\n    n += 1", ["n"]),
-        ("def one():\n  n = 0\n  for e in range(3):\n    for x in loader:\n      f(x).backward()\n      n += 1", ["n"]),
+        ("for x in loader:\n  f(x, tau).backward()\n  tau *= 0.9", ["tau"]),
+        ("for x in loader:\n  (f(x) * self.beta).backward()\n  self.beta = min(1, self.beta + 0.1)", ["self.beta"]),
+        ("for x in loader:\n  y = f(x) - b\n  y.backward()\n  b = 0.9 * b + 0.1 * y.item()", ["b"]),
+        ("for x in loader:\n  k = decay(k)\n  w = 2 * k\n  f(x, w).backward()", ["k"]),
+        ("for x in loader:\n  f(x).backward()\n  r *= 0.9\n  for g in o.param_groups: g['lr'] = r\n  o.step()", ["r"]),
+        ("for x in loader:\n  f(x).backward()\n  p = p + 1\n  model.set_rate(p)\n  model(x)\n  model.step()", ["p"]),
+        ("for x in loader:\n  f(x).backward()\n  seen.append(x)\n  if len(seen) > 9: break", ["seen"]),
+        ("for x in loader:\n  f(x).backward()\n  if x < best: best, bad = x, 0\n  else: bad = bad + 1\n"
+         "  if bad > 3: break", ["bad", "best"]),
+        ("for x in loader:\n  f(x, h).backward()\n  def c():\n    nonlocal h\n    h = h + 1", ["h"]),
+        ("for x in loader:\n  f(x).backward()\n  if i - last > 3:\n    o.step()\n    last = i", ["last"]),
+        ("class A:\n  def one(self, x):\n    (f(x) * self.b).backward()\n    self.b *= 0.9\n  def fit(self):\n"
+         "    for x in loader: self.one(x)", ["self.b"]),
+        # for each epoch anew, and in functions that are called again
+        ("for x in loader:\n  f(x).backward()\n  n += 1\n  if n == 4: n = 0", ["n"]),
+        ("def one():\n  n = 0\n  for x in loader:\n    f(x).backward()\n    n += 1\none()\none()", ["n"]),
+        ("def one():\n  m = 0\n  for x in loader:\n    f(x).backward()\n    m += x\n  return m\n"
+         "while True:\n  if one() < 3: break", ["m"]),
+        # by `next`
         ("def main():\n  n = 0\n  while n < 9:\n    x = next(it)\n    f(x).backward()\n    n += 1\nmain()", ["n"]),
-        ("class A:\n  def __init__(self): self.n = 0\n  def fit(self):\n    for x in loader:\n      f(x).backward()\n"
-         "      self.n += 1", ["self.n"]),
         ("while n < 9:\n  f(next(it)).backward()\n  n += 1", ["n"]),
-        ("while n < 9:\n  x = next(it)\n  f(x, n).backward()\n  n += 1", ["n"]),
-        # set while the training goes on
         ("while n < 9:\n  f(next(it), n).backward()\n  n += 1", []),
-        ("for x in loader:\n  f(x).backward()\n  n += 1\n  if n == 4: n = 0", []),
-        ("for x in loader:\n  n = 0\n  f(x).backward()\n  n += 1", []),
-        ("for e in range(3):\n  n = 0\n  for x in loader:\n    f(x).backward()\n    n += 1", []),
-        ("for e in range(3):\n  m, n = 0, 0\n  for x in loader:\n    f(x).backward()\n    n += 1", []),
-        ("for e in range(3):\n  n: int = 0\n  for x in loader:\n    f(x).backward()\n    n += 1", []),
-        ("for e in range(3):\n  m = M()\n  for x in loader:\n    f(x).backward()\n    m.n += 1", []),
-        ("for g in groups:\n  for x in loader:\n    f(x).backward()\n    g.n += 1", []),
-        ("class A:\n  def reset(self): self.n = 0\n  def fit(self):\n    for x in loader:\n      f(x).backward()\n"
-         "      self.n += 1\n      if self.n == 4: self.reset()", []),
-        # at the loop's end, and where a function takes the batch
-        ("for x in loader:\n  f(x).backward()\nelse:\n  n += 1", []),
         ("def get(): return next(it)\nwhile n < 9:\n  f(get()).backward()\n  n += 1", []),
-        # perhaps called for each epoch, or for each of two phases
-        ("def main():\n  n = 0\n  while n < 9:\n    x = next(it)\n    f(x).backward()\n    n += 1\nmain()\nmain()", []),
-        ("def one():\n  n = 0\n  for x in loader:\n    f(x).backward()\n    n += 1\nfor e in range(3):\n  one()", []),
-        ("def one():\n  n = 0\n  for x in loader:\n    f(x).backward()\n    n += 1", []),
-        ("def one(n):\n  for x in loader:\n    f(x).backward()\n    n += 1\n  return n\none(0)", []),
-        ("for x in loader:\n  f(x).backward()\n  n += 2\n  total += x", []),
-        ("for x in loader:\n  n += 1\nfor x in loader:\n  f(x).backward()\n  m -= 1", []),
-        ("for x in loader:\n  f(x).backward()\n  n += 1\nfor x in loader:\n  f(x).backward()\n  n += 1", []),
+        # set anew in each turn, only told, or of another loop
+        ("for x in loader:\n  tau = 1\n  f(x, tau).backward()\n  tau *= 0.9", []),
+        ("for x in loader:\n  m = M()\n  f(x, m.n).backward()\n  m.n *= 2", []),
+        ("for x in loader:\n  if x: tau = 1\n  else: tau = 2\n  f(x, tau).backward()", []),
+        ("for x in loader:\n  try: loss = f(x)\n  except ValueError: continue\n  loss.backward()", []),
+        ("for x in loader:\n  with c() as y: loss = f(x, y)\n  loss.backward()\n  total += loss.item()", []),
+        ("for x in loader:\n  f(x).backward()\n  total += 8\n  print(total)\n  log.append(total)", []),
+        ("for x in loader:\n  f(x).backward()\nelse:\n  n += 1", []),
+        ("for x in loader:\n  n += 1\nfor x in loader:\n  f(x).backward()", []),
     ],
 )  # fmt: skip
-def test_what_a_training_loop_adds_1_to_and_nothing_sets_meanwhile_is_led(source: str, led: list[str]) -> None:
+def test_what_a_training_loop_counts_or_trains_by_is_led(source: str, led: list[str]) -> None:
     loops = ScriptLoops(source)
-    assert [count.name for count in led_counts(loops)] == led
+    assert sorted(variable.name for variable in led_variables(loops) if variable.by_batch) == led
     assert {count.name for count in own_counters(loops) if count.led} == {*led}
 
 
-def test_a_count_is_made_what_it_was_with_the_batch_and_told_what_is_added() -> None:
+@pytest.mark.parametrize(
+    ("behind", "led"),
+    [
+        ("beta = beta + 0.1", ["beta"]),
+        ("history.append(x)", ["history"]),
+        ("best = max(best, x)", ["best"]),
+        ("if x > best: best, patience = x, 3\n  else: patience -= 1\n  if not patience: break", ["best", "patience"]),
+        ("last = x\n  print(last)", []),
+    ],
+)
+def test_of_a_loop_over_epochs_all_is_led_that_it_carries(behind: str, led: list[str]) -> None:
+    source = f"for epoch in range(3):\n  for x in loader:\n    f(x).backward()\n  {behind}"
+    found = led_variables(ScriptLoops(source))
+    assert [(variable.name, variable.by_batch) for variable in found] == [(name, False) for name in led]
+    assert not led_variables(ScriptLoops(source.replace("range(3)", "groups")))
+
+
+def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
     source = """
-        n = seen = 0
-        for x in loader:
-            at_top = n
-            f(x).backward()
-            n += 1
-            log.append((at_top, n))
+        for e in range(2):
+            for x in loader:
+                log.append((e, x, beta))
+                f(x, beta).backward()
+                beta = beta + 1
+        log.append(beta)
     """
-    told: list[tuple[int, int, str, str]] = []
+    asked: list[tuple[str, int]] = []
 
-    def count(present: int, by: int, *place: Any) -> int:
-        told.append((present, by, *place))
-        return by + 10 * (len(told) == 3)  # with the second batch
+    def by_batch(read: Callable[[], int], name: str, filename: str) -> int:
+        asked.append((name, read()))
+        return read() + 10 * (len(asked) == 3)  # with the second batch
 
-    log: list[tuple[int, int]] = []
-    run(source, log=log, **{COUNT: count})
-    assert log[:3] == [(0, 1), (11, 12), (12, 13)]
-    assert [each[:2] for each in told[:3]] == [(0, 0), (0, 1), (1, 0)]
-    assert {each[2:] for each in told} == {("n", "script.py")}
+    log: list[Any] = []
+    names = {EPOCHS: lambda numbers, *_: numbers, MOVED: Turned, BY_EPOCH: lambda read, *_: read(), BY_BATCH: by_batch}
+    run(source, log=log, beta=0, loader="ab", **names)
+    assert log[:2] == [(0, "a", 0), (0, "b", 1)]
+    assert {name for name, _ in asked} == {"beta of loop 2"}
+    assert len(asked) == 6, "with each batch, and behind each loop"
+
+
+def test_one_that_is_not_there_yet_stays_so() -> None:
+    run(
+        "for x in loader:\n  if x > 'a': f(x, beta)\n  f(x).backward()\n  beta = 3\nassert beta == 3",
+        **{BY_BATCH: lambda read, *_: read()},
+    )
 
 
 def in_loop(head: str, body: str) -> str:

@@ -1,12 +1,19 @@
 """The loop of a plain script, in a file of its own."""
 
 
+class Seen:
+    batches = 0
+
+
+def note(seen):
+    seen.batches += 1
+
+
 def train(model, optimizer, loader):
-    i = 0
+    seen = Seen()
     for (x,) in loader:
-        i += 1
+        note(seen)
         model(x).square().mean().backward()
-        i = i % 99
-        if i % 2 == 0:
+        if seen.batches % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()

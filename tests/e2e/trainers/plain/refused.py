@@ -123,12 +123,11 @@ elif case == "a loop in another file":
 
     engine.train(model, optimizer, loader)
 elif case == "a count beside next":
-    taken, batches = [0], iter(loader)
+    taken, batches = 0, iter(loader)
     while True:
-        (x,) = next(batches)
-        update(x)
-        taken[0] += 1
-        if taken[0] == 4:
+        update(next(batches)[0] * (taken < 99))
+        taken += 1
+        if taken == 4:
             break
 elif case == "a limit of its own":
     for (x,) in itertools.islice(loader, 0, 4):
@@ -168,12 +167,6 @@ elif case == "a loader of each turn":
         for (x,) in DataLoader(DATA, 4):
             update(x)
         turn += 1
-elif case == "next of a generator":
-    batches, step = (batch for _ in range(9) for batch in loader), [0]
-    while step[0] < 9:
-        (x,) = next(batches)
-        update(x)
-        step[0] += 1
 elif case == "one pass over several epochs":
     batches = (batch for _ in range(9) for batch in loader)
     for _epoch in range(3):

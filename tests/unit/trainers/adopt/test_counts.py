@@ -1,4 +1,4 @@
-"""What a script's own counts are behind a load, and which turn a batch belongs to."""
+"""Which turn a batch belongs to."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -7,87 +7,8 @@ from typing import Any
 import pytest
 
 from rollback.errors import RollbackError
-from rollback.trainers.adopt.counts import Count, Counts, Turned, TurningLoops
+from rollback.trainers.adopt.counts import Count, Turned, TurningLoops
 from rollback.trainers.adopt.enumeration import HandedOut
-
-
-class Counting:
-    """A script that adds 1 to a count for each batch, on one process."""
-
-    def __init__(self, start: int = 0) -> None:
-        self.handed, self.has = HandedOut(), start
-        self.count = Count(self.handed)
-
-    def train(self, batches: int) -> int:
-        for _ in range(batches):
-            self.handed.batches += 1
-            self.has = self.count.after(self.has, 0)
-            self.has = self.count.after(self.has, 1)
-        return self.has
-
-
-def test_a_count_is_the_scripts_until_something_is_loaded() -> None:
-    script = Counting(5)
-    assert script.train(3) == 8
-    script.has = 20
-    assert script.train(1) == 21, "the script has set it by itself"
-    kept = script.count.state_dict()
-    assert script.train(4) == 25
-    script.count.load_state_dict(kept)
-    assert script.train(1) == 22
-
-
-def test_a_new_process_goes_on_with_what_it_was() -> None:
-    script, again = Counting(), Counting()
-    script.train(7)
-    again.count.load_state_dict(script.count.state_dict())
-    assert again.train(1) == 8
-
-
-def test_a_new_process_that_goes_back_to_before_the_first_batch_begins_as_its_script_does() -> None:
-    script = Counting(5)
-    script.count.load_state_dict({"value": 9})
-    assert script.train(1) == 10
-    script.count.begin_anew()
-    assert script.train(1) == 6
-
-
-@pytest.mark.parametrize("load", [Count.begin_anew, lambda count: count.load_state_dict({"value": None})])
-def test_a_return_to_before_the_first_batch_begins_with_what_the_process_had(load: Any) -> None:
-    script, untouched = Counting(5), Counting(5)
-    script.train(3)
-    load(script.count)
-    assert script.train(1) == 6
-    load(untouched.count)
-    assert untouched.train(1) == 6
-
-
-def test_what_is_counted_over_other_batches_than_the_guards_takes_no_load() -> None:
-    """As where one function trains, and evaluates."""
-    script = Counting()
-    script.train(7)
-    script.count.load_state_dict({"value": 3})
-    assert script.count.after(0, 0) == 0
-    assert script.count.after(0, 1) == 1
-    assert script.train(1) == 4
-
-
-def test_what_is_no_whole_number_and_what_no_guard_keeps_is_added_as_the_script_says() -> None:
-    said: list[str] = []
-    handed, kept = HandedOut(batches=1), dict[str, Any]()
-    counts = Counts(handed, said.append)
-    assert counts.added(4, 1, "n", "script.py") == 1
-    guard: Any = SimpleNamespace(keep=lambda **named: kept.update(named))
-    counts.keep(guard, [("n", "/at/script.py", None), ("n", "/another/script.py", None)])
-    assert [*kept] == ["count n of script.py", "count n of script.py 1"]
-    kept["count n of script.py"].load_state_dict({"value": 7})
-    handed.batches += 1
-    assert not said
-    assert counts.added(4.0, 1, "n", "/at/script.py") == 1
-    assert "counts with `n` by itself, which is a float" in said[0]
-    assert counts.added(4, 1, "other", "/at/script.py") == 1
-    assert counts.added(4, 0, "n", "/at/script.py") == 3
-    assert counts.added(7, 1, "n", "/at/script.py") == 1
 
 
 class Script:
@@ -96,7 +17,7 @@ class Script:
     def __init__(self, *, in_epochs: bool, stands: int = 0, moves: dict[int, int] | None = None, end: int = 99) -> None:
         self.guard: Any = SimpleNamespace(batch=stands, batch_in_epoch=stands)
         self.handed, self.moves, self.end = HandedOut(self.guard), dict(moves or {}), end
-        self.loops = TurningLoops(self.handed, Counts(self.handed, print), lambda: True)
+        self.loops = TurningLoops(self.handed, lambda *place: None, lambda: True)
         self.in_epochs = in_epochs
 
     def batches(self) -> Iterator[int]:
@@ -155,13 +76,8 @@ class Updates(Script):
         self, *, loads: dict[int, int] | None = None, owed: int | None = None, in_epochs: bool = False, end: int = 99
     ) -> None:
         super().__init__(in_epochs=in_epochs, end=end)
-        self.loads, counts = dict(loads or {}), Counts(self.handed, print)
-        self.loops = TurningLoops(self.handed, counts, lambda: True)
-        self.guard.keep = lambda **named: None
-        counts.keep(self.guard, [("turns", "script.py", 0)])
-        count = counts.of("turns", "script.py")
-        assert count is not None
-        self.count = count
+        self.loads, self.count = dict(loads or {}), Count()
+        self.loops = TurningLoops(self.handed, lambda *place: self.count, lambda: True)
         if owed is not None:
             self.count.load_state_dict({"value": owed})
 

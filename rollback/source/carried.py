@@ -1,0 +1,221 @@
+"""What a turn of a loop hands on to the next one in variables of the script: loop-carried variables, as compilers say.
+
+A variable is carried if the loop's body sets it, and may read it in a turn before it sets it there: a temperature that
+goes down, a mean of losses, a patience. A rollback and a resume leave it as it is.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+
+from rollback.source.nodes import Loop, of_scope
+
+_CHANGES = frozenset((
+    "append", "appendleft", "extend", "insert", "pop", "popleft", "remove", "clear", "add", "discard", "update",
+    "setdefault", "sort", "reverse",
+))  # fmt: skip
+"""Methods by which lists, sets, dicts and deques are changed in place."""
+_FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+
+
+def carried_by(loop: Loop, called: Iterable[ast.FunctionDef | ast.AsyncFunctionDef] = ()) -> dict[str, int]:
+    """The variables, and attributes of variables (`self.beta`), that a loop carries, each with the line that sets it
+    first. called: methods of the same object that its body calls; of these, what they set of `self`."""
+    turn = _Turn()
+    head = set_by_head(loop)
+    if isinstance(loop, ast.While):
+        turn.read(loop.test, set())
+    turn.run(loop.body, head)
+    for function in called:
+        method = _Turn()
+        method.run(function.body, set())
+        turn.stored = {name: line for name, line in method.stored.items() if name.startswith("self.")} | turn.stored
+        turn.exposed |= {name for name in method.exposed if name.startswith("self.")} - head
+    return {name: line for name, line in turn.stored.items() if name in turn.exposed}
+
+
+def set_by_head(loop: Loop) -> set[str]:
+    """The variables that a `for` sets in each turn."""
+    return {*_stored(loop.target)} if isinstance(loop, ast.For) else set()
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The variables and attributes of variables that are read in it: of `self.a.b`, `self.a` and `self.a.b`."""
+    found, bound = set(), {"self"}
+    for part in ast.walk(node):
+        match part:
+            case ast.comprehension(target=target):
+                bound |= {*_stored(target)}
+            case ast.arg(arg=argument):  # of a lambda
+                bound.add(argument)
+            case ast.Name(ctx=ast.Load()) | ast.Attribute(ctx=ast.Load()) if (name := _dotted(part)) is not None:
+                found.add(name)
+    return {name for name in found if name.startswith("self.") or name.partition(".")[0] not in bound}
+
+
+def place_of(target: ast.AST) -> str | None:
+    """The name of what is set or changed in place where `target` is: `self.beta`; `history` of `history[3]`."""
+    while isinstance(target, ast.Subscript | ast.Starred):
+        target = target.value
+    return _dotted(target)
+
+
+def targets_in(target: ast.expr) -> Iterator[ast.expr]:
+    """The single ones: `a` and `b[0]` of `a, b[0] = ...`."""
+    match target:
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            for part in parts:
+                yield from targets_in(part)
+        case ast.Starred(value=value):
+            yield from targets_in(value)
+        case _:
+            yield target
+
+
+class _Turn:
+    """What happens to variables in one turn of a loop. Where it may go several ways, a variable is set if all set it.
+
+    stored: the line that sets each first. exposed: what is read in front of being set. An inner loop has a turn at
+    least: else all that such a loop sets would seem to be carried.
+    """
+
+    def __init__(self) -> None:
+        self.stored: dict[str, int] = {}
+        self.exposed: set[str] = set()
+
+    def read(self, node: ast.AST | None, known: set[str]) -> None:
+        """An expression, or the parts of a simple statement."""
+        if node is None:
+            return
+        self.exposed |= {name for name in names_in(node) if not _is_known(name, known)}
+        for part in ast.walk(node):
+            match part:
+                case ast.Call(func=ast.Attribute(attr=method, value=of)) if method in _CHANGES:
+                    self._change(of, part.lineno, known)
+                case ast.NamedExpr(target=target):
+                    self._store(target, known)
+
+    def _change(self, target: ast.expr, line: int, known: set[str]) -> None:
+        """In place: it is read, too."""
+        if (name := place_of(target)) is not None and not _is_known(name, known):
+            self.exposed.add(name)
+            self.stored.setdefault(name, line)
+
+    def _store(self, target: ast.expr, known: set[str]) -> None:
+        for part in targets_in(target):
+            if isinstance(part, ast.Subscript):
+                self._change(part, part.lineno, known)
+            elif (name := _dotted(part)) is not None and name not in known:
+                self.stored.setdefault(name, part.lineno)
+                known.add(name)
+
+    def run(self, statements: Sequence[ast.stmt], known: set[str]) -> set[str] | None:
+        """What is set behind these; None: they are left in between. known: what is set in front, and is changed."""
+        for statement in statements:
+            found = self._run(statement, known)
+            if found is None:
+                return None
+            known = found
+        return known
+
+    def _run(self, statement: ast.stmt, known: set[str]) -> set[str] | None:
+        match statement:
+            case ast.If(test=test, body=body, orelse=other):
+                self.read(test, known)
+                return _both(self.run(body, {*known}), self.run(other, {*known}))
+            case ast.For(target=target, iter=values) | ast.AsyncFor(target=target, iter=values):
+                self.read(values, known)
+                self._store(target, known)
+                return self._run_inner(statement, known)
+            case ast.While(test=test):
+                self.read(test, known)
+                return self._run_inner(statement, known)
+            case ast.With(items=items) | ast.AsyncWith(items=items):
+                for item in items:
+                    self.read(item.context_expr, known)
+                    if item.optional_vars is not None:
+                        self._store(item.optional_vars, known)
+                return self.run(statement.body, known)
+            case ast.Try(body=body, handlers=handlers, orelse=other, finalbody=last):
+                before = {*known}
+                behind = self.run([*body, *other], known)
+                for handler in handlers:
+                    behind = _both(behind, self.run(handler.body, {*before, *([handler.name] if handler.name else [])}))
+                final = self.run(last, before if behind is None else behind)
+                return None if behind is None else final
+            case ast.Match(subject=subject, cases=cases):
+                self.read(subject, known)
+                for case in cases:
+                    self.read(case.guard, known)
+                    self.run(case.body, {*known})
+                return known
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                self._run_definition(statement, known)
+                return known
+            case ast.Return() | ast.Raise() | ast.Break() | ast.Continue():
+                self.read(statement, known)
+                return None
+        return self._run_simple(statement, known)
+
+    def _run_simple(self, statement: ast.stmt, known: set[str]) -> set[str]:
+        match statement:
+            case ast.Assign(targets=targets, value=value):
+                self.read(value, known)
+                for target in targets:
+                    self._store(target, known)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self.read(value, known)
+                self._store(target, known)
+            case ast.AugAssign(target=target, value=value):
+                self.read(value, known)
+                self._change(target, statement.lineno, known)
+            case _:
+                self.read(statement, known)
+        return known
+
+    def _run_inner(self, loop: ast.stmt, known: set[str]) -> set[str]:
+        assert isinstance(loop, ast.For | ast.AsyncFor | ast.While)
+        behind = self.run(loop.body, {*known})
+        self.run(loop.orelse, {*known})
+        return known if behind is None else behind
+
+    def _run_definition(self, function: ast.stmt, known: set[str]) -> None:
+        """A closure: it may be called in the turn, and set what it has as `nonlocal`."""
+        if not isinstance(function, ast.ClassDef):
+            own = {name for node in of_scope(function) for name in _stored(node)} | {
+                item.arg for item in ast.walk(function) if isinstance(item, ast.arg)
+            }
+            outer = {name for node in of_scope(function) if isinstance(node, ast.Nonlocal | ast.Global)
+                     for name in node.names}  # fmt: skip
+            read = {name for part in function.body for name in names_in(part)}  # type: ignore[attr-defined]
+            self.exposed |= {name for name in read - (own - outer) if not _is_known(name, known)}
+            for name in outer & own:
+                self.exposed.add(name)
+                self.stored.setdefault(name, function.lineno)
+        known.add(function.name)  # type: ignore[attr-defined]
+
+
+def _both(one: set[str] | None, other: set[str] | None) -> set[str] | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
+
+
+def _is_known(name: str, known: set[str]) -> bool:
+    """Whether the turn has set it, or what it is an attribute of."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in known for end in range(1, len(parts) + 1))
+
+
+def _dotted(node: ast.AST) -> str | None:
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(attr=attribute, value=value):
+            owner = _dotted(value)
+            return None if owner is None else f"{owner}.{attribute}"
+    return None
+
+
+def _stored(node: ast.AST) -> Iterator[str]:
+    """The variables, without attributes, that are set in it."""
+    return (part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store))

@@ -1,0 +1,211 @@
+"""Which variables that a script's loops carry from turn to turn are led: put back where training goes on elsewhere."""
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from rollback.source.carried import carried_by, names_in, place_of, set_by_head, targets_in
+from rollback.source.loops import ScriptLoops
+from rollback.source.nodes import (
+    Loop,
+    is_backward,
+    is_call_of,
+    is_step,
+    last_name,
+    of_scope,
+    put_in_list,
+    takes_or_names,
+)
+
+_LEAVES = ast.Break, ast.Continue, ast.Return
+_TOLD = frozenset({"print", "format", "info", "debug", "warning", "log", "write", "set_postfix", "set_description",
+                   "set_postfix_str", "add_scalar", "add_scalars", "len", "range", "isinstance"})  # fmt: skip
+"""Calls by which nothing of what they are given comes into the training."""
+
+
+@dataclass(frozen=True)
+class LedVariable:
+    """A variable, or an attribute of one, that a loop carries.
+
+    line: where the loop sets it. steers: whether what is trained, or for how long, depends on it, for all that the file
+    shows. by_batch: in a training loop, whose turn has a batch; else in one over epochs, where it is what it was at the
+    top of the epoch. taking: statements of that loop that take a batch by `next`.
+    """
+
+    name: str
+    line: int
+    steers: bool
+    by_batch: bool
+    loop: Loop = field(compare=False, repr=False)
+    taking: tuple[ast.stmt, ...] = field(default=(), compare=False, repr=False)
+
+
+def led_variables(loops: ScriptLoops) -> list[LedVariable]:
+    """Those of a file, loop by loop. Of a training loop those that steer, and its counts: what is only added up, to be
+    printed, would cost each step something; of a loop over epochs, all."""
+    found: list[LedVariable] = []
+    for epochs in loops.steerable:
+        steering = steering_names(loops, epochs)
+        found += [
+            LedVariable(name, line, name in steering, False, epochs) for name, line in carried(loops, epochs).items()
+        ]
+    for loop in innermost(loops):
+        taking = tuple(part for part in loop.body if any(is_call_of(node, "next") for node in ast.walk(part)))
+        if loop not in loops.batches and not taking:
+            continue  # what it calls takes the batch, and may look at the variable there
+        beside = {name for part in taking for name in names_in(part)}  # it is what it was before the batch there
+        steering, counts = steering_names(loops, loop), counts_in(loop)
+        found += [
+            LedVariable(name, line, name in steering, True, loop, taking)
+            for name, line in carried(loops, loop).items()
+            if name not in beside and (name in steering or name in counts)
+        ]
+    return found
+
+
+def innermost(loops: ScriptLoops) -> list[Loop]:
+    """The training loops that have none inside, nor in what they call."""
+    training = [loop for loop in loops.training if loop not in loops.steerable]
+    return [loop for loop in training if not any(loop in loops.around(other) for other in training)]
+
+
+def carried(loops: ScriptLoops, loop: Loop) -> dict[str, int]:
+    """What a loop carries, also by way of methods of its own object. Not the list in which it gathers the batches of an
+    update: that is empty where a checkpoint is taken."""
+    found = carried_by(loop, _called_by(loops, loop))
+    if loop not in loops.gathering and loop not in [turning.loop for turning in loops.by_turns]:
+        return found
+    batch = set_by_head(loop)
+    filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
+    holding = {place_of(target) for target, value in filled if takes_or_names(value, batch)}
+    return {name: line for name, line in found.items() if name not in holding}
+
+
+def _called_by(loops: ScriptLoops, loop: Loop) -> list[ast.FunctionDef]:
+    """The methods of its own object that a loop's body comes to."""
+    if (own := loops.function_of(loop)) is None or "self" not in [item.arg for item in own.args.args[:1]]:
+        return []
+    reached = {id(node) for node in loops.reached(loop)}
+    functions = (node for node in ast.walk(loops.tree) if isinstance(node, ast.FunctionDef))
+    return [node for node in functions if id(node.body[0]) in reached]
+
+
+def counts_in(loop: Loop) -> set[str]:
+    """The variables that it adds 1 to."""
+    return {
+        ast.unparse(node.target) for node in ast.walk(loop)
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
+        and isinstance(node.value, ast.Constant) and node.value.value == 1
+    }  # fmt: skip
+
+
+def steering_names(loops: ScriptLoops, loop: Loop) -> set[str]:
+    """The names on which it depends what a loop trains, and when it ends: those that a loss is made of, or that decide
+    of an update or of the loop's end, and those that these are made of in turn. Rather too many than too few."""
+    nodes = [node for each in (loop, *loops.around(loop)) for node in (*ast.walk(each), *loops.reached(each))]
+    dependence = Dependence(loops, nodes)
+    return dependence.names_for(_seeds(loops, dependence.nodes, loop))
+
+
+class Dependence:
+    """A part of a script: what is made of what in it."""
+
+    def __init__(self, loops: ScriptLoops, nodes: Iterable[ast.AST]) -> None:
+        self._loops = loops
+        self.nodes = [*{id(node): node for node in nodes}.values()]
+        self._returned: dict[str, set[str]] = {}
+        """The names in what a function of the file gives back, by its name."""
+        for function in ast.walk(loops.tree):
+            if isinstance(function, ast.FunctionDef):
+                given = (node.value for node in of_scope(function) if isinstance(node, ast.Return) and node.value)
+                self._returned.setdefault(function.name, set()).update(*map(names_in, given))
+        self._made: list[tuple[str, set[str]]] = []
+        """What is set, and what it is made of; with the tests of all `if`s around that."""
+        self._parts: list[tuple[str, str]] = []
+        """What is set to a part of an object, `for group in optimizer.param_groups`, and that object's name."""
+        self._given: list[set[str]] = []
+        """The names in a call each: an object that is called may take in what it is given, `model.set(beta)`."""
+        self._find()
+
+    def _find(self) -> None:
+        tests: dict[int, set[str]] = {}
+        for asked in (node for node in self.nodes if isinstance(node, ast.If)):
+            names = {*self._names_behind(asked.test)}
+            for item in (item for part in (*asked.body, *asked.orelse) for item in ast.walk(part)):
+                tests.setdefault(id(item), set()).update(names)
+        for node in self.nodes:
+            if isinstance(node, ast.Call) and last_name(node) not in _TOLD:
+                self._given.append(names_in(node))
+            if (value := _value_of(node)) is not None:
+                made_of = {*self._names_behind(value)} | tests.get(id(node), set())
+                for name in filter(None, map(place_of, _set_by(node))):
+                    self._made.append((name, made_of))
+                    self._parts.append((name, (place_of(value) or "").partition(".")[0]))
+
+    def names_for(self, nodes: Iterable[ast.AST]) -> set[str]:
+        """The names in these nodes, and those that they are made of."""
+        found = {name for node in nodes for name in self._names_behind(node)}
+        set_here = {name for name, _ in self._made}
+        while True:
+            objects, before = found - set_here, len(found)
+            for name, made_of in self._made:
+                root = name.partition(".")[0]
+                if name in found or (root in found and name != root):
+                    found |= made_of
+            found |= {name for name, whole in self._parts if whole in objects}
+            for given in self._given:
+                if any(name.partition(".")[0] in objects for name in given):
+                    found |= given
+            if len(found) == before:
+                return found
+
+    def _names_behind(self, value: ast.AST) -> Iterator[str]:
+        """Those in an expression, and in what functions give back that it calls."""
+        yield from names_in(value)
+        for node in ast.walk(value):
+            yield from self._returned.get(self._loops.called(node) or "", ())
+
+
+def _seeds(loops: ScriptLoops, region: list[ast.AST], loop: Loop) -> Iterator[ast.AST]:
+    if isinstance(loop, ast.For):
+        yield loop.iter
+    for node in region:
+        match node:
+            case ast.Call(func=ast.Attribute(attr="backward" | "step" | "zero_grad")):
+                yield node
+            case ast.Call() if loops.called(node) and any(map(_trains, loops.reached_by([node]))):
+                yield from (node.func, *node.args, *node.keywords)  # what it gives back may only be told
+            case ast.While(test=test):
+                yield test
+            case ast.If(test=test, body=body, orelse=other):
+                inside = [item for part in (*body, *other) for item in ast.walk(part)]
+                if any(isinstance(item, _LEAVES) or _trains(item) for item in inside):
+                    yield test
+
+
+def _trains(node: ast.AST) -> bool:
+    return is_backward(node) or is_step(node)
+
+
+def _set_by(node: ast.AST) -> list[ast.expr]:
+    match node:
+        case ast.Assign(targets=targets):
+            return [item for target in targets for item in targets_in(target)]
+        case ast.AugAssign(target=target) | ast.AnnAssign(target=target) | ast.NamedExpr(target=target):
+            return [target]
+        case ast.For(target=target) | ast.comprehension(target=target):
+            return [*targets_in(target)]
+        case ast.withitem(optional_vars=ast.expr() as target):
+            return [*targets_in(target)]
+    return []
+
+
+def _value_of(node: ast.AST) -> ast.expr | None:
+    match node:
+        case ast.Assign(value=value) | ast.AugAssign(value=value) | ast.NamedExpr(value=value):
+            return value
+        case ast.AnnAssign(value=value):
+            return value
+        case ast.For(iter=value) | ast.comprehension(iter=value) | ast.withitem(context_expr=value):
+            return value
+    return None

@@ -1,0 +1,166 @@
+"""What a script's loops carry from turn to turn is, behind a load, what it was there."""
+
+import copy
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollback.source.led_variables import LedVariable
+from rollback.trainers.adopt.carried import Carried, CarriedByBatches, CarriedByEpochs, CarriedVariables
+from rollback.trainers.adopt.enumeration import HandedOut
+
+
+class Training:
+    """A script that adds 1 to a variable for each batch, in one process."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.handed, self.has = HandedOut(), start
+        self.carried = CarriedByBatches(self.handed)
+
+    def ask(self) -> int:
+        self.has = self.carried.asked(lambda: self.has)
+        return self.has
+
+    def train(self, batches: int) -> int:
+        for _ in range(batches):
+            self.handed.draws += 1
+            self.ask()
+            self.has += 1
+        return self.has
+
+
+def test_a_variable_is_the_scripts_until_something_is_loaded() -> None:
+    script = Training(5)
+    assert script.train(3) == 8
+    script.has = 20
+    assert script.train(1) == 21, "the script has set it by itself"
+    kept = script.carried.state_dict()
+    assert kept == {"value": 21}, "as it is, and not as it was when it was asked for"
+    script.train(4)
+    script.carried.load_state_dict(kept)
+    assert script.carried.state_dict() == kept, "before the script has it"
+    assert script.train(1) == 22
+
+
+def test_a_new_process_goes_on_with_what_it_was_and_goes_back_to_what_its_script_begins_with() -> None:
+    script, again = Training(), Training(5)
+    before = script.carried.state_dict()
+    script.train(7)
+    again.carried.load_state_dict(script.carried.state_dict())
+    assert again.train(1) == 8
+    again.carried.load_state_dict(before)
+    assert again.train(1) == 6
+    again.carried.begin_anew()
+    assert again.train(2) == 7
+
+
+def test_a_loop_over_other_batches_takes_no_load_and_one_that_has_no_batch_left_does() -> None:
+    """As where one function trains, and evaluates."""
+    script = Training()
+    script.train(7)
+    script.carried.load_state_dict({"value": 3})
+    assert script.ask() == 7
+    script.handed.draws += 1  # which has told of the pass's end
+    assert script.ask() == 3
+
+
+def test_at_the_top_of_an_epoch_it_is_what_it_was_at_the_top_of_that_one() -> None:
+    carried, script = CarriedByEpochs(HandedOut()), SimpleNamespace(has=0)
+
+    def epoch(place: int) -> int:
+        script.has = carried.asked(lambda: script.has, place)
+        return script.has
+
+    assert epoch(0) == 0
+    script.has = 5
+    assert epoch(1) == 5
+    kept = copy.deepcopy(carried.state_dict())
+    script.has = 6
+    assert epoch(2) == 6
+    carried.load_state_dict(kept)  # back in epoch 1
+    assert carried.state_dict() == kept
+    assert epoch(1) == 5
+    carried.load_state_dict(kept)  # within epoch 1, which ends
+    script.has = 7
+    assert epoch(2) == 7
+
+
+LIST: list[Any] = [1, [2.5, None], {"a": float("inf")}, (True, "x")]
+VALUES: list[Any] = [
+    None, 3, 0.1, float("-inf"), "text", LIST, {"best": 2, 3: []}, deque([1, 2], maxlen=3),
+    torch.tensor(0.1), torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), [torch.zeros(0, 3)],
+    np.float32(0.1), np.arange(4.0).reshape(2, 2), (np.int64(3), [np.zeros((2, 0))]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    handed = HandedOut()
+    carried = CarriedByBatches(handed)
+    carried.asked(lambda: value)
+    kept = copy.deepcopy(carried.state_dict())
+    present = copy.deepcopy(value)
+    if isinstance(present, (list, deque)):
+        present.append(9)
+    carried.load_state_dict(kept)
+    handed.draws += 1
+    found = carried.asked(lambda: present)
+    assert type(found) is type(value)
+    assert repr(found) == repr(value)
+    if isinstance(value, (list, deque, dict)):
+        assert found is present, "the script may have that list elsewhere, too"
+
+
+class Thing:
+    """Keeps its state by itself, or not at all."""
+
+
+@pytest.mark.parametrize(
+    ("value", "steers", "told"),
+    [
+        (torch.zeros(2000), True, True),
+        ([torch.zeros(600), torch.zeros(600)], True, True),
+        ([*range(2000)], True, True),
+        (torch.zeros(3, requires_grad=True), True, True),
+        ({"weight": torch.zeros(2000)}, False, True),
+        ([*range(2000)], False, False),
+        ({"a": [*range(2000)]}, False, False),
+        ({"weight": torch.zeros(20)}, True, False),
+        (Thing(), True, False),
+        (3, True, False),
+    ],
+)
+def test_of_what_cannot_be_kept_that_is_told_which_the_script_needs(value: Any, steers: bool, told: bool) -> None:
+    found: list[str] = []
+    handed = HandedOut(guard=SimpleNamespace())  # type: ignore[arg-type]
+    variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name))
+    variables.add("a", "script.py", LedVariable("a", 1, steers, True, loop=None))  # type: ignore[arg-type]
+    assert variables.by_batch(lambda: value, "a", "script.py") is value
+    assert found == ["a"] * told
+
+
+def test_they_are_kept_by_their_names_and_files() -> None:
+    variables, kept = CarriedVariables(HandedOut(), {}, print), dict[str, Carried]()
+    for file in ("/at/script.py", "/another/script.py"):
+        variables.add("a of loop 1", file, LedVariable("a", 1, True, True, loop=None))  # type: ignore[arg-type]
+    guard: Any = SimpleNamespace(keep=lambda **named: kept.update(named))
+    assert variables.count_of("turns of loop 1", "/at/script.py") is None
+    variables.keep(guard, [("/at/script.py", "turns of loop 1")])
+    assert [*kept] == ["a of loop 1 of script.py", "a of loop 1 of script.py 1", "turns of loop 1 of script.py"]
+    assert variables.count_of("turns of loop 1", "/at/script.py") is kept["turns of loop 1 of script.py"]
+
+
+def test_what_is_not_there_stays_so() -> None:
+    carried = CarriedByBatches(HandedOut())
+
+    def read() -> Any:
+        raise NameError("beta")
+
+    with pytest.raises(NameError):
+        carried.asked(read)
+    assert carried.state_dict() == {}
+    carried.load_state_dict({})
