@@ -380,7 +380,10 @@ class Attempts:
         self._drain_the_rest()
         self._ledger.note(facts.RunEnded(exit_code=exit_code, reason=reason))
         self._draining.close()
-        return RunResult(exit_code=exit_code, reason=reason, guarded=guarded, recorded=self._ledger.opened)
+        return RunResult(
+            exit_code=exit_code, reason=reason, hint=self._draining.hint, guarded=guarded,
+            recorded=self._ledger.opened,
+        )  # fmt: skip
 
     def _drain_the_rest(self) -> None:
         """Also what an earlier launch has left in memory, where the ranks of this one never came to attach."""
