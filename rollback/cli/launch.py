@@ -380,10 +380,12 @@ def closing_line(result: RunResult, run: Path, command: Sequence[str]) -> str:
         case ExitCode.RESUMABLE:
             where = result.reason.removeprefix("resumable ")  # "at step 40 of 59: the last save failed because ..."
             where = f"({where})" if where == result.reason else where
-            return f"stopped, resumable {where}; go on with `{again}`; {audit} tells what happened so far"
+            then = result.hint or f"go on with `{again}`"
+            return f"stopped, resumable {where}; {then}; {audit} tells what happened so far"
         case ExitCode.STRUCTURAL:
             return f"stopped, structural divergence: {result.reason}\n{audit} has the whole account"
         case ExitCode.NO_CHECKPOINT:
             return f"stopped, no usable checkpoint: {result.reason}\n{audit} has the whole account"
         case _:
-            return f"failed: {result.reason}; once that is mended, go on with `{again}`; see also {audit}"
+            then = result.hint or f"once that is mended, go on with `{again}`"
+            return f"failed: {result.reason}; {then}; see also {audit}"

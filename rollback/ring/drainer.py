@@ -194,7 +194,7 @@ class Drainer:
         try:
             self._work(phase)
         except (RollbackError, OSError) as error:
-            self._complain(None, error)
+            self._complain(None, error, phase)
             self._opened = False  # whether what was under way was done there is found out
             if phase is Phase.FOLLOWING:
                 self._pause(phase, min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(self._failures - 1, _DOUBLED)))
@@ -219,7 +219,7 @@ class Drainer:
                 self._fill(phase)
         except RunDoesNotFit as error:  # what the run leaves in memory comes home all the same
             self.unfit, self._opened = error, False
-            self._complain(None, error)
+            self._complain(None, error, phase)
         finally:  # also where the ring is away
             if phase is Phase.FINISHING:
                 self._bring_home()
@@ -236,7 +236,7 @@ class Drainer:
             name = next_to_drain(now, self._pace, time.monotonic())
             if name is None or phase is Phase.CLOSING:
                 break
-            self._drain(name)
+            self._drain(name, phase)
         self.final_there = self._history.final if self._history.final in self._ring.held() else None
         # What cannot be deleted there keeps nothing else up, and is told behind it.
         refused = _refusal(self._evict_surplus)
@@ -276,7 +276,7 @@ class Drainer:
         held, pinned = self._ring.held(), frozenset(pins.pinned(self._paths))
         return Situation(self._history, held, pinned, frozenset(self._lost), self._last, ending)
 
-    def _drain(self, name: str) -> None:
+    def _drain(self, name: str, phase: Phase) -> None:
         place = next((found for found in tiers.locate(self._paths) if found.name == name), None)  # in memory first
         if place is None:
             self._lost.add(name)  # it has left the ring since
@@ -287,9 +287,9 @@ class Drainer:
                 self._ring.put(place.manifest, place.directory)
         except CheckpointDamaged as error:
             if tiers.has_left(place):  # meanwhile, and nothing is wrong: it may lie in another place
-                self._drain(name)
+                self._drain(name, phase)
                 return
-            following = self._phase is Phase.FOLLOWING  # at the end there is no time, and what is next may be sound
+            following = phase is Phase.FOLLOWING  # at the end there is no time, and what is next may be sound
             if following and isinstance(error, CheckpointUnreadable) and self._unread != name:
                 self._unread = name
                 raise
@@ -298,7 +298,7 @@ class Drainer:
             self._lost.add(name)
             if is_ordinary:
                 return
-            self._complain(name, error)
+            self._complain(name, error, phase)
             return
         seconds = time.monotonic() - began
         self._last = LastCopy(began, seconds)
@@ -331,18 +331,21 @@ class Drainer:
     def _record_kept(self) -> None:
         self._record_at, self._record_changed = time.monotonic(), False
 
-    def _complain(self, checkpoint: str | None, error: Exception) -> None:
-        """Report each trouble, to people once; the next `drained` in the journal ends the trouble."""
+    def _complain(self, checkpoint: str | None, error: Exception, phase: Phase) -> None:
+        """Report each trouble, to people once; the next `drained` in the journal ends the trouble. There is another
+        try, and training that goes on, only while the ranks train."""
         self.trouble = text = message_of(error)
         if checkpoint is None:
             self._failures += 1
         first = self._failures == 1 or isinstance(error, RunDoesNotFit)  # since something was written there
         if checkpoint is not None or first:
-            what = f"checkpoint {checkpoint} is not copied to it" if checkpoint else "it is tried again"
+            follows = phase is Phase.FOLLOWING
+            again = "it is tried again" if follows else "this launch does not try it again"
+            what = f"checkpoint {checkpoint} is not copied to it" if checkpoint else again
             if isinstance(error, RunDoesNotFit):
                 what = f"nothing more is copied to it ({error.hint})"
             if checkpoint is not None or text != self._said:
-                self._say(f"the durable ring: {text}; {what}, and training goes on")
+                self._say(f"the durable ring: {text}; {what}{', and training goes on' if follows else ''}")
             self._said = text if checkpoint is None else self._said
             self._note(DrainFailed(checkpoint=checkpoint, place=self._ring.place, error=text))
 

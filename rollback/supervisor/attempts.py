@@ -172,7 +172,8 @@ class Attempts:
             return
         if (kept := self._nodes.kept(kept_on_host(self._paths, attempt), attempt)) is not None:
             newest, reached = newest_there(self._paths, past.train.history), furthest_step(self._paths, None, attempt)
-            self._ledger.note(last := kept.as_fact(newest, reached))
+            others = len(self._nodes.names) > 1  # which may have been lost with that supervisor
+            self._ledger.note(last := kept.as_fact(newest, reached, host_lost=others))
             self._say(last.in_words())
 
     def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
@@ -192,7 +193,8 @@ class Attempts:
         first = first_cause(evidence, rank_ends(self._paths, attempt, left))
         record = first.record if first else None
         if left.kept is not None:
-            self._ledger.note(last := left.kept.as_fact(evidence.kept, evidence.step))
+            host_lost = bool(left.lost_nodes)
+            self._ledger.note(last := left.kept.as_fact(evidence.kept, evidence.step, host_lost=host_lost))
             self._say(last.in_words())
         self._ledger.note(
             facts.AttemptEnded(
@@ -380,7 +382,10 @@ class Attempts:
         self._drain_the_rest()
         self._ledger.note(facts.RunEnded(exit_code=exit_code, reason=reason))
         self._draining.close()
-        return RunResult(exit_code=exit_code, reason=reason, guarded=guarded, recorded=self._ledger.opened)
+        return RunResult(
+            exit_code=exit_code, reason=reason, hint=self._draining.hint, guarded=guarded,
+            recorded=self._ledger.opened,
+        )  # fmt: skip
 
     def _drain_the_rest(self) -> None:
         """Also what an earlier launch has left in memory, where the ranks of this one never came to attach."""

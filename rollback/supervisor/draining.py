@@ -113,10 +113,15 @@ class Draining:
         if name in in_durable_ring(*journals, place=None if url is None else url.rstrip("/")):
             return None
         if paths.checkpoint(name).exists():
-            unfit = self._drainer.unfit if self._drainer is not None else None
-            then = ", and the same command copies it" if unfit is None else f"; {unfit.hint}"
+            then = ", and the same command copies it" if self.hint is None else ""
             return f"not at {url} ({self.why_not()}): it is in {paths.checkpoint(name)}{then}"
         return f"in no durable ring: {self.why_not()}"
+
+    @property
+    def hint(self) -> str | None:
+        """How to go on where the same command does not: this run may not write at its URL any more. None: it does."""
+        unfit = self._drainer.unfit if self._drainer is not None else None
+        return unfit.hint if unfit is not None else None
 
     def why_not(self) -> str:
         """Why the last checkpoint is not in the durable ring, in words, after `finish`."""

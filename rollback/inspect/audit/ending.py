@@ -12,7 +12,7 @@ TURNS: frozenset[type[facts.Fact]] = frozenset({
     facts.AttemptEnded, facts.RestartScheduled, facts.RunEnded,
 })  # fmt: skip
 """Facts that a run has ended, or that it has not."""
-NO_END = "no end is on record: its supervisor was killed, or the host went down"
+NO_END = "no end is on record: its supervisor was killed, its host went down, or its disk took no more"
 """Of an attempt whose supervisor is gone. Ranks are told to stop then: that they did is not how it ended."""
 
 

@@ -107,10 +107,12 @@ class KeptOnHost(BaseModel, frozen=True):
     furthest: int | None
     """The furthest step that a rank has come to the end of."""
 
-    def as_fact(self, kept: int | None, reached: int | None) -> LastSnapshotMade:
+    def as_fact(self, kept: int | None, reached: int | None, *, host_lost: bool = False) -> LastSnapshotMade:
         """kept: the step of the newest checkpoint. reached: the furthest step of the attempt by its other traces; its
-        end is not marked where an epoch ends with it."""
+        end is not marked where an epoch ends with it. host_lost: that checkpoint may lack the part that was there."""
         furthest = max((step for step in (self.furthest, reached) if step is not None), default=None)
+        if host_lost and self.checkpoint is None:
+            kept = None
         lost = max(0, furthest - kept) if furthest is not None and kept is not None else None
         return LastSnapshotMade(steps_lost=lost, **self.model_dump(exclude={"attempt", "furthest"}))
 

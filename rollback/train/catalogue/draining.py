@@ -66,14 +66,15 @@ def _fetch_planned(url: str, paths: RunPaths) -> None:
         say(f"checkpoint {name}, to which the run was going back, could not be fetched: {message_of(error)}")
 
 
-def only_at_url(paths: RunPaths, settings: Settings, here: Iterable[Manifest]) -> list[Manifest]:
-    """Rank 0: the manifests of the checkpoints at the URL that are newer than all that are here.
+def only_at_url(paths: RunPaths, settings: Settings, here: Iterable[Manifest]) -> tuple[list[Manifest], str | None]:
+    """Rank 0: the manifests of the checkpoints at the URL that are newer than all that are here, and why they are not
+    known; None: they are.
 
     A host that was lost has taken with it what the slots had: then the newest checkpoint is at the URL. Where the slots
     have it, nothing is asked. What cannot be read there is said, and left out.
     """
     if settings.ring is None:
-        return []
+        return [], None
     newest = max((manifest.seq for manifest in here), default=-1)
     try:
         names = map(CheckpointName, in_durable_ring(fold_journal(paths.supervisor_journal).history))
@@ -82,8 +83,8 @@ def only_at_url(paths: RunPaths, settings: Settings, here: Iterable[Manifest]) -
         found = [read_manifest_at(store, name) for name in wanted] if store is not None else []
     except (RollbackError, OSError) as error:
         say(f"what the ring {settings.ring} has is not known: {message_of(error)}")
-        return []
-    return [manifest for manifest in found if manifest is not None]
+        return [], message_of(error)
+    return [manifest for manifest in found if manifest is not None], None
 
 
 def start_draining(paths: RunPaths, settings: Settings, record: Recorder, ranks: Ranks) -> Drainer | Helper | None:

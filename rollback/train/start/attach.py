@@ -145,8 +145,9 @@ def _restore_newest(
     """Collective: restore the newest usable checkpoint. Returns it and its place; None: the run has no checkpoint yet.
 
     Unusable checkpoints are noted in `found`. Raises NoUsableCheckpoint where there are or were checkpoints, and none
-    is usable; CheckpointForbidden where the next one to try may not be read; and RunDoesNotFit where an object of the
-    job does not load the state that the run has of it.
+    is usable; CheckpointOutOfReach where there may be one at the URL, which cannot be read; CheckpointForbidden where
+    the next one to try may not be read; and RunDoesNotFit where an object of the job does not load the state that the
+    run has of it.
     """
     history, damaged = found.history, found.damaged
     places = _places(paths, found, HostCopies(paths, ranks, url).bring if ranks.apart or found.at_url else None)
@@ -179,6 +180,11 @@ def _restore_newest(
     lost = history.committed.keys() - history.gone - history.discarded
     if not (found.manifests or damaged or lost):
         return None
+    if found.unknown_at_url is not None:
+        raise CheckpointOutOfReach(
+            f"no checkpoint can be used here, and what the ring {url} has is not known: {found.unknown_at_url}",
+            hint="the checkpoints there may be sound: the same command goes on with them once the ring can be reached",
+        )
     raise _none_is_usable(paths, history, lost, damaged, ranks, url)
 
 

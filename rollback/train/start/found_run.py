@@ -57,6 +57,8 @@ class FoundRun:
     """Checkpoints in the slots, and nowhere else, that are ahead of the record."""
     at_url: list[Manifest]
     """Of newer checkpoints than these, which are only in the ring at the URL."""
+    unknown_at_url: str | None
+    """Why it is not known whether there are any; None: it is."""
     blamed: list[Blamed]
     """The data that the supervisor blames crashes on."""
     identity: Identity | None
@@ -110,8 +112,8 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
     in_memory = take_inventory(paths, ranks, {manifest.name for manifest in in_ring})
     manifests = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
-    newer = only_at_url(paths, settings, manifests.values()) if ranks.first else []
-    newer = [Manifest.model_validate(body) for body in ranks.from_first([m.model_dump(mode="json") for m in newer])]
+    newer, unknown = only_at_url(paths, settings, manifests.values()) if ranks.first else ([], None)
+    at_url, unknown = ranks.from_first([[manifest.model_dump(mode="json") for manifest in newer], unknown])
     found = FoundRun(
         attempt=body["attempt"],
         # Rank 0's recorder adds to what it has read; what the ranks decide by must stay alike on all.
@@ -122,7 +124,8 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
         damaged=body["damaged"],
         strays=in_memory.strays,
         ahead=in_memory.ahead,
-        at_url=newer,
+        at_url=[Manifest.model_validate(manifest) for manifest in at_url],
+        unknown_at_url=unknown,
         blamed=[Blamed.model_validate(fact) for fact in body["blamed"]],
         identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
         accepted=[Accepted.model_validate(fact) for fact in body["accepted"]],

@@ -479,6 +479,12 @@ class TestClosingLine:
         assert ("because" in line) is (code != ExitCode.DONE)
         assert ("`rollback launch train.py 'a b'`" in line) is (code in (ExitCode.RESUMABLE, ExitCode.FAILED))
 
+    @pytest.mark.parametrize("code", [ExitCode.RESUMABLE, ExitCode.FAILED, ExitCode.IO])
+    def test_where_the_same_command_is_not_the_way_on_it_says_which_is(self, code: ExitCode) -> None:
+        line = closing_line(ended(code, hint="name another URL"), Path("run"), ["rollback", "launch", "train.py"])
+        assert "; name another URL; " in line
+        assert "rollback launch train.py" not in line
+
     def test_a_stop_while_nodes_are_waited_for_says_nothing_of_guards(self) -> None:
         told = ended(ExitCode.RESUMABLE, "told to stop while nodes were waited for", recorded=False)
         line = closing_line(told, Path("run"), ["rollback", "launch", "train.py"])

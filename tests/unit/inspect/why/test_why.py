@@ -112,7 +112,7 @@ def test_of_a_rank_that_left_no_exception_the_end_of_its_stderr_is_shown(run: Re
 def test_a_supervisor_that_is_killed_after_the_end_of_an_epoch_has_left_a_failure(run: RecordedRun) -> None:
     run.tell(9, Finished(step=10, batch=20))
     assert read_account(run.paths.root).cause == (
-        "no end is on record: its supervisor was killed, or the host went down"
+        "no end is on record: its supervisor was killed, its host went down, or its disk took no more"
     )
 
 

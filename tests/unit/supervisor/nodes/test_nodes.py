@@ -162,6 +162,8 @@ def test_what_the_hosts_made_of_the_last_snapshot_is_one_fact() -> None:
         "the state of the last step could not be kept (rank 3 is gone): it was in its update; 11 steps are lost"
     )
     assert none.as_fact(None, None).steps_lost is None
+    assert none.as_fact(10, None, host_lost=True).steps_lost is None, "it may lack the part of that host"
+    assert whole.as_fact(21, None, host_lost=True).steps_lost == 0, "all have it"
     assert merged(Left(status=1), {"node-1": None}).kept is None
 
 
