@@ -148,11 +148,6 @@ class Judge:
         """Whether nothing stood out in the step that was judged last."""
         return self._verdict is Kind.HEALTHY
 
-    @property
-    def sent(self) -> bytes | Tensor:
-        """What this rank has put into the beat under way. Not collective."""
-        return self._pulse.sent
-
     def foresee(self, sent: Sequence[bytes]) -> Foreseen:
         """The sentinel as it will be when the last step is judged, where training goes on then. Any thread; nothing
         changes.
