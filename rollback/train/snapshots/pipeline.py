@@ -213,11 +213,11 @@ class Snapshots:
         self.memory.outgrown = beat.outgrown > 0
         if beat.torn:
             self.mode = "held"
-            return self._drop(f"{_MOVED}, on {beat.torn} ranks")
+            return self._end(f"{_MOVED}, on {beat.torn} ranks")
         if beat.shard_failed:
-            return self._drop(f"{beat.shard_failed} of {self._ranks.world_size} ranks could not write")
+            return self._end(f"{beat.shard_failed} of {self._ranks.world_size} ranks could not write")
         if beat.committed and beat.committed == (self._ranks.host_count if flight.tier == "fast" else 1):
-            return self._end(SnapshotEvent.ALL_COMMITTED)
+            return self._end()
         if beat.shard_written == self._ranks.world_size:
             flight.move(SnapshotEvent.ALL_WRITTEN)
         elif beat.letters is not None:
@@ -233,7 +233,7 @@ class Snapshots:
         self._await_job(flight)
         if not self._ranks.all_of(flight.stage is not SnapshotStage.FAILED):
             self.memory.outgrown = not self._ranks.all_of(not flight.outgrown)
-            return self._drop("a rank could not write")
+            return self._end("a rank could not write")
         if flight.stage is SnapshotStage.WRITTEN:
             flight.move(SnapshotEvent.ALL_WRITTEN)
         if flight.stage is SnapshotStage.TELLING:
@@ -243,42 +243,38 @@ class Snapshots:
                 return landing
             self._await_job(flight)
         if not self._ranks.all_of(flight.stage is not SnapshotStage.FAILED):
-            return self._drop("a rank could not write")
-        return self._end(SnapshotEvent.ALL_COMMITTED)
+            return self._end("a rank could not write")
+        return self._end()
 
     def _commit_together(self, flight: SnapshotInFlight, letters: Letters) -> Landing | None:
         """All ranks have written and know each other's letters: commit, unless what must be alike differs."""
         if ranks := drift.differing(letters.digests):
             what = drift.PLAIN if letters.of_parts else drift.PARAMETERS
-            return self._drop(drift.in_words(ranks, self._ranks.world_size, what), drifted=ranks)
+            return self._end(drift.in_words(ranks, self._ranks.world_size, what), drifted=ranks)
         if ranks := drift.differing_parts(letters.parts):
-            return self._drop(drift.parts_in_words(ranks), drifted=ranks)
+            return self._end(drift.parts_in_words(ranks), drifted=ranks)
         if ranks := drift.differing(letters.samples):
-            return self._drop(drift.in_words(ranks, self._ranks.world_size, drift.OBJECTS), drifted=ranks)
+            return self._end(drift.in_words(ranks, self._ranks.world_size, drift.OBJECTS), drifted=ranks)
         self._turn += 1
         if ailing := tuple(letters.nonfinite.nonzero().flatten().tolist()):
-            return self._drop("there are new values in it that are not finite", ailing=ailing)
+            return self._end("there are new values in it that are not finite", ailing=ailing)
         commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first
         flight.move(SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT)
         self.memory.used_by = flight.job = self.thread.submit(self._complete, flight, letters, commits)
         return None
 
-    def _drop(self, why: str, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
-        return self._end(SnapshotEvent.REFUSED, why, drifted, ailing)
-
-    def _end(
-        self, event: SnapshotEvent, why: str = "", drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()
-    ) -> Landing:
+    def _end(self, fault: str | None = None, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
+        """fault: why it becomes no checkpoint; None: it is one."""
         flight = self._flight
         assert flight is not None
         self.fence()
         self._flight = None
-        name, fault = flight.manifest.name, None
-        flight.move(event)
-        if event is SnapshotEvent.ALL_COMMITTED and flight.job is not None:
+        name = flight.manifest.name
+        flight.move(SnapshotEvent.ALL_COMMITTED if fault is None else SnapshotEvent.REFUSED)
+        if fault is None and flight.job is not None:
             flight.job.result()  # where others committed it, this rank's thread has made the manifest
-        if event is SnapshotEvent.REFUSED:
-            fault = f"{why} (this rank: {flight.fault})" if flight.fault else why
+        if fault is not None:
+            fault = f"{fault} (this rank: {flight.fault})" if flight.fault else fault
             if flight.slot is not None:
                 self.memory.slots_of_host.release(flight.slot, after=flight.job)
             elif self._ranks.first:
