@@ -211,7 +211,7 @@ class CheckpointManager:
     @property
     def unchanged(self) -> set[str]:
         """Names of the weights that are in no snapshot, since nothing changes them. Not collective."""
-        return self._snapshots.unchanged
+        return self._snapshots.frozen.unchanged
 
     def put_aside(self, name: str, fault: CheckpointDamaged) -> None:
         """Put a damaged checkpoint aside. One that is only at the URL is not offered again for the present plan; one

@@ -57,7 +57,8 @@ class Snapshots:
     fast: the slots, if there are any; else ranks write to the run directory's ring. mode: see `tier_choice`. unsure:
     whether copies are waited for in any mode, as it is not known yet what the script writes within a step.
     thread: the only one that writes and removes files. stalled: seconds for which the last snapshot blocked the loop.
-    memory: what the next snapshot is copied into. next_seq: the number of the next checkpoint.
+    memory: what the next snapshot is copied into. frozen: the weights that are left out, since they are stored once.
+    next_seq: the number of the next checkpoint.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Snapshots:
         """Of the samples of what other objects keep. One that differs is compared until it does no more."""
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
         self.memory = SnapshotMemory(ranks, self.thread, fast)
-        self._frozen = FrozenWeights(paths)
+        self.frozen = FrozenWeights(paths)
         self._copier = _copier()
         self._flight: SnapshotInFlight | None = None
 
@@ -92,8 +93,8 @@ class Snapshots:
     def fit_memory(self, image: Image) -> int:
         """Collective: make room for snapshots of this image, in the background. Returns the rank's shard size."""
         drift.require_alike(image, self._ranks)
-        self._frozen.agree(image, self._ranks)
-        return self.memory.fit(share_of(image, self._ranks, self._frozen.digests))
+        self.frozen.agree(image, self._ranks)
+        return self.memory.fit(share_of(image, self._ranks, self.frozen.digests))
 
     def await_ready(self, image: Image) -> str:
         """Collective: wait until the next snapshot can begin. If the fast tier is not ready in time, stop using it, and
@@ -101,16 +102,6 @@ class Snapshots:
         if not self.memory.fitted:
             self.fit_memory(image)
         return self.memory.await_ready()
-
-    @property
-    def left_out(self) -> str:
-        """The weights that snapshots leave out because they are stored once, in words."""
-        return self._frozen.in_words()
-
-    @property
-    def unchanged(self) -> set[str]:
-        """The names of those that this rank has not found to have changed."""
-        return self._frozen.unchanged
 
     # The flight ----------------------------------------------------------------------------------------------------
 
@@ -128,14 +119,14 @@ class Snapshots:
         manifest = Manifest(
             name=CheckpointName.of(seq, step), seq=seq, step=step, batch=batch, epoch=epoch, over=over,
             timeline=timeline, attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            world_size=self._ranks.world_size, shards=(), frozen=self._frozen.record,
+            world_size=self._ranks.world_size, shards=(), frozen=self.frozen.record,
         )  # fmt: skip
         mode: CaptureMode = "held" if self.unsure else self.mode
         slot, region = self.memory.reserve()
         flight = self._flight = SnapshotInFlight(manifest, slot, time.monotonic())
         try:
-            self._frozen.require_frozen(image)
-            share = share_of(image, self._ranks, self._frozen.digests, self._turn)
+            self.frozen.require_frozen(image)
+            share = share_of(image, self._ranks, self.frozen.digests, self._turn)
             capture = Capture(share, self.memory.layout_of(share), region, mode)
             capture.start()
         except NoLongerFrozen as error:
@@ -299,7 +290,7 @@ class Snapshots:
                 raise OSError("there is no fast tier, and every host has a run directory of its own")
             directory = ring.begin_writing(self._paths, flight.manifest.name, self._attempt)
             written = write_direct(directory / place.file, region.view, place.start)
-        self._frozen.require_stored(frozen, first=self._ranks.first)
+        self.frozen.require_stored(frozen, first=self._ranks.first)
         flight.nonfinite = capture.nonfinite()
         flight.letter = Letter(
             written, capture.digest(), len(flight.nonfinite), capture.part_digest(), capture.sample_digest()
