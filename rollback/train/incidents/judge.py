@@ -193,10 +193,6 @@ class Judge:
         """Whether a step's beat is under way."""
         return self._pulse.under_way
 
-    def end_pulse(self) -> None:
-        """No collective of ours is under way any more. Not collective."""
-        self._pulse.close()
-
     def rollback_applied(self, event: RollbackApplied) -> None:
         """Forget the verdicts on the steps behind it. If a plan was carried out, its incident stays open."""
         if event.case is not None and event.case.plan is not None:
