@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, EndMark, EndMarkPaths
-from rollback.errors import RollbackError, UsageError
+from rollback.errors import RollbackError
 from rollback.facts.training import NoLastSnapshot
 from rollback.system.durable import write_file
 from rollback.train.last_snapshot.device import Device, NoAnswer, device_of
@@ -126,6 +126,6 @@ def note_stopped(run: AttachedRun, why: str) -> None:
 def _fault_of(act: Callable[[], None]) -> str | None:
     try:
         act()
-    except (OSError, RollbackError, UsageError, NoAnswer) as error:
+    except (OSError, RollbackError, NoAnswer) as error:
         return f"the memory for it cannot be had: {error}"
     return None
