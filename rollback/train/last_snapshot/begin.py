@@ -4,6 +4,7 @@ import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, EndMark, EndMarkPaths
@@ -62,12 +63,9 @@ def meet(
         if device is not None:
             devices.append(Device(device, paths, ranks.rank))
 
-    for act in (prepare, make):
+    for act in (prepare, make, partial(peers.watch, ranks.from_each(os.getpid()))):
         if (why := ranks.first_fault(_fault_of(act))) is not None:
             return why
-    pids = ranks.from_each(os.getpid())
-    if (why := ranks.first_fault(_fault_of(lambda: peers.watch(pids)))) is not None:
-        return why
     hosts = _meet_hosts(run, paths) if ranks.host_count > 1 else None
     return hosts if isinstance(hosts, str) else MarkAndPeers(paths, made[0], peers, hosts, next(iter(devices), None))
 

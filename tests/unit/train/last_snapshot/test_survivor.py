@@ -718,7 +718,6 @@ def hold(computed: int = 0, effort: int = 0) -> Hold:
 def tell_early(guard: rollback.Guard) -> None:
     """Have a guard that is alone leave early marks, as one of several does."""
     last, telltale = guard._last, guard._step_in_progress.updates.telltale
-    assert last._mark is not None
     last._early = EarlyMarks(last._mark, last._device, telltale, last._small_state, last._coming)
 
 
