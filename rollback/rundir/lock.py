@@ -26,20 +26,28 @@ HOLDER_LIMIT = 1 << 16
 class RunLock:
     """Holds a run directory from construction until `release` or the process's death.
 
-    Makes the directory if it does not exist. Raises RunInUse naming the holder, or RunDirectoryError. holder: what is
-    told of who holds it; None: this process, since now.
+    Makes the directory if it does not exist. Raises RunInUse naming the holder, or RunDirectoryError.
     """
 
-    def __init__(self, paths: RunPaths, role: str, holder: dict[str, object] | None = None) -> None:
-        self._paths, self._role = paths, role
+    def __init__(self, paths: RunPaths, role: str) -> None:
+        pid, since = os.getpid(), datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._paths = paths
+        self._holder: dict[str, object] = {
+            "pid": pid, "start": start_of(pid), "host": socket.gethostname(), "since": since, "role": role,
+        }  # fmt: skip
+        self._lock, self._file = self._take()
+
+    def _take(self) -> tuple[filelock.BaseFileLock, tuple[int, int]]:
+        """The lock, and which file it is at this moment. Raises RunInUse, RunDirectoryError."""
+        paths = self._paths
         was_there = paths.lock.exists()
         try:
             files.make_directory(paths.root)
             for path in (paths.lock, paths.holder):
                 files.require_ours(path)
-            self._lock = filelock.FileLock(paths.lock, timeout=0, mode=files.file_mode(), thread_local=False)
-            self._lock.acquire()
-            self._file = _file_at(paths.lock)
+            lock = filelock.FileLock(paths.lock, timeout=0, mode=files.file_mode(), thread_local=False)
+            lock.acquire()
+            file = _file_at(paths.lock)
         except filelock.Timeout as error:
             raise RunInUse(
                 f"the run directory {paths.root} is in use by {_describe_holder(paths)}",
@@ -50,26 +58,17 @@ class RunLock:
                 f"taking the lock {paths.lock} ({error.filename or paths.lock.name}): {error.strerror or error}",
                 hint="the run directory must be a directory that this user can write to",
             ) from error
-        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        pid = os.getpid()
-        own: dict[str, object] = {
-            "pid": pid,
-            "start": start_of(pid),
-            "host": socket.gethostname(),
-            "since": since,
-            "role": role,
-        }
-        self._holder = holder or own
         try:
-            write_file(self._paths.holder, json.dumps(self._holder).encode(), durable=False)
+            write_file(paths.holder, json.dumps(self._holder).encode(), durable=False)
         except OSError as error:
             if not was_there:
                 paths.lock.unlink(missing_ok=True)
-            self._lock.release()
+            lock.release()
             raise RunDirectoryError(
                 f"writing {paths.holder}: {error.strerror or error}",
                 hint="the run directory must be writable and its disk not full",
             ) from error
+        return lock, file
 
     @property
     def in_place(self) -> bool:
@@ -87,7 +86,7 @@ class RunLock:
         if self.in_place or not self._paths.root.is_dir():
             return
         try:
-            anew = RunLock(self._paths, self._role, self._holder)  # orders to stop name the launch by it
+            taken = self._take()
         except RunDirectoryError:
             return
         except RunInUse:
@@ -95,7 +94,7 @@ class RunLock:
                 return
             raise
         self._lock.release()
-        self._lock, self._file = anew._lock, anew._file
+        self._lock, self._file = taken
 
     def release(self) -> None:
         with contextlib.suppress(OSError):  # a disk that has become read-only: the lock itself is what counts

@@ -122,7 +122,7 @@ class GuardAssembly:
         self._checkpoints = checkpoint_side(run, state, heartbeat.turn_to)
         manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
         evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
-        pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._pulse = pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
         variables = list(own_variables())
         generators = generators_beside(state, loader, variables)
         if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
@@ -141,11 +141,11 @@ class GuardAssembly:
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
         self._unseen = UnseenWrites(state, self._checkpoints.snapshots, model, updates.telltale)
         self._last = LastSnapshot(
-            run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, lambda: self._judge.sent,
+            run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, lambda: pulse.sent,
             pulse.await_sum, self._judge.foresee, updates.telltale, self._unseen,
             lambda: self._step_in_progress.batches >= state.counters.batches_per_step, self._batches.may_be_marked,
         )  # fmt: skip
-        heartbeat.before_the_end(weak_hook(self._last.raised))
+        heartbeat.last_words.before_the_end = weak_hook(self._last.raised)
         rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)
         self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
         self._pass_rehearsal = PassRehearsal(state, self._step_in_progress, self._rewinder, schedule)

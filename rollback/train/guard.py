@@ -213,12 +213,12 @@ class Guard(ScriptSide):
         if (raised := self._end.raised) is not None and not isinstance(raised, SystemExit):
             self._last.raised(f"rank {self._run.ranks.rank} raised {type(raised).__name__}")
         step = self._step_in_progress
-        step.heartbeat.record_exit()
+        step.heartbeat.last_words.record_exit()
         self._last.leave()
-        if not step.heartbeat.raised:
+        if not step.heartbeat.last_words.spoken:
             self._prober.abandon()
             self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)
-        self._judge.end_pulse()
+        self._pulse.close()
         step.heartbeat.end(in_hand=raised is not None, unrecorded=self._end.unrecorded)
         self._checkpoints.snapshots.close()
         self._judge.close()

@@ -17,7 +17,7 @@ from rollback.checkpoints.format.layout import DTYPE_NAME, Kind
 from rollback.checkpoints.format.parts import Part, whole
 from rollback.checkpoints.format.shard import ShardReader, Written
 from rollback.checkpoints.outside import dcp_files, huggingface
-from rollback.errors import CheckpointDamaged, UsageError
+from rollback.errors import CheckpointDamaged, UsageError, message_of
 from rollback.facts.fact import InitialLayout
 from rollback.wording import first_few
 
@@ -60,7 +60,7 @@ def open_outside(path: Path) -> OutsideCheckpoint:
     except OSError as error:
         why = error.strerror or str(error)
     except (ValueError, CheckpointDamaged) as error:
-        why = error.message if isinstance(error, CheckpointDamaged) else str(error)
+        why = message_of(error)
     raise UsageError(
         f"init: {path} cannot be read: {why}",
         hint="it takes a safetensors file, a folder with one or with an index, or a directory of "

@@ -34,8 +34,8 @@ _HELD = (CheckpointStatus.CANDIDATE, CheckpointStatus.GOOD)
 @dataclass(frozen=True)
 class CheckpointPlace:
     """Where a checkpoint lies. run: the run directory, which has the frozen weights. memory: this rank's own shard, if
-    this process has it mapped (fast tier). bring: collective; makes sure that every host has it there, where each has a
-    run directory of its own, and returns the fault in words or None."""
+    this process has it mapped (fast tier). bring: collective; makes sure that it is there, on every host where each has
+    a run directory of its own, and returns the fault or None."""
 
     directory: Path
     run: RunPaths

@@ -156,10 +156,7 @@ class Pulse:
         at = AILMENTS_AT + (2 if is_finite(beat.loss) else 0)
         row = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
         row[self._ranks.rank] = sum(self._own[at : at + 2])
-        if self._ranks.distributed:
-            handed = Handed(row)
-            dist.all_reduce(row)
-            handed.take_back()
+        self._ranks.add_up(row)
         return tuple(row.nonzero().flatten().tolist())
 
     def _compose_on_host(
@@ -222,10 +219,7 @@ class Pulse:
         assert isinstance(self._own, Tensor)
         self._own = own = without_ill(self._own.tolist())
         total = self._to_device(own)
-        if self._ranks.distributed:
-            handed = Handed(total)
-            dist.all_reduce(total)
-            handed.take_back()
+        self._ranks.add_up(total)
         return torch.cat([total.cpu(), vector[FIELDS:]])
 
     def _letter_row(self, letter: tuple[int, ...]) -> Tensor:

@@ -116,11 +116,16 @@ class Ranks:
         """Collective: whether the condition holds on every rank."""
         if not self.distributed:
             return condition
-        flag = torch.tensor([int(condition)], dtype=torch.int32, device=self.device)
-        handed = Handed(flag)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        handed.take_back()
-        return bool(flag.item())
+        count = torch.tensor([int(condition)], dtype=torch.int32, device=self.device)
+        self.add_up(count)
+        return int(count.item()) == self.world_size
+
+    def add_up(self, numbers: Tensor) -> None:
+        """Collective: put the sum over the ranks in their place."""
+        if self.distributed:
+            handed = Handed(numbers)
+            dist.all_reduce(numbers)
+            handed.take_back()
 
     def first_fault(self, fault: str | None) -> str | None:
         """Collective: the fault of the first rank that has one; None: no rank has one."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollback.checkpoints.format.shard import ShardPiece, write_shard
+from rollback.checkpoints.format.shard import write_shard
 from rollback.facts.training import Incident
 from rollback.rundir.evidence import (
     BatchKept,
@@ -38,6 +38,7 @@ from rollback.train.data.cursor.digest import is_in_one_piece
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import detached
+from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree
 from rollback.train.state.nonfinite import kind_in
 from rollback.train.updates.gradients import GradientNorms, norm_of_each
@@ -293,11 +294,7 @@ class IncidentEvidence:
         path = self._paths.incident_batch(incident, self._rank)
         if parts:
             files.unlink(path)
-            pieces = []
-            for part in parts:
-                value = part.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                data = value.reshape(-1).view(torch.uint8).numpy().data
-                pieces.append(ShardPiece(part.name, tree.DTYPE_CODE[value.dtype], tuple(value.shape), data))
+            pieces = [piece_of(part.name, part.tensor) for part in parts]
             write_shard(path, pieces, {"incident": str(incident), "rank": str(self._rank), "step": str(step.step)})
         return BatchKept(
             step=step.step,

@@ -148,11 +148,6 @@ class Judge:
         """Whether nothing stood out in the step that was judged last."""
         return self._verdict is Kind.HEALTHY
 
-    @property
-    def sent(self) -> bytes | Tensor:
-        """What this rank has put into the beat under way. Not collective."""
-        return self._pulse.sent
-
     def foresee(self, sent: Sequence[bytes]) -> Foreseen:
         """The sentinel as it will be when the last step is judged, where training goes on then. Any thread; nothing
         changes.
@@ -197,10 +192,6 @@ class Judge:
     def awaits_verdict(self) -> bool:
         """Whether a step's beat is under way."""
         return self._pulse.under_way
-
-    def end_pulse(self) -> None:
-        """No collective of ours is under way any more. Not collective."""
-        self._pulse.close()
 
     def rollback_applied(self, event: RollbackApplied) -> None:
         """Forget the verdicts on the steps behind it. If a plan was carried out, its incident stays open."""

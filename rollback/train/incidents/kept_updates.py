@@ -90,7 +90,7 @@ class KeptUpdates:
             try:
                 room = MOST - sum(each.nbytes for each in kept.batches)
                 kept.batches.append(KeptBatch(batch, room, scripts.generators()))
-            except (ValueError, TypeError, AttributeError, RuntimeError, MemoryError, RecursionError) as error:
+            except (ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
                 kept.batches, kept.unfit = [], f"a batch cannot be kept: {error}"
 
     def judged(self, mark: StepMark, loss: float | None, sentinel: Sentinel) -> None:

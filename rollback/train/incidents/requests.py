@@ -222,9 +222,7 @@ class Requests:
         for point in reversed(self._checkpoints.as_held()):
             if point.step > step:
                 continue
-            fault = self._checkpoints.fetch_if_remote(point.name)
-            if fault is None:
-                fault = verify(point.name, self._checkpoints.places(point.name), self._ranks)
+            fault = verify(point.name, self._checkpoints.places(point.name), self._ranks)
             if fault is None:
                 return point, None
             self._checkpoints.put_aside(point.name, fault)

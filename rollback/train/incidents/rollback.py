@@ -58,19 +58,15 @@ class Rewinder:
             self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
             name = decision.plan.checkpoint
             assert name is not None
-            fault = self._checkpoints.fetch_if_remote(name)
-            if fault is None:
-                target = self._checkpoints.manifest(name)
-                result = restore(name, self._checkpoints.places(name), self._ranks, self._state)
-                if result.place is not None:
-                    break
-                fault = result.fault
-            replanned = self._judge.plan_without(name, fault, decision)
+            result = restore(name, self._checkpoints.places(name), self._ranks, self._state)
+            if result.place is not None:
+                break
+            replanned = self._judge.plan_without(name, result.fault, decision)
             if not isinstance(replanned, Rewind):
                 assert isinstance(replanned, Halt), "who only observes never goes back"
                 return replanned
             decision = replanned
-        plan = decision.plan
+        plan, target = decision.plan, self._checkpoints.manifest(name)
         self._checkpoints.discard(plan)
         restored = Restored(
             incident=plan.incident,

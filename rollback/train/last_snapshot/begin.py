@@ -4,10 +4,11 @@ import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, EndMark, EndMarkPaths
-from rollback.errors import RollbackError, UsageError
+from rollback.errors import RollbackError
 from rollback.facts.training import NoLastSnapshot
 from rollback.system.durable import write_file
 from rollback.train.last_snapshot.device import Device, NoAnswer, device_of
@@ -62,12 +63,9 @@ def meet(
         if device is not None:
             devices.append(Device(device, paths, ranks.rank))
 
-    for act in (prepare, make):
+    for act in (prepare, make, partial(peers.watch, ranks.from_each(os.getpid()))):
         if (why := ranks.first_fault(_fault_of(act))) is not None:
             return why
-    pids = ranks.from_each(os.getpid())
-    if (why := ranks.first_fault(_fault_of(lambda: peers.watch(pids)))) is not None:
-        return why
     hosts = _meet_hosts(run, paths) if ranks.host_count > 1 else None
     return hosts if isinstance(hosts, str) else MarkAndPeers(paths, made[0], peers, hosts, next(iter(devices), None))
 
@@ -126,6 +124,6 @@ def note_stopped(run: AttachedRun, why: str) -> None:
 def _fault_of(act: Callable[[], None]) -> str | None:
     try:
         act()
-    except (OSError, RollbackError, UsageError, NoAnswer) as error:
+    except (OSError, RollbackError, NoAnswer) as error:
         return f"the memory for it cannot be had: {error}"
     return None

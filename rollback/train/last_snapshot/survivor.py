@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.checkpoints.fast_tier.end_marks import REASONS, EndMark, StepEnd
+from rollback.checkpoints.fast_tier.end_marks import REASONS, StepEnd
 from rollback.facts.training import NoLastSnapshot
 from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.agreement import FIRST
-from rollback.train.last_snapshot.begin import SWITCHED_OFF, MarkAndPeers, meet, note_stopped
+from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
 from rollback.train.last_snapshot.device import Device
 from rollback.train.last_snapshot.early import EarlyMarks
 from rollback.train.last_snapshot.end_of_step import EndOfStep
@@ -68,15 +68,13 @@ class LastSnapshot:
         self._small_state = SmallStateReader(state)
         self._held = HeldEnds(state)
         self._returns = 0
-        self._met: MarkAndPeers | None = None
-        self._mark: EndMark | None = None
         self._device: Device | None = None
         self._early: EarlyMarks | None = None
         self._once, self._done, self._over = threading.Lock(), False, False
         self._pid = os.getpid()
-        self._thread: threading.Thread
         met = meet(run, state, snapshots, self._small_state)
         if isinstance(met, str):
+            self._over = True  # nothing of what follows is there
             run.record.note(NoLastSnapshot(reason=met), None if met == SWITCHED_OFF else f"no last snapshots: {met}")
             return
         self._met, self._paths, self._mark, self._device = met, met.paths, met.mark, met.device
@@ -94,7 +92,7 @@ class LastSnapshot:
     def mark_end(self) -> None:
         """A step has ended and the next batch is not read yet: note where this rank stands. Nothing where no run may
         resume."""
-        if self._mark is None or self._over or not self._may_resume():
+        if self._over or not self._may_resume():
             return
         if self._unseen.found:
             self._stop("within a step the script writes to weights through `.data` or the like, which torch counts not")
@@ -154,7 +152,7 @@ class LastSnapshot:
     def keep(self, reason: str) -> None:
         """Keep the state of the last step's end if it can be proved to be that, or wait for whoever is at it. Any
         thread. Called where this attempt is about to end."""
-        if self._met is None or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         with self._once:
             if self._done or self._over:
@@ -164,7 +162,7 @@ class LastSnapshot:
 
     def leave(self) -> None:
         """This rank ends as it should. If a last snapshot is being made, wait for it first."""
-        if self._mark is None or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         with self._once:
             if self._over:
@@ -184,7 +182,6 @@ class LastSnapshot:
     # The thread ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        assert self._mark is not None
         poll = select.poll()
         ranks = {fd: rank for rank, fd in self._peers.pidfds.items()}
         for fd in (self._mark.bell, *ranks):
@@ -211,7 +208,6 @@ class LastSnapshot:
 
     def _stop(self, why: str) -> None:
         """Not collective: without the marks of one rank there is none."""
-        assert self._mark is not None
         rank = self._run.ranks.rank
         if self._run.ranks.first:
             note_stopped(self._run, why)

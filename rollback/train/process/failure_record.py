@@ -91,7 +91,7 @@ class FailureRecorder:
         self.before_the_end: Callable[[str], object] = lambda reason: None
         """Called behind the record, with what happened."""
         self.spoken = False
-        """Whether there was an exception that nobody caught."""
+        """Whether an exception that nobody caught, or an exit in the loop's body, has ended the script."""
         self._before = sys.excepthook
         sys.excepthook = self._on_error
         self._exit: FailureRecord | None = None

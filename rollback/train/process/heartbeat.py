@@ -34,7 +34,8 @@ _FILES = 16  # that all ranks with a board replace in a second, in a directory t
 class HeartbeatWriter:
     """Writes this rank's heartbeats while the process lives, its stacks on a signal, and its failure record.
 
-    Where one process trains several times, the writer of the next guard replaces that of the last guard.
+    Where one process trains several times, the writer of the next guard replaces that of the last guard. last_words:
+    writes the failure record.
     """
 
     _present: "HeartbeatWriter | None" = None
@@ -61,7 +62,7 @@ class HeartbeatWriter:
         self.evaluates: Callable[[], Callable[[], bool] | None] = lambda: None
         """`StepInProgress.evaluates`, while there is a guard."""
         self._write()
-        self._last_words = FailureRecorder(
+        self.last_words = FailureRecorder(
             paths.failure(attempt, ranks.rank), ranks.rank, attempt, lambda: self.standing, cursor,
             lambda: self.empty_pass, lambda: self.loop() is not None, self._script_evaluates,
         )  # fmt: skip
@@ -87,14 +88,6 @@ class HeartbeatWriter:
         """Set what this rank is doing, at the same position."""
         self.show(doing, self.standing.step, self.standing.batch, now=True)
 
-    def before_the_end(self, act: Callable[[str], object]) -> None:
-        """Call this where an exception that nobody caught ends the process, with what happened."""
-        self._last_words.before_the_end = act
-
-    def record_exit(self) -> None:
-        """The guard is closed, perhaps because the script leaves with an error in the loop's body."""
-        self._last_words.record_exit()
-
     def end(self, *, in_hand: bool, unrecorded: str = "") -> None:
         """The guard is closed. in_hand: because of an exception, perhaps, so that a failure record can still name the
         batch in hand. unrecorded: see `Heartbeat`."""
@@ -107,16 +100,11 @@ class HeartbeatWriter:
         evaluates = self.evaluates()
         return evaluates is not None and evaluates()
 
-    @property
-    def raised(self) -> bool:
-        """Whether an exception that nobody caught, or an exit in the loop's body, has ended the script."""
-        return self._last_words.spoken
-
     def _leave(self) -> None:
         """The interpreter ends. The thread still writes heartbeats while other exit handlers run, and stops when no
         Python code can run. A process that exists longer is stuck."""
         if HeartbeatWriter._present is self and os.getpid() == self._pid:
-            self._leaving = self._ended and not self.raised
+            self._leaving = self._ended and not self.last_words.spoken
             self._write()
 
     def show_batch(self, doing: str, step: int, batch: int, first: int | None, batches_per_step: int) -> None:

@@ -61,7 +61,7 @@ class CheckpointManager:
         self._record = record
         self._keep = keep
         self._remote = remote
-        self._bring = copies.bring if copies is not None else None
+        self._copies = copies
         self._leaving: dict[str, Callable[[bool], None]] = {}  # touched by the thread alone
         self.ailing: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
@@ -165,19 +165,6 @@ class CheckpointManager:
             self._catalogue.offer(self._remote.offered())
         return self._catalogue.to_choose_from()
 
-    def fetch_if_remote(self, name: str) -> CheckpointDamaged | None:
-        """Fetch a checkpoint of `as_held` that is only at the URL. Returns why that failed; None: it is here.
-
-        Call it before `manifest` and `places`, which know only the checkpoints that are here.
-        """
-        if self._remote is None or not self._catalogue.is_remote(name):
-            return None
-        found = self._remote.fetch(name)
-        if isinstance(found, str):
-            return CheckpointDamaged(found)
-        self._catalogue.admit(found, good=True)
-        return None
-
     def look_into_ring(self) -> None:
         """Hold all checkpoints of this timeline in the ring, also candidates that left the slots and pinned ones.
 
@@ -189,6 +176,7 @@ class CheckpointManager:
             self._catalogue.admit(Manifest.model_validate_json(manifest), good)
 
     def manifest(self, name: str) -> Manifest:
+        """Of a checkpoint that is here, or was restored from one of its `places`."""
         return self._catalogue.manifest(name)
 
     def newest(self) -> Manifest | None:
@@ -196,7 +184,8 @@ class CheckpointManager:
         return self._catalogue.newest()
 
     def places(self, name: str) -> Sequence[CheckpointPlace]:
-        """The places to restore a checkpoint from, best first. Waits until no live object is being copied any more."""
+        """The places to restore a checkpoint of `as_held` from, best first. Waits until no live object is being copied
+        any more."""
         self._snapshots.fence()
         found = [CheckpointPlace(self._paths.checkpoint(name), self._paths, bring=self._bring)]
         if (slot := self._catalogue.slot(name)) is not None:
@@ -206,6 +195,15 @@ class CheckpointManager:
             found.insert(0, CheckpointPlace(fast.paths.slot(slot), self._paths, in_slot=True, memory=view))
         return found
 
+    def _bring(self, name: str) -> CheckpointDamaged | None:
+        """See `CheckpointPlace`. What is only at the URL is fetched into the run directory first."""
+        if self._remote is not None and self._catalogue.is_remote(name):
+            found = self._remote.fetch(name)
+            if isinstance(found, str):
+                return CheckpointDamaged(found)
+            self._catalogue.admit(found, good=True)
+        return self._copies.bring(name) if self._copies is not None else None
+
     def fence(self) -> None:
         """Wait until no live object is being copied any more. Not collective."""
         self._snapshots.fence()
@@ -213,7 +211,7 @@ class CheckpointManager:
     @property
     def unchanged(self) -> set[str]:
         """Names of the weights that are in no snapshot, since nothing changes them. Not collective."""
-        return self._snapshots.unchanged
+        return self._snapshots.frozen.unchanged
 
     def put_aside(self, name: str, fault: CheckpointDamaged) -> None:
         """Put a damaged checkpoint aside. One that is only at the URL is not offered again for the present plan; one

@@ -57,7 +57,8 @@ class Snapshots:
     fast: the slots, if there are any; else ranks write to the run directory's ring. mode: see `tier_choice`. unsure:
     whether copies are waited for in any mode, as it is not known yet what the script writes within a step.
     thread: the only one that writes and removes files. stalled: seconds for which the last snapshot blocked the loop.
-    memory: what the next snapshot is copied into. next_seq: the number of the next checkpoint.
+    memory: what the next snapshot is copied into. frozen: the weights that are left out, since they are stored once.
+    next_seq: the number of the next checkpoint.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Snapshots:
         """Of the samples of what other objects keep. One that differs is compared until it does no more."""
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
         self.memory = SnapshotMemory(ranks, self.thread, fast)
-        self._frozen = FrozenWeights(paths)
+        self.frozen = FrozenWeights(paths)
         self._copier = _copier()
         self._flight: SnapshotInFlight | None = None
 
@@ -92,8 +93,8 @@ class Snapshots:
     def fit_memory(self, image: Image) -> int:
         """Collective: make room for snapshots of this image, in the background. Returns the rank's shard size."""
         drift.require_alike(image, self._ranks)
-        self._frozen.agree(image, self._ranks)
-        return self.memory.fit(share_of(image, self._ranks, self._frozen.digests))
+        self.frozen.agree(image, self._ranks)
+        return self.memory.fit(share_of(image, self._ranks, self.frozen.digests))
 
     def await_ready(self, image: Image) -> str:
         """Collective: wait until the next snapshot can begin. If the fast tier is not ready in time, stop using it, and
@@ -101,16 +102,6 @@ class Snapshots:
         if not self.memory.fitted:
             self.fit_memory(image)
         return self.memory.await_ready()
-
-    @property
-    def left_out(self) -> str:
-        """The weights that snapshots leave out because they are stored once, in words."""
-        return self._frozen.in_words()
-
-    @property
-    def unchanged(self) -> set[str]:
-        """The names of those that this rank has not found to have changed."""
-        return self._frozen.unchanged
 
     # The flight ----------------------------------------------------------------------------------------------------
 
@@ -128,14 +119,14 @@ class Snapshots:
         manifest = Manifest(
             name=CheckpointName.of(seq, step), seq=seq, step=step, batch=batch, epoch=epoch, over=over,
             timeline=timeline, attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            world_size=self._ranks.world_size, shards=(), frozen=self._frozen.record,
+            world_size=self._ranks.world_size, shards=(), frozen=self.frozen.record,
         )  # fmt: skip
         mode: CaptureMode = "held" if self.unsure else self.mode
         slot, region = self.memory.reserve()
         flight = self._flight = SnapshotInFlight(manifest, slot, time.monotonic())
         try:
-            self._frozen.require_frozen(image)
-            share = share_of(image, self._ranks, self._frozen.digests, self._turn)
+            self.frozen.require_frozen(image)
+            share = share_of(image, self._ranks, self.frozen.digests, self._turn)
             capture = Capture(share, self.memory.layout_of(share), region, mode)
             capture.start()
         except NoLongerFrozen as error:
@@ -213,11 +204,11 @@ class Snapshots:
         self.memory.outgrown = beat.outgrown > 0
         if beat.torn:
             self.mode = "held"
-            return self._drop(f"{_MOVED}, on {beat.torn} ranks")
+            return self._end(f"{_MOVED}, on {beat.torn} ranks")
         if beat.shard_failed:
-            return self._drop(f"{beat.shard_failed} of {self._ranks.world_size} ranks could not write")
+            return self._end(f"{beat.shard_failed} of {self._ranks.world_size} ranks could not write")
         if beat.committed and beat.committed == (self._ranks.host_count if flight.tier == "fast" else 1):
-            return self._end(SnapshotEvent.ALL_COMMITTED)
+            return self._end()
         if beat.shard_written == self._ranks.world_size:
             flight.move(SnapshotEvent.ALL_WRITTEN)
         elif beat.letters is not None:
@@ -233,7 +224,7 @@ class Snapshots:
         self._await_job(flight)
         if not self._ranks.all_of(flight.stage is not SnapshotStage.FAILED):
             self.memory.outgrown = not self._ranks.all_of(not flight.outgrown)
-            return self._drop("a rank could not write")
+            return self._end("a rank could not write")
         if flight.stage is SnapshotStage.WRITTEN:
             flight.move(SnapshotEvent.ALL_WRITTEN)
         if flight.stage is SnapshotStage.TELLING:
@@ -243,42 +234,38 @@ class Snapshots:
                 return landing
             self._await_job(flight)
         if not self._ranks.all_of(flight.stage is not SnapshotStage.FAILED):
-            return self._drop("a rank could not write")
-        return self._end(SnapshotEvent.ALL_COMMITTED)
+            return self._end("a rank could not write")
+        return self._end()
 
     def _commit_together(self, flight: SnapshotInFlight, letters: Letters) -> Landing | None:
         """All ranks have written and know each other's letters: commit, unless what must be alike differs."""
         if ranks := drift.differing(letters.digests):
             what = drift.PLAIN if letters.of_parts else drift.PARAMETERS
-            return self._drop(drift.in_words(ranks, self._ranks.world_size, what), drifted=ranks)
+            return self._end(drift.in_words(ranks, self._ranks.world_size, what), drifted=ranks)
         if ranks := drift.differing_parts(letters.parts):
-            return self._drop(drift.parts_in_words(ranks), drifted=ranks)
+            return self._end(drift.parts_in_words(ranks), drifted=ranks)
         if ranks := drift.differing(letters.samples):
-            return self._drop(drift.in_words(ranks, self._ranks.world_size, drift.OBJECTS), drifted=ranks)
+            return self._end(drift.in_words(ranks, self._ranks.world_size, drift.OBJECTS), drifted=ranks)
         self._turn += 1
         if ailing := tuple(letters.nonfinite.nonzero().flatten().tolist()):
-            return self._drop("there are new values in it that are not finite", ailing=ailing)
+            return self._end("there are new values in it that are not finite", ailing=ailing)
         commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first
         flight.move(SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT)
         self.memory.used_by = flight.job = self.thread.submit(self._complete, flight, letters, commits)
         return None
 
-    def _drop(self, why: str, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
-        return self._end(SnapshotEvent.REFUSED, why, drifted, ailing)
-
-    def _end(
-        self, event: SnapshotEvent, why: str = "", drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()
-    ) -> Landing:
+    def _end(self, fault: str | None = None, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
+        """fault: why it becomes no checkpoint; None: it is one."""
         flight = self._flight
         assert flight is not None
         self.fence()
         self._flight = None
-        name, fault = flight.manifest.name, None
-        flight.move(event)
-        if event is SnapshotEvent.ALL_COMMITTED and flight.job is not None:
+        name = flight.manifest.name
+        flight.move(SnapshotEvent.ALL_COMMITTED if fault is None else SnapshotEvent.REFUSED)
+        if fault is None and flight.job is not None:
             flight.job.result()  # where others committed it, this rank's thread has made the manifest
-        if event is SnapshotEvent.REFUSED:
-            fault = f"{why} (this rank: {flight.fault})" if flight.fault else why
+        if fault is not None:
+            fault = f"{fault} (this rank: {flight.fault})" if flight.fault else fault
             if flight.slot is not None:
                 self.memory.slots_of_host.release(flight.slot, after=flight.job)
             elif self._ranks.first:
@@ -303,7 +290,7 @@ class Snapshots:
                 raise OSError("there is no fast tier, and every host has a run directory of its own")
             directory = ring.begin_writing(self._paths, flight.manifest.name, self._attempt)
             written = write_direct(directory / place.file, region.view, place.start)
-        self._frozen.require_stored(frozen, first=self._ranks.first)
+        self.frozen.require_stored(frozen, first=self._ranks.first)
         flight.nonfinite = capture.nonfinite()
         flight.letter = Letter(
             written, capture.digest(), len(flight.nonfinite), capture.part_digest(), capture.sample_digest()

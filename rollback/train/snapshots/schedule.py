@@ -219,7 +219,7 @@ class SnapshotSchedule:
             told = before is not None and (self._tier[0] is None or not before.slots)
             wanted = self._tier != (None, SWITCHED_OFF)
             notice = allotted.reason if wanted and not (allotted.slots or told) else None
-            reason = f"{allotted.reason}; {why}{self._snapshots.left_out}"
+            reason = f"{allotted.reason}; {why}{self._snapshots.frozen.in_words()}"
             self._record.note(
                 Saving(
                     slots=allotted.slots, slot_bytes=allotted.slot_bytes, capture=self._snapshots.mode, reason=reason

@@ -31,6 +31,7 @@ from rollback.errors import (
     RunDirectoryError,
     RunDoesNotFit,
     UsageError,
+    message_of,
 )
 from rollback.facts.history import History, in_durable_ring
 from rollback.facts.training import Attached
@@ -314,8 +315,7 @@ def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks:
             run_id = identity.run_id if identity else ""
             record = Recorder(paths, found.attempt, first=True, advised=advised, journal=found.journal)
         except (OSError, RollbackError) as error:
-            why = error.message if isinstance(error, RollbackError) else error  # the hint is given below
-            fault = f"writing to the run directory {paths.root}: {why}"
+            fault = f"writing to the run directory {paths.root}: {message_of(error)}"  # the hint is given below
     fault, run_id = ranks.from_first([fault, run_id])
     if not fault and ranks.apart:
         fault = first_writes_of_host(paths, ranks)

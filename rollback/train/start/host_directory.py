@@ -8,7 +8,7 @@ from typing import Any
 
 from rollback.checkpoints import ring
 from rollback.config import host_name
-from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit, message_of
+from rollback.errors import RollbackError, RunDoesNotFit, message_of
 from rollback.rundir.identity import Identity, read_identity, write_identity
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
@@ -51,7 +51,7 @@ def first_writes_of_host(paths: RunPaths, ranks: Ranks) -> str:
             if read_identity(paths) != identity:  # as it is, it stays: a disk that is full by now ends no attempt
                 write_identity(paths, identity)
             ring.sweep(paths)
-        except (OSError, RollbackError, RunDirectoryError) as error:
+        except (OSError, RollbackError) as error:
             why = message_of(error)  # the caller gives a hint
             fault = f"writing to the run directory {paths.root} on {host_name()}: {why}"
     return ranks.first_fault(fault) or ""

@@ -363,9 +363,7 @@ class Advisor:
         kinds = {kind.__name__ for kind in self._optimizer.__mro__}
         effect = _SMALLER_UPDATES if kinds & _BY_SIZE else _ALIKE if kinds & _SIZE_DIVIDED_OUT else _NOT_KNOWN
         effect = effect.format(optimizer=self._optimizer.__name__, scale=scale)
-        return CLIPPED_WHILE_SCALED[0], CLIPPED_WHILE_SCALED[1].format(
-            scale=scale, limit=limit, acts=limit / scale, effect=effect
-        )
+        return _filled(CLIPPED_WHILE_SCALED, scale=scale, limit=limit, acts=limit / scale, effect=effect)
 
     def _of_spikes(self, habit: Habit, verdict: Verdict) -> list[tuple[str, str]]:
         self._spikes += verdict.kind is Kind.SPIKE or verdict.ended is not None

@@ -142,7 +142,7 @@ class _Ahead:
         try:
             with self._stream:
                 self.data = cursor.read()
-        except (Exception, StopIteration) as error:  # noqa: BLE001 - raised where the batch is asked for
+        except Exception as error:  # noqa: BLE001 - raised where the batch is asked for
             self.error = error
 
     def take(self) -> Any:

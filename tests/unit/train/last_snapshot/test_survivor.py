@@ -577,7 +577,7 @@ def test_the_sentinel_is_foreseen_as_it_will_be(tmp_path: Path, memory: Path) ->
     def act(guard: rollback.Guard) -> None:
         judge, sentinel = guard._judge, guard._state.sentinel
         before = sentinel.state_dict()
-        foreseen = judge.foresee([judge.sent])
+        foreseen = judge.foresee([judge._pulse.sent])
         assert sentinel.state_dict() == before != foreseen.sentinel
         judge.settle()
         assert sentinel.state_dict() == foreseen.sentinel == judge.foresee([b""]).sentinel
@@ -599,7 +599,7 @@ def test_the_sentinel_is_not_foreseen_while_the_step_is_judged(
         def meanwhile(sentinel: Sentinel, *given: Any) -> Any:
             if sentinel is guard._state.sentinel:
                 with pytest.raises(NotProved, match="being judged"):
-                    judge.foresee([judge.sent])
+                    judge.foresee([judge._pulse.sent])
                 tried.append("under way")
             elif not tried:
                 judge.settle()
@@ -608,7 +608,7 @@ def test_the_sentinel_is_not_foreseen_while_the_step_is_judged(
         with monkeypatch.context() as patched:
             patched.setattr(Sentinel, "update", meanwhile)
             with pytest.raises(NotProved, match="being judged"):
-                judge.foresee([judge.sent])
+                judge.foresee([judge._pulse.sent])
 
     kept(tmp_path / "run", memory, act)
     assert tried == ["under way"]
@@ -624,7 +624,7 @@ def test_the_sentinel_is_not_foreseen_where_it_changes_while_it_is_copied(
         with monkeypatch.context() as patched:
             patched.setattr(Sentinel, "__deepcopy__", torn, raising=False)
             with pytest.raises(NotProved, match="being judged"):
-                guard._judge.foresee([guard._judge.sent])
+                guard._judge.foresee([guard._judge._pulse.sent])
 
     kept(tmp_path / "run", memory, act)
 
@@ -718,7 +718,6 @@ def hold(computed: int = 0, effort: int = 0) -> Hold:
 def tell_early(guard: rollback.Guard) -> None:
     """Have a guard that is alone leave early marks, as one of several does."""
     last, telltale = guard._last, guard._step_in_progress.updates.telltale
-    assert last._mark is not None
     last._early = EarlyMarks(last._mark, last._device, telltale, last._small_state, last._coming)
 
 
