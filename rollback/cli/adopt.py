@@ -10,6 +10,7 @@ import typer
 
 from rollback.cli.answers import answering
 from rollback.errors import UsageError
+from rollback.terminal.messages import say
 
 
 def adopt(
@@ -20,6 +21,8 @@ def adopt(
     `rollback adopt train.py | patch train.py` applies it. Nothing of the script is run, and nothing is written.
     """
     from rollback.source.explicit import diff_of
+    from rollback.source.led_variables import led_variables
+    from rollback.source.loops import ScriptLoops
 
     try:
         content = script.read_bytes()
@@ -33,3 +36,10 @@ def adopt(
     diff = diff_of(source, str(script))
     with answering():
         sys.stdout.buffer.write(diff.encode(encoding, "replace"))  # the script's own bytes; of its name, what can be
+    carried = {variable.name: variable.line for variable in led_variables(ScriptLoops(source.removeprefix("\ufeff")))}
+    if carried:
+        names = ", ".join(f"`{name}` (line {line})" for name, line in carried.items())
+        say(
+            f"the script hands on from turn to turn what a guard does not know: {names}. A resume and a rollback leave "
+            "that as it is, but for what you let guard.keep keep: docs/guard.md, values of your own"
+        )

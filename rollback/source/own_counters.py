@@ -67,19 +67,22 @@ def _of_stoppers(loops: ScriptLoops) -> Iterator[OwnCounter]:
 
 
 def _of_stopper(loops: ScriptLoops, epochs: ast.For, asked: Collection[str]) -> Iterator[OwnCounter]:
-    """`if stopper.stop: break`, where the loop does not make that object: what its class counts, if the file has it."""
+    """`if stopper.stop: break`, where the loop does not make that object: what its class counts, if the file has it; the
+    object, if its class is another file's and stops early by its name."""
     anew = {id(node) for node in ast.walk(epochs)}
     trains = {id(node) for loop in loops.training for node in loops.reached(loop)}
-    made = {
-        last_name(node.value) for node in ast.walk(loops.tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and id(node) not in anew
-        and any(ast.unparse(target) in asked for target in node.targets)
-    }  # fmt: skip
-    classes = (node for node in ast.walk(loops.tree) if isinstance(node, ast.ClassDef) and node.name in made)
-    for node in (item for each in classes for item in ast.walk(each) if id(item) not in trains):
-        match node:
-            case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=ast.Attribute() as target):
-                yield OwnCounter(ast.unparse(target), node.lineno, ends=True, loop=epochs)
+    classes = {node.name: node for node in ast.walk(loops.tree) if isinstance(node, ast.ClassDef)}
+    for made in ast.walk(loops.tree):
+        if not isinstance(made, ast.Assign) or not isinstance(made.value, ast.Call) or id(made) in anew:
+            continue
+        named, kind = [name for target in made.targets if (name := ast.unparse(target)) in asked], last_name(made.value)
+        for node in ast.walk(classes[kind]) if named and kind in classes else ():
+            match node:
+                case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=ast.Attribute() as target):
+                    if id(node) not in trains:
+                        yield OwnCounter(ast.unparse(target), node.lineno, ends=True, loop=epochs)
+        if named and kind not in classes and "stop" in kind.lower():
+            yield OwnCounter(named[0], made.lineno, ends=True, loop=epochs)
 
 
 def _numbered(loops: ScriptLoops) -> Iterator[OwnCounter]:

@@ -154,6 +154,17 @@ class TestFrame:
         assert run(monkeypatch, "adopt", script) == ExitCode.USAGE
         assert f"the training script {script} cannot be read: {why}\n  hint: " in capsys.readouterr().err
 
+    def test_what_a_written_guard_will_not_know_is_named_beside_the_diff(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        script = tmp_path / "train.py"
+        script.write_text(SCRIPT.replace("    loss.backward()", "    (loss * tau).backward()\n    tau *= 0.9"))
+        assert run(monkeypatch, "adopt", str(script)) == 0
+        told = capsys.readouterr()
+        assert "guard.observe" in told.out
+        assert "turn to turn what a guard does not know: `tau` (line" in told.err
+        assert "guard.keep" in told.err
+
     def test_what_a_terminal_would_obey_is_shown_and_not_sent(self) -> None:
         assert printable("naïve\nβ\x07\x9b\u202e") == "naïve\\nβ\\x07\\x9b\\u202e"
         assert printable_lines("naïve\nβ\x07") == "naïve\nβ\\x07"

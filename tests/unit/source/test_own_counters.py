@@ -296,3 +296,10 @@ for epoch in range(9):
 def test_what_an_object_counts_that_ends_the_epochs_is_named(old: str, new: str, named: bool) -> None:
     found = own_counters(ScriptLoops(STOPPER.replace(old, new)))
     assert [(each.name, each.ends, each.led) for each in found] == [("self.counter", True, False)] * named
+
+
+@pytest.mark.parametrize(("made", "named"), [("EarlyStopping(patience=3)", True), ("Evaluator()", False)])
+def test_so_is_an_object_of_another_file_that_stops_early(made: str, named: bool) -> None:
+    source = f"stopper = {made}\nfor epoch in range(9):\n  for x in loader: f(x).backward()\n  if stopper(x): break"
+    found = [(each.name, each.line, each.ends) for each in own_counters(ScriptLoops(source))]
+    assert found == [("stopper", 1, True)] * named
