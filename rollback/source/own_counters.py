@@ -67,8 +67,8 @@ def _of_stoppers(loops: ScriptLoops) -> Iterator[OwnCounter]:
 
 
 def _of_stopper(loops: ScriptLoops, epochs: ast.For, asked: Collection[str]) -> Iterator[OwnCounter]:
-    """`if stopper.stop: break`, where the loop does not make that object: what its class counts, if the file has it; the
-    object, if its class is another file's and stops early by its name."""
+    """`if stopper.stop: break`, where the loop does not make that object: what its class counts, if the file has it;
+    the object, if its class is another file's and stops early by its name."""
     anew = {id(node) for node in ast.walk(epochs)}
     trains = {id(node) for loop in loops.training for node in loops.reached(loop)}
     classes = {node.name: node for node in ast.walk(loops.tree) if isinstance(node, ast.ClassDef)}
