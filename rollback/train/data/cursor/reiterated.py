@@ -79,7 +79,11 @@ class ReiteratedCursor(InOrderCursor):
             return next(self._iterator)
 
     def _state(self) -> dict[str, Any]:
-        return {"opening": self._opening if self.opened else None}
+        # Between two epochs there is no opening to go by: what the next one is drawn from is put back as it is now.
+        return {
+            "opening": self._opening if self.opened else None,
+            "generators": None if self.opened else self.generators.states(),
+        }
 
     def _give_up_iterator(self) -> None:
         self._let_go(self._iterator)
@@ -93,6 +97,7 @@ class ReiteratedCursor(InOrderCursor):
         self._leave_iterator()
         self._opening = state["opening"]
         if self._opening is None:
+            self.generators.restore(state["generators"])
             self._epoch_setters.leave()
 
     def _resume(self) -> None:

@@ -42,6 +42,16 @@ class Shards(IterableDataset[int]):
             yield left.pop(random.randrange(len(left)))
 
 
+class OwnGenerator(IterableDataset[int]):
+    """Twelve samples, in an order that each pass draws anew from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(4)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rng.sample(range(12), 12)
+
+
 class InOrder(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         yield from range(14)
@@ -76,6 +86,7 @@ LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
         "re-iterated",
         lambda: DataLoader(Shards(), batch_size=3, num_workers=1, persistent_workers=True),
     ),
+    "iterable data set, generator of its own": ("re-iterated", lambda: DataLoader(OwnGenerator(), batch_size=3)),
     "stateful reader": ("stateful", Reader),
     "StatefulDataLoader": ("map-style", lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True)),  # type: ignore[arg-type]
     "StatefulDataLoader, iterable": ("re-iterated", lambda: StatefulDataLoader(InOrder(), batch_size=3)),
@@ -137,6 +148,23 @@ def test_each_kind_goes_back_to_every_position(name: str) -> None:
         rng.restore(random_states)
         assert drive(fresh, 11 - fresh.batch, model) == expected[state["batch"] :], "in a fresh one"
         fresh.close()
+
+
+@pytest.mark.parametrize("in_this_process", [True, False])
+def test_an_epoch_that_follows_a_position_between_two_is_drawn_from_the_same_generator(in_this_process: bool) -> None:
+    def make() -> DataLoader[int]:
+        return DataLoader(OwnGenerator(), batch_size=3)
+
+    cursor = cursor_for(make())
+    drive(cursor, 4)
+    with pytest.raises(StopIteration):
+        cursor.next()
+    between = cursor.state_dict()
+    expected = drive(cursor, 6)
+
+    other = cursor if in_this_process else cursor_for(make())
+    other.load_state_dict(between)
+    assert drive(other, 6) == expected
 
 
 class SeededReader(Reader):
