@@ -5,7 +5,7 @@ goes down, a mean of losses, a patience. A rollback and a resume leave it as it 
 """
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from rollback.source.nodes import Loop, of_scope
 
@@ -14,23 +14,16 @@ _CHANGES = frozenset((
     "setdefault", "sort", "reverse",
 ))  # fmt: skip
 """Methods by which lists, sets, dicts and deques are changed in place."""
-_FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 
-def carried_by(loop: Loop, called: Iterable[ast.FunctionDef | ast.AsyncFunctionDef] = ()) -> dict[str, int]:
-    """The variables, and attributes of variables (`self.beta`), that a loop carries, each with the line that sets it
-    first. called: methods of the same object that its body calls; of these, what they set of `self`."""
-    turn = _Turn()
-    head = set_by_head(loop)
+def carried_by(loop: Loop) -> dict[str, int]:
+    """The variables, and attributes of variables (`self.beta`), that a loop's body carries, each with the line that
+    sets it first."""
+    turn = Turn()
     if isinstance(loop, ast.While):
         turn.read(loop.test, set())
-    turn.run(loop.body, head)
-    for function in called:
-        method = _Turn()
-        method.run(function.body, set())
-        turn.stored = {name: line for name, line in method.stored.items() if name.startswith("self.")} | turn.stored
-        turn.exposed |= {name for name in method.exposed if name.startswith("self.")} - head
-    return {name: line for name, line in turn.stored.items() if name in turn.exposed}
+    turn.run(loop.body, set_by_head(loop))
+    return turn.carried
 
 
 def set_by_head(loop: Loop) -> set[str]:
@@ -47,7 +40,7 @@ def names_in(node: ast.AST) -> set[str]:
                 bound |= {*_stored(target)}
             case ast.arg(arg=argument):  # of a lambda
                 bound.add(argument)
-            case ast.Name(ctx=ast.Load()) | ast.Attribute(ctx=ast.Load()) if (name := _dotted(part)) is not None:
+            case ast.Name(ctx=ast.Load()) | ast.Attribute(ctx=ast.Load()) if (name := dotted(part)) is not None:
                 found.add(name)
     return {name for name in found if name.startswith("self.") or name.partition(".")[0] not in bound}
 
@@ -56,7 +49,7 @@ def place_of(target: ast.AST) -> str | None:
     """The name of what is set or changed in place where `target` is: `self.beta`; `history` of `history[3]`."""
     while isinstance(target, ast.Subscript | ast.Starred):
         target = target.value
-    return _dotted(target)
+    return dotted(target)
 
 
 def targets_in(target: ast.expr) -> Iterator[ast.expr]:
@@ -71,7 +64,24 @@ def targets_in(target: ast.expr) -> Iterator[ast.expr]:
             yield target
 
 
-class _Turn:
+def dotted(node: ast.AST) -> str | None:
+    """`self.cfg.beta`; None: it is no chain of names."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(attr=attribute, value=value):
+            owner = dotted(value)
+            return None if owner is None else f"{owner}.{attribute}"
+    return None
+
+
+def has_part_in(name: str, names: Collection[str]) -> bool:
+    """Whether it is among them, or what it is an attribute of."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in names for end in range(1, len(parts) + 1))
+
+
+class Turn:
     """What happens to variables in one turn of a loop. Where it may go several ways, a variable is set if all set it.
 
     stored: the line that sets each first. exposed: what is read in front of being set. An inner loop has a turn at
@@ -82,11 +92,15 @@ class _Turn:
         self.stored: dict[str, int] = {}
         self.exposed: set[str] = set()
 
+    @property
+    def carried(self) -> dict[str, int]:
+        return {name: line for name, line in self.stored.items() if name in self.exposed}
+
     def read(self, node: ast.AST | None, known: set[str]) -> None:
         """An expression, or the parts of a simple statement."""
         if node is None:
             return
-        self.exposed |= {name for name in names_in(node) if not _is_known(name, known)}
+        self.exposed |= {name for name in names_in(node) if not has_part_in(name, known)}
         for part in ast.walk(node):
             match part:
                 case ast.Call(func=ast.Attribute(attr=method, value=of)) if method in _CHANGES:
@@ -96,7 +110,7 @@ class _Turn:
 
     def _change(self, target: ast.expr, line: int, known: set[str]) -> None:
         """In place: it is read, too."""
-        if (name := place_of(target)) is not None and not _is_known(name, known):
+        if (name := place_of(target)) is not None and not has_part_in(name, known):
             self.exposed.add(name)
             self.stored.setdefault(name, line)
 
@@ -104,7 +118,7 @@ class _Turn:
         for part in targets_in(target):
             if isinstance(part, ast.Subscript):
                 self._change(part, part.lineno, known)
-            elif (name := _dotted(part)) is not None and name not in known:
+            elif (name := dotted(part)) is not None and name not in known:
                 self.stored.setdefault(name, part.lineno)
                 known.add(name)
 
@@ -187,7 +201,7 @@ class _Turn:
             outer = {name for node in of_scope(function) if isinstance(node, ast.Nonlocal | ast.Global)
                      for name in node.names}  # fmt: skip
             read = {name for part in function.body for name in names_in(part)}  # type: ignore[attr-defined]
-            self.exposed |= {name for name in read - (own - outer) if not _is_known(name, known)}
+            self.exposed |= {name for name in read - (own - outer) if not has_part_in(name, known)}
             for name in outer & own:
                 self.exposed.add(name)
                 self.stored.setdefault(name, function.lineno)
@@ -198,22 +212,6 @@ def _both(one: set[str] | None, other: set[str] | None) -> set[str] | None:
     if one is None or other is None:
         return other if one is None else one
     return one & other
-
-
-def _is_known(name: str, known: set[str]) -> bool:
-    """Whether the turn has set it, or what it is an attribute of."""
-    parts = name.split(".")
-    return any(".".join(parts[:end]) in known for end in range(1, len(parts) + 1))
-
-
-def _dotted(node: ast.AST) -> str | None:
-    match node:
-        case ast.Name(id=name):
-            return name
-        case ast.Attribute(attr=attribute, value=value):
-            owner = _dotted(value)
-            return None if owner is None else f"{owner}.{attribute}"
-    return None
 
 
 def _stored(node: ast.AST) -> Iterator[str]:

@@ -4,7 +4,8 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rollback.source.carried import carried_by, names_in, place_of, set_by_head, targets_in
+from rollback.source.called import ChangedByCalls
+from rollback.source.carried import carried_by, dotted, has_part_in, names_in, place_of, set_by_head, targets_in
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import (
     Loop,
@@ -29,14 +30,16 @@ class LedVariable:
 
     line: where the loop sets it. steers: whether what is trained, or for how long, depends on it, for all that the file
     shows. by_batch: in a training loop, whose turn has a batch; else in one over epochs, where it is what it was at the
-    top of the epoch. taking: statements of that loop that take a batch by `next`.
+    top of the epoch. of_file: whether it is the file's, and the loop in a function that does not say so. taking:
+    statements of that loop that take a batch by `next`.
     """
 
     name: str
     line: int
     steers: bool
     by_batch: bool
-    loop: Loop = field(compare=False, repr=False)
+    of_file: bool = False
+    loop: Loop = field(compare=False, repr=False, kw_only=True)
     taking: tuple[ast.stmt, ...] = field(default=(), compare=False, repr=False)
 
 
@@ -44,21 +47,17 @@ def led_variables(loops: ScriptLoops) -> list[LedVariable]:
     """Those of a file, loop by loop. Of a training loop those that steer, and its counts: what is only added up, to be
     printed, would cost each step something; of a loop over epochs, all."""
     found: list[LedVariable] = []
-    for epochs in loops.steerable:
-        steering = steering_names(loops, epochs)
-        found += [
-            LedVariable(name, line, name in steering, False, epochs) for name, line in carried(loops, epochs).items()
-        ]
-    for loop in innermost(loops):
+    for loop in (*loops.steerable, *innermost(loops)):
+        by_batch = loop not in loops.steerable
         taking = tuple(part for part in loop.body if any(is_call_of(node, "next") for node in ast.walk(part)))
-        if loop not in loops.batches and not taking:
+        if by_batch and loop not in loops.batches and not taking:
             continue  # what it calls takes the batch, and may look at the variable there
-        beside = {name for part in taking for name in names_in(part)}  # it is what it was before the batch there
-        steering, counts = steering_names(loops, loop), counts_in(loop)
+        beside = {name for part in taking for name in names_in(part)} if by_batch else set()  # is as before the batch
+        carried = CarriedByLoop(loops, loop)
         found += [
-            LedVariable(name, line, name in steering, True, loop, taking)
-            for name, line in carried(loops, loop).items()
-            if name not in beside and (name in steering or name in counts)
+            LedVariable(name, line, carried.steers(name), by_batch, name in carried.of_file, taking=taking, loop=loop)
+            for name, line in carried.lines.items()
+            if name not in beside and (not by_batch or carried.steers(name) or name in carried.counts)
         ]
     return found
 
@@ -69,34 +68,35 @@ def innermost(loops: ScriptLoops) -> list[Loop]:
     return [loop for loop in training if not any(loop in loops.around(other) for other in training)]
 
 
-def carried(loops: ScriptLoops, loop: Loop) -> dict[str, int]:
-    """What a loop carries, also by way of methods of its own object. Not the list in which it gathers the batches of an
-    update: that is empty where a checkpoint is taken."""
-    found = carried_by(loop, _called_by(loops, loop))
-    if loop not in loops.gathering and loop not in [turning.loop for turning in loops.by_turns]:
-        return found
-    batch = set_by_head(loop)
-    filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
-    holding = {place_of(target) for target, value in filled if takes_or_names(value, batch)}
-    return {name: line for name, line in found.items() if name not in holding}
+class CarriedByLoop:
+    """What a loop carries, also by what it calls. Not the list in which it gathers the batches of an update: that is
+    empty where a checkpoint is taken.
 
+    lines: where each is set. counts: those that it adds 1 to. of_file: variables of the file that are not the loop's
+    function's.
+    """
 
-def _called_by(loops: ScriptLoops, loop: Loop) -> list[ast.FunctionDef]:
-    """The methods of its own object that a loop's body comes to."""
-    if (own := loops.function_of(loop)) is None or "self" not in [item.arg for item in own.args.args[:1]]:
-        return []
-    reached = {id(node) for node in loops.reached(loop)}
-    functions = (node for node in ast.walk(loops.tree) if isinstance(node, ast.FunctionDef))
-    return [node for node in functions if id(node.body[0]) in reached]
+    def __init__(self, loops: ScriptLoops, loop: Loop) -> None:
+        called = ChangedByCalls(loops.tree, loop)
+        nodes = [node for part in loop.body for node in (part, *of_scope(part))]
+        anew = {name for node in nodes for item in _set_by(node) if (name := dotted(item))} | set_by_head(loop)
+        beside = {name: line for name, line in called.found.items() if not has_part_in(name, anew)}
+        self.lines = carried_by(loop) | beside
+        if loop in loops.gathering or loop in [turning.loop for turning in loops.by_turns]:
+            filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
+            for name in {place_of(target) for target, value in filled if takes_or_names(value, set_by_head(loop))}:
+                self.lines.pop(name or "", None)
+        self.counts = {
+            ast.unparse(node.target) for node in ast.walk(loop)
+            if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
+            and isinstance(node.value, ast.Constant) and node.value.value == 1
+        }  # fmt: skip
+        self.of_file = called.of_file - anew if loops.function_of(loop) is not None else set()
+        self._steering = steering_names(loops, loop)
 
-
-def counts_in(loop: Loop) -> set[str]:
-    """The variables that it adds 1 to."""
-    return {
-        ast.unparse(node.target) for node in ast.walk(loop)
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
-        and isinstance(node.value, ast.Constant) and node.value.value == 1
-    }  # fmt: skip
+    def steers(self, name: str) -> bool:
+        """Whether the training depends on it, or on an object that it is an attribute of."""
+        return has_part_in(name, self._steering)
 
 
 def steering_names(loops: ScriptLoops, loop: Loop) -> set[str]:
@@ -123,8 +123,8 @@ class Dependence:
         """What is set, and what it is made of; with the tests of all `if`s around that."""
         self._parts: list[tuple[str, str]] = []
         """What is set to a part of an object, `for group in optimizer.param_groups`, and that object's name."""
-        self._given: list[set[str]] = []
-        """The names in a call each: an object that is called may take in what it is given, `model.set(beta)`."""
+        self._given: list[tuple[set[str], set[str]]] = []
+        """The objects in a call, and all names in it: one may take in the others, `model.set(beta)`."""
         self._find()
 
     def _find(self) -> None:
@@ -135,7 +135,11 @@ class Dependence:
                 tests.setdefault(id(item), set()).update(names)
         for node in self.nodes:
             if isinstance(node, ast.Call) and last_name(node) not in _TOLD:
-                self._given.append(names_in(node))
+                values = [*node.args, *(word.value for word in node.keywords)]
+                takes = {place_of(item) or "" for item in values}
+                if isinstance(node.func, ast.Attribute):
+                    takes.add(place_of(node.func.value) or "")
+                self._given.append((takes, set().union(*map(names_in, values))))
             if (value := _value_of(node)) is not None:
                 made_of = {*self._names_behind(value)} | tests.get(id(node), set())
                 for name in filter(None, map(place_of, _set_by(node))):
@@ -153,9 +157,8 @@ class Dependence:
                 if name in found or (root in found and name != root):
                     found |= made_of
             found |= {name for name, whole in self._parts if whole in objects}
-            for given in self._given:
-                if any(name.partition(".")[0] in objects for name in given):
-                    found |= given
+            for takes, given in self._given:
+                found |= given if takes & objects else set()
             if len(found) == before:
                 return found
 

@@ -5,11 +5,11 @@ training too early behind a rollback, and too late behind a resume.
 """
 
 import ast
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rollback.source.carried import names_in
-from rollback.source.led_variables import Dependence, carried, counts_in, innermost, led_variables, steering_names
+from rollback.source.carried import has_part_in, names_in
+from rollback.source.led_variables import CarriedByLoop, Dependence, innermost, led_variables
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import Loop, has_range, is_call_of, last_name, limits_or_counts
 
@@ -34,7 +34,7 @@ class OwnCounter:
 def own_counters(loops: ScriptLoops) -> list[OwnCounter]:
     """Of the training loops: what their turns carry, and what limits them from outside."""
     found: dict[tuple[str, bool], OwnCounter] = {}
-    for counter in (*_limiting(loops), *_numbered(loops), *_carried(loops), *_of_stoppers(loops)):
+    for counter in (*_limiting(loops), *_numbered(loops), *_carried(loops), *_stopping(loops)):
         found.setdefault((counter.name, counter.led), counter)
     return list(found.values())
 
@@ -44,45 +44,36 @@ def _carried(loops: ScriptLoops) -> Iterator[OwnCounter]:
     patience, which the variables of a method do not outlive."""
     led = led_variables(loops)
     for loop in (*innermost(loops), *loops.steerable):
-        deciding, steering, counts = _deciding(loops, loop), steering_names(loops, loop), counts_in(loop)
-        own = {variable.name: variable for variable in led if variable.loop is loop}
+        deciding, carried = _deciding(loops, loop), CarriedByLoop(loops, loop)
+        own = {variable.name for variable in led if variable.loop is loop}
         taken = {name for node in ast.walk(loop) if is_call_of(node, "next") for name in names_in(node.args[0])}
-        for name, line in carried(loops, loop).items():
-            trains = loop in loops.training and (name in counts or name in steering)
-            if name not in taken and (trains or name in deciding):
-                yield OwnCounter(name, line, name in deciding, name in own, name in counts, loop)
-        known = {id(node) for node in ast.walk(loop)}
+        for name, line in carried.lines.items():
+            trains = loop in loops.training and (name in carried.counts or carried.steers(name))
+            ends = has_part_in(name, deciding)
+            if name not in taken and (trains or ends):
+                yield OwnCounter(name, line, ends, name in own, name in carried.counts, loop)
+        known, attributes = {id(node) for node in ast.walk(loop)}, {name.rpartition(".")[2] for name in carried.lines}
         for node in loops.reached(loop) if loop in loops.training else ():
             match node:
                 case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=ast.Attribute() as target):
-                    if id(node) not in known and (name := ast.unparse(target)) not in own:
+                    if id(node) not in known and target.attr not in attributes:
+                        name = ast.unparse(target)
                         yield OwnCounter(name, node.lineno, name in deciding, loop=loop)
 
 
-def _of_stoppers(loops: ScriptLoops) -> Iterator[OwnCounter]:
-    """What objects count by which loops over epochs are left."""
+def _stopping(loops: ScriptLoops) -> Iterator[OwnCounter]:
+    """Objects by which loops over epochs are left, `if stopper.stop: break`, that these loops do not make: if their
+    class is another file's, and stops early by its name."""
+    own = {node.name for node in ast.walk(loops.tree) if isinstance(node, ast.ClassDef)}
     for epochs in loops.steerable:
         asked = {name for test in _ending(loops, epochs) for name in names_in(test)}
-        yield from _of_stopper(loops, epochs, asked)
-
-
-def _of_stopper(loops: ScriptLoops, epochs: ast.For, asked: Collection[str]) -> Iterator[OwnCounter]:
-    """`if stopper.stop: break`, where the loop does not make that object: what its class counts, if the file has it;
-    the object, if its class is another file's and stops early by its name."""
-    anew = {id(node) for node in ast.walk(epochs)}
-    trains = {id(node) for loop in loops.training for node in loops.reached(loop)}
-    classes = {node.name: node for node in ast.walk(loops.tree) if isinstance(node, ast.ClassDef)}
-    for made in ast.walk(loops.tree):
-        if not isinstance(made, ast.Assign) or not isinstance(made.value, ast.Call) or id(made) in anew:
-            continue
-        named, kind = [name for target in made.targets if (name := ast.unparse(target)) in asked], last_name(made.value)
-        for node in ast.walk(classes[kind]) if named and kind in classes else ():
-            match node:
-                case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=ast.Attribute() as target):
-                    if id(node) not in trains:
-                        yield OwnCounter(ast.unparse(target), node.lineno, ends=True, loop=epochs)
-        if named and kind not in classes and "stop" in kind.lower():
-            yield OwnCounter(named[0], made.lineno, ends=True, loop=epochs)
+        anew = {id(node) for node in ast.walk(epochs)}
+        for made in ast.walk(loops.tree):
+            if not isinstance(made, ast.Assign) or not isinstance(made.value, ast.Call) or id(made) in anew:
+                continue
+            named, kind = {*map(ast.unparse, made.targets)} & asked, last_name(made.value)
+            if named and kind not in own and "stop" in kind.lower():
+                yield OwnCounter(named.pop(), made.lineno, ends=True, loop=epochs)
 
 
 def _numbered(loops: ScriptLoops) -> Iterator[OwnCounter]:

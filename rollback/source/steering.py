@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rollback.source.led_variables import LedVariable, led_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import Loop, blocks_in
+from rollback.source.nodes import Loop, blocks_in, is_call_of
 
 EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
 ENUMERATE, LIMIT = "__rollback_enumerate__", "__rollback_limit__"
@@ -41,7 +41,7 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> Steered:
 
         for batch in loader:            for batch in loader:
             BODY                            try: beta = __rollback_by_batch__(lambda: beta, NAME, FILE)
-            beta *= 0.9                     except (NameError, AttributeError): pass
+            beta *= 0.9                     except (NameError, AttributeError, KeyError): pass
                                             BODY
                                             beta *= 0.9
 
@@ -103,9 +103,10 @@ def _lead(name: str, variable: LedVariable, filename: str, block: list[ast.stmt]
     by = BY_BATCH if variable.by_batch else BY_EPOCH
 
     def asked(at: ast.stmt) -> ast.stmt:
-        read = f"{variable.name} = {by}(lambda: {variable.name}, {name!r})"
-        (statement,) = ast.parse(f"try: {read}\nexcept (NameError, AttributeError): pass").body
-        call = next(node for node in ast.walk(statement) if isinstance(node, ast.Call))
+        here = f"globals()[{variable.name!r}]" if variable.of_file else variable.name
+        read = f"{here} = {by}(lambda: {here}, {name!r})"
+        (statement,) = ast.parse(f"try: {read}\nexcept (NameError, AttributeError, KeyError): pass").body
+        call = next(node for node in ast.walk(statement) if is_call_of(node, by))
         call.args += place
         for node in ast.walk(statement):
             if "lineno" in node._attributes:

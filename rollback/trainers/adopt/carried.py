@@ -7,7 +7,7 @@ checkpoints have them as values of the script.
 
 import os
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,6 +25,8 @@ Read = Callable[[], Any]
 
 _SINGLE, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
 _TYPE = "type of"
+_ABSENT = NameError, AttributeError, KeyError
+"""What reading a variable raises that is not there."""
 _MOST = 1000
 """Items that a list, an array or a tensor may have: each step's end has a copy of it."""
 
@@ -161,11 +163,17 @@ class CarriedVariables:
 
 
 def _is_lost(value: Any, *, steers: bool) -> bool:
-    """Whether a value is one that the script needs as it was, and that cannot be kept: weights that it has put aside,
-    and lists and arrays by which it trains. Other objects keep their state by themselves, or are made anew."""
-    numbers = isinstance(value, (list, tuple, dict, set, deque, Tensor, np.ndarray))
-    weights = isinstance(value, dict) and _has_tensors(value)
-    return (weights or (steers and numbers)) and not _state_of(lambda: value)
+    """Whether a value is one that the script needs as it was, and that is too much to be kept: weights that it has put
+    aside, and numbers by which it trains. Other objects keep their state by themselves, or are made anew."""
+    if type(value) in _SINGLE or not (steers or (isinstance(value, dict) and _has_tensors(value))):
+        return False
+    try:
+        _encoded(value, _Budget())
+    except _TooMuch:
+        return True
+    except _Unkept:
+        return False
+    return False
 
 
 def _has_tensors(value: dict[Any, Any]) -> bool:
@@ -176,7 +184,7 @@ def _state_of(read: Read) -> dict[str, Any]:
     """A value as a checkpoint has it; empty where it cannot be kept, or is not there."""
     try:
         return {"value": _encoded(read(), _Budget())}
-    except (NameError, AttributeError, _Unkept):
+    except (*_ABSENT, _Unkept):
         return {}
 
 
@@ -188,17 +196,26 @@ def _value_in(state: Mapping[str, Any], read: Read) -> Any:
     value = _decoded(state["value"])
     try:
         present = read()
-    except (NameError, AttributeError):
+    except _ABSENT:
         return value
-    if isinstance(present, (list, dict, deque)) and isinstance(value, (list, dict)):
-        present.clear()
-        present.update(value) if isinstance(present, dict) else present.extend(value)
-        return present
+    match present, value:
+        case (dict(), dict()) | (set(), set()):
+            present.clear()
+            present.update(value)
+            return present
+        case (list() | deque(), list()):
+            present.clear()
+            present.extend(value)
+            return present
     return value
 
 
 class _Unkept(Exception):
-    """There is something else in it than numbers, texts, and what is made of these; or too much."""
+    """There is something else in it than numbers, texts, and what is made of these."""
+
+
+class _TooMuch(_Unkept):
+    """There is nothing else, but more of it than may be kept at each step, or not in the host's memory."""
 
 
 class _Budget:
@@ -208,7 +225,7 @@ class _Budget:
     def spend(self, items: int) -> None:
         self._left -= items
         if self._left < 0:
-            raise _Unkept
+            raise _TooMuch
 
 
 def _encoded(value: Any, budget: _Budget) -> Any:
@@ -217,13 +234,17 @@ def _encoded(value: Any, budget: _Budget) -> Any:
     kind = type(value)
     if kind in _SINGLE:
         return value
-    if kind is dict and {*map(type, value)} <= _KEYS and _TYPE not in value:
+    if kind in (dict, OrderedDict, defaultdict) and {*map(type, value)} <= _KEYS and _TYPE not in value:
         return {key: _encoded(item, budget) for key, item in value.items()}
     if kind in (list, tuple, deque):
         made = [_encoded(item, budget) for item in value]
         return tuple(made) if kind is tuple else made
-    if kind is Tensor and not value.requires_grad and value.device.type == "cpu" and value.layout is torch.strided:
+    if kind is set:
+        return {_TYPE: "set", "values": [_encoded(item, budget) for item in value]}
+    if kind is Tensor:
         budget.spend(value.numel())
+        if value.requires_grad or value.device.type != "cpu" or value.layout is not torch.strided:
+            raise _TooMuch
         return {_TYPE: str(value.dtype), "shape": [*value.shape], "values": value.flatten().tolist()}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         budget.spend(value.size)
@@ -237,6 +258,8 @@ def _decoded(value: Any) -> Any:
         case {"type of": "array" | "number" as of, "dtype": dtype, "shape": shape, "values": values}:
             made = np.array(values, dtype=dtype).reshape(shape)
             return made if of == "array" else made[()]
+        case {"type of": "set", "values": values}:
+            return {*map(_decoded, values)}
         case {"type of": dtype, "shape": shape, "values": values}:
             return torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch."))).reshape(shape)
         case dict():

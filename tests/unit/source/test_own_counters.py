@@ -269,33 +269,71 @@ def test_such_a_loop_begins_another_turn_where_it_is_told_to() -> None:
 
 
 STOPPER = """
-class Stopper:
-    def __call__(self, value):
+class Base:
+    def step(self, value):
+        self.note()
+        self.seen = [*self.seen, value]
+
+    def note(self):
         self.counter += 1
 
+class Stopper(Base):
+    def __call__(self, value):
+        self.step(value)
+
 stopper = Stopper()
+def decay():
+    global tau
+    tau = tau * 0.9
 for epoch in range(9):
     for x in loader:
         f(x).backward()
     stopper(value)
+    decay()
     if stopper.stop:
         break
 """
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "named"),
+    ("old", "new", "led"),
     [
-        ("stopper", "stopper", True),
-        ("stopper.stop", "stopper(value)", True),
-        ("stopper", "self.stopper", True),
-        ("if stopper.stop", "if value < 1", False),
-        ("stopper = Stopper()\nfor epoch in range(9):", "for epoch in range(9):\n    stopper = Stopper()", False),
+        ("stopper", "stopper", ["stopper.counter", "stopper.seen", "tau"]),
+        ("stopper(value)", "stopper.step(value)", ["stopper.counter", "stopper.seen", "tau"]),
+        ("stopper", "run.stopper", ["run.stopper.counter", "run.stopper.seen", "tau"]),
+        ("stopper = Stopper()", "stopper = made_elsewhere()", ["tau"]),
+        ("    stopper(value)", "    stopper = Stopper()\n    stopper(value)", ["tau"]),
     ],
 )
-def test_what_an_object_counts_that_ends_the_epochs_is_named(old: str, new: str, named: bool) -> None:
-    found = own_counters(ScriptLoops(STOPPER.replace(old, new)))
-    assert [(each.name, each.ends, each.led) for each in found] == [("self.counter", True, False)] * named
+def test_what_is_carried_by_way_of_calls_is_led(old: str, new: str, led: list[str]) -> None:
+    found = led_variables(ScriptLoops(STOPPER.replace(old, new)))
+    assert sorted(variable.name for variable in found) == led
+    assert not any(variable.of_file for variable in found)
+
+
+def test_a_variable_of_the_file_is_set_there_by_a_loop_in_a_function() -> None:
+    source = """
+        tau = 1
+        def decay():
+            global tau
+            tau += 1
+        def main():
+            for x in loader:
+                f(x, tau).backward()
+                decay()
+        main()
+    """
+    names = {BY_BATCH: lambda read, *_: 100 if read() == 3 else read()}
+    assert run(source, loader="abcd", **names)["tau"] == 102
+
+
+def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
+    source = (
+        "class A:\n  def one(self):\n    self.b *= 0.9\n  def fit(self):\n    lam = 0\n    def objective(x):\n"
+        "      nonlocal lam\n      lam += 1\n      self.one()\n      return f(x, self.b) + lam\n"
+        "    for x in loader:\n      objective(x).backward()\n"
+    )
+    assert sorted(variable.name for variable in led_variables(ScriptLoops(source))) == ["lam", "self.b"]
 
 
 @pytest.mark.parametrize(("made", "named"), [("EarlyStopping(patience=3)", True), ("Evaluator()", False)])

@@ -91,7 +91,7 @@ def test_at_the_top_of_an_epoch_it_is_what_it_was_at_the_top_of_that_one() -> No
 
 LIST: list[Any] = [1, [2.5, None], {"a": float("inf")}, (True, "x")]
 VALUES: list[Any] = [
-    None, 3, 0.1, float("-inf"), "text", LIST, {"best": 2, 3: []}, deque([1, 2], maxlen=3),
+    None, 3, 0.1, float("-inf"), "text", LIST, {3}, set(), {"best": 2, 3: []}, deque([1, 2], maxlen=3),
     torch.tensor(0.1), torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), [torch.zeros(0, 3)],
     np.float32(0.1), np.arange(4.0).reshape(2, 2), (np.int64(3), [np.zeros((2, 0))]),
 ]  # fmt: skip
@@ -127,10 +127,13 @@ class Thing:
         ([*range(2000)], True, True),
         (torch.zeros(3, requires_grad=True), True, True),
         ({"weight": torch.zeros(2000)}, False, True),
+        (torch.nn.Linear(40, 40).state_dict(), False, True),
         ([*range(2000)], False, False),
         ({"a": [*range(2000)]}, False, False),
         ({"weight": torch.zeros(20)}, True, False),
         (Thing(), True, False),
+        ({"loss": Thing()}, True, False),
+        ([Thing(), *range(2000)], True, False),
         (3, True, False),
     ],
 )

@@ -1,0 +1,91 @@
+"""What the functions and methods that a loop calls change of what outlives the call: objects' attributes, variables of
+the file, and of the function around them. Only what this file shows: an object's class is known where it is made,
+`stopper = Stopper()`."""
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from rollback.source.carried import Turn, dotted
+from rollback.source.nodes import Loop, of_scope
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class ChangedByCalls:
+    """found: what it carries that way, each with the line that changes it, as the loop's own function calls it:
+    `stopper.count` for `self.count` in a method. of_file: which of these are variables of the file, by `global`."""
+
+    def __init__(self, tree: ast.Module, loop: Loop) -> None:
+        self.found: dict[str, int] = {}
+        self.of_file: set[str] = set()
+        self._classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        self._functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
+        self._made = dict(_objects_made(ast.walk(tree), self._classes))
+        self._of_file = {name for name, _ in _objects_made(of_scope(tree), self._classes)}
+        self._entered: set[tuple[str | None, int]] = set()
+        holding = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and loop in ast.walk(node)]
+        self._kind = holding[-1] if holding else None
+        self._nested = {id(node) for each in holding for node in ast.walk(each) if isinstance(node, Function)}
+        self._enter(loop.body, "self" if holding else None, self._kind, here=True)
+
+    def _enter(
+        self, body: Iterable[ast.AST], owner: str | None, kind: ast.ClassDef | None, *, here: bool = False
+    ) -> None:
+        """owner: what `self` is there, as the loop's function calls it; None: there is no such thing. here: whether it
+        has the variables of the loop's function."""
+        for call in (node for part in body for node in ast.walk(part) if isinstance(node, ast.Call)):
+            name = dotted(call.func) or ""
+            receiver, _, method = name.rpartition(".")
+            if receiver == "self" and owner is not None and kind is not None:
+                self._enter_method(owner, kind, method)
+            for its, asked in ((receiver, method), (name, "__call__")):
+                known = owner is not None if its.startswith("self.") else here or its in self._of_file
+                if known and its in self._made:
+                    self._enter_method(_as_called(its, owner), self._made[its], asked)
+            if name in self._functions and (None, id(self._functions[name])) not in self._entered:
+                self._enter_function(self._functions[name])
+
+    def _enter_method(self, owner: str, kind: ast.ClassDef, name: str) -> None:
+        method = next(_methods(kind, name, self._classes), None)
+        if method is None or (owner, id(method)) in self._entered:
+            return
+        self._entered.add((owner, id(method)))
+        for item, line in _carried_in(method).items():
+            if item.startswith("self."):
+                self.found.setdefault(owner + item.removeprefix("self"), line)
+        self._enter(method.body, owner, kind)
+
+    def _enter_function(self, function: Function) -> None:
+        self._entered.add((None, id(function)))
+        carried = _carried_in(function)
+        for node in of_scope(function):
+            if isinstance(node, ast.Global | ast.Nonlocal):
+                self.found |= {name: carried[name] for name in node.names if name in carried}
+                self.of_file |= {*node.names} if isinstance(node, ast.Global) else set()
+        nested = id(function) in self._nested  # a closure, which has the `self` of the method around it
+        self._enter(function.body, "self" if nested else None, self._kind if nested else None, here=nested)
+
+
+def _as_called(name: str, owner: str | None) -> str:
+    return name if owner is None or not name.startswith("self.") else owner + name.removeprefix("self")
+
+
+def _carried_in(function: Function) -> dict[str, int]:
+    turn = Turn()
+    turn.run(function.body, set())
+    return turn.carried
+
+
+def _methods(kind: ast.ClassDef, name: str, classes: dict[str, ast.ClassDef]) -> Iterator[Function]:
+    """Those of that name, of the class and of its bases in this file."""
+    yield from (item for item in kind.body if isinstance(item, Function) and item.name == name)
+    for base in kind.bases:
+        if isinstance(base, ast.Name) and (found := classes.get(base.id)) is not None and found is not kind:
+            yield from _methods(found, name, classes)
+
+
+def _objects_made(nodes: Iterable[ast.AST], classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str, ast.ClassDef]]:
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=targets, value=ast.Call(func=ast.Name(id=kind))) if kind in classes:
+                yield from ((name, classes[kind]) for target in targets if (name := dotted(target)) is not None)
