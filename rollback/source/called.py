@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from rollback.source.carried import Turn, dotted
 from rollback.source.nodes import Loop, of_scope
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+from rollback.source.scopes import Function
 
 
 class ChangedByCalls:

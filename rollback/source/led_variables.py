@@ -17,6 +17,7 @@ from rollback.source.nodes import (
     put_in_list,
     takes_or_names,
 )
+from rollback.source.scopes import Owner
 
 _LEAVES = ast.Break, ast.Continue, ast.Return
 _TOLD = frozenset({"print", "format", "info", "debug", "warning", "log", "write", "set_postfix", "set_description",
@@ -30,16 +31,14 @@ class LedVariable:
 
     line: where the loop sets it. steers: whether what is trained, or for how long, depends on it, for all that the file
     shows. by_batch: in a training loop, whose turn has a batch; else in one over epochs, where it is what it was at the
-    top of the epoch. of_file: whether it is the file's, and the loop in a function that does not say so. taking:
-    statements of that loop that take a batch by `next`.
+    top of the epoch. taking: statements of that loop that take a batch by `next`.
     """
 
     name: str
     line: int
     steers: bool
     by_batch: bool
-    of_file: bool = False
-    loop: Loop = field(compare=False, repr=False, kw_only=True)
+    loop: Loop = field(compare=False, repr=False)
     taking: tuple[ast.stmt, ...] = field(default=(), compare=False, repr=False)
 
 
@@ -55,7 +54,7 @@ def led_variables(loops: ScriptLoops) -> list[LedVariable]:
         beside = {name for part in taking for name in names_in(part)} if by_batch else set()  # is as before the batch
         carried = CarriedByLoop(loops, loop)
         found += [
-            LedVariable(name, line, carried.steers(name), by_batch, name in carried.of_file, taking=taking, loop=loop)
+            LedVariable(name, line, carried.steers(name), by_batch, loop, taking)
             for name, line in carried.lines.items()
             if name not in beside and (not by_batch or carried.steers(name) or name in carried.counts)
         ]
@@ -72,16 +71,19 @@ class CarriedByLoop:
     """What a loop carries, also by what it calls. Not the list in which it gathers the batches of an update: that is
     empty where a checkpoint is taken.
 
-    lines: where each is set. counts: those that it adds 1 to. of_file: variables of the file that are not the loop's
-    function's.
+    lines: where each is set. counts: those that it adds 1 to.
     """
 
     def __init__(self, loops: ScriptLoops, loop: Loop) -> None:
         called = ChangedByCalls(loops.tree, loop)
         nodes = [node for part in loop.body for node in (part, *of_scope(part))]
         anew = {name for node in nodes for item in _set_by(node) if (name := dotted(item))} | set_by_head(loop)
-        beside = {name: line for name, line in called.found.items() if not has_part_in(name, anew)}
-        self.lines = carried_by(loop) | beside
+        function = loops.function_of(loop)
+        self.lines = carried_by(loop) | {
+            name: line for name, line in called.found.items()
+            if not has_part_in(name, anew)
+            and ("." in name or (loops.scopes.owner_of(name, function) is Owner.FILE) == (name in called.of_file))
+        }  # fmt: skip
         if loop in loops.gathering or loop in [turning.loop for turning in loops.by_turns]:
             filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
             for name in {place_of(target) for target, value in filled if takes_or_names(value, set_by_head(loop))}:
@@ -91,7 +93,6 @@ class CarriedByLoop:
             if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
             and isinstance(node.value, ast.Constant) and node.value.value == 1
         }  # fmt: skip
-        self.of_file = called.of_file - anew if loops.function_of(loop) is not None else set()
         self._steering = steering_names(loops, loop)
 
     def steers(self, name: str) -> bool:

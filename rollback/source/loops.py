@@ -22,6 +22,7 @@ from rollback.source.nodes import (
     of_scope,
     range_of,
 )
+from rollback.source.scopes import Scopes
 from rollback.source.turns import turning_loop
 
 _WRAPPERS = "enumerate", "tqdm"
@@ -47,7 +48,7 @@ class ScriptLoops:
     """
 
     def __init__(self, source: str, *, is_script: bool = True) -> None:
-        self.tree = ast.parse(source)
+        self.tree, self.scopes = ast.parse(source), Scopes(source)
         self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
         self._methods: set[str] = set()
         for node in ast.walk(self.tree):

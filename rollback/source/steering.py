@@ -41,7 +41,7 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> Steered:
 
         for batch in loader:            for batch in loader:
             BODY                            try: beta = __rollback_by_batch__(lambda: beta, NAME, FILE)
-            beta *= 0.9                     except (NameError, AttributeError, KeyError): pass
+            beta *= 0.9                     except (NameError, AttributeError): pass
                                             BODY
                                             beta *= 0.9
 
@@ -69,6 +69,8 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> Steered:
     variables = _named(led_variables(loops))
     blocks = {id(part): block for block in blocks_in(loops.tree) for part in block}
     for name, variable in reversed(variables.items()):
+        if (function := loops.function_of(variable.loop)) is not None and "." not in variable.name:
+            loops.scopes.declare(variable.name, function)
         _lead(name, variable, filename, blocks[id(variable.loop)])
     several = [each.loop for each in loops.by_turns if each.several]
     for turning in loops.by_turns:
@@ -103,9 +105,8 @@ def _lead(name: str, variable: LedVariable, filename: str, block: list[ast.stmt]
     by = BY_BATCH if variable.by_batch else BY_EPOCH
 
     def asked(at: ast.stmt) -> ast.stmt:
-        here = f"globals()[{variable.name!r}]" if variable.of_file else variable.name
-        read = f"{here} = {by}(lambda: {here}, {name!r})"
-        (statement,) = ast.parse(f"try: {read}\nexcept (NameError, AttributeError, KeyError): pass").body
+        read = f"{variable.name} = {by}(lambda: {variable.name}, {name!r})"
+        (statement,) = ast.parse(f"try: {read}\nexcept (NameError, AttributeError): pass").body
         call = next(node for node in ast.walk(statement) if is_call_of(node, by))
         call.args += place
         for node in ast.walk(statement):

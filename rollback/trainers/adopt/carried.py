@@ -25,7 +25,7 @@ Read = Callable[[], Any]
 
 _SINGLE, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
 _TYPE = "type of"
-_ABSENT = NameError, AttributeError, KeyError
+_ABSENT = NameError, AttributeError
 """What reading a variable raises that is not there."""
 _MOST = 1000
 """Items that a list, an array or a tensor may have: each step's end has a copy of it."""

@@ -51,7 +51,7 @@ def run(source: str, **names: Any) -> dict[str, Any]:
         ("for x in loader:\n  f(x).backward()\n  seen.append(x)\n  if len(seen) > 9: break", ["seen"]),
         ("for x in loader:\n  f(x).backward()\n  if x < best: best, bad = x, 0\n  else: bad = bad + 1\n"
          "  if bad > 3: break", ["bad", "best"]),
-        ("for x in loader:\n  f(x, h).backward()\n  def c():\n    nonlocal h\n    h = h + 1", ["h"]),
+        ("for x in loader:\n  f(x, h).backward()\n  if x: h = h + 1", ["h"]),
         ("for x in loader:\n  f(x).backward()\n  if i - last > 3:\n    o.step()\n    last = i", ["last"]),
         ("class A:\n  def one(self, x):\n    (f(x) * self.b).backward()\n    self.b *= 0.9\n  def fit(self):\n"
          "    for x in loader: self.one(x)", ["self.b"]),
@@ -308,23 +308,56 @@ for epoch in range(9):
 def test_what_is_carried_by_way_of_calls_is_led(old: str, new: str, led: list[str]) -> None:
     found = led_variables(ScriptLoops(STOPPER.replace(old, new)))
     assert sorted(variable.name for variable in found) == led
-    assert not any(variable.of_file for variable in found)
 
 
-def test_a_variable_of_the_file_is_set_there_by_a_loop_in_a_function() -> None:
-    source = """
-        tau = 1
+OF_FILE = """
+    tau, seen, cfg = 1, [], {"tau": 1}
+    def decay():
+        global tau
+        tau += 1
+    def main():
+        "Of others' variables."
+        for x in loader:
+            f(x, tau, cfg["tau"]).backward()
+            decay()
+            cfg["tau"] += 1
+            seen.append(x)
+            if len(seen) > 99: break
+    main()
+"""
+OF_FUNCTION_AROUND = """
+    def around():
+        tau, seen, cfg = 1, [], {"tau": 1}
         def decay():
-            global tau
+            nonlocal tau
             tau += 1
         def main():
             for x in loader:
-                f(x, tau).backward()
+                f(x, tau, cfg["tau"]).backward()
                 decay()
+                cfg["tau"] += 1
+                seen.append(x)
+                if len(seen) > 99: break
         main()
-    """
-    names = {BY_BATCH: lambda read, *_: 100 if read() == 3 else read()}
-    assert run(source, loader="abcd", **names)["tau"] == 102
+        return tau, seen, cfg
+    tau, seen, cfg = around()
+"""
+
+
+@pytest.mark.parametrize("source", [OF_FILE, OF_FUNCTION_AROUND, OF_FILE.replace("def main():", "def main(tau=0):")])
+def test_a_variable_that_is_not_the_functions_own_is_set_where_it_is(source: str) -> None:
+    own = "main(tau" in source
+    led = {variable.name for variable in led_variables(ScriptLoops(textwrap.dedent(source)))}
+    assert led == ({"seen", "cfg"} if own else {"tau", "seen", "cfg"})
+    asked: list[str] = []
+
+    def by_batch(read: Callable[[], Any], name: str, filename: str) -> Any:
+        asked.append(name)
+        return 100 if read() == 3 else read()
+
+    found = run(source, loader="abcd", **{BY_BATCH: by_batch})
+    assert {name.partition(" ")[0] for name in asked} == led
+    assert (found["tau"], found["seen"], found["cfg"]) == (5 if own else 102, ["a", "b", "c", "d"], {"tau": 5})
 
 
 def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
