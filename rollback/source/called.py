@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator
 
 from rollback.source.carried import Turn, dotted
 from rollback.source.nodes import Loop, of_scope
-from rollback.source.scopes import Function
+from rollback.source.scopes import Function, Scopes
 
 
 class ChangedByCalls:
     """found: what it carries that way, each with the line that changes it, as the loop's own function calls it:
-    `stopper.count` for `self.count` in a method. of_file: which of these are variables of the file, by `global`."""
+    `stopper.count` for `self.count` in a method."""
 
-    def __init__(self, tree: ast.Module, loop: Loop) -> None:
+    def __init__(self, tree: ast.Module, scopes: Scopes, loop: Loop, function: Function | None) -> None:
         self.found: dict[str, int] = {}
-        self.of_file: set[str] = set()
+        self._scopes, self._function = scopes, function
         self._classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
         self._functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
         self._made = dict(_objects_made(ast.walk(tree), self._classes))
@@ -56,11 +56,11 @@ class ChangedByCalls:
 
     def _enter_function(self, function: Function) -> None:
         self._entered.add((None, id(function)))
-        carried = _carried_in(function)
-        for node in of_scope(function):
-            if isinstance(node, ast.Global | ast.Nonlocal):
-                self.found |= {name: carried[name] for name in node.names if name in carried}
-                self.of_file |= {*node.names} if isinstance(node, ast.Global) else set()
+        for name, line in _carried_in(function).items():
+            root = name.partition(".")[0]
+            home = self._scopes.home_of(root, function)
+            if not self._scopes.is_own(root, function) and home is self._scopes.home_of(root, self._function):
+                self.found.setdefault(name, line)
         nested = id(function) in self._nested  # a closure, which has the `self` of the method around it
         self._enter(function.body, "self" if nested else None, self._kind if nested else None, here=nested)
 

@@ -75,6 +75,10 @@ def dotted(node: ast.AST) -> str | None:
     return None
 
 
+def _changes(method: str) -> bool:
+    return method in _CHANGES or (method.endswith("_") and not method.endswith("__"))  # of a tensor: `mul_`
+
+
 def has_part_in(name: str, names: Collection[str]) -> bool:
     """Whether it is among them, or what it is an attribute of."""
     parts = name.split(".")
@@ -103,7 +107,7 @@ class Turn:
         self.exposed |= {name for name in names_in(node) if not has_part_in(name, known)}
         for part in ast.walk(node):
             match part:
-                case ast.Call(func=ast.Attribute(attr=method, value=of)) if method in _CHANGES:
+                case ast.Call(func=ast.Attribute(attr=method, value=of)) if _changes(method):
                     self._change(of, part.lineno, known)
                 case ast.NamedExpr(target=target):
                     self._store(target, known)

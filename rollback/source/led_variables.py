@@ -17,7 +17,6 @@ from rollback.source.nodes import (
     put_in_list,
     takes_or_names,
 )
-from rollback.source.scopes import Owner
 
 _LEAVES = ast.Break, ast.Continue, ast.Return
 _TOLD = frozenset({"print", "format", "info", "debug", "warning", "log", "write", "set_postfix", "set_description",
@@ -75,15 +74,11 @@ class CarriedByLoop:
     """
 
     def __init__(self, loops: ScriptLoops, loop: Loop) -> None:
-        called = ChangedByCalls(loops.tree, loop)
+        called = ChangedByCalls(loops.tree, loops.scopes, loop, loops.function_of(loop))
         nodes = [node for part in loop.body for node in (part, *of_scope(part))]
         anew = {name for node in nodes for item in _set_by(node) if (name := dotted(item))} | set_by_head(loop)
-        function = loops.function_of(loop)
-        self.lines = carried_by(loop) | {
-            name: line for name, line in called.found.items()
-            if not has_part_in(name, anew)
-            and ("." in name or (loops.scopes.owner_of(name, function) is Owner.FILE) == (name in called.of_file))
-        }  # fmt: skip
+        beside = {name: line for name, line in called.found.items() if not has_part_in(name, anew)}
+        self.lines = carried_by(loop) | beside
         if loop in loops.gathering or loop in [turning.loop for turning in loops.by_turns]:
             filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
             for name in {place_of(target) for target, value in filled if takes_or_names(value, set_by_head(loop))}:
@@ -114,12 +109,14 @@ class Dependence:
     def __init__(self, loops: ScriptLoops, nodes: Iterable[ast.AST]) -> None:
         self._loops = loops
         self.nodes = [*{id(node): node for node in nodes}.values()]
+        self._properties: set[str] = set()
         self._returned: dict[str, set[str]] = {}
-        """The names in what a function of the file gives back, by its name."""
+        """The names in what a function of the file gives back, by its name; so of a property."""
         for function in ast.walk(loops.tree):
             if isinstance(function, ast.FunctionDef):
                 given = (node.value for node in of_scope(function) if isinstance(node, ast.Return) and node.value)
                 self._returned.setdefault(function.name, set()).update(*map(names_in, given))
+                self._properties |= {function.name} if function.decorator_list else set()
         self._made: list[tuple[str, set[str]]] = []
         """What is set, and what it is made of; with the tests of all `if`s around that."""
         self._parts: list[tuple[str, str]] = []
@@ -145,7 +142,7 @@ class Dependence:
                 made_of = {*self._names_behind(value)} | tests.get(id(node), set())
                 for name in filter(None, map(place_of, _set_by(node))):
                     self._made.append((name, made_of))
-                    self._parts.append((name, (place_of(value) or "").partition(".")[0]))
+                    self._parts.append((name, place_of(value) or ""))
 
     def names_for(self, nodes: Iterable[ast.AST]) -> set[str]:
         """The names in these nodes, and those that they are made of."""
@@ -154,10 +151,8 @@ class Dependence:
         while True:
             objects, before = found - set_here, len(found)
             for name, made_of in self._made:
-                root = name.partition(".")[0]
-                if name in found or (root in found and name != root):
-                    found |= made_of
-            found |= {name for name, whole in self._parts if whole in objects}
+                found |= made_of if has_part_in(name, found) else set()
+            found |= {name for name, whole in self._parts if has_part_in(whole, objects)}
             for takes, given in self._given:
                 found |= given if takes & objects else set()
             if len(found) == before:
@@ -167,7 +162,8 @@ class Dependence:
         """Those in an expression, and in what functions give back that it calls."""
         yield from names_in(value)
         for node in ast.walk(value):
-            yield from self._returned.get(self._loops.called(node) or "", ())
+            asked = node.attr if isinstance(node, ast.Attribute) and node.attr in self._properties else None
+            yield from self._returned.get(self._loops.called(node) or asked or "", ())
 
 
 def _seeds(loops: ScriptLoops, region: list[ast.AST], loop: Loop) -> Iterator[ast.AST]:

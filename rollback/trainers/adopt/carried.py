@@ -189,8 +189,8 @@ def _state_of(read: Read) -> dict[str, Any]:
 
 
 def _value_in(state: Mapping[str, Any], read: Read) -> Any:
-    """The value that a state tells of; what the script has, where it tells of none. A list stays the script's own: it
-    may have it elsewhere, too."""
+    """The value that a state tells of; what the script has, where it tells of none. A list or a tensor stays the one
+    that the script has: it may have it elsewhere, too."""
     if "value" not in state:
         return read()
     value = _decoded(state["value"])
@@ -207,6 +207,8 @@ def _value_in(state: Mapping[str, Any], read: Read) -> Any:
             present.clear()
             present.extend(value)
             return present
+        case Tensor(), Tensor() if (present.shape, present.dtype) == (value.shape, value.dtype):
+            return present.copy_(value)
     return value
 
 

@@ -45,6 +45,13 @@ def run(source: str, **names: Any) -> dict[str, Any]:
         ("for x in loader:\n  f(x, tau).backward()\n  tau *= 0.9", ["tau"]),
         ("for x in loader:\n  (f(x) * self.beta).backward()\n  self.beta = min(1, self.beta + 0.1)", ["self.beta"]),
         ("for x in loader:\n  y = f(x) - b\n  y.backward()\n  b = 0.9 * b + 0.1 * y.item()", ["b"]),
+        ("for x in loader:\n  f(x, w).backward()\n  w.mul_(0.9)", ["w"]),
+        ("class A:\n  def fit(self):\n    for x in loader:\n      f(x).backward()\n      self.o.step()\n"
+         "      self.r *= 0.9\n      for g in self.o.param_groups: g['lr'] = self.r", ["self.r"]),
+        ("class A:\n  @property\n  def w(self): return 1 / self.b\n  def fit(self):\n    for x in loader:\n"
+         "      f(x, self.w).backward()\n      self.b += 0.1", ["self.b"]),
+        ("def main():\n  def one(x):\n    f(x, args.tau).backward()\n    args.tau *= 0.9\n  for x in loader: one(x)",
+         ["args.tau"]),
         ("for x in loader:\n  k = decay(k)\n  w = 2 * k\n  f(x, w).backward()", ["k"]),
         ("for x in loader:\n  f(x).backward()\n  r *= 0.9\n  for g in o.param_groups: g['lr'] = r\n  o.step()", ["r"]),
         ("for x in loader:\n  f(x).backward()\n  p = p + 1\n  model.set_rate(p)\n  model(x)\n  model.step()", ["p"]),
