@@ -12,10 +12,11 @@ from rollback.source.scopes import Function, Scopes
 
 class ChangedByCalls:
     """found: what it carries that way, each with the line that changes it, as the loop's own function calls it:
-    `stopper.count` for `self.count` in a method."""
+    `stopper.count` for `self.count` in a method. rebound: those of them that are not changed in place alone."""
 
     def __init__(self, tree: ast.Module, scopes: Scopes, loop: Loop, function: Function | None) -> None:
         self.found: dict[str, int] = {}
+        self.rebound: set[str] = set()
         self._scopes, self._function = scopes, function
         self._classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
         self._functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
@@ -49,18 +50,24 @@ class ChangedByCalls:
         if method is None or (owner, id(method)) in self._entered:
             return
         self._entered.add((owner, id(method)))
-        for item, line in _carried_in(method).items():
+        turn = _turn_of(method)
+        for item, line in turn.carried.items():
             if item.startswith("self."):
-                self.found.setdefault(owner + item.removeprefix("self"), line)
+                self._note(owner + item.removeprefix("self"), line, rebound=item in turn.rebound)
         self._enter(method.body, owner, kind)
+
+    def _note(self, name: str, line: int, *, rebound: bool) -> None:
+        self.found.setdefault(name, line)
+        self.rebound |= {name} if rebound else set()
 
     def _enter_function(self, function: Function) -> None:
         self._entered.add((None, id(function)))
-        for name, line in _carried_in(function).items():
+        turn = _turn_of(function)
+        for name, line in turn.carried.items():
             root = name.partition(".")[0]
             home = self._scopes.home_of(root, function)
             if not self._scopes.is_own(root, function) and home is self._scopes.home_of(root, self._function):
-                self.found.setdefault(name, line)
+                self._note(name, line, rebound=name in turn.rebound)
         nested = id(function) in self._nested  # a closure, which has the `self` of the method around it
         self._enter(function.body, "self" if nested else None, self._kind if nested else None, here=nested)
 
@@ -69,10 +76,10 @@ def _as_called(name: str, owner: str | None) -> str:
     return name if owner is None or not name.startswith("self.") else owner + name.removeprefix("self")
 
 
-def _carried_in(function: Function) -> dict[str, int]:
+def _turn_of(function: Function) -> Turn:
     turn = Turn()
     turn.run(function.body, set())
-    return turn.carried
+    return turn
 
 
 def _methods(kind: ast.ClassDef, name: str, classes: dict[str, ast.ClassDef]) -> Iterator[Function]:

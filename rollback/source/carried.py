@@ -10,20 +10,25 @@ from collections.abc import Collection, Iterator, Sequence
 from rollback.source.nodes import Loop, of_scope
 
 _CHANGES = frozenset((
-    "append", "appendleft", "extend", "insert", "pop", "popleft", "remove", "clear", "add", "discard", "update",
-    "setdefault", "sort", "reverse",
+    "append", "appendleft", "extend", "insert", "pop", "popleft", "remove", "clear", "add", "discard", "setdefault",
+    "sort", "reverse",
 ))  # fmt: skip
 """Methods by which lists, sets, dicts and deques are changed in place."""
+_CHANGES_TENSOR = frozenset((
+    "mul_", "add_", "sub_", "div_", "copy_", "fill_", "zero_", "lerp_", "clamp_", "clamp_min_", "clamp_max_",
+    "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_", "masked_fill_", "addcmul_", "addcdiv_",
+))  # fmt: skip
+_OF_PARAMETERS = frozenset(("grad", "data", "param_groups"))
+"""Attributes of what the guard has."""
 
 
-def carried_by(loop: Loop) -> dict[str, int]:
-    """The variables, and attributes of variables (`self.beta`), that a loop's body carries, each with the line that
-    sets it first."""
+def turn_of(loop: Loop) -> "Turn":
+    """What happens to variables, and to attributes of variables (`self.beta`), in a turn of a loop's body."""
     turn = Turn()
     if isinstance(loop, ast.While):
         turn.read(loop.test, set())
     turn.run(loop.body, set_by_head(loop))
-    return turn.carried
+    return turn
 
 
 def set_by_head(loop: Loop) -> set[str]:
@@ -75,8 +80,10 @@ def dotted(node: ast.AST) -> str | None:
     return None
 
 
-def _changes(method: str) -> bool:
-    return method in _CHANGES or (method.endswith("_") and not method.endswith("__"))  # of a tensor: `mul_`
+def _changes(method: str, of: ast.expr) -> bool:
+    """Whether a method changes what it is of. A tensor, `w.mul_(0.9)`, not where it may be a model's buffer."""
+    own = (dotted(of) or "").removeprefix("self.").isidentifier()
+    return method in _CHANGES or (method in _CHANGES_TENSOR and own)
 
 
 def has_part_in(name: str, names: Collection[str]) -> bool:
@@ -88,17 +95,21 @@ def has_part_in(name: str, names: Collection[str]) -> bool:
 class Turn:
     """What happens to variables in one turn of a loop. Where it may go several ways, a variable is set if all set it.
 
-    stored: the line that sets each first. exposed: what is read in front of being set. An inner loop has a turn at
-    least: else all that such a loop sets would seem to be carried.
+    stored: the line that sets each first. rebound: those that are set to another object, not changed in place alone.
+    exposed: what is read in front of being set. An inner loop has a turn at least: else all that such a loop sets would
+    seem to be carried.
     """
 
     def __init__(self) -> None:
         self.stored: dict[str, int] = {}
+        self.rebound: set[str] = set()
         self.exposed: set[str] = set()
 
     @property
     def carried(self) -> dict[str, int]:
-        return {name: line for name, line in self.stored.items() if name in self.exposed}
+        """What a turn hands on to the next one, each with the line that sets it first."""
+        found = {name: line for name, line in self.stored.items() if name in self.exposed}
+        return {name: line for name, line in found.items() if _OF_PARAMETERS.isdisjoint(name.split("."))}
 
     def read(self, node: ast.AST | None, known: set[str]) -> None:
         """An expression, or the parts of a simple statement."""
@@ -107,7 +118,7 @@ class Turn:
         self.exposed |= {name for name in names_in(node) if not has_part_in(name, known)}
         for part in ast.walk(node):
             match part:
-                case ast.Call(func=ast.Attribute(attr=method, value=of)) if _changes(method):
+                case ast.Call(func=ast.Attribute(attr=method, value=of)) if _changes(method, of):
                     self._change(of, part.lineno, known)
                 case ast.NamedExpr(target=target):
                     self._store(target, known)
@@ -122,9 +133,11 @@ class Turn:
         for part in targets_in(target):
             if isinstance(part, ast.Subscript):
                 self._change(part, part.lineno, known)
-            elif (name := dotted(part)) is not None and name not in known:
-                self.stored.setdefault(name, part.lineno)
-                known.add(name)
+            elif (name := dotted(part)) is not None:
+                self.rebound.add(name)
+                if name not in known:
+                    self.stored.setdefault(name, part.lineno)
+                    known.add(name)
 
     def run(self, statements: Sequence[ast.stmt], known: set[str]) -> set[str] | None:
         """What is set behind these; None: they are left in between. known: what is set in front, and is changed."""

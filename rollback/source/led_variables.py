@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rollback.source.called import ChangedByCalls
-from rollback.source.carried import carried_by, dotted, has_part_in, names_in, place_of, set_by_head, targets_in
+from rollback.source.carried import dotted, has_part_in, names_in, place_of, set_by_head, targets_in, turn_of
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import (
     Loop,
@@ -30,13 +30,15 @@ class LedVariable:
 
     line: where the loop sets it. steers: whether what is trained, or for how long, depends on it, for all that the file
     shows. by_batch: in a training loop, whose turn has a batch; else in one over epochs, where it is what it was at the
-    top of the epoch. taking: statements of that loop that take a batch by `next`.
+    top of the epoch. in_place: whether it is the same object all the time, as a list that grows. taking: statements of
+    that loop that take a batch by `next`.
     """
 
     name: str
     line: int
     steers: bool
     by_batch: bool
+    in_place: bool
     loop: Loop = field(compare=False, repr=False)
     taking: tuple[ast.stmt, ...] = field(default=(), compare=False, repr=False)
 
@@ -53,7 +55,7 @@ def led_variables(loops: ScriptLoops) -> list[LedVariable]:
         beside = {name for part in taking for name in names_in(part)} if by_batch else set()  # is as before the batch
         carried = CarriedByLoop(loops, loop)
         found += [
-            LedVariable(name, line, carried.steers(name), by_batch, loop, taking)
+            LedVariable(name, line, carried.steers(name), by_batch, name not in carried.rebound, loop, taking)
             for name, line in carried.lines.items()
             if name not in beside and (not by_batch or carried.steers(name) or name in carried.counts)
         ]
@@ -70,7 +72,7 @@ class CarriedByLoop:
     """What a loop carries, also by what it calls. Not the list in which it gathers the batches of an update: that is
     empty where a checkpoint is taken.
 
-    lines: where each is set. counts: those that it adds 1 to.
+    lines: where each is set. rebound: those that are not changed in place alone. counts: those that it adds 1 to.
     """
 
     def __init__(self, loops: ScriptLoops, loop: Loop) -> None:
@@ -78,7 +80,8 @@ class CarriedByLoop:
         nodes = [node for part in loop.body for node in (part, *of_scope(part))]
         anew = {name for node in nodes for item in _set_by(node) if (name := dotted(item))} | set_by_head(loop)
         beside = {name: line for name, line in called.found.items() if not has_part_in(name, anew)}
-        self.lines = carried_by(loop) | beside
+        turn = turn_of(loop)
+        self.lines, self.rebound = turn.carried | beside, turn.rebound | called.rebound
         if loop in loops.gathering or loop in [turning.loop for turning in loops.by_turns]:
             filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
             for name in {place_of(target) for target, value in filled if takes_or_names(value, set_by_head(loop))}:

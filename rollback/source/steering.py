@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rollback.source.led_variables import LedVariable, led_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import Loop, blocks_in, is_call_of
+from rollback.source.nodes import Loop, blocks_in
 
 EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
 ENUMERATE, LIMIT = "__rollback_enumerate__", "__rollback_limit__"
@@ -40,9 +40,8 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> Steered:
         for batch in islice(loader, 10):        for batch in __rollback_limit__(islice, loader, 10):
 
         for batch in loader:            for batch in loader:
-            BODY                            try: beta = __rollback_by_batch__(lambda: beta, NAME, FILE)
-            beta *= 0.9                     except (NameError, AttributeError): pass
-                                            BODY
+            BODY                            for beta in __rollback_by_batch__(lambda: beta, NAME, FILE): pass
+            beta *= 0.9                     BODY
                                             beta *= 0.9
 
     Behind a loop over batches the same is asked: it may have had none. BY_EPOCH is asked at the top of an epoch, and
@@ -100,15 +99,16 @@ def _named(variables: list[LedVariable]) -> dict[str, LedVariable]:
 
 def _lead(name: str, variable: LedVariable, filename: str, block: list[ast.stmt]) -> None:
     """Ask for what a variable was wherever its loop may have come to another place in the data: where a turn begins,
-    and, in a training loop, where it has a batch or has ended. It may not be there yet. block: that has the loop."""
+    and, in a training loop, where it has a batch or has ended. Nothing else is set. block: that has the loop."""
     place = [ast.Constant(filename), *([] if variable.by_batch else [ast.Constant(variable.loop.lineno)])]
     by = BY_BATCH if variable.by_batch else BY_EPOCH
 
     def asked(at: ast.stmt) -> ast.stmt:
-        read = f"{variable.name} = {by}(lambda: {variable.name}, {name!r})"
-        (statement,) = ast.parse(f"try: {read}\nexcept (NameError, AttributeError): pass").body
-        call = next(node for node in ast.walk(statement) if is_call_of(node, by))
-        call.args += place
+        read = f"for {variable.name} in {by}(lambda: {variable.name}, {name!r}): pass"
+        (statement,) = ast.parse(read).body
+        assert isinstance(statement, ast.For)
+        assert isinstance(statement.iter, ast.Call)
+        statement.iter.args += place
         for node in ast.walk(statement):
             if "lineno" in node._attributes:
                 ast.copy_location(node, at)

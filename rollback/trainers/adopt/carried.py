@@ -7,7 +7,7 @@ checkpoints have them as values of the script.
 
 import os
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +24,9 @@ from rollback.trainers.adopt.epochs import EpochLoop
 Read = Callable[[], Any]
 
 _SINGLE, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
+_DICTS = dict, OrderedDict, defaultdict, Counter
+_MADE_BY = None, int, float, str, list, dict, set
+_NAMED: dict[str | None, Any] = {kind and kind.__name__: kind for kind in _MADE_BY}
 _TYPE = "type of"
 _ABSENT = NameError, AttributeError
 """What reading a variable raises that is not there."""
@@ -32,10 +35,11 @@ _MOST = 1000
 
 
 class Carried(ABC):
-    """A variable on one rank, as its script has it. handed: what the script is given of the guard."""
+    """A variable on one rank, as its script has it. in_place: whether it is the same object all the time. handed: what
+    the script is given of the guard."""
 
-    def __init__(self, handed: HandedOut) -> None:
-        self._handed = handed
+    def __init__(self, handed: HandedOut, *, in_place: bool = False) -> None:
+        self._handed, self._in_place = handed, in_place
         self._owed: Mapping[str, Any] | None = None
         """The state that the script is to have, and may not have yet."""
 
@@ -50,12 +54,19 @@ class Carried(ABC):
         """A checkpoint does not have it."""
         self._owed = None
 
+    def _given(self, state: Mapping[str, Any], read: Read) -> tuple[Any, ...]:
+        """The value that a state tells of; none: it tells of none, or what the script has is that now."""
+        if "value" not in state:
+            return ()
+        value = _decoded(state["value"])
+        return () if self._in_place and _filled(read, value) else (value,)
+
 
 class CarriedByBatches(Carried):
     """In a training loop: what it is at each time."""
 
-    def __init__(self, handed: HandedOut) -> None:
-        super().__init__(handed)
+    def __init__(self, handed: HandedOut, *, in_place: bool = False) -> None:
+        super().__init__(handed, in_place=in_place)
         self._read: Read | None = None
         self._first: dict[str, Any] = {}
         """As the script of this process had it first."""
@@ -74,35 +85,35 @@ class CarriedByBatches(Carried):
     def begin_anew(self) -> None:
         self.load_state_dict({"first": True})
 
-    def asked(self, read: Read) -> Any:
-        """What the script is to have, where it asks in its loop over batches. Raises what `read` raises."""
+    def asked(self, read: Read) -> tuple[Any, ...]:
+        """What the script is given in place of what it has, where it asks in its loop over batches; none: nothing."""
         if self._read is None:
             self._first = _state_of(read)
         self._read = read
         if self._owed is None or self._handed.draws == self._loaded_at:  # else in that loop over other batches
-            return read()
+            return ()
         state, self._owed = self._owed, None
-        return _value_in(self._first if "first" in state else state, read)
+        return self._given(self._first if "first" in state else state, read)
 
 
 class CarriedByEpochs(Carried):
     """In a loop over epochs: what it was at the top of the epoch, by the epoch's place in the loop."""
 
-    def __init__(self, handed: HandedOut) -> None:
-        super().__init__(handed)
+    def __init__(self, handed: HandedOut, *, in_place: bool = False) -> None:
+        super().__init__(handed, in_place=in_place)
         self._present: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._present if self._owed is None else self._owed)
 
-    def asked(self, read: Read, place: int) -> Any:
+    def asked(self, read: Read, place: int) -> tuple[Any, ...]:
         """The same where an epoch's body begins. Of another epoch, the script has made it by itself since."""
         state, self._owed = self._owed, None
         if state is not None and state.get("place") == place:
             self._present = dict(state)
-            return _value_in(state, read)
+            return self._given(state, read)
         self._present = {**_state_of(read), "place": place}
-        return read()
+        return ()
 
 
 class CarriedVariables:
@@ -122,7 +133,7 @@ class CarriedVariables:
     def add(self, name: str, filename: str, variable: LedVariable) -> None:
         """One of a file that is about to run."""
         kind = CarriedByBatches if variable.by_batch else CarriedByEpochs
-        self._known[filename, name] = variable, kind(self._handed)
+        self._known[filename, name] = variable, kind(self._handed, in_place=variable.in_place)
 
     def keep(self, guard: Guard, turns: Iterable[tuple[str, str]]) -> None:
         """The guard is made: it keeps them from now on, and gives them what they were. turns: file and name of each
@@ -140,26 +151,33 @@ class CarriedVariables:
         """None: there is no guard yet."""
         return self._counts.get((filename, name))
 
-    def by_batch(self, read: Read, name: str, filename: str) -> Any:
-        """What the script gives a variable of a loop over batches. Raises what `read` raises: it may not be there."""
+    def by_batch(self, read: Read, name: str, filename: str) -> tuple[Any, ...]:
+        """What the script is given for a variable of a loop over batches, if anything."""
         variable, carried = self._known[filename, name]
         assert isinstance(carried, CarriedByBatches)
-        value = carried.asked(read)
-        if self._handed.guard is not None and _is_lost(value, steers=variable.steers):
-            self._unkept(variable, filename, value)
-        return value
+        given = carried.asked(read)
+        if self._handed.guard is not None and self._handed.begins_update:  # in its midst a sum may have a graph
+            self._look(variable, filename, read)
+        return given
 
-    def by_epoch(self, read: Read, name: str, filename: str, line: int) -> Any:
+    def by_epoch(self, read: Read, name: str, filename: str, line: int) -> tuple[Any, ...]:
         """The same where an epoch's body begins, of a loop that begins at that line."""
         variable, carried = self._known[filename, name]
         assert isinstance(carried, CarriedByEpochs)
         if (loop := self._loops.get((filename, line))) is None:
-            return read()
-        place = loop.place
-        value = carried.asked(read, place)
-        if place and _is_lost(value, steers=variable.steers):
+            return ()
+        given = carried.asked(read, loop.place)
+        if loop.place:
+            self._look(variable, filename, read)
+        return given
+
+    def _look(self, variable: LedVariable, filename: str, read: Read) -> None:
+        try:
+            value = read()
+        except _ABSENT:
+            return
+        if _is_lost(value, steers=variable.steers):
             self._unkept(variable, filename, value)
-        return value
 
 
 def _is_lost(value: Any, *, steers: bool) -> bool:
@@ -188,28 +206,27 @@ def _state_of(read: Read) -> dict[str, Any]:
         return {}
 
 
-def _value_in(state: Mapping[str, Any], read: Read) -> Any:
-    """The value that a state tells of; what the script has, where it tells of none. A list or a tensor stays the one
-    that the script has: it may have it elsewhere, too."""
-    if "value" not in state:
-        return read()
-    value = _decoded(state["value"])
+@torch.no_grad()
+def _filled(read: Read, value: Any) -> bool:
+    """Whether what the script has could be given that content. The script may have the object elsewhere, too."""
     try:
         present = read()
     except _ABSENT:
-        return value
+        return False
     match present, value:
         case (dict(), dict()) | (set(), set()):
             present.clear()
             present.update(value)
-            return present
-        case (list() | deque(), list()):
+        case (list() | deque(), list() | deque()):
             present.clear()
             present.extend(value)
-            return present
         case Tensor(), Tensor() if (present.shape, present.dtype) == (value.shape, value.dtype):
-            return present.copy_(value)
-    return value
+            present.copy_(value)
+        case np.ndarray(), np.ndarray() if (present.shape, present.dtype) == (value.shape, value.dtype):
+            present[...] = value
+        case _:
+            return False
+    return True
 
 
 class _Unkept(Exception):
@@ -236,17 +253,25 @@ def _encoded(value: Any, budget: _Budget) -> Any:
     kind = type(value)
     if kind in _SINGLE:
         return value
-    if kind in (dict, OrderedDict, defaultdict) and {*map(type, value)} <= _KEYS and _TYPE not in value:
-        return {key: _encoded(item, budget) for key, item in value.items()}
-    if kind in (list, tuple, deque):
-        made = [_encoded(item, budget) for item in value]
-        return tuple(made) if kind is tuple else made
-    if kind is set:
-        return {_TYPE: "set", "values": [_encoded(item, budget) for item in value]}
+    if kind in _DICTS and {*map(type, value)} <= _KEYS and _TYPE not in value:
+        items = {key: _encoded(item, budget) for key, item in value.items()}
+        if kind is dict:
+            return items
+        made_by = getattr(value, "default_factory", None)
+        if made_by not in _MADE_BY:
+            raise _Unkept
+        return {_TYPE: kind.__name__, "made by": made_by and made_by.__name__, "items": items}
+    if kind in (list, tuple):
+        return kind([_encoded(item, budget) for item in value])
+    if kind in (set, deque):
+        values = [_encoded(item, budget) for item in value]
+        return {_TYPE: kind.__name__, "most": getattr(value, "maxlen", None), "values": values}
     if kind is Tensor:
         budget.spend(value.numel())
         if value.requires_grad or value.device.type != "cpu" or value.layout is not torch.strided:
             raise _TooMuch
+        if value.is_complex():
+            raise _Unkept
         return {_TYPE: str(value.dtype), "shape": [*value.shape], "values": value.flatten().tolist()}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         budget.spend(value.size)
@@ -262,6 +287,13 @@ def _decoded(value: Any) -> Any:
             return made if of == "array" else made[()]
         case {"type of": "set", "values": values}:
             return {*map(_decoded, values)}
+        case {"type of": "deque", "values": values, "most": most}:
+            return deque(map(_decoded, values), most)
+        case {"type of": name, "items": items, "made by": made_by}:
+            kind = next(kind for kind in _DICTS if kind.__name__ == name)
+            found: Any = defaultdict(_NAMED[made_by]) if kind is defaultdict else kind()
+            found.update({key: _decoded(item) for key, item in items.items()})
+            return found
         case {"type of": dtype, "shape": shape, "values": values}:
             return torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch."))).reshape(shape)
         case dict():

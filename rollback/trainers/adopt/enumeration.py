@@ -49,6 +49,11 @@ class HandedOut:
     def _note_rollback(self, _: object) -> None:
         self._stale = self.holds and self.batches > self._updated
 
+    @property
+    def begins_update(self) -> bool:
+        """Whether the batch in hand is the first of its update."""
+        return self.batches <= self._updated + 1
+
     def note_update(self) -> None:
         """The guard's optimizer makes one."""
         self.untrained, self._updated = False, self.batches

@@ -11,7 +11,7 @@ import pytest
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import catches_end, cycles_at, demands_item
 from rollback.source.own_counters import OwnCounter, own_counters
-from rollback.source.steering import ENUMERATE, EPOCHS, MOVED, RAISED, steered
+from rollback.source.steering import BY_EPOCH, ENUMERATE, EPOCHS, MOVED, RAISED, steered
 
 PLAIN = """
 for epoch in range(3):
@@ -502,7 +502,12 @@ def test_a_steered_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() ->
         return type("Loss", (), {"backward": lambda self: None})()
 
     source = "for epoch in range(3):\n    for x in loader(epoch):\n        f(x).backward()\n    log.append('behind')"
-    given = {EPOCHS: lambda numbers, filename, line: [numbers[0], numbers[2]], MOVED: Moved, RAISED: tuple}
+    given = {
+        EPOCHS: lambda numbers, filename, line: [numbers[0], numbers[2]],
+        MOVED: Moved,
+        RAISED: tuple,
+        BY_EPOCH: lambda *_: (),
+    }
     run(source, loader=lambda epoch: [epoch * 10, epoch * 10 + 1], f=f, log=log, **given)
     assert log == [0, 1, "behind"]
 
