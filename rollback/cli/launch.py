@@ -380,12 +380,17 @@ def closing_line(result: RunResult, run: Path, command: Sequence[str]) -> str:
         case ExitCode.RESUMABLE:
             where = result.reason.removeprefix("resumable ")  # "at step 40 of 59: the last save failed because ..."
             where = f"({where})" if where == result.reason else where
-            then = result.hint or f"go on with `{again}`"
-            return f"stopped, resumable {where}; {then}; {audit} tells what happened so far"
+            then = "" if _says_how(result) else f"go on with `{again}`; "
+            return f"stopped, resumable {where}; {then}{audit} tells what happened so far"
         case ExitCode.STRUCTURAL:
             return f"stopped, structural divergence: {result.reason}\n{audit} has the whole account"
         case ExitCode.NO_CHECKPOINT:
             return f"stopped, no usable checkpoint: {result.reason}\n{audit} has the whole account"
         case _:
-            then = result.hint or f"once that is mended, go on with `{again}`"
-            return f"failed: {result.reason}; {then}; see also {audit}"
+            then = "" if _says_how(result) else f"once that is mended, go on with `{again}`; "
+            return f"failed: {result.reason}; {then}see also {audit}"
+
+
+def _says_how(result: RunResult) -> bool:
+    """Whether the reason says already how to go on, and not by the same command."""
+    return result.hint is not None and result.hint in result.reason

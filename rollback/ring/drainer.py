@@ -194,7 +194,7 @@ class Drainer:
         try:
             self._work(phase)
         except (RollbackError, OSError) as error:
-            self._complain(None, error, phase)
+            self._complain(None, error)
             self._opened = False  # whether what was under way was done there is found out
             if phase is Phase.FOLLOWING:
                 self._pause(phase, min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(self._failures - 1, _DOUBLED)))
@@ -219,7 +219,7 @@ class Drainer:
                 self._fill(phase)
         except RunDoesNotFit as error:  # what the run leaves in memory comes home all the same
             self.unfit, self._opened = error, False
-            self._complain(None, error, phase)
+            self._complain(None, error)
         finally:  # also where the ring is away
             if phase is Phase.FINISHING:
                 self._bring_home()
@@ -236,7 +236,7 @@ class Drainer:
             name = next_to_drain(now, self._pace, time.monotonic())
             if name is None or phase is Phase.CLOSING:
                 break
-            self._drain(name, phase)
+            self._drain(name)
         self.final_there = self._history.final if self._history.final in self._ring.held() else None
         # What cannot be deleted there keeps nothing else up, and is told behind it.
         refused = _refusal(self._evict_surplus)
@@ -276,7 +276,7 @@ class Drainer:
         held, pinned = self._ring.held(), frozenset(pins.pinned(self._paths))
         return Situation(self._history, held, pinned, frozenset(self._lost), self._last, ending)
 
-    def _drain(self, name: str, phase: Phase) -> None:
+    def _drain(self, name: str) -> None:
         place = next((found for found in tiers.locate(self._paths) if found.name == name), None)  # in memory first
         if place is None:
             self._lost.add(name)  # it has left the ring since
@@ -287,9 +287,9 @@ class Drainer:
                 self._ring.put(place.manifest, place.directory)
         except CheckpointDamaged as error:
             if tiers.has_left(place):  # meanwhile, and nothing is wrong: it may lie in another place
-                self._drain(name, phase)
+                self._drain(name)
                 return
-            following = phase is Phase.FOLLOWING  # at the end there is no time, and what is next may be sound
+            following = self._phase is Phase.FOLLOWING  # at the end there is no time, and what is next may be sound
             if following and isinstance(error, CheckpointUnreadable) and self._unread != name:
                 self._unread = name
                 raise
@@ -298,7 +298,7 @@ class Drainer:
             self._lost.add(name)
             if is_ordinary:
                 return
-            self._complain(name, error, phase)
+            self._complain(name, error)
             return
         seconds = time.monotonic() - began
         self._last = LastCopy(began, seconds)
@@ -331,7 +331,7 @@ class Drainer:
     def _record_kept(self) -> None:
         self._record_at, self._record_changed = time.monotonic(), False
 
-    def _complain(self, checkpoint: str | None, error: Exception, phase: Phase) -> None:
+    def _complain(self, checkpoint: str | None, error: Exception) -> None:
         """Report each trouble, to people once; the next `drained` in the journal ends the trouble. There is another
         try, and training that goes on, only while the ranks train."""
         self.trouble = text = message_of(error)
@@ -339,7 +339,7 @@ class Drainer:
             self._failures += 1
         first = self._failures == 1 or isinstance(error, RunDoesNotFit)  # since something was written there
         if checkpoint is not None or first:
-            follows = phase is Phase.FOLLOWING
+            follows = self._phase is Phase.FOLLOWING
             again = "it is tried again" if follows else "this launch does not try it again"
             what = f"checkpoint {checkpoint} is not copied to it" if checkpoint else again
             if isinstance(error, RunDoesNotFit):

@@ -44,8 +44,8 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> Steered:
             beta *= 0.9                     BODY
                                             beta *= 0.9
 
-    Behind a loop over batches the same is asked: it may have had none. BY_EPOCH is asked at the top of an epoch, and
-    told the line of its loop.
+    In front of a loop over batches, which may be another call of its function, and behind it, which may have had no
+    batch, the same is asked. BY_EPOCH is asked at the top of an epoch, and told the line of its loop.
 
         for i in range(40):             for i in __rollback_turns__(range(40), "script.py", 1, False, ""):
             batch = next(batches)           try:
@@ -99,7 +99,7 @@ def _named(variables: list[LedVariable]) -> dict[str, LedVariable]:
 
 def _lead(name: str, variable: LedVariable, filename: str, block: list[ast.stmt]) -> None:
     """Ask for what a variable was wherever its loop may have come to another place in the data: where a turn begins,
-    and, in a training loop, where it has a batch or has ended. Nothing else is set. block: that has the loop."""
+    and, of a training loop, where it begins, has a batch, has ended. Nothing else is set. block: that has the loop."""
     place = [ast.Constant(filename), *([] if variable.by_batch else [ast.Constant(variable.loop.lineno)])]
     by = BY_BATCH if variable.by_batch else BY_EPOCH
 
@@ -120,6 +120,7 @@ def _lead(name: str, variable: LedVariable, filename: str, block: list[ast.stmt]
     body.insert(0, asked(body[0]))
     if variable.by_batch:
         block.insert(block.index(variable.loop) + 1, asked(variable.loop))
+        block.insert(block.index(variable.loop), asked(variable.loop))
 
 
 def _number(loop: ast.For, numbers: ast.expr, by: str, ended_by: str, filename: str, *others: bool | str) -> None:

@@ -172,7 +172,7 @@ class Attempts:
             return
         if (kept := self._nodes.kept(kept_on_host(self._paths, attempt), attempt)) is not None:
             newest, reached = newest_there(self._paths, past.train.history), furthest_step(self._paths, None, attempt)
-            others = len(self._nodes.names) > 1  # which may have been lost with that supervisor
+            others = len(past.seats) > 1  # which may have been lost with that supervisor
             self._ledger.note(last := kept.as_fact(newest, reached, host_lost=others))
             self._say(last.in_words())
 

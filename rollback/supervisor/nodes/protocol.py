@@ -52,7 +52,7 @@ class RunResult(BaseModel, frozen=True):
     exit_code: ExitCode
     reason: str
     hint: str | None = None
-    """What to do next; None: start the same command again."""
+    """What to do next, where the same command does not go on."""
     refuses: Refused | None = None
     """Where it was refused, what: with --adopt, all nodes start a script that is refused without protection."""
     guarded: bool = True

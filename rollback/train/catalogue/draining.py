@@ -10,7 +10,7 @@ from typing import Any
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_SUPERVISOR, Settings, settings_text
-from rollback.errors import RollbackError, message_of
+from rollback.errors import CheckpointDamaged, RollbackError, message_of
 from rollback.facts.history import in_durable_ring
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import Helper
@@ -80,11 +80,20 @@ def only_at_url(paths: RunPaths, settings: Settings, here: Iterable[Manifest]) -
         names = map(CheckpointName, in_durable_ring(fold_journal(paths.supervisor_journal).history))
         wanted = sorted((name for name in names if name.seq > newest), key=lambda name: name.order)
         store = Store(settings.ring, patience=_PATIENCE_AT_START) if wanted else None
-        found = [read_manifest_at(store, name) for name in wanted] if store is not None else []
+        found = [_manifest_at(store, name) for name in wanted] if store is not None else []
     except (RollbackError, OSError) as error:
         say(f"what the ring {settings.ring} has is not known: {message_of(error)}")
         return [], message_of(error)
     return [manifest for manifest in found if manifest is not None], None
+
+
+def _manifest_at(store: Store, name: CheckpointName) -> Manifest | None:
+    """None: it is not there, or damaged, which is said."""
+    try:
+        return read_manifest_at(store, name)
+    except CheckpointDamaged as error:
+        say(f"checkpoint {name} in the ring is left out: {error.message}")
+        return None
 
 
 def start_draining(paths: RunPaths, settings: Settings, record: Recorder, ranks: Ranks) -> Drainer | Helper | None:

@@ -179,13 +179,13 @@ def _restore_newest(
             return manifest, result.place
         damaged[manifest.name] = result.fault.message
     lost = history.committed.keys() - history.gone - history.discarded
-    if not (found.manifests or damaged or lost):
-        return None
     if found.unknown_at_url is not None:
         raise CheckpointOutOfReach(
             f"no checkpoint can be used here, and what the ring {url} has is not known: {found.unknown_at_url}",
             hint="the checkpoints there may be sound: the same command goes on with them once the ring can be reached",
         )
+    if not (found.manifests or damaged or lost):
+        return None
     raise _none_is_usable(paths, history, lost, damaged, ranks, url)
 
 

@@ -492,9 +492,12 @@ class TestClosingLine:
 
     @pytest.mark.parametrize("code", [ExitCode.RESUMABLE, ExitCode.FAILED, ExitCode.IO])
     def test_where_the_same_command_is_not_the_way_on_it_says_which_is(self, code: ExitCode) -> None:
-        line = closing_line(ended(code, hint="name another URL"), Path("run"), ["rollback", "launch", "train.py"])
-        assert "; name another URL; " in line
+        command, run = ["rollback", "launch", "train.py"], Path("run")
+        line = closing_line(ended(code, "not at URL; name another URL", hint="name another URL"), run, command)
+        assert "; name another URL" in line
         assert "rollback launch train.py" not in line
+        line = closing_line(ended(code, "rank 0 raised ValueError", hint="name another URL"), run, command)
+        assert "go on with `rollback launch train.py`" in line, "what is wrong is not what the hint mends"
 
     def test_a_stop_while_nodes_are_waited_for_says_nothing_of_guards(self) -> None:
         told = ended(ExitCode.RESUMABLE, "told to stop while nodes were waited for", recorded=False)

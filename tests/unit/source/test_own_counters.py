@@ -119,14 +119,14 @@ def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
 
     def by_batch(read: Callable[[], int], name: str, filename: str) -> list[int]:
         asked.append((name, read()))
-        return [read() + 10] * (len(asked) == 3)
+        return [read() + 10] * (len(asked) == 3)  # with the second batch
 
     log: list[Any] = []
     names = {EPOCHS: lambda numbers, *_: numbers, MOVED: Turned, BY_EPOCH: lambda *_: (), BY_BATCH: by_batch}
     run(source, log=log, beta=0, loader="ab", **names)
-    assert log[:2] == [(0, "a", 0), (0, "b", 1)]
+    assert log[:2] == [(0, "a", 0), (0, "b", 11)]
     assert {name for name, _ in asked} == {"beta of loop 2"}
-    assert len(asked) == 6, "with each batch, and behind each loop"
+    assert len(asked) == 8, "with each batch, and on both sides of each loop"
 
 
 def test_one_that_is_not_there_yet_stays_so() -> None:

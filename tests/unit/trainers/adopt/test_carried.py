@@ -91,6 +91,14 @@ def test_at_the_top_of_an_epoch_it_is_what_it_was_at_the_top_of_that_one() -> No
     assert epoch(2) == 7
 
 
+def test_of_a_function_that_is_called_again_the_new_variable_counts() -> None:
+    """A checkpoint with the first batch of an epoch, whose call has made its variables anew."""
+    carried = CarriedByBatches(HandedOut())
+    carried.asked(lambda: 0.3)
+    carried.asked(lambda: 1.0)  # in front of the loop
+    assert carried.state_dict() == {"value": 1.0}
+
+
 LIST: list[Any] = [1, [2.5, None], {"a": float("inf")}, (True, "x")]
 VALUES: list[Any] = [
     None, 3, 0.1, float("-inf"), "text", LIST, {3}, set(), Counter("aab"), OrderedDict(a=1), defaultdict(list, a=[3]),
