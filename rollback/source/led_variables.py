@@ -49,10 +49,12 @@ def led_variables(loops: ScriptLoops) -> list[LedVariable]:
     found: list[LedVariable] = []
     for loop in (*loops.steerable, *innermost(loops)):
         by_batch = loop not in loops.steerable
-        taking = tuple(part for part in loop.body if any(is_call_of(node, "next") for node in ast.walk(part)))
+        taking = tuple(
+            part for part in loop.body if by_batch and any(is_call_of(node, "next") for node in ast.walk(part))
+        )
         if by_batch and loop not in loops.batches and not taking:
             continue  # what it calls takes the batch, and may look at the variable there
-        beside = {name for part in taking for name in names_in(part)} if by_batch else set()  # is as before the batch
+        beside = {name for part in taking for name in names_in(part)}  # it is what it was before the batch there
         carried = CarriedByLoop(loops, loop)
         found += [
             LedVariable(name, line, carried.steers(name), by_batch, name not in carried.rebound, loop, taking)

@@ -1,5 +1,6 @@
 """What a script counts, and carries from turn to turn: which of it is led, and how it is asked for."""
 
+import ast
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -127,6 +128,21 @@ def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
     assert log[:2] == [(0, "a", 0), (0, "b", 11)]
     assert {name for name, _ in asked} == {"beta of loop 2"}
     assert len(asked) == 8, "with each batch, and on both sides of each loop"
+
+
+def test_at_an_epochs_top_it_is_asked_for_once() -> None:
+    """And not behind a loop in it that takes batches by `next`."""
+    source = """
+        for e in range(2):
+            it = iter(loader)
+            for i in range(2):
+                x = next(it)
+                f(x, beta).backward()
+                optimizer.step()
+                beta = beta + 1
+    """
+    text = ast.unparse(steered(textwrap.dedent(source), "script.py").tree)
+    assert text.count(BY_EPOCH) == 1
 
 
 def test_one_that_is_not_there_yet_stays_so() -> None:
