@@ -127,6 +127,7 @@ class CarriedVariables:
         unkept: Callable[[LedVariable, str, Any], object],
     ) -> None:
         self._handed, self._loops, self._unkept = handed, loops, unkept
+        self._lost: set[tuple[str, str]] = set()
         self._counts: dict[tuple[str, str], Count] = {}
         self._known: dict[tuple[str, str], tuple[LedVariable, Carried]] = {}
 
@@ -153,30 +154,34 @@ class CarriedVariables:
 
     def by_batch(self, read: Read, name: str, filename: str) -> tuple[Any, ...]:
         """What the script is given for a variable of a loop over batches, if anything."""
-        variable, carried = self._known[filename, name]
+        _, carried = self._known[filename, name]
         assert isinstance(carried, CarriedByBatches)
         given = carried.asked(read)
         if self._handed.guard is not None and self._handed.begins_update:  # in its midst a sum may have a graph
-            self._look(variable, filename, read)
+            self._look(name, filename, read)
         return given
 
     def by_epoch(self, read: Read, name: str, filename: str, line: int) -> tuple[Any, ...]:
         """The same where an epoch's body begins, of a loop that begins at that line."""
-        variable, carried = self._known[filename, name]
+        _, carried = self._known[filename, name]
         assert isinstance(carried, CarriedByEpochs)
         if (loop := self._loops.get((filename, line))) is None:
             return ()
         given = carried.asked(read, loop.place)
         if loop.place:
-            self._look(variable, filename, read)
+            self._look(name, filename, read)
         return given
 
-    def _look(self, variable: LedVariable, filename: str, read: Read) -> None:
+    def _look(self, name: str, filename: str, read: Read) -> None:
+        """Tell of it once, if it is lost."""
+        if (filename, name) in self._lost:
+            return
         try:
             value = read()
         except _ABSENT:
             return
-        if _is_lost(value, steers=variable.steers):
+        if _is_lost(value, steers=(variable := self._known[filename, name][0]).steers):
+            self._lost.add((filename, name))
             self._unkept(variable, filename, value)
 
 

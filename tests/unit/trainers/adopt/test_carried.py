@@ -170,8 +170,9 @@ def test_of_what_cannot_be_kept_that_is_told_which_the_script_needs(value: Any, 
     handed = HandedOut(guard=SimpleNamespace())  # type: ignore[arg-type]
     variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name))
     variables.add("a", "script.py", LedVariable("a", 1, steers, True, False, loop=None))  # type: ignore[arg-type]
-    assert variables.by_batch(lambda: value, "a", "script.py") == ()
-    assert found == ["a"] * told
+    for _ in range(2):
+        assert variables.by_batch(lambda: value, "a", "script.py") == ()
+    assert found == ["a"] * told, "once"
 
 
 def test_they_are_kept_by_their_names_and_files() -> None:
