@@ -83,11 +83,13 @@ def _turn_of(function: Function) -> Turn:
 
 
 def _methods(kind: ast.ClassDef, name: str, classes: dict[str, ast.ClassDef]) -> Iterator[Function]:
-    """Those of that name, of the class and of its bases in this file."""
-    yield from (item for item in kind.body if isinstance(item, Function) and item.name == name)
-    for base in kind.bases:
-        if isinstance(base, ast.Name) and (found := classes.get(base.id)) is not None and found is not kind:
-            yield from _methods(found, name, classes)
+    """Those of that name, of the class and of its bases in this file. Two classes of one name may seem to be bases of
+    each other."""
+    kinds = [kind]
+    for each in kinds:
+        yield from (item for item in each.body if isinstance(item, Function) and item.name == name)
+        bases = (classes.get(base.id) for base in each.bases if isinstance(base, ast.Name))
+        kinds += [base for base in bases if base is not None and base not in kinds]
 
 
 def _objects_made(nodes: Iterable[ast.AST], classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str, ast.ClassDef]]:

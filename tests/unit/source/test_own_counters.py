@@ -392,6 +392,11 @@ def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
     assert sorted(variable.name for variable in led_variables(ScriptLoops(source))) == ["lam", "self.b"]
 
 
+def test_classes_of_one_name_are_looked_at_once() -> None:
+    classes = "class A: pass\nclass B(A): pass\nclass A(B): pass\na = A()\n"
+    assert not led_variables(ScriptLoops(f"{classes}for x in loader:\n  f(x).backward()\n  a.step(x)"))
+
+
 @pytest.mark.parametrize(("made", "named"), [("EarlyStopping(patience=3)", True), ("Evaluator()", False)])
 def test_so_is_an_object_of_another_file_that_stops_early(made: str, named: bool) -> None:
     source = f"stopper = {made}\nfor epoch in range(9):\n  for x in loader: f(x).backward()\n  if stopper(x): break"
