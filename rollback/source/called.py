@@ -1,13 +1,24 @@
-"""What the functions and methods that a loop calls change of what outlives the call: objects' attributes, variables of
-the file, and of the function around them. Only what this file shows: an object's class is known where it is made,
-`stopper = Stopper()`."""
+"""What the functions and methods that a loop calls change of what outlives the call: objects' attributes, what they are
+given, variables of the file, and of the function around them. Only what this file shows: an object's class is known
+where it is made, `stopper = Stopper()`."""
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rollback.source.carried import Turn, dotted
-from rollback.source.nodes import Loop, of_scope
+from rollback.source.nodes import Loop
 from rollback.source.scopes import Function, Scopes
+
+
+@dataclass(frozen=True)
+class _Body:
+    """Statements that run in a turn. function: whose they are. given: its parameters, as the loop's function calls
+    what they are given; those that are given nothing with a name are left out."""
+
+    statements: Sequence[ast.stmt]
+    function: Function | None
+    given: Mapping[str, str] = field(default_factory=dict)
 
 
 class ChangedByCalls:
@@ -19,67 +30,88 @@ class ChangedByCalls:
         self.rebound: set[str] = set()
         self._scopes, self._function = scopes, function
         self._classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-        self._functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
-        self._made = dict(_objects_made(ast.walk(tree), self._classes))
-        self._of_file = {name for name, _ in _objects_made(of_scope(tree), self._classes)}
-        self._entered: set[tuple[str | None, int]] = set()
-        holding = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and loop in ast.walk(node)]
-        self._kind = holding[-1] if holding else None
-        self._nested = {id(node) for each in holding for node in ast.walk(each) if isinstance(node, Function)}
-        self._enter(loop.body, "self" if holding else None, self._kind, here=True)
+        methods = [item for kind in self._classes.values() for item in kind.body]
+        functions = (node for node in ast.walk(tree) if isinstance(node, Function) and node not in methods)
+        self._functions = {node.name: node for node in functions}
+        self._kinds = dict(_objects_made(tree, self._classes))
+        self._kinds.update(("self", kind) for kind in self._classes.values() if loop in ast.walk(kind))
+        self._entered: set[tuple[int, frozenset[tuple[str, str]]]] = set()
+        self._look_into(_Body(loop.body, function), ())
 
-    def _enter(
-        self, body: Iterable[ast.AST], owner: str | None, kind: ast.ClassDef | None, *, here: bool = False
-    ) -> None:
-        """owner: what `self` is there, as the loop's function calls it; None: there is no such thing. here: whether it
-        has the variables of the loop's function."""
-        for call in (node for part in body for node in ast.walk(part) if isinstance(node, ast.Call)):
-            name = dotted(call.func) or ""
-            receiver, _, method = name.rpartition(".")
-            if receiver == "self" and owner is not None and kind is not None:
-                self._enter_method(owner, kind, method)
-            for its, asked in ((receiver, method), (name, "__call__")):
-                known = owner is not None if its.startswith("self.") else here or its in self._of_file
-                if known and its in self._made:
-                    self._enter_method(_as_called(its, owner), self._made[its], asked)
-            if name in self._functions and (None, id(self._functions[name])) not in self._entered:
-                self._enter_function(self._functions[name])
+    def _look_into(self, body: _Body, around: tuple[Function, ...]) -> None:
+        """around: the functions that are being looked into."""
+        for call in (node for part in body.statements for node in ast.walk(part) if isinstance(node, ast.Call)):
+            for function, owner in self._called(call, body):
+                given = self._given(call, body, function, owner)
+                called = id(function), frozenset(given.items())
+                if function in around or called in self._entered:
+                    continue
+                self._entered.add(called)
+                inner = _Body(function.body, function, given)
+                self._note(inner)
+                self._look_into(inner, (*around, function))
 
-    def _enter_method(self, owner: str, kind: ast.ClassDef, name: str) -> None:
-        method = next(_methods(kind, name, self._classes), None)
-        if method is None or (owner, id(method)) in self._entered:
-            return
-        self._entered.add((owner, id(method)))
-        turn = _turn_of(method)
-        for item, line in turn.carried.items():
-            if item.startswith("self."):
-                self._note(owner + item.removeprefix("self"), line, rebound=item in turn.rebound)
-        self._enter(method.body, owner, kind)
+    def _given(self, call: ast.Call, body: _Body, function: Function, owner: str | None) -> dict[str, str]:
+        """What the names in a function mean that differ from those of the loop's function."""
+        given = {name: called for name, called in body.given.items() if self._same(name, body.function, function)}
+        for name, value in _arguments(call, function, is_method=owner is not None):
+            if (called := self._as_called(value, body)) is not None:
+                given[name] = called
+        if owner is not None and (own := _parameters(function)):
+            given[own[0]] = owner
+        return given
 
-    def _note(self, name: str, line: int, *, rebound: bool) -> None:
-        self.found.setdefault(name, line)
-        self.rebound |= {name} if rebound else set()
-
-    def _enter_function(self, function: Function) -> None:
-        self._entered.add((None, id(function)))
-        turn = _turn_of(function)
+    def _note(self, body: _Body) -> None:
+        turn = Turn()
+        turn.run(body.statements, set())
         for name, line in turn.carried.items():
-            root = name.partition(".")[0]
-            home = self._scopes.home_of(root, function)
-            if not self._scopes.is_own(root, function) and home is self._scopes.home_of(root, self._function):
-                self._note(name, line, rebound=name in turn.rebound)
-        nested = id(function) in self._nested  # a closure, which has the `self` of the method around it
-        self._enter(function.body, "self" if nested else None, self._kind if nested else None, here=nested)
+            anew = name in body.given and name in turn.rebound  # another object has its name, and is the function's own
+            if not anew and (called := self._as_called(name, body)) is not None:
+                self.found.setdefault(called, line)
+                self.rebound |= {called} if name in turn.rebound else set()
+
+    def _called(self, call: ast.Call, body: _Body) -> Iterator[tuple[Function, str | None]]:
+        """What of this file a call may run; of a method, what it is of, as the loop's function calls that."""
+        name = dotted(call.func) or ""
+        if name in self._functions:
+            yield self._functions[name], None
+        receiver, _, method = name.rpartition(".")
+        for its, asked in ((receiver, method), (name, "__call__")):
+            if (owner := self._as_called(its, body)) is not None:
+                kind = self._kinds.get(owner) or self._kinds.get(its)
+                found = None if kind is None else next(_methods(kind, asked, self._classes), None)
+                if kind is not None and found is not None:
+                    self._kinds.setdefault(owner, kind)
+                    yield found, owner
+
+    def _as_called(self, name: str, body: _Body) -> str | None:
+        """What the loop's function calls a variable; None: it does not outlive the body's function, or is another."""
+        root, dot, rest = name.partition(".")
+        if root in body.given:
+            return body.given[root] + dot + rest
+        return name if root and self._same(root, body.function, self._function) else None
+
+    def _same(self, name: str, one: Function | None, other: Function | None) -> bool:
+        """Whether it is one variable in both."""
+        return self._scopes.home_of(name, one) is self._scopes.home_of(name, other)
 
 
-def _as_called(name: str, owner: str | None) -> str:
-    return name if owner is None or not name.startswith("self.") else owner + name.removeprefix("self")
+def _arguments(call: ast.Call, function: Function, *, is_method: bool) -> Iterator[tuple[str, str]]:
+    """The parameters that are given what has a name, and that name. is_method: the first one is what it is of."""
+    names = [value if isinstance(value, ast.Starred) else dotted(value) for value in call.args]
+    for parameter, name in zip(_parameters(function)[is_method:], names, strict=False):
+        if isinstance(name, ast.Starred):
+            break
+        if name is not None:
+            yield parameter, name
+    for word in call.keywords:
+        if word.arg is not None and (name := dotted(word.value)) is not None:
+            yield word.arg, name
 
 
-def _turn_of(function: Function) -> Turn:
-    turn = Turn()
-    turn.run(function.body, set())
-    return turn
+def _parameters(function: Function) -> list[str]:
+    """Those that are given by their place."""
+    return [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
 
 
 def _methods(kind: ast.ClassDef, name: str, classes: dict[str, ast.ClassDef]) -> Iterator[Function]:
@@ -92,8 +124,10 @@ def _methods(kind: ast.ClassDef, name: str, classes: dict[str, ast.ClassDef]) ->
         kinds += [base for base in bases if base is not None and base not in kinds]
 
 
-def _objects_made(nodes: Iterable[ast.AST], classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str, ast.ClassDef]]:
-    for node in nodes:
+def _objects_made(tree: ast.AST, classes: Mapping[str, ast.ClassDef]) -> Iterator[tuple[str, ast.ClassDef]]:
+    for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=targets, value=ast.Call(func=ast.Name(id=kind))) if kind in classes:
                 yield from ((name, classes[kind]) for target in targets if (name := dotted(target)) is not None)
+            case ast.AnnAssign(target=target, value=ast.Call(func=ast.Name(id=kind))) if kind in classes:
+                yield from ((name, classes[kind]) for name in [dotted(target)] if name is not None)

@@ -392,6 +392,34 @@ def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
     assert sorted(variable.name for variable in led_variables(ScriptLoops(source))) == ["lam", "self.b"]
 
 
+@pytest.mark.parametrize(
+    ("definition", "call", "led"),
+    [
+        ("def one(x, s):\n  s['tau'] *= 0.9\n  f(x, s).backward()", "one(x, state)", ["state"]),
+        ("def one(x, s):\n  s.tau *= 0.9\n  f(x, s).backward()", "one(x, s=run.state)", ["run.state.tau"]),
+        ("def one(x, s):\n  def two(y):\n    s.n += y\n  two(1)\n  f(x, s).backward()", "one(x, st)", ["st.n"]),
+        ("def two(k):\n  k.append(1)\ndef one(x, *, s):\n  two(s.h)\n  f(x, s).backward()", "one(x, s=a)", ["a.h"]),
+        ("class S:\n  def go(this, by):\n    this.n += by\nkept: S = S()\ndef one(x, s):\n  s.go(1)\n"
+         "  f(x, s.n).backward()", "one(x, kept)", ["kept.n"]),
+        # the function's own, a copy, what cannot be told
+        ("def one(x, s):\n  s = {}\n  s['n'] += 1\n  f(x, s).backward()", "one(x, state)", []),
+        ("def one(x, s):\n  if x: s = wrapped(s)\n  f(x, s).backward()", "one(x, state)", []),
+        ("def one(x, s):\n  s['n'] += 1\n  f(x, s).backward()", "one(x, {**state})", []),
+        ("def one(x, s):\n  s['n'] += 1\n  f(x, s).backward()", "one(*x, state)", []),
+        ("class S:\n  def one(self, x): self.n += 1", "one(x, state); f(x, state).backward()", []),
+    ],
+)  # fmt: skip
+def test_so_is_what_a_function_changes_of_what_it_is_given(definition: str, call: str, led: list[str]) -> None:
+    found = led_variables(ScriptLoops(f"{definition}\nfor x in loader:\n  {call}\n  o.step()"))
+    assert [variable.name for variable in found] == led
+
+
+def test_an_object_that_has_one_of_its_kind_is_looked_at_once() -> None:
+    node = "class A:\n  def __init__(self): self.child = A()\n  def go(self):\n    self.n += 1\n    self.child.go()\n"
+    found = led_variables(ScriptLoops(f"{node}a = A()\nfor x in loader:\n  f(x, a.n).backward()\n  a.go()"))
+    assert [variable.name for variable in found] == ["a.n"]
+
+
 def test_classes_of_one_name_are_looked_at_once() -> None:
     classes = "class A: pass\nclass B(A): pass\nclass A(B): pass\na = A()\n"
     assert not led_variables(ScriptLoops(f"{classes}for x in loader:\n  f(x).backward()\n  a.step(x)"))
