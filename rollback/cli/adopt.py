@@ -36,9 +36,9 @@ def adopt(
     diff = diff_of(source, str(script))
     with answering():
         sys.stdout.buffer.write(diff.encode(encoding, "replace"))  # the script's own bytes; of its name, what can be
-    carried = {variable.name: variable.line for variable in led_variables(ScriptLoops(source.removeprefix("\ufeff")))}
-    if carried:
-        names = ", ".join(f"`{name}` (line {line})" for name, line in carried.items())
+    variables = led_variables(ScriptLoops(source.removeprefix("\ufeff")))
+    if carried := dict.fromkeys((variable.name, variable.line) for variable in variables):
+        names = ", ".join(f"`{name}` (line {line})" for name, line in carried)
         say(
             f"the script hands on from turn to turn what a guard does not know: {names}. A resume and a rollback leave "
             "that as it is, but for what you let guard.keep keep: docs/guard.md, values of your own"

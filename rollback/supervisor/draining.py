@@ -74,7 +74,7 @@ class Draining:
             drainer.start()
         except RollbackError as error:
             if not self._not_started:
-                self._say(f"the durable ring: {error.message}; it is tried again, and training goes on\n{error.hint}")
+                self._say(f"the durable ring: {error.message}; it is tried again\n{error.hint}")
             self._not_started = error.message
         else:
             self._drainer, self._not_started = drainer, ""
