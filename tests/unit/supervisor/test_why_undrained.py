@@ -65,7 +65,7 @@ def test_where_no_thread_can_be_made_for_the_drainer_it_is_tried_again(
             side.finish(lambda: False)
     assert side.why_not() == "starting a thread (crowded): can't start new thread"
     (told,) = said
-    assert "training goes on" in told
+    assert "it is tried again" in told
     assert "ulimit -u" in told
     side.follow(history)
     side.finish(lambda: True)
