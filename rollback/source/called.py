@@ -125,9 +125,18 @@ def _methods(kind: ast.ClassDef, name: str, classes: dict[str, ast.ClassDef]) ->
 
 
 def _objects_made(tree: ast.AST, classes: Mapping[str, ast.ClassDef]) -> Iterator[tuple[str, ast.ClassDef]]:
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(targets=targets, value=ast.Call(func=ast.Name(id=kind))) if kind in classes:
-                yield from ((name, classes[kind]) for target in targets if (name := dotted(target)) is not None)
-            case ast.AnnAssign(target=target, value=ast.Call(func=ast.Name(id=kind))) if kind in classes:
-                yield from ((name, classes[kind]) for name in [dotted(target)] if name is not None)
+    for target, value in (pair for node in ast.walk(tree) for pair in _assigned(node)):
+        match value:
+            case ast.Call(func=ast.Name(id=kind)) if kind in classes and (name := dotted(target)) is not None:
+                yield name, classes[kind]
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Targets and values: of `a, b = A(), B()` both."""
+    match node:
+        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+            yield from zip(targets, values, strict=False)
+        case ast.Assign(targets=targets, value=value):
+            yield from ((target, value) for target in targets)
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
+            yield target, value

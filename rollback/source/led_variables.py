@@ -44,8 +44,7 @@ class LedVariable:
 
 
 def led_variables(loops: ScriptLoops) -> list[LedVariable]:
-    """Those of a file, loop by loop. Of a training loop those that steer, and its counts: what is only added up, to be
-    printed, would cost each step something; of a loop over epochs, all."""
+    """Those of a file, loop by loop."""
     found: list[LedVariable] = []
     for loop in (*loops.steerable, *innermost(loops)):
         by_batch = loop not in loops.steerable
@@ -59,7 +58,7 @@ def led_variables(loops: ScriptLoops) -> list[LedVariable]:
         found += [
             LedVariable(name, line, carried.steers(name), by_batch, name not in carried.rebound, loop, taking)
             for name, line in carried.lines.items()
-            if name not in beside and (not by_batch or carried.steers(name) or name in carried.counts)
+            if name not in beside
         ]
     return found
 
@@ -127,7 +126,8 @@ class Dependence:
         self._parts: list[tuple[str, str]] = []
         """What is set to a part of an object, `for group in optimizer.param_groups`, and that object's name."""
         self._given: list[tuple[set[str], set[str]]] = []
-        """The objects in a call, and all names in it: one may take in the others, `model.set(beta)`."""
+        """The objects in a call, and all names in it: one may take in the others, `model.set(beta)`. With the tests of
+        all `if`s around a call whose value nobody takes: `if late: trigger.set()`."""
         self._find()
 
     def _find(self) -> None:
@@ -136,13 +136,17 @@ class Dependence:
             names = {*self._names_behind(asked.test)}
             for item in (item for part in (*asked.body, *asked.orelse) for item in ast.walk(part)):
                 tests.setdefault(id(item), set()).update(names)
+        acting = {id(node.value) for node in self.nodes if isinstance(node, ast.Expr)}  # for what they do alone
+        imports = (item for node in ast.walk(self._loops.tree) if isinstance(node, ast.Import) for item in node.names)
+        modules = {item.asname or item.name.partition(".")[0] for item in imports}
         for node in self.nodes:
             if isinstance(node, ast.Call) and last_name(node) not in _TOLD:
                 values = [*node.args, *(word.value for word in node.keywords)]
+                decided_by = tests.get(id(node), set()) if id(node) in acting else set()
                 takes = {place_of(item) or "" for item in values}
                 if isinstance(node.func, ast.Attribute):
                     takes.add(place_of(node.func.value) or "")
-                self._given.append((takes, set().union(*map(names_in, values))))
+                self._given.append((takes - modules, decided_by.union(*map(names_in, values))))
             if (value := _value_of(node)) is not None:
                 made_of = {*self._names_behind(value)} | tests.get(id(node), set())
                 for name in filter(None, map(place_of, _set_by(node))):
@@ -178,6 +182,8 @@ def _seeds(loops: ScriptLoops, region: list[ast.AST], loop: Loop) -> Iterator[as
         match node:
             case ast.Call(func=ast.Attribute(attr="backward" | "step" | "zero_grad")):
                 yield node
+            case ast.Call() if last_name(node) in _TOLD:
+                continue
             case ast.Call() if loops.called(node) and any(map(_trains, loops.reached_by([node]))):
                 yield from (node.func, *node.args, *node.keywords)  # what it gives back may only be told
             case ast.While(test=test):

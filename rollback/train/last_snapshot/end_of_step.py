@@ -3,6 +3,7 @@
 Of a job on a GPU the host does not have all of it yet. That comes last in the mark, and the GPU puts it there.
 """
 
+import marshal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor
 from rollback.checkpoints.fast_tier.end_marks import EndMark, StepEnd
 from rollback.train.last_snapshot.device import Device
 from rollback.train.last_snapshot.early import mark_body
-from rollback.train.last_snapshot.small_state import LocalState
+from rollback.train.last_snapshot.small_state import KEPT, LocalState
+from rollback.train.state.state import TrainingState
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,12 @@ class EndOfStep:
 
     @classmethod
     def of(
-        cls, sent: bytes | Tensor, local: LocalState, of_next: Mapping[str, Any], on_gpu: Sequence[Tensor]
+        cls, sent: bytes | Tensor, local: LocalState, at_end: Mapping[str, Any], on_gpu: Sequence[Tensor]
     ) -> "EndOfStep":
-        """sent: `Pulse.sent`. of_next: what the cursor knows of the next batch. on_gpu: the last bytes of `local`."""
+        """sent: `Pulse.sent`. at_end: see `told_at_end`. on_gpu: the last bytes of `local`."""
         if isinstance(sent, Tensor):
-            return cls(mark_body(bytes(sent.nbytes), local.body(of_next)), local.stays, (*on_gpu, sent))
-        return cls(mark_body(sent, local.body(of_next)), local.stays, on_gpu)
+            return cls(mark_body(bytes(sent.nbytes), local.body(at_end)), local.stays, (*on_gpu, sent))
+        return cls(mark_body(sent, local.body(at_end)), local.stays, on_gpu)
 
     @property
     def size(self) -> int:
@@ -44,3 +46,10 @@ class EndOfStep:
         part = mark.write(end, self.body, self.stays, added=sum(item.nbytes for item in self.late))
         device.add(part, end, self.late)
         return part
+
+
+def told_at_end(state: TrainingState) -> dict[str, Any]:
+    """What a rank knows at a step's end alone, as JSON: what the cursor says of the next batch, and sums and the like
+    of the script (`ToldAtEnd`)."""
+    of_next, kept = state.cursor.of_next(), state.kept.at_end()
+    return {**of_next, KEPT: marshal.dumps(kept).hex()} if kept else of_next

@@ -42,7 +42,8 @@ _SHARED = {
 _MOVING = "offset", "batch", "last_indices"
 """What of a position is another one in each step: whole numbers and a text, or nothing."""
 _LENGTHS = struct.Struct("<2Q")  # of a text, and of the bytes that it tells of
-_NOTHING = b"{}]"  # the end of a text that tells nothing of the next batch
+_NOTHING = b"{}]"  # the end of a text that tells nothing of the step's end
+KEPT = "kept at end"
 _MOST = 1 << 20  # bytes of the tensors of another object
 _AT_EACH = "would have to be copied at every step"
 _MARSHAL = 2  # later versions of the format tell of references, too
@@ -68,9 +69,9 @@ class LocalState(NamedTuple):
     stays: bytes = b""
     """What belongs behind `body`: the same object for as long as nothing of it changes."""
 
-    def body(self, of_next: Mapping[str, Any]) -> bytes:
-        """A mark's content without what stays. of_next: what the cursor knows of the next batch."""
-        return _joined(f"[{self.text},{_encode(of_next) if of_next else '{}'}]", self.stored)
+    def body(self, at_end: Mapping[str, Any]) -> bytes:
+        """A mark's content without what stays. at_end: what is known there alone, if it is one's."""
+        return _joined(f"[{self.text},{_encode(at_end) if at_end else '{}'}]", self.stored)
 
 
 class SharedState:
@@ -347,14 +348,15 @@ class SmallState:
     def of(cls, body: bytes) -> "SmallState":
         """Raises ValueError, KeyError, TypeError, EOFError, struct.error for what is no mark's content."""
         text, stored, stays = _parted(body)
-        (told, rest), moving, of_next = json.loads(text)
+        (told, rest), moving, at_end = json.loads(text)
+        late = marshal.loads(bytes.fromhex(at_end.pop(KEPT))) if KEPT in at_end else {}  # noqa: S302 - as below
         text, of_epoch, nothing = _parted(stays)
         buffers, (opening, of_opening) = json.loads(text)
-        told["cursor"] |= moving | opening | told.pop("of_data") | of_next
+        told["cursor"] |= moving | opening | told.pop("of_data") | at_end
         bytes_of = _Pieces(stored)
         *parts, kept = [bytes(bytes_of(length)) for length in told.pop("parts")]
         values = marshal.loads(kept)  # noqa: S302 - it runs nothing; who may write it: docs/trust.md
-        told["kept"] = tree.encode(values, "local/kept", {})
+        told["kept"] = tree.encode(values | late, "local/kept", {})
         tensors = bytes_of.tensors((*rest, *buffers)) | _Pieces(of_epoch).tensors(of_opening)
         if nothing:
             raise ValueError(f"{len(nothing)} bytes of which nothing is told")
@@ -378,7 +380,7 @@ class SmallState:
 
 
 def same_but_for_next(early: bytes, end: bytes) -> bool:
-    """Whether two contents of marks differ in nothing, or in what `early` does not tell of the next batch alone."""
+    """Whether two contents of marks differ in nothing, or in what `early` does not tell of the step's end alone."""
     (told, *others), (told_end, *others_end) = map(_parted, (early, end))
     return others == others_end and told.endswith(_NOTHING) and told_end.startswith(told.removesuffix(_NOTHING))
 

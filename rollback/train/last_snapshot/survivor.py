@@ -24,7 +24,7 @@ from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
 from rollback.train.last_snapshot.device import Device
 from rollback.train.last_snapshot.early import EarlyMarks
-from rollback.train.last_snapshot.end_of_step import EndOfStep
+from rollback.train.last_snapshot.end_of_step import EndOfStep, told_at_end
 from rollback.train.last_snapshot.held_ends import HeldEnds
 from rollback.train.last_snapshot.hosts import StoreGone
 from rollback.train.last_snapshot.keeper import Keeper
@@ -102,7 +102,7 @@ class LastSnapshot:
         digest = digest_of_large_state(self._state) if by_digest else None
         shared, alike = self._small_state.shared(), self._small_state.alike()
         sent = self._sent() if self._device is None else self._device.holding(self._sent())
-        left = EndOfStep.of(sent, local, self._state.cursor.of_next(), self._small_state.on_gpu)
+        left = EndOfStep.of(sent, local, told_at_end(self._state), self._small_state.on_gpu)
         if left.size > end_marks.MOST:
             self._stop(f"{left.size >> 10} KiB of buffers and other small state would be copied at every step")
             return

@@ -66,6 +66,14 @@ class SharedText:
         raise NotImplementedError
 
 
+class ToldAtEnd:
+    """Base of what changes behind the backward of each step, and what no training depends on, as a sum of losses. Marks
+    that are written in a backward leave it out: who goes on from one has lost it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
 class KeptByScript:
     """The kept values of one rank's script, and those of the last restored checkpoint."""
 
@@ -74,6 +82,7 @@ class KeptByScript:
         self._objects: dict[str, Any] = {}
         self._generators: dict[str, KeptGenerator] = {}
         self._texts: dict[str, SharedText] = {}
+        self._at_end: dict[str, ToldAtEnd] = {}
         self._restored: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._kept = KeptValues(self._values)
@@ -96,6 +105,7 @@ class KeptByScript:
         self._objects.update(objects)
         self._generators.update(generators)
         self._texts.update({name: item for name, item in objects.items() if isinstance(item, SharedText)})
+        self._at_end.update({name: item for name, item in objects.items() if isinstance(item, ToldAtEnd)})
         self._load_objects(objects)
         self._first.update(plain(checked))
         self._values.update({name: self._restored.get(name, value) for name, value in checked.items()})
@@ -107,14 +117,21 @@ class KeptByScript:
 
     def told(self) -> dict[str, Any]:
         """The same as the script and its objects tell it: neither copied nor looked at."""
-        return {**self.of_rank(), **self.shared_texts()}
+        return {**self.of_rank(), **self.at_end(), **self.shared_texts()}
 
     def of_rank(self) -> dict[str, Any]:
-        """`told` with the number of lines in place of each shared text."""
-        objects = {name: item.state_dict() for name, item in self._objects.items() if name not in self._texts}
+        """`told` without what is told `at_end`, and with the number of lines in place of each shared text."""
+        others = self._objects.keys() - self._texts.keys() - self._at_end.keys()
+        objects = {name: item.state_dict() for name, item in self._objects.items() if name in others}
         phase = {} if self.phase is None else {_PHASE: self.phase}
         told = {**self._restored, **self._values, **objects, **phase}
+        for name in self._at_end:
+            told.pop(name, None)
         return {**told, **{name: item.lines for name, item in self._texts.items()}} if self._texts else told
+
+    def at_end(self) -> dict[str, dict[str, Any]]:
+        """What marks have at a step's end alone."""
+        return {name: item.state_dict() for name, item in self._at_end.items()}
 
     def shared_texts(self) -> dict[str, str]:
         return {name: item.state_dict() for name, item in self._texts.items()}

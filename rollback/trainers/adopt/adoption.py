@@ -68,7 +68,7 @@ class Adoption:
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
         self._loops = EpochLoops(self.made.note)
-        self._carried = CarriedVariables(self._handed, self._loops.begun, self._signs.carries)
+        self._carried = CarriedVariables(self._handed, self._loops.begun, self._signs.carries, self._signs.misses)
         self._sources = ScriptSources(self._carried.add)
         self._steered: EpochLoop | None = None
         """The one that the guard leads."""

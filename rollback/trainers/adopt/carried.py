@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollback.source.led_variables import LedVariable
 from rollback.train.guard import Guard
+from rollback.train.state.kept_values import ToldAtEnd
 from rollback.trainers.adopt.counts import Count
 from rollback.trainers.adopt.enumeration import HandedOut
 from rollback.trainers.adopt.epochs import EpochLoop
@@ -25,13 +26,14 @@ Read = Callable[[], Any]
 
 _SINGLE, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
 _DICTS = dict, OrderedDict, defaultdict, Counter
+_CONTAINERS = frozenset((*_DICTS, list, tuple, set, deque))
 _MADE_BY = None, int, float, str, list, dict, set
 _NAMED: dict[str | None, Any] = {kind and kind.__name__: kind for kind in _MADE_BY}
-_TYPE = "type of"
+_TYPE, _MISSES = "type of", "too much"
 _ABSENT = NameError, AttributeError
 """What reading a variable raises that is not there."""
-_MOST = 1000
-"""Items that a list, an array or a tensor may have: each step's end has a copy of it."""
+_MOST, _MOST_BESIDE = 1000, 64
+"""Items that a value may have: each step's end has a copy of it. Fewer of what nothing of the training depends on."""
 
 
 class Carried(ABC):
@@ -42,6 +44,8 @@ class Carried(ABC):
         self._handed, self._in_place = handed, in_place
         self._owed: Mapping[str, Any] | None = None
         """The state that the script is to have, and may not have yet."""
+        self.missed = False
+        """Whether a checkpoint has told that the value was too much to be kept, and the script has not what it was."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -56,6 +60,7 @@ class Carried(ABC):
 
     def _given(self, state: Mapping[str, Any], read: Read) -> tuple[Any, ...]:
         """The value that a state tells of; none: it tells of none, or what the script has is that now."""
+        self.missed = self.missed or _MISSES in state
         if "value" not in state:
             return ()
         value = _decoded(state["value"])
@@ -64,6 +69,8 @@ class Carried(ABC):
 
 class CarriedByBatches(Carried):
     """In a training loop: what it is at each time."""
+
+    most = _MOST
 
     def __init__(self, handed: HandedOut, *, in_place: bool = False) -> None:
         super().__init__(handed, in_place=in_place)
@@ -76,7 +83,7 @@ class CarriedByBatches(Carried):
     def state_dict(self) -> dict[str, Any]:
         if self._owed is not None:
             return dict(self._owed)
-        return {"first": True} if self._read is None else _state_of(self._read)
+        return {"first": True} if self._read is None else _state_of(self._read, self.most)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -88,12 +95,18 @@ class CarriedByBatches(Carried):
     def asked(self, read: Read) -> tuple[Any, ...]:
         """What the script is given in place of what it has, where it asks in its loop over batches; none: nothing."""
         if self._read is None:
-            self._first = _state_of(read)
+            self._first = _state_of(read, self.most)
         self._read = read
         if self._owed is None or self._handed.draws == self._loaded_at:  # else in that loop over other batches
             return ()
         state, self._owed = self._owed, None
         return self._given(self._first if "first" in state else state, read)
+
+
+class CarriedBeside(CarriedByBatches, ToldAtEnd):
+    """In a training loop, what nothing of the training depends on, as a sum that is printed."""
+
+    most = _MOST_BESIDE
 
 
 class CarriedByEpochs(Carried):
@@ -112,28 +125,31 @@ class CarriedByEpochs(Carried):
         if state is not None and state.get("place") == place:
             self._present = dict(state)
             return self._given(state, read)
-        self._present = {**_state_of(read), "place": place}
+        self._present = {**_state_of(read, _MOST), "place": place}
         return ()
 
 
 class CarriedVariables:
     """Those of a watched script, and the counts of its turns. loops: its loops over epochs, by where they are. unkept:
-    told of a variable that cannot be kept, and is needed, with its file and its value."""
+    told of a variable that cannot be kept, and is needed, with its file and its value. missed: of one that is not
+    needed, with its file, where it was not kept."""
 
     def __init__(
         self,
         handed: HandedOut,
         loops: Mapping[tuple[str, int] | None, EpochLoop],
         unkept: Callable[[LedVariable, str, Any], object],
+        missed: Callable[[LedVariable, str], object],
     ) -> None:
-        self._handed, self._loops, self._unkept = handed, loops, unkept
+        self._handed, self._loops, self._unkept, self._missed = handed, loops, unkept, missed
         self._lost: set[tuple[str, str]] = set()
         self._counts: dict[tuple[str, str], Count] = {}
         self._known: dict[tuple[str, str], tuple[LedVariable, Carried]] = {}
 
     def add(self, name: str, filename: str, variable: LedVariable) -> None:
         """One of a file that is about to run."""
-        kind = CarriedByBatches if variable.by_batch else CarriedByEpochs
+        of_batches = CarriedByBatches if variable.steers else CarriedBeside
+        kind = of_batches if variable.by_batch else CarriedByEpochs
         self._known[filename, name] = variable, kind(self._handed, in_place=variable.in_place)
 
     def keep(self, guard: Guard, turns: Iterable[tuple[str, str]]) -> None:
@@ -154,10 +170,13 @@ class CarriedVariables:
 
     def by_batch(self, read: Read, name: str, filename: str) -> tuple[Any, ...]:
         """What the script is given for a variable of a loop over batches, if anything."""
-        _, carried = self._known[filename, name]
+        variable, carried = self._known[filename, name]
         assert isinstance(carried, CarriedByBatches)
         given = carried.asked(read)
-        if self._handed.guard is not None and self._handed.begins_update:  # in its midst a sum may have a graph
+        if carried.missed:
+            carried.missed = False
+            self._missed(variable, filename)
+        if variable.steers and self._handed.guard is not None and self._handed.begins_update:
             self._look(name, filename, read)
         return given
 
@@ -191,7 +210,7 @@ def _is_lost(value: Any, *, steers: bool) -> bool:
     if type(value) in _SINGLE or not (steers or (isinstance(value, dict) and _has_tensors(value))):
         return False
     try:
-        _encoded(value, _Budget())
+        _encoded(value, _Budget(_MOST))
     except _TooMuch:
         return True
     except _Unkept:
@@ -203,10 +222,12 @@ def _has_tensors(value: dict[Any, Any]) -> bool:
     return any(isinstance(item, Tensor) or (isinstance(item, dict) and _has_tensors(item)) for item in value.values())
 
 
-def _state_of(read: Read) -> dict[str, Any]:
+def _state_of(read: Read, most: int) -> dict[str, Any]:
     """A value as a checkpoint has it; empty where it cannot be kept, or is not there."""
     try:
-        return {"value": _encoded(read(), _Budget())}
+        return {"value": _encoded(read(), _Budget(most))}
+    except _TooMuch:
+        return {_MISSES: True}
     except (*_ABSENT, _Unkept):
         return {}
 
@@ -243,8 +264,8 @@ class _TooMuch(_Unkept):
 
 
 class _Budget:
-    def __init__(self) -> None:
-        self._left = _MOST
+    def __init__(self, most: int) -> None:
+        self._left = most
 
     def spend(self, items: int) -> None:
         self._left -= items
@@ -254,10 +275,10 @@ class _Budget:
 
 def _encoded(value: Any, budget: _Budget) -> Any:
     """In plain numbers, texts, lists, tuples and dicts. Raises _Unkept."""
-    budget.spend(1)
     kind = type(value)
     if kind in _SINGLE:
         return value
+    budget.spend(len(value) if kind in _CONTAINERS else 1)
     if kind in _DICTS and {*map(type, value)} <= _KEYS and _TYPE not in value:
         items = {key: _encoded(item, budget) for key, item in value.items()}
         if kind is dict:

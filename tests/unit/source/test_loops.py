@@ -11,7 +11,7 @@ import pytest
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import catches_end, cycles_at, demands_item
 from rollback.source.own_counters import OwnCounter, own_counters
-from rollback.source.steering import BY_EPOCH, ENUMERATE, EPOCHS, MOVED, RAISED, steered
+from rollback.source.steering import BY_BATCH, BY_EPOCH, ENUMERATE, EPOCHS, MOVED, RAISED, steered
 
 PLAIN = """
 for epoch in range(3):
@@ -483,7 +483,7 @@ def test_what_is_led_or_ends_another_loop_does_not_end_the_epochs(source: str, n
 
 
 def run(source: str, **names: object) -> dict[str, object]:
-    space: dict[str, object] = dict(names)
+    space: dict[str, object] = {BY_BATCH: lambda *_: (), **names}
     exec(compile(steered(source, "script.py").tree, "script.py", "exec"), space)
     return space
 

@@ -33,7 +33,9 @@ class Turned(BaseException):
 
 
 def run(source: str, **names: Any) -> dict[str, Any]:
-    space: dict[str, Any] = {"f": lambda *x: Loss(), "loader": "abcdef", TURNED: Turned, RAISED: lambda: (), **names}
+    space: dict[str, Any] = {
+        "f": lambda *x: Loss(), "loader": "abcdef", TURNED: Turned, RAISED: lambda: (), BY_BATCH: lambda *_: (), **names
+    }  # fmt: skip
     exec(compile(steered(textwrap.dedent(source), "script.py").tree, "script.py", "exec"), space)
     return space
 
@@ -78,8 +80,6 @@ def run(source: str, **names: Any) -> dict[str, Any]:
         ("for x in loader:\n  m = M()\n  f(x, m.n).backward()\n  m.n *= 2", []),
         ("for x in loader:\n  if x: tau = 1\n  else: tau = 2\n  f(x, tau).backward()", []),
         ("for x in loader:\n  try: loss = f(x)\n  except ValueError: continue\n  loss.backward()", []),
-        ("for x in loader:\n  with c() as y: loss = f(x, y)\n  loss.backward()\n  total += loss.item()", []),
-        ("for x in loader:\n  f(x).backward()\n  total += 8\n  print(total)\n  log.append(total)", []),
         ("for x in loader:\n  f(x).backward()\nelse:\n  n += 1", []),
         ("for x in loader:\n  n += 1\nfor x in loader:\n  f(x).backward()", []),
     ],
@@ -88,6 +88,40 @@ def test_what_a_training_loop_counts_or_trains_by_is_led(source: str, led: list[
     loops = ScriptLoops(source)
     assert sorted(variable.name for variable in led_variables(loops) if variable.by_batch) == led
     assert {count.name for count in own_counters(loops) if count.led} == {*led}
+
+
+@pytest.mark.parametrize(
+    ("behind", "names"),
+    [
+        ("with c() as y: total += y", ["total"]),
+        ("total += 8\n  print(total)\n  log.append(total)", ["log", "total"]),
+        ("if x: best = max(best, x)\n  print(best)", ["best"]),
+        ("if x: model.save(best)\n  best = max(best, x)", ["best"]),
+    ],
+)
+def test_so_is_what_is_only_told_and_no_counter(behind: str, names: list[str]) -> None:
+    loops = ScriptLoops(f"for x in loader:\n  f(x).backward()\n  {behind}")
+    assert sorted((each.name, each.steers) for each in led_variables(loops)) == [(name, False) for name in names]
+    assert not own_counters(loops)
+
+
+def test_what_a_training_gives_back_may_be_told_alone() -> None:
+    source = "def one(n):\n  for x in loader:\n    f(x).backward()\n    n += x\n  return n\nprint(one(3))"
+    (variable,) = led_variables(ScriptLoops(source))
+    assert (variable.name, variable.steers) == ("n", False)
+
+
+def test_a_module_takes_nothing_in() -> None:
+    source = "import torch\nfor x in loader:\n  f(torch.to(x)).backward()\n  torch.save(best)\n  best = max(best, 1)"
+    (variable,) = led_variables(ScriptLoops(source))
+    assert (variable.name, variable.steers) == ("best", False)
+
+
+def test_what_decides_of_an_act_that_the_loop_ends_by_trains_too() -> None:
+    """As Accelerate's trigger."""
+    source = "for x in loader:\n  f(x).backward()\n  if bad > 3: a.set_trigger()\n  bad += x\n  if a.check(): break"
+    (variable,) = led_variables(ScriptLoops(source))
+    assert (variable.name, variable.steers) == ("bad", True)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +153,8 @@ def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
     asked: list[tuple[str, int]] = []
 
     def by_batch(read: Callable[[], int], name: str, filename: str) -> list[int]:
+        if name == "log of loop 2":
+            return []
         asked.append((name, read()))
         return [read() + 10] * (len(asked) == 3)  # with the second batch
 
@@ -401,6 +437,8 @@ def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
         ("def two(k):\n  k.append(1)\ndef one(x, *, s):\n  two(s.h)\n  f(x, s).backward()", "one(x, s=a)", ["a.h"]),
         ("class S:\n  def go(this, by):\n    this.n += by\nkept: S = S()\ndef one(x, s):\n  s.go(1)\n"
          "  f(x, s.n).backward()", "one(x, kept)", ["kept.n"]),
+        ("class S:\n  def go(self): self.n += 1\nm, k = [], S()\ndef one(x, s):\n  s.go()\n  f(x, s.n).backward()",
+         "one(x, k)", ["k.n"]),
         # the function's own, a copy, what cannot be told
         ("def one(x, s):\n  s = {}\n  s['n'] += 1\n  f(x, s).backward()", "one(x, state)", []),
         ("def one(x, s):\n  if x: s = wrapped(s)\n  f(x, s).backward()", "one(x, state)", []),

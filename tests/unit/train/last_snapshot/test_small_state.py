@@ -12,11 +12,12 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.sentinel import Sentinel
 from rollback.train.data import rng
 from rollback.train.data.cursor import cursor_for
-from rollback.train.last_snapshot.small_state import SharedState, SmallState, SmallStateReader
+from rollback.train.last_snapshot.end_of_step import told_at_end
+from rollback.train.last_snapshot.small_state import SharedState, SmallState, SmallStateReader, same_but_for_next
 from rollback.train.last_snapshot.write import SLOTS, HostWrite, NotProved
 from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree
-from rollback.train.state.kept_values import SharedText
+from rollback.train.state.kept_values import SharedText, ToldAtEnd
 from rollback.train.state.state import TrainingState
 
 
@@ -96,6 +97,41 @@ def test_a_text_that_is_the_same_on_all_ranks_is_in_no_mark_and_in_each_shard_as
     state.kept.load_state_dict(kept["kept"])
     assert log.text == Log.text
     assert state.kept.state_dict() == kept["kept"]
+
+
+class Sum(ToldAtEnd):
+    value = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": (self.value, {3: self.value})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"][0]
+
+
+def test_a_sum_is_told_at_a_steps_end_and_not_in_its_backward() -> None:
+    """So what is added up behind the backward does not make the early mark another one."""
+    model = torch.nn.Linear(1, 1)
+    state = TrainingState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {}, cursor_for([1, 2, 3]), Sentinel("normal")
+    )
+    total = Sum()
+    state.kept.add({"total": total, "best": 0.5})
+    reader = SmallStateReader(state)
+    early = reader.local()
+    total.value = float("inf")
+    at_end = reader.local()
+    assert at_end == early
+    bodies = [early.body({}) + early.stays, at_end.body(told_at_end(state)) + at_end.stays]
+    assert same_but_for_next(*bodies)
+    kept = [SmallState.of(body).local(reader.alike(), {})[0]["kept"] for body in bodies]
+    assert kept[0] == {"best": 0.5}
+    state.kept.load_state_dict(state.kept.state_dict())  # as a checkpoint has it
+    assert kept[1] == tree.encode(state.kept.state_dict(), "local/kept", {})
+    total.value = 1.0
+    state.kept.load_state_dict(tree.decode(kept[1], lambda name: torch.zeros(0)))
+    assert total.value == float("inf")
+    assert SmallState.of(reader.local().body({}) + early.stays).trees["kept"] == {"best": 0.5}, "not what was restored"
 
 
 def test_what_a_rank_alone_has_written_is_not_kept_without_it(memory: Path) -> None:

@@ -2,14 +2,16 @@
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from rollback.source.led_variables import LedVariable
+from rollback.train.state.kept_values import ToldAtEnd
 from rollback.trainers.adopt.carried import Carried, CarriedByBatches, CarriedByEpochs, CarriedVariables
 from rollback.trainers.adopt.enumeration import HandedOut
 
@@ -161,22 +163,44 @@ class Thing:
         ({"weight": torch.zeros(20)}, True, False),
         (Thing(), True, False),
         ({"loss": Thing()}, True, False),
-        ([Thing(), *range(2000)], True, False),
+        ([Thing(), *range(2000)], True, True),
         (3, True, False),
     ],
 )
 def test_of_what_cannot_be_kept_that_is_told_which_the_script_needs(value: Any, steers: bool, told: bool) -> None:
     found: list[str] = []
     handed = HandedOut(guard=SimpleNamespace())  # type: ignore[arg-type]
-    variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name))
-    variables.add("a", "script.py", LedVariable("a", 1, steers, True, False, loop=None))  # type: ignore[arg-type]
+    epochs: Any = {("script.py", 1): SimpleNamespace(place=1)}
+    variables = CarriedVariables(handed, epochs, lambda variable, *_: found.append(variable.name), print)
+    variables.add("a", "script.py", LedVariable("a", 1, steers, steers, False, loop=None))  # type: ignore[arg-type]
     for _ in range(2):
-        assert variables.by_batch(lambda: value, "a", "script.py") == ()
+        ask = variables.by_batch if steers else partial(variables.by_epoch, line=1)
+        assert ask(lambda: value, "a", "script.py") == ()
     assert found == ["a"] * told, "once"
 
 
+@pytest.mark.parametrize(
+    ("value", "missed"),
+    [([*range(64)], False), ([*range(65)], True), (torch.zeros(65), True), (Thing(), False), (2.5, False)],
+)
+def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: bool) -> None:
+    found: list[str] = []
+    handed, kept = HandedOut(), dict[str, Any]()
+    variables = CarriedVariables(handed, {}, print, lambda variable, _: found.append(variable.name))
+    variables.add("a", "script.py", LedVariable("a", 1, False, True, True, loop=None))  # type: ignore[arg-type]
+    variables.keep(cast(Any, SimpleNamespace(keep=lambda **named: kept.update(named))), [])
+    (carried,) = kept.values()
+    assert isinstance(carried, ToldAtEnd)
+    variables.by_batch(lambda: value, "a", "script.py")
+    carried.load_state_dict(carried.state_dict())
+    for _ in range(2):
+        handed.draws += 1
+        variables.by_batch(lambda: value, "a", "script.py")
+    assert found == ["a"] * missed
+
+
 def test_they_are_kept_by_their_names_and_files() -> None:
-    variables, kept = CarriedVariables(HandedOut(), {}, print), dict[str, Carried]()
+    variables, kept = CarriedVariables(HandedOut(), {}, print, print), dict[str, Carried]()
     for file in ("/at/script.py", "/another/script.py"):
         variables.add("a of loop 1", file, LedVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
     guard: Any = SimpleNamespace(keep=lambda **named: kept.update(named))
@@ -200,7 +224,7 @@ def test_what_is_not_there_stays_so() -> None:
 def test_a_sum_of_losses_is_not_told_in_the_midst_of_an_update() -> None:
     found: list[str] = []
     handed = HandedOut(guard=SimpleNamespace(), batches=2)  # type: ignore[arg-type]
-    variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name))
+    variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name), print)
     variables.add("a", "script.py", LedVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
     total = torch.zeros(3, requires_grad=True)
     variables.by_batch(lambda: total, "a", "script.py")
