@@ -68,12 +68,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
     """File by file, tests of real processes between those of this one: the former wait for one another half of the
-    time, the latter compute, and several workers use all cores with both at once."""
+    time, the latter compute, and several workers use all cores with both at once. First those with trainers of
+    libraries, which take longest: no worker is to be left alone with one at the end."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
     here = [path for path in files if "unit" in path.parts]
-    apart = [path for path in files if "unit" not in path.parts]
+    apart = sorted((path for path in files if "unit" not in path.parts), key=lambda path: "trainers" not in path.parts)
     rest = iter(here)
     mixed = [path for each in apart for path in (each, *islice(rest, len(here) // len(apart)))]
     return [item for path in (*mixed, *rest) for item in files[path]]

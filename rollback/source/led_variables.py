@@ -66,7 +66,8 @@ def led_variables(loops: ScriptLoops) -> list[LedVariable]:
 def innermost(loops: ScriptLoops) -> list[Loop]:
     """The training loops that have none inside, nor in what they call."""
     training = [loop for loop in loops.training if loop not in loops.steerable]
-    return [loop for loop in training if not any(loop in loops.around(other) for other in training)]
+    begin_others = {loop for other in training for loop in loops.around(other)}
+    return [loop for loop in training if loop not in begin_others]
 
 
 class CarriedByLoop:

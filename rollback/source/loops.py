@@ -5,7 +5,7 @@ them, or over `x.chunk(2)`. What other files do is not known here.
 """
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 
 from rollback.source.gathered import gathers_updates, lists_taken
 from rollback.source.nodes import (
@@ -51,6 +51,7 @@ class ScriptLoops:
         self.tree, self.scopes = ast.parse(source), Scopes(source)
         self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
         self._methods: set[str] = set()
+        self._reached: dict[Loop, KeysView[ast.AST]] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self._functions.setdefault(node.name, []).append(node)
@@ -154,8 +155,7 @@ class ScriptLoops:
 
     def around(self, loop: Loop) -> list[Loop]:
         """All loops by which this one is begun anew each time, also by way of functions."""
-        others = (other for other in self._all if other is not loop)
-        return [other for other in others if any(node is loop for node in self.reached(other))]
+        return [other for other in self._all if other is not loop and loop in self.reached(other)]
 
     def function_of(self, loop: Loop) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         """The function that has it; None: it is in none."""
@@ -365,12 +365,13 @@ class ScriptLoops:
         return not gives and any(is_call_of(node, "next") for node in bodies)
 
     def _inside(self, loop: ast.For, loops: list[ast.For]) -> list[ast.For]:
-        reached = set(map(id, self.reached(loop)))
-        return [other for other in loops if other is not loop and id(other) in reached]
+        return [other for other in loops if other is not loop and other in self.reached(loop)]
 
-    def reached(self, loop: Loop) -> Iterator[ast.AST]:
-        """The body, and the bodies of what it calls in this file."""
-        return self.reached_by(loop.body)
+    def reached(self, loop: Loop) -> KeysView[ast.AST]:
+        """The body, and the bodies of what it calls in this file, as they were when this was first asked."""
+        if loop not in self._reached:
+            self._reached[loop] = dict.fromkeys(self.reached_by(loop.body)).keys()
+        return self._reached[loop]
 
     def reached_by(self, statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
         """These, and the bodies of what they call in this file."""
