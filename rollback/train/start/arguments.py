@@ -69,15 +69,28 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
         for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):  # type: ignore[attr-defined]
             register(lambda *_: None).remove()
     except (AttributeError, TypeError) as error:  # a wrapper may have made plain dicts in the place of torch's hooks
-        inner = isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
         raise UsageError(
             f"Guard(optimizer=...) is a {kind.__name__} ({kind.__module__}), whose steps cannot be noticed: {error}",
-            hint="hand over the torch optimizer inside it, optimizer.optimizer, and go on stepping the wrapper"
-            if inner
-            else "it takes a torch.optim.Optimizer; a wrapper usually has the real one in an attribute",
+            hint=_in_place_of(optimizer),
         ) from error
+    if "param_groups" not in optimizer.state_dict():  # type: ignore[attr-defined]
+        raise UsageError(
+            f"Guard(optimizer=...) is a {kind.__name__} ({kind.__module__}), whose state_dict has no param_groups, as "
+            "those of torch have",
+            hint=_in_place_of(optimizer),
+        )
     _check_averaging(model, objects)
     check_devices(parameter.device for parameter in model.parameters())
+
+
+def _in_place_of(wrapper: object) -> str:
+    """What to hand over where a wrapper cannot be the optimizer. Its own state, such as slow weights, is kept too."""
+    parts = getattr(wrapper, "__dict__", {})
+    inner = next((name for name, item in parts.items() if isinstance(item, torch.optim.Optimizer)), None)
+    if inner is None:
+        return "it takes a torch.optim.Optimizer; a wrapper usually has the real one in an attribute"
+    both = ", and the wrapper by a name of its own (wrapper=optimizer)" if isinstance(wrapper, Stateful) else ""
+    return f"hand over as optimizer= the torch optimizer inside it, optimizer.{inner}{both}; go on stepping the wrapper"
 
 
 def check_devices(devices: Iterable[torch.device]) -> None:

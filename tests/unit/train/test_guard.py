@@ -111,7 +111,25 @@ def test_a_wrapper_of_an_optimizer_with_hooks_of_its_own_making_is_refused_in_wo
     model = nn.Linear(4, 1)
     with pytest.raises(UsageError, match="whose steps cannot be noticed") as raised:
         guard(tmp_path / "run", model=model, optimizer=Wrapper(torch.optim.SGD(model.parameters())))
-    assert "optimizer.optimizer" in str(raised.value.hint)
+    assert "optimizer.optimizer, and the wrapper by a name of its own" in str(raised.value.hint)
+
+
+def test_a_wrapper_whose_state_has_no_groups_is_refused_before_a_rollback_needs_them(tmp_path: Path) -> None:
+    class LooksAhead(torch.optim.SGD):
+        """Has the moments beside slow weights of its own."""
+
+        def __init__(self, fast: torch.optim.Optimizer) -> None:
+            super().__init__(fast.param_groups)
+            self.fast = fast
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"slow": {}, "fast": self.fast.state_dict()}
+
+    model = nn.Linear(4, 1)
+    with pytest.raises(UsageError, match="whose state_dict has no param_groups") as raised:
+        guard(tmp_path / "run", model=model, optimizer=LooksAhead(torch.optim.SGD(model.parameters())))
+    assert "optimizer.fast, and the wrapper by a name of its own" in str(raised.value.hint)
+    assert not (tmp_path / "run").exists()
 
 
 class MovesFirst(torch.optim.SGD):
