@@ -361,9 +361,8 @@ class Attempts:
         if end == "ended":
             none = "; there is no checkpoint to go on from" if evidence.guarded else ""
             return self._end(EXIT_CODES[end], f"told to stop; {why}{none}")
-        behind = evidence.finished is not None
-        if not behind and evidence.kept is not None and evidence.step is not None and evidence.kept < evidence.step:
-            why = f"resumable at step {evidence.kept} of at least {evidence.step}: {why}"
+        if (step := evidence.goes_on_at) is not None:
+            why = f"resumable at step {step} of at least {evidence.step}: {why}"
         return self._end(EXIT_CODES[end], why)
 
     def _end_behind(self, finished: facts.Finished, evidence: AttemptEvidence, why: str) -> RunResult:

@@ -115,7 +115,7 @@ class Draining:
         if paths.checkpoint(name).exists():
             then = ", and the same command copies it" if self.hint is None else f"; {self.hint}"
             return f"not at {url} ({self.why_not()}): it is in {paths.checkpoint(name)}{then}"
-        return f"in no durable ring: {self.why_not()}"
+        return f"in no durable ring: {self.why_not()}{'' if self.hint is None else f'; {self.hint}'}"
 
     @property
     def hint(self) -> str | None:

@@ -181,6 +181,14 @@ class AttemptEvidence:
     """Training is complete, and the ranks' journal does not have it: the journal's path and why."""
 
     @property
+    def goes_on_at(self) -> int | None:
+        """The step with which the next start goes on, where it is known and costs steps. With a host its part of the
+        newest checkpoint may be lost."""
+        if self.finished is not None or self.lost_nodes or self.kept is None or self.step is None:
+            return None
+        return self.kept if self.kept < self.step else None
+
+    @property
     def killed(self) -> bool:
         """Whether somebody ended torchrun or a rank.
 

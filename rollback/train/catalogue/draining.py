@@ -4,16 +4,18 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.resume import candidates
 from rollback.config import ENV_SUPERVISOR, Settings, settings_text
 from rollback.errors import CheckpointDamaged, RollbackError, message_of
-from rollback.facts.history import in_durable_ring
+from rollback.facts.history import History, in_durable_ring
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import Helper
+from rollback.ring.schedule import of_present
 from rollback.ring.url.fetch import fetch, fetch_checkpoint, read_manifest_at
 from rollback.ring.url.store import Store
 from rollback.rundir.journal.folded_journal import fold_journal
@@ -66,19 +68,22 @@ def _fetch_planned(url: str, paths: RunPaths) -> None:
         say(f"checkpoint {name}, to which the run was going back, could not be fetched: {message_of(error)}")
 
 
-def only_at_url(paths: RunPaths, settings: Settings, here: Iterable[Manifest]) -> tuple[list[Manifest], str | None]:
-    """Rank 0: the manifests of the checkpoints at the URL that are newer than all that are here, and why they are not
-    known; None: they are.
+def only_at_url(
+    paths: RunPaths, settings: Settings, history: History, here: Sequence[Manifest]
+) -> tuple[list[Manifest], str | None]:
+    """Rank 0: the manifests of the checkpoints at the URL that are newer than what the run would go on with here, and
+    why they are not known; None: they are.
 
     A host that was lost has taken with it what the slots had: then the newest checkpoint is at the URL. Where the slots
-    have it, nothing is asked. What cannot be read there is said, and left out.
+    have it, nothing is asked; nor is of those that a rollback has cut off. What cannot be read there is said, and left
+    out.
     """
     if settings.ring is None:
         return [], None
-    newest = max((manifest.seq for manifest in here), default=-1)
+    newest = next((manifest.seq for manifest in candidates(history, here)), -1)
     try:
-        names = map(CheckpointName, in_durable_ring(fold_journal(paths.supervisor_journal).history))
-        wanted = sorted((name for name in names if name.seq > newest), key=lambda name: name.order)
+        there = of_present(history, in_durable_ring(fold_journal(paths.supervisor_journal).history))
+        wanted = [CheckpointName(item.name) for item in there if item.seq > newest]
         store = Store(settings.ring, patience=_PATIENCE_AT_START) if wanted else None
         found = [_manifest_at(store, name) for name in wanted] if store is not None else []
     except (RollbackError, OSError) as error:

@@ -151,6 +151,8 @@ def _restore_newest(
     run has of it.
     """
     history, damaged = found.history, found.damaged
+    if history.pending is None:  # else the plan's own order stands, in which an older one serves
+        _require_known(found, url)
     places = _places(paths, found, HostCopies(paths, ranks, url).bring if ranks.apart or found.at_url else None)
     for manifest in candidates(history, [*found.manifests, *found.at_url], found.ahead):
         try:
@@ -179,14 +181,20 @@ def _restore_newest(
             return manifest, result.place
         damaged[manifest.name] = result.fault.message
     lost = history.committed.keys() - history.gone - history.discarded
-    if found.unknown_at_url is not None:
-        raise CheckpointOutOfReach(
-            f"no checkpoint can be used here, and what the ring {url} has is not known: {found.unknown_at_url}",
-            hint="the checkpoints there may be sound: the same command goes on with them once the ring can be reached",
-        )
+    _require_known(found, url)
     if not (found.manifests or damaged or lost):
         return None
     raise _none_is_usable(paths, history, lost, damaged, ranks, url)
+
+
+def _require_known(found: FoundRun, url: str | None) -> None:
+    """Raises CheckpointOutOfReach where the ring at the URL has a newer checkpoint by the record, and cannot be read:
+    nothing speaks against that checkpoint."""
+    if found.unknown_at_url is not None:
+        raise CheckpointOutOfReach(
+            f"the newest checkpoint is in the ring {url}, which cannot be read: {found.unknown_at_url}",
+            hint="the same command goes on with it once the ring can be reached",
+        )
 
 
 def _none_is_usable(

@@ -56,7 +56,7 @@ class FoundRun:
     ahead: frozenset[str]
     """Checkpoints in the slots, and nowhere else, that are ahead of the record."""
     at_url: list[Manifest]
-    """Of newer checkpoints than these, which are only in the ring at the URL."""
+    """Of newer checkpoints than the run would go on with, which are only in the ring at the URL."""
     unknown_at_url: str | None
     """Why it is not known whether there are any; None: it is."""
     blamed: list[Blamed]
@@ -111,14 +111,15 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
         require_one_run(paths, body["identity"], ranks)
     in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
     in_memory = take_inventory(paths, ranks, {manifest.name for manifest in in_ring})
-    manifests = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
-    newer, unknown = only_at_url(paths, settings, manifests.values()) if ranks.first else ([], None)
+    by_name = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
+    manifests = sorted(by_name.values(), key=lambda manifest: manifest.order)
+    newer, unknown = only_at_url(paths, settings, journal.history, manifests) if journal else ([], None)
     at_url, unknown = ranks.from_first([[manifest.model_dump(mode="json") for manifest in newer], unknown])
     found = FoundRun(
         attempt=body["attempt"],
         # Rank 0's recorder adds to what it has read; what the ranks decide by must stay alike on all.
         history=copy_of(journal.history) if journal else history_as_json.validate_json(body["history"]),
-        manifests=sorted(manifests.values(), key=lambda manifest: manifest.order),
+        manifests=manifests,
         slots=in_memory.slots,
         in_ring=[manifest.name for manifest in in_ring],
         damaged=body["damaged"],

@@ -107,6 +107,14 @@ def attached_at(step: int) -> Attached:
     )
 
 
+def test_where_the_next_start_goes_on_is_told_only_where_no_host_s_part_is_lost_and_steps_are() -> None:
+    behind = evidence(step=84, kept=75, told=True)
+    assert behind.goes_on_at == 75
+    assert replace(behind, lost_nodes=("node-1",)).goes_on_at is None
+    assert replace(behind, kept=84).goes_on_at is None
+    assert evidence(step=84, kept=75, finished=True).goes_on_at is None
+
+
 class TestEnding:
     @pytest.mark.parametrize(
         ("unsaved", "told", "status", "expected"),

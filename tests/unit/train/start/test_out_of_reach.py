@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 
+from checkpoints import manifest_of
+from recorded_run import incident, rollback_plan
+from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.resume import candidates
 from rollback.config import Settings
 from rollback.errors import CheckpointOutOfReach, ExitCode, NoUsableCheckpoint, RingUnavailable
-from rollback.facts.history import History
-from rollback.facts.training import Committed, Drained
+from rollback.facts.history import History, fold
+from rollback.facts.training import BecameGood, Committed, Drained, Fact, JournalEntry
 from rollback.rundir.journal.journal import Journal
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.train.catalogue import draining
 from rollback.train.catalogue.draining import only_at_url
 from rollback.train.comm.ranks import Ranks
@@ -19,6 +23,7 @@ from rollback.train.start.attach import _restore_newest
 from rollback.train.start.found_run import FoundRun
 
 NAME, URL = "c000001-s00000010", "file:///bucket/run"  # nothing is read there
+STATE: Any = None  # nothing is restored
 
 
 @pytest.fixture
@@ -30,26 +35,71 @@ def paths(tmp_path: Path) -> RunPaths:
     return paths
 
 
+def committed(seq: int, step: int) -> Committed:
+    name = CheckpointName.of(seq, step)
+    return Committed(checkpoint=name, step=step, batch=step, timeline=0, bytes=1, seconds=0.1, tier="fast")
+
+
+def history_of(*facts: Fact) -> History:
+    return fold(JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts))
+
+
+def found_run(history: History, manifests: list[Manifest], unknown: str | None) -> FoundRun:
+    return FoundRun(
+        attempt=1, history=history, manifests=manifests, slots={}, in_ring=[], damaged={}, strays=[],
+        ahead=frozenset(), at_url=[], unknown_at_url=unknown, blamed=[], identity=None, accepted=[],
+    )  # fmt: skip
+
+
+def silent(*_: Any) -> None:
+    raise RingUnavailable("nobody answers")
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_where_the_url_may_have_the_checkpoint_and_does_not_answer_the_run_is_resumable_and_not_without_one(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     """With no checkpoint there, people are told to start anew."""
-
-    def read(*_: Any) -> None:
-        if not answers:
-            raise RingUnavailable("nobody answers")
-
-    monkeypatch.setattr(draining, "read_manifest_at", read)
-    at_url, unknown = only_at_url(paths, Settings(ring=URL), ())
+    monkeypatch.setattr(draining, "read_manifest_at", (lambda *_: None) if answers else silent)
+    history = history_of(committed(1, 10))
+    at_url, unknown = only_at_url(paths, Settings(ring=URL), history, ())
     assert (at_url, unknown) == ([], None if answers else "nobody answers")
-    committed = Committed(checkpoint=NAME, step=10, batch=10, timeline=0, bytes=1, seconds=0.1, tier="fast")
-    found = FoundRun(
-        attempt=1, history=History(committed={NAME: committed}), manifests=[], slots={}, in_ring=[], damaged={},
-        strays=[], ahead=frozenset(), at_url=at_url, unknown_at_url=unknown, blamed=[], identity=None, accepted=[],
-    )  # fmt: skip
-    state: Any = None  # nothing is restored
     with pytest.raises(NoUsableCheckpoint if answers else CheckpointOutOfReach) as refused:
-        _restore_newest(paths, found, state, Ranks(), URL)
+        _restore_newest(paths, found_run(history, [], unknown), STATE, Ranks(), URL)
     assert refused.value.exit_code == (ExitCode.NO_CHECKPOINT if answers else ExitCode.RESUMABLE)
     assert ("the same command goes on" in str(refused.value)) is not answers
+
+
+def test_an_older_checkpoint_in_the_run_directory_is_not_gone_on_from_where_the_url_has_a_newer_one(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "read_manifest_at", silent)
+    history = history_of(committed(0, 5), committed(1, 10))
+    here = [manifest_of(0, 5)]
+    _, unknown = only_at_url(paths, Settings(ring=URL), history, here)
+    with pytest.raises(CheckpointOutOfReach, match="the newest checkpoint is in the ring"):
+        _restore_newest(paths, found_run(history, here, unknown), STATE, Ranks(), URL)
+
+
+def test_what_a_rollback_has_cut_off_is_not_asked_for_at_the_url(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "read_manifest_at", silent)
+    back = rollback_plan(1, CheckpointName.of(0, 5), 5, (6, 12), discards=(NAME,))
+    history = history_of(committed(0, 5), committed(1, 10), incident(1, 6, 6), back)
+    assert only_at_url(paths, Settings(ring=URL), history, [manifest_of(0, 5)]) == ([], None)
+
+
+def test_older_checkpoints_at_the_url_serve_where_the_run_directory_has_only_what_a_rollback_has_cut_off(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was going back to one that was in the memory of a lost host alone."""
+    older = manifest_of(1, 10)
+    monkeypatch.setattr(draining, "read_manifest_at", lambda *_: older)
+    back = rollback_plan(1, CheckpointName.of(2, 20), 20, (21, 30), discards=(CheckpointName.of(3, 30),))
+    good = BecameGood(checkpoint=NAME, step=10)
+    history = history_of(committed(1, 10), good, committed(2, 20), committed(3, 30), incident(1, 21, 21), back)
+    here = [manifest_of(3, 30)]
+    at_url, unknown = only_at_url(paths, Settings(ring=URL), history, here)
+    assert (at_url, unknown) == ([older], None)
+    assert candidates(history, [*here, *at_url]) == [older]
