@@ -1,7 +1,7 @@
 """Which variables that a script's loops carry from turn to turn are led: put back where training goes on elsewhere."""
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rollback.source.called import ChangedByCalls
@@ -43,10 +43,10 @@ class LedVariable:
     taking: tuple[ast.stmt, ...] = field(default=(), compare=False, repr=False)
 
 
-def led_variables(loops: ScriptLoops) -> list[LedVariable]:
-    """Those of a file, loop by loop."""
+def led_variables(loops: ScriptLoops, carried_by: "Mapping[Loop, CarriedByLoop] | None" = None) -> list[LedVariable]:
+    """Those of a file, loop by loop. carried_by: what `carried_by_loops` has found in it, where that is known."""
     found: list[LedVariable] = []
-    for loop in (*loops.steerable, *innermost(loops)):
+    for loop, carried in (carried_by or carried_by_loops(loops)).items():
         by_batch = loop not in loops.steerable
         taking = tuple(
             part for part in loop.body if by_batch and any(is_call_of(node, "next") for node in ast.walk(part))
@@ -54,13 +54,17 @@ def led_variables(loops: ScriptLoops) -> list[LedVariable]:
         if by_batch and loop not in loops.batches and not taking:
             continue  # what it calls takes the batch, and may look at the variable there
         beside = {name for part in taking for name in names_in(part)}  # it is what it was before the batch there
-        carried = CarriedByLoop(loops, loop)
         found += [
             LedVariable(name, line, carried.steers(name), by_batch, name not in carried.rebound, loop, taking)
             for name, line in carried.lines.items()
             if name not in beside
         ]
     return found
+
+
+def carried_by_loops(loops: ScriptLoops) -> "dict[Loop, CarriedByLoop]":
+    """Of those over epochs that are led, and of those that train."""
+    return {loop: CarriedByLoop(loops, loop) for loop in (*loops.steerable, *innermost(loops))}
 
 
 def innermost(loops: ScriptLoops) -> list[Loop]:

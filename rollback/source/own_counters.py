@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rollback.source.carried import has_part_in, names_in
-from rollback.source.led_variables import CarriedByLoop, Dependence, innermost, led_variables
+from rollback.source.led_variables import Dependence, carried_by_loops, innermost, led_variables
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import Loop, has_range, is_call_of, last_name, limits_or_counts
 
@@ -42,9 +42,10 @@ def own_counters(loops: ScriptLoops) -> list[OwnCounter]:
 def _carried(loops: ScriptLoops) -> Iterator[OwnCounter]:
     """What outlives a turn of a loop, and steers or counts. In what it calls, counts that are attributes alone: a
     patience, which the variables of a method do not outlive."""
-    led = led_variables(loops)
+    carried_by = carried_by_loops(loops)
+    led = led_variables(loops, carried_by)
     for loop in (*innermost(loops), *loops.steerable):
-        deciding, carried = _deciding(loops, loop), CarriedByLoop(loops, loop)
+        deciding, carried = _deciding(loops, loop), carried_by[loop]
         own = {variable.name for variable in led if variable.loop is loop}
         taken = {name for node in ast.walk(loop) if is_call_of(node, "next") for name in names_in(node.args[0])}
         for name, line in carried.lines.items():

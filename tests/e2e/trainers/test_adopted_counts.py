@@ -41,7 +41,7 @@ def test_what_a_script_ends_by_is_named_when_training_begins_or_refused(
 def test_what_a_script_only_counts_is_named_when_training_begins(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a loop in another file")
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "counts with `seen.batches` by itself (engine.py, line 9)" in done.stdout
+    assert "counts with `seen.batches` by itself (engine.py, line 10)" in done.stdout
 
 
 OWN_COUNTS = """
@@ -255,18 +255,24 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 torch.nn.Module.register_buffer(model, "updates", torch.zeros(1))
 
 
+def cool(state):
+    state["temperature"] *= 0.9
+
+
 def train_one_epoch(beta):
-    temperature, baseline = 1.0, 0.0
+    state, baseline, total = {"temperature": 1.0}, 0.0, 0.0
     for x in loader:
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         if int(model.updates) == int(sys.argv[1]) and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
-        (loss * temperature + 0.01 * (loss - baseline) * beta).backward()
+        (loss * state["temperature"] + 0.01 * (loss - baseline) * beta).backward()
         optimizer.step()
         model.updates += 1
-        temperature *= 0.9
+        cool(state)
         baseline = 0.9 * baseline + 0.1 * loss.item()
+        total += loss.item()
+    print("end of epoch:", total / len(loader))
     return baseline
 
 
@@ -300,5 +306,6 @@ def test_what_a_scripts_loops_carry_is_what_it_was_behind_a_kill(tmp_path: Path,
     done = refused(tmp_path, *words)
     assert done.returncode == ExitCode.DONE, done.stdout
     assert len(facts(tmp_path / "killed", Attached)) == 2, done.stdout
-    assert [line for line in done.stdout.splitlines() if line.startswith("end")] == plain.stdout.splitlines()
+    printed = [line for line in done.stdout.splitlines() if line.startswith("end")]
+    assert list(dict.fromkeys(printed)) == plain.stdout.splitlines(), "a line may be printed again"
     assert "by itself" not in done.stdout

@@ -5,8 +5,9 @@ class Seen:
     batches = 0
 
 
-def note(seen):
-    seen.batches += 1
+def note(*all_seen):
+    for seen in all_seen:
+        seen.batches += 1
 
 
 def train(model, optimizer, loader):
