@@ -121,8 +121,8 @@ class KeptByScript:
 
     def of_rank(self) -> dict[str, Any]:
         """`told` without what is told `at_end`, and with the number of lines in place of each shared text."""
-        others = self._objects.keys() - self._texts.keys() - self._at_end.keys()
-        objects = {name: item.state_dict() for name, item in self._objects.items() if name in others}
+        apart = self._texts.keys() | self._at_end if self._at_end else self._texts
+        objects = {name: item.state_dict() for name, item in self._objects.items() if name not in apart}
         phase = {} if self.phase is None else {_PHASE: self.phase}
         told = {**self._restored, **self._values, **objects, **phase}
         for name in self._at_end:
