@@ -153,6 +153,8 @@ def wait_for_answer(asked: Asked, seconds: float) -> Reply:
             look_at = now + _LOOK_FOR_LIFE
             # Twice in a row: between two attempts there is a moment without ranks.
             gone = 0 if read_status(asked.paths.root).state in _LIVE else gone + 1
+            if gone == 2 and asked.request.order == "stop":
+                return _reply(asked, "carried_out", "the job has ended, and no rank was there to answer")
             if gone == 2:
                 return _reply(asked, "open", f"the job is gone; {_later(asked)}")
         time.sleep(_POLL)

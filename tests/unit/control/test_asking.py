@@ -159,6 +159,18 @@ def test_a_job_that_dies_before_it_answers(run: RecordedRun, monkeypatch: pytest
     assert "the job is gone; it will be carried out when the run is started again" in reply.text
 
 
+def test_a_stop_of_a_job_that_has_no_ranks_left_is_carried_out_when_it_ends(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a lost host: its supervisor ends with that, and nobody writes an answer."""
+    monkeypatch.setattr(asking, "_LOOK_FOR_LIFE", 0.05)
+    asked = asking.ask_to_stop(run.paths.root, "bob", "")
+    dead(run)
+    reply = asking.wait_for_answer(asked, 30)
+    assert (reply.state, reply.exit_code) == ("carried_out", 0)
+    assert "the job has ended" in reply.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
