@@ -66,6 +66,12 @@ def test_what_is_shared_is_told_as_a_checkpoint_would_and_as_it_was(state: dict[
     assert all(torch.equal(tensors[name], item) for name, item in expected.items())
 
 
+def small_training() -> TrainingState:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainingState(model, optimizer, {}, cursor_for([1, 2, 3]), Sentinel("normal"))
+
+
 class Log(SharedText):
     text = "a line\n" * 100_000
 
@@ -81,10 +87,7 @@ class Log(SharedText):
 
 
 def test_a_text_that_is_the_same_on_all_ranks_is_in_no_mark_and_in_each_shard_as_it_was() -> None:
-    model = torch.nn.Linear(1, 1)
-    state = TrainingState(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), {}, cursor_for([1, 2, 3]), Sentinel("normal")
-    )
+    state = small_training()
     log = Log()
     state.kept.add({"log": log, "best": 0.5})
     reader = SmallStateReader(state)
@@ -111,10 +114,7 @@ class Sum(ToldAtEnd):
 
 def test_a_sum_is_told_at_a_steps_end_and_not_in_its_backward() -> None:
     """So what is added up behind the backward does not make the early mark another one."""
-    model = torch.nn.Linear(1, 1)
-    state = TrainingState(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), {}, cursor_for([1, 2, 3]), Sentinel("normal")
-    )
+    state = small_training()
     total = Sum()
     state.kept.add({"total": total, "best": 0.5})
     reader = SmallStateReader(state)
@@ -136,10 +136,7 @@ def test_a_sum_is_told_at_a_steps_end_and_not_in_its_backward() -> None:
 
 def test_what_a_rank_alone_has_written_is_not_kept_without_it(memory: Path) -> None:
     """As the first rank of a Trainer that logs evaluations there alone: the text of another one lacks them."""
-    model = torch.nn.Linear(1, 1)
-    state = TrainingState(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), {}, cursor_for([1, 2, 3]), Sentinel("normal")
-    )
+    state = small_training()
     log = Log()
     state.kept.add({"log": log})
     reader = SmallStateReader(state)
@@ -157,10 +154,7 @@ def test_what_a_rank_alone_has_written_is_not_kept_without_it(memory: Path) -> N
 
 def test_behind_a_rollback_a_number_that_numpy_had_drawn_and_not_given_out_is_in_the_mark() -> None:
     """NumPy draws normal numbers in pairs, so its state is the same words with the second one and without it."""
-    model = torch.nn.Linear(1, 1)
-    state = TrainingState(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), {}, cursor_for([1, 2, 3]), Sentinel("normal")
-    )
+    state = small_training()
     reader = SmallStateReader(state)
 
     def marked() -> Any:
