@@ -1,7 +1,7 @@
 """Which variables that a script's loops carry from turn to turn are led: put back where training goes on elsewhere."""
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rollback.source.called import ChangedByCalls
@@ -22,6 +22,11 @@ _LEAVES = ast.Break, ast.Continue, ast.Return
 _TOLD = frozenset({"print", "format", "info", "debug", "warning", "log", "write", "set_postfix", "set_description",
                    "set_postfix_str", "add_scalar", "add_scalars", "len", "range", "isinstance"})  # fmt: skip
 """Calls by which nothing of what they are given comes into the training."""
+
+
+_CLOCKS = frozenset((
+    "time", "perf_counter", "monotonic", "process_time", "thread_time", "now", "utcnow", "default_timer",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,18 +51,23 @@ class LedVariable:
 def led_variables(loops: ScriptLoops, carried_by: "Mapping[Loop, CarriedByLoop] | None" = None) -> list[LedVariable]:
     """Those of a file, loop by loop. carried_by: what `carried_by_loops` has found in it, where that is known."""
     found: list[LedVariable] = []
-    for loop, carried in (carried_by or carried_by_loops(loops)).items():
+    carried_by = carried_by or carried_by_loops(loops)
+    for loop, carried in carried_by.items():
         by_batch = loop not in loops.steerable
         taking = tuple(
             part for part in loop.body if by_batch and any(is_call_of(node, "next") for node in ast.walk(part))
         )
         if by_batch and loop not in loops.batches and not taking:
             continue  # what it calls takes the batch, and may look at the variable there
-        beside = {name for part in taking for name in names_in(part)}  # it is what it was before the batch there
+        if by_batch:
+            apart = {name for part in taking for name in names_in(part)}  # it is what it was before the batch there
+        else:  # what its batches change beside the training is not what it was at the epoch's top
+            inner = [each for each in carried_by if each not in loops.steerable and each in loops.reached(loop)]
+            apart = {name for each in inner for name in carried_by[each].lines if not carried.steers(name)}
         found += [
             LedVariable(name, line, carried.steers(name), by_batch, name not in carried.rebound, loop, taking)
             for name, line in carried.lines.items()
-            if name not in beside
+            if name not in apart
         ]
     return found
 
@@ -76,7 +86,7 @@ def innermost(loops: ScriptLoops) -> list[Loop]:
 
 class CarriedByLoop:
     """What a loop carries, also by what it calls. Not the list in which it gathers the batches of an update: that is
-    empty where a checkpoint is taken.
+    empty where a checkpoint is taken. Nor the time, which no other process goes on with.
 
     lines: where each is set. rebound: those that are not changed in place alone. counts: those that it adds 1 to.
     """
@@ -84,10 +94,13 @@ class CarriedByLoop:
     def __init__(self, loops: ScriptLoops, loop: Loop) -> None:
         called = ChangedByCalls(loops.tree, loops.scopes, loop, loops.function_of(loop))
         nodes = [node for part in loop.body for node in (part, *of_scope(part))]
+        timed = (item for node in nodes if _is_clock(_value_of(node)) for item in _set_by(node))
+        clocks = {*map(dotted, timed)}
         anew = {name for node in nodes for item in _set_by(node) if (name := dotted(item))} | set_by_head(loop)
         beside = {name: line for name, line in called.found.items() if not has_part_in(name, anew)}
         turn = turn_of(loop)
-        self.lines, self.rebound = turn.carried | beside, turn.rebound | called.rebound
+        self.lines = {name: line for name, line in (turn.carried | beside).items() if name not in clocks}
+        self.rebound = turn.rebound | called.rebound
         if loop in loops.gathering or loop in [turning.loop for turning in loops.by_turns]:
             filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
             for name in {place_of(target) for target, value in filled if takes_or_names(value, set_by_head(loop))}:
@@ -109,7 +122,30 @@ def steering_names(loops: ScriptLoops, loop: Loop) -> set[str]:
     of an update or of the loop's end, and those that these are made of in turn. Rather too many than too few."""
     nodes = [node for each in (loop, *loops.around(loop)) for node in (*ast.walk(each), *loops.reached(each))]
     dependence = Dependence(loops, nodes)
-    return dependence.names_for(_seeds(loops, dependence.nodes, loop))
+    return dependence.names_for((*_seeds(loops, dependence.nodes, loop), *_read_elsewhere(loops, dependence.nodes)))
+
+
+def _read_elsewhere(loops: ScriptLoops, region: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """What lambdas read, and functions which this file does not show to be called there, as a model's forward; and what
+    attributes of objects are made of, `dropout.p = rate`."""
+    here = {id(node) for node in region}
+    for node in ast.walk(loops.tree):
+        match node:
+            case ast.Lambda():
+                yield node.body
+            case ast.FunctionDef() if not _has(node, here):
+                names = [item for item in ast.walk(node) if isinstance(item, ast.Name)]
+                own = {item.arg for item in ast.walk(node) if isinstance(item, ast.arg)}
+                own |= {item.id for item in names if isinstance(item.ctx, ast.Store)}
+                yield from (item for item in names if item.id not in own)
+            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=owner))], value=value):
+                if owner != "self" and id(node) in here:
+                    yield value
+
+
+def _has(function: ast.FunctionDef, region: Container[int]) -> bool:
+    """Whether it is called there, or the loop is in it."""
+    return any(id(node) in region for node in ast.walk(function) if isinstance(node, ast.stmt))
 
 
 class Dependence:
@@ -197,6 +233,10 @@ def _seeds(loops: ScriptLoops, region: list[ast.AST], loop: Loop) -> Iterator[as
                 inside = [item for part in (*body, *other) for item in ast.walk(part)]
                 if any(isinstance(item, _LEAVES) or _trains(item) for item in inside):
                     yield test
+
+
+def _is_clock(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Call) and last_name(value).removesuffix("_ns") in _CLOCKS
 
 
 def _trains(node: ast.AST) -> bool:

@@ -103,12 +103,12 @@ def _lead(name: str, variable: LedVariable, filename: str, block: list[ast.stmt]
     place = [ast.Constant(filename), *([] if variable.by_batch else [ast.Constant(variable.loop.lineno)])]
     by = BY_BATCH if variable.by_batch else BY_EPOCH
 
-    def asked(at: ast.stmt) -> ast.stmt:
+    def asked(at: ast.stmt, *, behind: bool = False) -> ast.stmt:
         read = f"for {variable.name} in {by}(lambda: {variable.name}, {name!r}): pass"
         (statement,) = ast.parse(read).body
         assert isinstance(statement, ast.For)
         assert isinstance(statement.iter, ast.Call)
-        statement.iter.args += place
+        statement.iter.args += [*place, *([ast.Constant(True)] if behind else [])]
         for node in ast.walk(statement):
             if "lineno" in node._attributes:
                 ast.copy_location(node, at)
@@ -119,7 +119,7 @@ def _lead(name: str, variable: LedVariable, filename: str, block: list[ast.stmt]
         body.insert(body.index(part) + 1, asked(part))
     body.insert(0, asked(body[0]))
     if variable.by_batch:
-        block.insert(block.index(variable.loop) + 1, asked(variable.loop))
+        block.insert(block.index(variable.loop) + 1, asked(variable.loop, behind=True))
         block.insert(block.index(variable.loop), asked(variable.loop))
 
 

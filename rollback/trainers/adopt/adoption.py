@@ -217,7 +217,7 @@ class Adoption:
             self._signs.refuse(error)
         self._signs.guard = guard
         self._handed.begin(guard)
-        self._carried.keep(guard, self._sources.counts_of_turns())
+        self._carried.keep(guard, plan.model, self._sources.counts_of_turns())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
         if loop is None and (where := self._sources.left_at()) is not None:
             self._signs.say(signs.not_led(where))

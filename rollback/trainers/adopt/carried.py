@@ -5,15 +5,17 @@ another place in the data, by a resume or a rollback, the script asks for them (
 checkpoints have them as values of the script.
 """
 
+import marshal
 import os
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollback.source.led_variables import LedVariable
 from rollback.train.guard import Guard
@@ -30,22 +32,23 @@ _CONTAINERS = frozenset((*_DICTS, list, tuple, set, deque))
 _MADE_BY = None, int, float, str, list, dict, set
 _NAMED: dict[str | None, Any] = {kind and kind.__name__: kind for kind in _MADE_BY}
 _TYPE, _MISSES = "type of", "too much"
-_ABSENT = NameError, AttributeError
-"""What reading a variable raises that is not there."""
-_MOST, _MOST_BESIDE = 1000, 64
-"""Items that a value may have: each step's end has a copy of it. Fewer of what nothing of the training depends on."""
+_ABSENT = Exception
+"""What reading a variable raises that is not there, or that a property makes."""
+_MOST = 1000
+"""Items that a value may have, and 16 letters are one: each step's end has a copy of it."""
 
 
 class Carried(ABC):
     """A variable on one rank, as its script has it. in_place: whether it is the same object all the time. handed: what
-    the script is given of the guard."""
+    the script is given of the guard. attribute: of which name, where it is an object's."""
 
-    def __init__(self, handed: HandedOut, *, in_place: bool = False) -> None:
-        self._handed, self._in_place = handed, in_place
+    def __init__(self, handed: HandedOut, *, in_place: bool = False, attribute: str = "") -> None:
+        self._handed, self._in_place, self._attribute = handed, in_place, attribute
         self._owed: Mapping[str, Any] | None = None
         """The state that the script is to have, and may not have yet."""
         self.missed = False
-        """Whether a checkpoint has told that the value was too much to be kept, and the script has not what it was."""
+        """Whether the script has not what it was: a checkpoint has told that it was too much to be kept, or the object
+        that it is an attribute of is not there."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -59,21 +62,31 @@ class Carried(ABC):
         self._owed = None
 
     def _given(self, state: Mapping[str, Any], read: Read) -> tuple[Any, ...]:
-        """The value that a state tells of; none: it tells of none, or what the script has is that now."""
+        """The value that a state tells of; none: it tells of none, or what the script has is that, also now."""
         self.missed = self.missed or _MISSES in state
         if "value" not in state:
             return ()
+        try:
+            present = read()
+        except _ABSENT as error:
+            if self._attribute and not _is_missing(error, self._attribute):
+                self.missed = True
+                return ()
+            return (_decoded(state["value"]),)
+        if _is_same(self._told(read), state):  # it may be one object with another, as a module's buffer
+            return ()
         value = _decoded(state["value"])
-        return () if self._in_place and _filled(read, value) else (value,)
+        return () if self._in_place and _put(present, value) is present else (value,)
+
+    def _told(self, read: Read) -> dict[str, Any]:
+        return _state_of(read)
 
 
 class CarriedByBatches(Carried):
     """In a training loop: what it is at each time."""
 
-    most = _MOST
-
-    def __init__(self, handed: HandedOut, *, in_place: bool = False) -> None:
-        super().__init__(handed, in_place=in_place)
+    def __init__(self, handed: HandedOut, *, in_place: bool = False, attribute: str = "") -> None:
+        super().__init__(handed, in_place=in_place, attribute=attribute)
         self._read: Read | None = None
         self._first: dict[str, Any] = {}
         """As the script of this process had it first."""
@@ -83,7 +96,7 @@ class CarriedByBatches(Carried):
     def state_dict(self) -> dict[str, Any]:
         if self._owed is not None:
             return dict(self._owed)
-        return {"first": True} if self._read is None else _state_of(self._read, self.most)
+        return {"first": True} if self._read is None else self._told(self._read)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -92,10 +105,11 @@ class CarriedByBatches(Carried):
     def begin_anew(self) -> None:
         self.load_state_dict({"first": True})
 
-    def asked(self, read: Read) -> tuple[Any, ...]:
-        """What the script is given in place of what it has, where it asks in its loop over batches; none: nothing."""
+    def asked(self, read: Read, *, behind: bool = False) -> tuple[Any, ...]:
+        """What the script is given in place of what it has, where it asks in its loop over batches, or behind it; none:
+        nothing."""
         if self._read is None:
-            self._first = _state_of(read, self.most)
+            self._first = self._told(read)
         self._read = read
         if self._owed is None or self._handed.draws == self._loaded_at:  # else in that loop over other batches
             return ()
@@ -104,16 +118,39 @@ class CarriedByBatches(Carried):
 
 
 class CarriedBeside(CarriedByBatches, ToldAtEnd):
-    """In a training loop, what nothing of the training depends on, as a sum that is printed."""
+    """In a training loop, a number that nothing of the training depends on, as a sum of losses.
 
-    most = _MOST_BESIDE
+    Where a checkpoint lacks it, it stays as it is. So it does behind a loop whose body has run for nothing but its
+    names (`rollback.train.pass_rehearsal`): a script may divide by a count of samples.
+    """
+
+    def begin_anew(self) -> None:
+        self._owed = None
+
+    def asked(self, read: Read, *, behind: bool = False) -> tuple[Any, ...]:
+        self._owed = None if behind else self._owed
+        return super().asked(read)
+
+    def _told(self, read: Read) -> dict[str, Any]:
+        try:
+            value = read()
+        except _ABSENT:
+            return {}
+        match value:
+            case bool() | int() | float() | np.number():
+                return _state_of(lambda: value)
+            case Tensor() if value.numel() == 1:
+                return _state_of(lambda: value) or {_MISSES: True}
+            case Tensor() | np.ndarray() | [int() | float(), *_] | deque():
+                return {_MISSES: True}
+        return {}
 
 
 class CarriedByEpochs(Carried):
     """In a loop over epochs: what it was at the top of the epoch, by the epoch's place in the loop."""
 
-    def __init__(self, handed: HandedOut, *, in_place: bool = False) -> None:
-        super().__init__(handed, in_place=in_place)
+    def __init__(self, handed: HandedOut, *, in_place: bool = False, attribute: str = "") -> None:
+        super().__init__(handed, in_place=in_place, attribute=attribute)
         self._present: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,7 +162,7 @@ class CarriedByEpochs(Carried):
         if state is not None and state.get("place") == place:
             self._present = dict(state)
             return self._given(state, read)
-        self._present = {**_state_of(read, _MOST), "place": place}
+        self._present = {**_state_of(read), "place": place}
         return ()
 
 
@@ -142,6 +179,7 @@ class CarriedVariables:
         missed: Callable[[LedVariable, str], object],
     ) -> None:
         self._handed, self._loops, self._unkept, self._missed = handed, loops, unkept, missed
+        self._model: nn.Module | None = None
         self._lost: set[tuple[str, str]] = set()
         self._counts: dict[tuple[str, str], Count] = {}
         self._known: dict[tuple[str, str], tuple[LedVariable, Carried]] = {}
@@ -150,11 +188,13 @@ class CarriedVariables:
         """One of a file that is about to run."""
         of_batches = CarriedByBatches if variable.steers else CarriedBeside
         kind = of_batches if variable.by_batch else CarriedByEpochs
-        self._known[filename, name] = variable, kind(self._handed, in_place=variable.in_place)
+        attribute = variable.name.rpartition(".")[2] if "." in variable.name else ""
+        self._known[filename, name] = variable, kind(self._handed, in_place=variable.in_place, attribute=attribute)
 
-    def keep(self, guard: Guard, turns: Iterable[tuple[str, str]]) -> None:
-        """The guard is made: it keeps them from now on, and gives them what they were. turns: file and name of each
-        count."""
+    def keep(self, guard: Guard, model: nn.Module, turns: Iterable[tuple[str, str]]) -> None:
+        """The guard of a model is made: it keeps them from now on, and gives them what they were. turns: file and name
+        of each count."""
+        self._model = model
         self._counts = {place: Count() for place in turns}
         kept: dict[tuple[str, str], Count | Carried] = {place: carried for place, (_, carried) in self._known.items()}
         kept |= self._counts
@@ -168,14 +208,14 @@ class CarriedVariables:
         """None: there is no guard yet."""
         return self._counts.get((filename, name))
 
-    def by_batch(self, read: Read, name: str, filename: str) -> tuple[Any, ...]:
-        """What the script is given for a variable of a loop over batches, if anything."""
+    def by_batch(self, read: Read, name: str, filename: str, behind: bool = False) -> tuple[Any, ...]:
+        """What the script is given for a variable of a loop over batches, if anything. behind: where it asks there."""
         variable, carried = self._known[filename, name]
         assert isinstance(carried, CarriedByBatches)
-        given = carried.asked(read)
+        given = carried.asked(read, behind=behind)
         if carried.missed:
             carried.missed = False
-            self._missed(variable, filename)
+            self._tell_missed(variable, filename, read)
         if variable.steers and self._handed.guard is not None and self._handed.begins_update:
             self._look(name, filename, read)
         return given
@@ -191,6 +231,21 @@ class CarriedVariables:
             self._look(name, filename, read)
         return given
 
+    def _tell_missed(self, variable: LedVariable, filename: str, read: Read) -> None:
+        try:
+            value = read()
+        except _ABSENT:
+            value = None
+        if variable.steers:
+            self._unkept(variable, filename, value)
+        elif not self._is_models(value):
+            self._missed(variable, filename)
+
+    def _is_models(self, value: Any) -> bool:
+        """Whether it is one of the model's tensors, which every checkpoint has."""
+        model = self._model
+        return model is not None and any(value is item for item in (*model.buffers(), *model.parameters()))
+
     def _look(self, name: str, filename: str, read: Read) -> None:
         """Tell of it once, if it is lost."""
         if (filename, name) in self._lost:
@@ -201,7 +256,8 @@ class CarriedVariables:
             return
         if _is_lost(value, steers=(variable := self._known[filename, name][0]).steers):
             self._lost.add((filename, name))
-            self._unkept(variable, filename, value)
+            if not self._is_models(value):
+                self._unkept(variable, filename, value)
 
 
 def _is_lost(value: Any, *, steers: bool) -> bool:
@@ -210,7 +266,7 @@ def _is_lost(value: Any, *, steers: bool) -> bool:
     if type(value) in _SINGLE or not (steers or (isinstance(value, dict) and _has_tensors(value))):
         return False
     try:
-        _encoded(value, _Budget(_MOST))
+        _encoded(value, _Budget())
     except _TooMuch:
         return True
     except _Unkept:
@@ -222,28 +278,39 @@ def _has_tensors(value: dict[Any, Any]) -> bool:
     return any(isinstance(item, Tensor) or (isinstance(item, dict) and _has_tensors(item)) for item in value.values())
 
 
-def _state_of(read: Read, most: int) -> dict[str, Any]:
+def _state_of(read: Read) -> dict[str, Any]:
     """A value as a checkpoint has it; empty where it cannot be kept, or is not there."""
     try:
-        return {"value": _encoded(read(), _Budget(most))}
-    except _TooMuch:
-        return {_MISSES: True}
-    except (*_ABSENT, _Unkept):
+        return {"value": _encoded(read(), _Budget())}
+    except _ABSENT:
         return {}
 
 
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Bit by bit: a NaN is a NaN."""
+    return marshal.dumps(dict(one), 2) == marshal.dumps(dict(other), 2)
+
+
+def _is_missing(error: Exception, name: str) -> bool:
+    """Whether an object is there that lacks this attribute alone."""
+    return isinstance(error, AttributeError) and error.name == name and error.obj is not None
+
+
 @torch.no_grad()
-def _filled(read: Read, value: Any) -> bool:
-    """Whether what the script has could be given that content. The script may have the object elsewhere, too."""
-    try:
-        present = read()
-    except _ABSENT:
-        return False
+def _put(present: Any, value: Any) -> Any:
+    """What the script has, with that content, also in its parts: it may have these objects elsewhere, too. Where that
+    cannot be, the value."""
     match present, value:
-        case (dict(), dict()) | (set(), set()):
+        case dict(), dict():
+            content = {key: _put(present.get(key), item) for key, item in value.items()}
+            present.clear()
+            present.update(content)
+        case (list(), list()):
+            present[:] = [_put(*pair) for pair in zip(chain(present, repeat(None)), value, strict=False)]
+        case set(), set():
             present.clear()
             present.update(value)
-        case (list() | deque(), list() | deque()):
+        case deque(), deque():
             present.clear()
             present.extend(value)
         case Tensor(), Tensor() if (present.shape, present.dtype) == (value.shape, value.dtype):
@@ -251,8 +318,8 @@ def _filled(read: Read, value: Any) -> bool:
         case np.ndarray(), np.ndarray() if (present.shape, present.dtype) == (value.shape, value.dtype):
             present[...] = value
         case _:
-            return False
-    return True
+            return value
+    return present
 
 
 class _Unkept(Exception):
@@ -264,8 +331,8 @@ class _TooMuch(_Unkept):
 
 
 class _Budget:
-    def __init__(self, most: int) -> None:
-        self._left = most
+    def __init__(self) -> None:
+        self._left = _MOST
 
     def spend(self, items: int) -> None:
         self._left -= items
@@ -277,6 +344,7 @@ def _encoded(value: Any, budget: _Budget) -> Any:
     """In plain numbers, texts, lists, tuples and dicts. Raises _Unkept."""
     kind = type(value)
     if kind in _SINGLE:
+        budget.spend(len(value) >> 4 if kind is str else 0)
         return value
     budget.spend(len(value) if kind in _CONTAINERS else 1)
     if kind in _DICTS and {*map(type, value)} <= _KEYS and _TYPE not in value:
@@ -299,9 +367,9 @@ def _encoded(value: Any, budget: _Budget) -> Any:
         if value.is_complex():
             raise _Unkept
         return {_TYPE: str(value.dtype), "shape": [*value.shape], "values": value.flatten().tolist()}
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+    if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in "biuf":
         budget.spend(value.size)
-        of = "array" if isinstance(value, np.ndarray) else "number"
+        of = "array" if kind is np.ndarray else "number"
         return {_TYPE: of, "dtype": value.dtype.name, "shape": [*value.shape], "values": value.flatten().tolist()}
     raise _Unkept
 

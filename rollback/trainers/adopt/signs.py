@@ -82,11 +82,12 @@ class ScriptSigns:
         self._left_behind(f"{does} `{variable.name}` ({where})", matters=True)
 
     def misses(self, variable: LedVariable, filename: str) -> None:
-        """What the script carries beside its training was too much to be kept, and training goes on elsewhere."""
+        """What the script carries beside its training is not what it was, and training goes on elsewhere."""
         self._notice(
             f"`{variable.name}` (line {variable.line} of {os.path.basename(filename)}), by which nothing is trained, "
-            "stays as it is behind a resume and a rollback: no checkpoint has more than 64 items, what is on a GPU, or "
-            "what has a graph. A mean that the script tells of this epoch is not that of the undisturbed run"
+            "stays as it is behind a resume and a rollback: of what is only told, checkpoints have single numbers, in "
+            "the host's memory and without a graph. A mean that the script tells of this epoch is not that of the "
+            "undisturbed run"
         )
 
     def _left_behind(self, does: str, *, matters: bool) -> None:

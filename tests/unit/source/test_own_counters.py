@@ -111,6 +111,24 @@ def test_what_a_training_gives_back_may_be_told_alone() -> None:
     assert (variable.name, variable.steers) == ("n", False)
 
 
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ("class Net:\n  def forward(self, x): return x * n", "n *= 0.9"),
+        ("w.register_hook(lambda g: g * n)", "n *= 0.9"),
+        ("", "n *= 0.9\n  dropout.p = n"),
+    ],
+)
+def test_what_something_else_reads_may_be_trained_by(before: str, behind: str) -> None:
+    (variable,) = led_variables(ScriptLoops(f"{before}\nfor x in loader:\n  f(x).backward()\n  {behind}"))
+    assert (variable.name, variable.steers) == ("n", True)
+
+
+def test_the_time_is_not_put_back() -> None:
+    source = "for x in loader:\n  f(x).backward()\n  spent += time.time() - end\n  end = time.time()"
+    assert [variable.name for variable in led_variables(ScriptLoops(source))] == ["spent"]
+
+
 def test_a_module_takes_nothing_in() -> None:
     source = "import torch\nfor x in loader:\n  f(torch.to(x)).backward()\n  torch.save(best)\n  best = max(best, 1)"
     (variable,) = led_variables(ScriptLoops(source))
@@ -152,7 +170,7 @@ def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
     """
     asked: list[tuple[str, int]] = []
 
-    def by_batch(read: Callable[[], int], name: str, filename: str) -> list[int]:
+    def by_batch(read: Callable[[], int], name: str, filename: str, *_: bool) -> list[int]:
         if name == "log of loop 2":
             return []
         asked.append((name, read()))
@@ -410,7 +428,7 @@ def test_a_variable_that_is_not_the_functions_own_is_set_where_it_is(source: str
     assert led == ({"seen", "cfg"} if own else {"tau", "seen", "cfg"})
     asked: list[str] = []
 
-    def by_batch(read: Callable[[], Any], name: str, filename: str) -> list[Any]:
+    def by_batch(read: Callable[[], Any], name: str, filename: str, *_: bool) -> list[Any]:
         asked.append(name)
         return [100] * (read() == 3)
 

@@ -12,7 +12,7 @@ import torch
 
 from rollback.source.led_variables import LedVariable
 from rollback.train.state.kept_values import ToldAtEnd
-from rollback.trainers.adopt.carried import Carried, CarriedByBatches, CarriedByEpochs, CarriedVariables
+from rollback.trainers.adopt.carried import Carried, CarriedBeside, CarriedByBatches, CarriedByEpochs, CarriedVariables
 from rollback.trainers.adopt.enumeration import HandedOut
 
 
@@ -101,6 +101,14 @@ def test_of_a_function_that_is_called_again_the_new_variable_counts() -> None:
     assert carried.state_dict() == {"value": 1.0}
 
 
+def test_a_text_that_grows_is_too_much_at_some_time() -> None:
+    carried = CarriedByBatches(HandedOut())
+    carried.asked(lambda: "a line\n" * 2000)
+    assert carried.state_dict()
+    carried.asked(lambda: "a line\n" * 3000)
+    assert not carried.state_dict()
+
+
 LIST: list[Any] = [1, [2.5, None], {"a": float("inf")}, (True, "x")]
 VALUES: list[Any] = [
     None, 3, 0.1, float("-inf"), "text", LIST, {3}, set(), Counter("aab"), OrderedDict(a=1), defaultdict(list, a=[3]),
@@ -117,13 +125,21 @@ def test_a_value_comes_back_as_it_was(value: Any, in_place: bool) -> None:
     carried = CarriedByBatches(handed, in_place=in_place)
     assert carried.asked(lambda: value) == ()
     kept = copy.deepcopy(carried.state_dict())
-    present = copy.deepcopy(value)
-    if isinstance(present, (list, deque)):
-        present.append(9)
-    if isinstance(present, dict):
-        present.clear()
-    if isinstance(present, torch.Tensor):
-        present.fill_(1)
+    carried.load_state_dict(kept)
+    handed.draws += 1
+    assert carried.asked(lambda: value) == (), "the script has it"
+    present: Any = copy.deepcopy(value)
+    match present:
+        case list() | deque():
+            present.append(9)
+        case set():
+            present.add(9)
+        case dict():
+            present["more"] = 1
+        case torch.Tensor() | np.ndarray():
+            present += 1
+        case _:
+            present = "another"
     carried.load_state_dict(kept)
     handed.draws += 1
     given = carried.asked(lambda: present)
@@ -179,16 +195,77 @@ def test_of_what_cannot_be_kept_that_is_told_which_the_script_needs(value: Any, 
     assert found == ["a"] * told, "once"
 
 
+def test_what_is_filled_in_place_keeps_its_parts() -> None:
+    """`stats["mean"]` may be a buffer of the model, and `parts[0]` a list that the script has elsewhere."""
+    handed, mean, inner = HandedOut(), torch.zeros(2), [1.0]
+    value = {"mean": mean, "parts": [inner, 3]}
+    carried = CarriedByBatches(handed, in_place=True)
+    carried.asked(lambda: value)
+    kept = copy.deepcopy(carried.state_dict())
+    mean += 1
+    inner.append(2.0)
+    value["more"] = 5
+    carried.load_state_dict(kept)
+    handed.draws += 1
+    assert carried.asked(lambda: value) == ()
+    assert value == {"mean": mean, "parts": [inner, 3]}
+    assert value["mean"] is mean
+    assert mean.tolist() == [0, 0]
+    assert value["parts"][0] is inner
+    assert inner == [1.0]
+
+
+def test_an_attribute_of_an_object_that_is_not_there_is_missed_and_one_that_an_object_lacks_is_set() -> None:
+    for thing, given in ((None, ()), (SimpleNamespace(), (3,))):
+        handed = HandedOut()
+        carried = CarriedByBatches(handed, attribute="total")
+        carried.load_state_dict({"value": 3})
+        handed.draws += 1
+        assert carried.asked(lambda of=thing: of.total) == given
+        assert carried.missed is not bool(given)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_tensor_of_the_model_is_kept_by_the_guard_and_not_lost(keeps: bool) -> None:
+    found: list[str] = []
+    model = torch.nn.Module()
+    model.register_buffer("queue", torch.zeros(2000))
+    handed = HandedOut(guard=SimpleNamespace())  # type: ignore[arg-type]
+    variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name), print)
+    variables.add("a", "script.py", LedVariable("m.queue", 1, True, True, True, loop=None))  # type: ignore[arg-type]
+    variables.keep(cast(Any, SimpleNamespace(keep=lambda **_: None)), model if keeps else torch.nn.Module(), [])
+    variables.by_batch(lambda: model.queue, "a", "script.py")
+    assert found == ["m.queue"] * (not keeps)
+
+
+def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -> None:
+    handed = HandedOut()
+    carried = CarriedBeside(handed)
+    carried.load_state_dict({"value": 3.0})
+    handed.draws += 1
+    assert carried.asked(lambda: 1.0, behind=True) == (), "a body may have run for its names alone"
+    assert carried.asked(lambda: 2.0) == ()
+    carried.load_state_dict({"value": 3.0})
+    carried.begin_anew()
+    handed.draws += 1
+    assert carried.asked(lambda: 1.0) == ()
+    carried.load_state_dict({"value": 3.0})
+    handed.draws += 1
+    assert carried.asked(lambda: 1.0) == (3.0,)
+
+
 @pytest.mark.parametrize(
     ("value", "missed"),
-    [([*range(64)], False), ([*range(65)], True), (torch.zeros(65), True), (Thing(), False), (2.5, False)],
-)
+    [([0.5], True), (torch.zeros(2), True), (torch.zeros((), requires_grad=True), True), (torch.zeros(1), False),
+     ([], False), (["text"], False), ({"loss": torch.zeros(99)}, False), (Thing(), False), (2.5, False)],
+)  # fmt: skip
 def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: bool) -> None:
     found: list[str] = []
     handed, kept = HandedOut(), dict[str, Any]()
     variables = CarriedVariables(handed, {}, print, lambda variable, _: found.append(variable.name))
     variables.add("a", "script.py", LedVariable("a", 1, False, True, True, loop=None))  # type: ignore[arg-type]
-    variables.keep(cast(Any, SimpleNamespace(keep=lambda **named: kept.update(named))), [])
+    guard = cast(Any, SimpleNamespace(keep=lambda **named: kept.update(named)))
+    variables.keep(guard, torch.nn.Linear(1, 1), [])
     (carried,) = kept.values()
     assert isinstance(carried, ToldAtEnd)
     variables.by_batch(lambda: value, "a", "script.py")
@@ -205,7 +282,7 @@ def test_they_are_kept_by_their_names_and_files() -> None:
         variables.add("a of loop 1", file, LedVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
     guard: Any = SimpleNamespace(keep=lambda **named: kept.update(named))
     assert variables.count_of("turns of loop 1", "/at/script.py") is None
-    variables.keep(guard, [("/at/script.py", "turns of loop 1")])
+    variables.keep(guard, torch.nn.Linear(1, 1), [("/at/script.py", "turns of loop 1")])
     assert [*kept] == ["a of loop 1 of script.py", "a of loop 1 of script.py 1", "turns of loop 1 of script.py"]
     assert variables.count_of("turns of loop 1", "/at/script.py") is kept["turns of loop 1 of script.py"]
 
