@@ -128,7 +128,8 @@ class CarriedBeside(CarriedByBatches, ToldAtEnd):
         self._owed = None
 
     def asked(self, read: Read, *, behind: bool = False) -> tuple[Any, ...]:
-        self._owed = None if behind else self._owed
+        if behind and self._handed.draws != self._loaded_at:  # else it is that loop over other batches
+            self._owed = None
         return super().asked(read)
 
     def _told(self, read: Read) -> dict[str, Any]:

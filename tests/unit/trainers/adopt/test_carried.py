@@ -242,6 +242,8 @@ def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -
     handed = HandedOut()
     carried = CarriedBeside(handed)
     carried.load_state_dict({"value": 3.0})
+    assert carried.asked(lambda: 1.0, behind=True) == (), "of an evaluation"
+    assert carried.state_dict() == {"value": 3.0}
     handed.draws += 1
     assert carried.asked(lambda: 1.0, behind=True) == (), "a body may have run for its names alone"
     assert carried.asked(lambda: 2.0) == ()
