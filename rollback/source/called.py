@@ -80,9 +80,10 @@ class ChangedByCalls:
             if (owner := self._as_called(its, body)) is not None:
                 kind = self._kinds.get(owner) or self._kinds.get(its)
                 found = None if kind is None else next(_methods(kind, asked, self._classes), None)
-                if kind is not None and found is not None:
-                    self._kinds.setdefault(owner, kind)
-                    yield found, owner
+                if kind is None or found is None or _is_marked(found, "classmethod"):
+                    continue
+                self._kinds.setdefault(owner, kind)
+                yield found, None if _is_marked(found, "staticmethod") else owner
 
     def _as_called(self, name: str, body: _Body) -> str | None:
         """What the loop's function calls a variable; None: it does not outlive the body's function, or is another."""
@@ -94,6 +95,10 @@ class ChangedByCalls:
     def _same(self, name: str, one: Function | None, other: Function | None) -> bool:
         """Whether it is one variable in both."""
         return self._scopes.home_of(name, one) is self._scopes.home_of(name, other)
+
+
+def _is_marked(method: Function, by: str) -> bool:
+    return any(isinstance(mark, ast.Name) and mark.id == by for mark in method.decorator_list)
 
 
 def _arguments(call: ast.Call, function: Function, *, is_method: bool) -> Iterator[tuple[str, str]]:

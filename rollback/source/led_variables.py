@@ -22,11 +22,10 @@ _LEAVES = ast.Break, ast.Continue, ast.Return
 _TOLD = frozenset({"print", "format", "info", "debug", "warning", "log", "write", "set_postfix", "set_description",
                    "set_postfix_str", "add_scalar", "add_scalars", "len", "range", "isinstance"})  # fmt: skip
 """Calls by which nothing of what they are given comes into the training."""
-
-
 _CLOCKS = frozenset((
     "time", "perf_counter", "monotonic", "process_time", "thread_time", "now", "utcnow", "default_timer",
 ))  # fmt: skip
+"""Calls that read one, also in nanoseconds (`time_ns`)."""
 
 
 @dataclass(frozen=True)

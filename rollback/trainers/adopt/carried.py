@@ -73,7 +73,7 @@ class Carried(ABC):
                 self.missed = True
                 return ()
             return (_decoded(state["value"]),)
-        if _is_same(self._told(read), state):  # it may be one object with another, as a module's buffer
+        if _is_same(self._told(read).get("value", _Unkept), state["value"]):  # it may be a buffer of a module, too
             return ()
         value = _decoded(state["value"])
         return () if self._in_place and _put(present, value) is present else (value,)
@@ -287,9 +287,9 @@ def _state_of(read: Read) -> dict[str, Any]:
         return {}
 
 
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Bit by bit: a NaN is a NaN."""
-    return marshal.dumps(dict(one), 2) == marshal.dumps(dict(other), 2)
+def _is_same(told: Any, other: Any) -> bool:
+    """Bit by bit: a NaN is a NaN. told: _Unkept where nothing is."""
+    return told is not _Unkept and marshal.dumps(told, 2) == marshal.dumps(other, 2)
 
 
 def _is_missing(error: Exception, name: str) -> bool:
@@ -306,7 +306,7 @@ def _put(present: Any, value: Any) -> Any:
             content = {key: _put(present.get(key), item) for key, item in value.items()}
             present.clear()
             present.update(content)
-        case (list(), list()):
+        case list(), list():
             present[:] = [_put(*pair) for pair in zip(chain(present, repeat(None)), value, strict=False)]
         case set(), set():
             present.clear()

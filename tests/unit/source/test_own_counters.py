@@ -457,6 +457,10 @@ def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
          "  f(x, s.n).backward()", "one(x, kept)", ["kept.n"]),
         ("class S:\n  def go(self): self.n += 1\nm, k = [], S()\ndef one(x, s):\n  s.go()\n  f(x, s.n).backward()",
          "one(x, k)", ["k.n"]),
+        ("class S:\n  @staticmethod\n  def put(h, x): h.append(x)\ns = S()\ndef one(x, h):\n  s.put(h, x)\n"
+         "  f(x, h).backward()", "one(x, hist)", ["hist"]),
+        ("class S:\n  @classmethod\n  def go(k): k.n += 1\ns = S()\ndef one(x, s):\n  s.go()\n  f(x, s.n).backward()",
+         "one(x, s)", []),
         # the function's own, a copy, what cannot be told
         ("def one(x, s):\n  s = {}\n  s['n'] += 1\n  f(x, s).backward()", "one(x, state)", []),
         ("def one(x, s):\n  if x: s = wrapped(s)\n  f(x, s).backward()", "one(x, state)", []),

@@ -91,6 +91,9 @@ def test_at_the_top_of_an_epoch_it_is_what_it_was_at_the_top_of_that_one() -> No
     carried.load_state_dict(kept)  # within epoch 1, which ends
     script.has = 7
     assert epoch(2) == 7
+    kept = copy.deepcopy(carried.state_dict())
+    carried.load_state_dict(kept)
+    assert carried.asked(lambda: script.has, 2) == (), "the script has it"
 
 
 def test_of_a_function_that_is_called_again_the_new_variable_counts() -> None:
