@@ -38,9 +38,17 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def both(store: Any) -> tuple[Hosts, Hosts]:
+def unrung(store: Any) -> tuple[Hosts, Hosts]:
+    """Two hosts that have not heard of it."""
     place = "127.0.0.1", store.port
     return Hosts(place, "keys", (0, 2), 0), Hosts(place, "keys", (0, 2), 2)
+
+
+@pytest.fixture
+def both(unrung: tuple[Hosts, Hosts]) -> tuple[Hosts, Hosts]:
+    """Both have heard of it: each waits for the other, however long a name server lets it wait for its connection."""
+    unrung[0].connect().set({"here/0": b"1", "here/2": b"1"})
+    return unrung
 
 
 class Shards:
@@ -106,7 +114,6 @@ def speak(
     """What a host keeps, or why nothing. at: where it stands."""
     try:
         exchange = Exchange(hosts, judge, seconds)
-        exchange._store.set({f"here/{hosts.own}": b"1"})
         write = cast(LastWrite, shards)
         writes = dict.fromkeys([at] if isinstance(at, StepEnd) else at, write)
         while True:
@@ -258,7 +265,6 @@ def test_whoever_speaks_next_for_a_host_and_stands_elsewhere_has_all_agree_anew(
     with ThreadPoolExecutor() as threads:
         job = threads.submit(speak, both[1 - gone], other, ends, at=(END, LATER))
         exchange = Exchange(both[gone], foresee, LIMIT)
-        exchange._store.set({f"here/{both[gone].own}": b"1"})
         exchange.agree(of(both[gone]), True, lambda: True, {END: cast(LastWrite, first)})
         while not other.done and not job.done():
             pass  # else it might agree anew before it has written anything, and have nothing to discard
@@ -326,7 +332,6 @@ def test_a_host_that_does_not_come_further_is_kept_where_it_stands(
     monkeypatch.setattr(exchange_module, "_ANSWER", 0.05)
     before = of(both[0], end=END._replace(step=7))
     marks = by_marks(both[1], END, before.ends[0].end)
-    both[0].connect().set({"here/2": b"1"})
     first = Shards(0, 1)
     first.step = 7
     one, other = speak_both(both, first, Shards(2, 3), told=(before, marks), at=before.ends[0].end)
@@ -341,7 +346,6 @@ def test_a_host_that_is_a_step_ahead_has_the_marks_of_the_step_before(
     monkeypatch.setattr(exchange_module, "_ANSWER", 0.05)
     before = of(both[0], end=END._replace(step=7))
     ahead = of(both[1], ends=(*of(both[1]).ends, *by_marks(both[1], before.ends[0].end).ends))
-    both[0].connect().set({"here/2": b"1"})
     first, other = Shards(0, 1), Shards(2, 3)
     first.step = 7
     one, two = speak_both(both, first, other, told=(before, ahead), at=before.ends[0].end)
@@ -355,7 +359,6 @@ def test_whoever_speaks_next_for_a_host_writes_nothing_again(both: tuple[Hosts, 
     with ThreadPoolExecutor() as threads:
         job = threads.submit(speak, both[1], other)
         exchange = Exchange(both[0], foresee, LIMIT)
-        exchange._store.set({"here/0": b"1"})
         exchange._write_shards(
             exchange.agree(of(both[0]), True, lambda: True, {END: cast(LastWrite, gone)}), cast(HostWrite, gone), bool
         )
@@ -415,12 +418,12 @@ def test_a_host_that_comes_to_be_late_while_it_makes_its_offer_makes_another_one
 
 @pytest.mark.parametrize("speaks", [0, 1])
 def test_a_host_that_has_not_heard_of_it_is_not_waited_for(
-    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch, speaks: int
+    unrung: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch, speaks: int
 ) -> None:
     monkeypatch.setattr(exchange_module, "_ANSWER", 0.05)
     monkeypatch.setattr(exchange_module, "_OFFER", LIMIT)
-    silent, began = both[1 - speaks].own, time.monotonic()
-    assert speak(both[speaks], Shards()) == f"no rank has answered (on the host of rank {silent})"
+    silent, began = unrung[1 - speaks].own, time.monotonic()
+    assert speak(unrung[speaks], Shards()) == f"no rank has answered (on the host of rank {silent})"
     assert time.monotonic() - began < LIMIT / 2
 
 
@@ -430,7 +433,6 @@ def test_a_host_that_has_nothing_to_offer_says_why(
 ) -> None:
     monkeypatch.setattr(exchange_module, "_OFFER", 0.05)
     other = both[1 - speaks]
-    other.connect().set({f"here/{other.own}": b"1"})
     other.refuse("it was in its update")
     assert speak(both[speaks], Shards()) == f"it was in its update (on the host of rank {other.own})"
 
@@ -442,32 +444,42 @@ def test_a_host_that_is_at_it_is_waited_for_until_the_time_is_over(
     for name, seconds in {"_ANSWER": 0.01, "_OFFER": 0.02, "_MARGIN": 0.01}.items():
         monkeypatch.setattr(exchange_module, name, seconds)
     other = both[1 - speaks]
-    other.connect().set({f"here/{other.own}": b"1"})
     assert speak(both[speaks], Shards(), seconds=0.3) == f"no rank has answered (on the host of rank {other.own})"
 
 
-def test_what_only_the_deciding_host_has_committed_is_taken_back(
-    both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, gone = Shards(0, 1), Shards(2, 3)
+def test_what_only_the_deciding_host_has_committed_is_taken_back(both: tuple[Hosts, Hosts]) -> None:
+    first, other = (Exchange(hosts, foresee, LIMIT) for hosts in both)
+
+    class Last(Shards):
+        """The time is over when they are committed."""
+
+        def commit_part(self, slot: int, manifest: Manifest) -> None:
+            super().commit_part(slot, manifest)
+            first._deadline = time.monotonic()
+
+    shards, gone = Last(0, 1), Shards(2, 3)
+
+    def keep() -> Manifest:
+        plan = first.agree(of(both[0]), True, lambda: True, {END: cast(LastWrite, shards)})
+        return first.keep(plan, cast(HostWrite, shards), lambda: True)
+
     with ThreadPoolExecutor() as threads:
-        job = threads.submit(speak, both[0], first, seconds=2.5)
-        exchange = Exchange(both[1], foresee, LIMIT)
-        exchange._store.set({"here/2": b"1"})
-        exchange._write_shards(exchange.agree(of(both[1]), True, lambda: True, {}), cast(HostWrite, gone), bool)
-        assert job.result(LIMIT) == "not all hosts have told in time that they have kept it"
-    assert first.done[1:] == [f"committed {MANIFEST.name}", "discarded"]
+        job = threads.submit(keep)
+        other._write_shards(other.agree(of(both[1]), True, lambda: True, {}), cast(HostWrite, gone), bool)
+        with pytest.raises(NotProved, match="not all hosts have told in time that they have kept it"):
+            job.result(LIMIT)
+    assert shards.done[1:] == [f"committed {MANIFEST.name}", "discarded"]
 
 
-def test_a_bell_reaches_all_other_hosts_and_none_but_once(both: tuple[Hosts, Hosts]) -> None:
+def test_a_bell_reaches_all_other_hosts_and_none_but_once(unrung: tuple[Hosts, Hosts]) -> None:
     rung = [threading.Event(), threading.Event()]
-    for hosts, event in zip(both, rung, strict=True):
+    for hosts, event in zip(unrung, rung, strict=True):
         hosts.wait_for_bell(event.set, lambda text: None)
-    both[1].ring()
+    unrung[1].ring()
     assert rung[0].wait(LIMIT)
-    store = both[0].connect()
+    store = unrung[0].connect()
     assert (store.get("here/0"), store.get("here/2")) == (b"1", b"1")
-    for hosts in both:
+    for hosts in unrung:
         assert hosts._bell is not None
         hosts._bell.join(LIMIT)
         assert not hosts._bell.is_alive()
