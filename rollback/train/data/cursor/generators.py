@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Mapping
 from functools import lru_cache, partial
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -11,14 +12,14 @@ import numpy as np
 import torch
 
 _DEPTH = 4  # a data set in a subset, its transforms, one of these
-_MOST = 128  # objects looked into, and items of a list
+_MOST = 128  # things that hold anything but data, and items of a list
 _DATA = frozenset((
     type(None), bool, int, float, complex, str, bytes, dict, torch.Tensor, np.ndarray, np.int32, np.int64, np.float32,
     np.float64,
 ))  # fmt: skip
 _KINDS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 _LISTS = frozenset((list, tuple))
-_LONG = 16  # a longer list is looked through once, and a longer dict is data
+_LONG = 16  # a longer list of data is looked through once, and a longer dict is data
 _SAMPLES: dict[int, tuple[int, type, type]] = {}
 """Long lists of data by their ids, as they were when they were looked through: length, types of the first and the last
 item. A data set may have all its samples in one, and it is looked into for every batch."""
@@ -31,16 +32,52 @@ class Generators:
     """
 
     def __init__(self, *owners: Any) -> None:
+        self._owners = owners
         self._found: list[Any] = []
+        self._objects: list[tuple[Any, list[Any]]] = []
+        """That were looked into, each with the values of its attributes."""
+        self._containers: list[tuple[Any, int, list[Any]]] = []
+        """Lists and dicts that were looked into, each with its length and with what it held; of data, nothing."""
         seen: set[int] = set()
         waiting = [(owner, 0) for owner in owners]
         while waiting and len(seen) < _MOST:
             thing, depth = waiting.pop(0)
             if is_generator(thing):
                 self._found += [thing] if all(thing is not known for known in self._found) else []
-            elif _may_hold(thing) and id(thing) not in seen:
+            elif depth < _DEPTH and _may_hold(thing) and id(thing) not in seen and (held := self._look_into(thing)):
                 seen.add(id(thing))
-                waiting += [(held, depth + 1) for held in _attributes(thing)] if depth < _DEPTH else []
+                waiting += [(item, depth + 1) for item in held]
+
+    def _look_into(self, thing: Any) -> list[Any]:
+        """What it holds that may be a generator, or hold one."""
+        if isinstance(thing, MethodType):
+            return [thing.__self__]
+        if isinstance(thing, partial):
+            return [thing.func, *thing.args, *thing.keywords.values()]
+        if isinstance(thing, (list, tuple)):
+            held = [] if len(thing) > _LONG and _has_data_only(thing) else [*thing[:_MOST]]
+        elif isinstance(thing, dict):
+            held = [*thing.values()]
+        else:
+            by_name = vars(thing)
+            self._objects.append((thing, [*by_name.values()]))
+            held = [by_name[name] for name in sorted(by_name)]
+        if isinstance(thing, (list, dict)):  # a tuple holds the same for ever
+            self._containers.append((thing, len(thing), held))
+        return [item for item in held if type(item) not in _DATA or type(item) in (dict, *_LISTS)]
+
+    def present(self) -> "Generators":
+        """Itself where all that was looked into holds what it held then, else what a new search finds.
+
+        A data set may make its generators when it is first read. It is asked several times in a step."""
+        for thing, held in self._objects:
+            now: Any = vars(thing)
+            if len(now) != len(held) or not all(map(is_, now.values(), held)):
+                return Generators(*self._owners)
+        for thing, length, held in self._containers:
+            if len(thing) != length or not all(map(is_, thing.values() if type(thing) is dict else thing, held)):
+                return Generators(*self._owners)
+        return self
 
     def __len__(self) -> int:
         return len(self._found)
@@ -73,8 +110,6 @@ class Generators:
 
 
 def _may_hold(thing: Any) -> bool:
-    if type(thing) in _LISTS:
-        return not _has_data_only(thing)
     if type(thing) is dict:
         return len(thing) <= _LONG
     kind: Any = type(thing)
@@ -105,17 +140,6 @@ def _has_data_only(items: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
             _SAMPLES.clear()
         _SAMPLES[id(items)] = known
     return found
-
-
-def _attributes(thing: Any) -> list[Any]:
-    if isinstance(thing, MethodType):
-        return [thing.__self__]
-    if isinstance(thing, partial):
-        return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, (list, tuple)):
-        return [item for item in thing[:_MOST] if type(item) not in _DATA]
-    held = thing.values() if type(thing) is dict else [value for _, value in sorted(vars(thing).items())]
-    return [item for item in held if type(item) not in _DATA or type(item) is dict]
 
 
 def is_generator(thing: Any) -> bool:

@@ -51,6 +51,7 @@ class MapStyleCursor(Cursor):
         self._loader = loader
         self._index_sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._generators = Generators(loader.generator, *samplers_of(self._index_sampler))
+        self._in_data = Generators(loader.dataset, loader.collate_fn)
         self._opening: dict[str, Any] = {}
         self._base_seed: int | None = None
         self._seeding: torch.Tensor | None = None
@@ -162,8 +163,9 @@ class MapStyleCursor(Cursor):
         return {"data_generators": self._owed or (self._of_reading().states() if here else [])}
 
     def _of_reading(self) -> Generators:
-        """Looked for each time: some are made when the first batch is read."""
-        return Generators(self._loader.dataset, self._loader.collate_fn)
+        """Those that are there now: some are made when the first batch is read."""
+        self._in_data = self._in_data.present()
+        return self._in_data
 
     def of_next(self) -> dict[str, Any]:
         return {"next_indices": self._next_indices()}

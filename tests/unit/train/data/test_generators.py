@@ -71,6 +71,51 @@ def test_a_generator_is_found_wherever_it_is_made_and_as_soon_as_it_is_there() -
     assert found_in(data_set) == 3
 
 
+def attribute(data: Any) -> None:
+    data.rng = random.Random(1)
+
+
+def exchanged(data: Any) -> None:
+    data.transform = SimpleNamespace(rng=random.Random(1))
+
+
+def in_a_list(data: Any) -> None:
+    data.parts.append(random.Random(1))
+
+
+def in_place_in_a_list(data: Any) -> None:
+    data.parts[0] = random.Random(1)
+
+
+def behind_samples(data: Any) -> None:
+    data.samples.insert(0, random.Random(1))
+
+
+def in_a_dict(data: Any) -> None:
+    data.by_name["crop"] = random.Random(1)
+
+
+def deep(data: Any) -> None:
+    data.parts[1][0].rng = random.Random(1)
+
+
+CHANGES = attribute, exchanged, in_a_list, in_place_in_a_list, behind_samples, in_a_dict, deep
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_is_looked_again_where_anything_has_changed_and_only_there(change: Callable[[Any], None]) -> None:
+    data = SimpleNamespace(
+        transform=SimpleNamespace(size=3), parts=[1, [SimpleNamespace()]], samples=[*range(100)], by_name={"crop": None}
+    )
+    found = Generators(data, print)
+    assert len(found) == 0
+    assert found.present() is found
+    change(data)
+    there = found.present()
+    assert len(there) == 1
+    assert there.present() is there
+
+
 def test_those_by_name_in_a_dict_are_found_and_a_dict_of_samples_is_data() -> None:
     generators_by_name = {"crop": random.Random(1), "more": {"flip": np.random.default_rng(2)}}
     assert found_in(SimpleNamespace(generators=generators_by_name)) == 2
