@@ -170,7 +170,7 @@ def healthy(job: str, seed: int) -> list[float]:
         x, y, random, loss, _ = training.step(step)
         baseline.accept(loss)
         if step >= 100 and step % 5 == 0:
-            kept.append(Known(step, x, y, random, loss, baseline.level()))
+            kept.append(Known(step, x, y, random, loss, baseline.level))
         if step >= 260 and step % 20 == 0:
             old = [known for known in kept if 64 <= step - known.step <= 230]
             rises += [(training.ask(known) - known.loss) / baseline.noise() for known in old]

@@ -20,38 +20,29 @@ _SAME = 1e-3  # in a logarithm: equal but for rounding
 
 
 class RollingWindow:
-    """The last `size` values, in order of arrival and in order of size, so that a quantile is one look-up."""
+    """The last `size` values, in order of arrival and in order of size, so that a quantile is one look-up: the value
+    below which a share of them lies is the one at that share of their number, without interpolation."""
 
-    __slots__ = ("_arrived", "_ordered", "_size")
+    __slots__ = ("_arrived", "_size", "ordered")
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self._size = size
         self._arrived: deque[float] = deque(values, maxlen=size)
-        self._ordered = sorted(self._arrived)
-
-    def __len__(self) -> int:
-        return len(self._ordered)
+        self.ordered = sorted(self._arrived)
 
     def add(self, value: float) -> None:
         """Add a value; a full window drops its oldest value."""
         if len(self._arrived) == self._size:
-            del self._ordered[bisect_left(self._ordered, self._arrived[0])]
+            del self.ordered[bisect_left(self.ordered, self._arrived[0])]
         self._arrived.append(value)
-        insort(self._ordered, value)
-
-    def quantiles(self, *fractions: float) -> list[float]:
-        """For each fraction, the value below which that share of the window lies; no interpolation."""
-        ordered, count = self._ordered, len(self._ordered)
-        return [ordered[int(fraction * count)] for fraction in fractions]
-
-    def range(self) -> float:
-        """The largest value minus the smallest."""
-        return self._ordered[-1] - self._ordered[0]
+        insort(self.ordered, value)
 
     def median(self) -> float:
-        """The median; for an even number of values, the mean of the middle two."""
-        half, odd = divmod(len(self._ordered), 2)
-        return self._ordered[half] if odd else (self._ordered[half - 1] + self._ordered[half]) / 2
+        """The median; for an even number of values, the mean of the middle two; NaN of none."""
+        if not self.ordered:
+            return math.nan
+        half, odd = divmod(len(self.ordered), 2)
+        return self.ordered[half] if odd else (self.ordered[half - 1] + self.ordered[half]) / 2
 
     def values(self) -> tuple[float, ...]:
         """Oldest first."""
@@ -70,7 +61,7 @@ class Baseline:
     smallest difference between two values that followed each other: what is rounded cannot move by less.
     """
 
-    __slots__ = ("_finest", "_last", "_level", "_noise", "_noise_before", "_tail_aware")
+    __slots__ = ("_finest", "_last", "_noise_before", "_recent", "_residuals", "_tail_aware", "level")
 
     def __init__(self, *, tail_aware: bool) -> None:
         self._tail_aware = tail_aware
@@ -80,9 +71,11 @@ class Baseline:
 
     def restart(self) -> None:
         """Forget everything: a new level begins."""
-        self._level = RollingWindow(LEVEL_WINDOW)
-        self._noise = RollingWindow(NOISE_WINDOW)
+        self._recent = RollingWindow(LEVEL_WINDOW)
+        self._residuals = RollingWindow(NOISE_WINDOW)
         self._noise_before: float | None = None
+        self.level = math.nan
+        """Median of the recent accepted values; NaN while there is none."""
 
     def begin_phase(self) -> None:
         """Forget the level. The noise so far is the least that is expected, until there is enough of the new one."""
@@ -93,27 +86,26 @@ class Baseline:
     @property
     def ready(self) -> bool:
         """Whether there are enough accepted values to judge by."""
-        return len(self._noise) >= (_FEWEST_RESIDUALS if self._noise_before is None else _FEWEST_IN_A_PHASE)
+        return len(self._residuals.ordered) >= (_FEWEST_RESIDUALS if self._noise_before is None else _FEWEST_IN_A_PHASE)
 
     def accept(self, value: float) -> None:
         """Learn from a healthy value."""
         if self._last is not None and value != self._last:
             self._finest = min(self._finest, abs(value - self._last))
         self._last = value
-        if len(self._level) >= LEVEL_WINDOW // 2:
-            self._noise.add(value - self._level.median())
-            if len(self._noise) >= 2 * _FEWEST_RESIDUALS:
+        if len(self._recent.ordered) >= LEVEL_WINDOW // 2:
+            self._residuals.add(value - self.level)
+            if len(self._residuals.ordered) >= 2 * _FEWEST_RESIDUALS:
                 self._noise_before = None
-        self._level.add(value)
-
-    def level(self) -> float:
-        """Median of the recent accepted values; only once `ready`."""
-        return self._level.median()
+        self._recent.add(value)
+        self.level = self._recent.median()
 
     def noise(self) -> float:
         """Standard deviation that normal noise of this spread would have; only once `ready`."""
-        low, median, high, tail = self._noise.quantiles(0.25, 0.5, 0.75, _TAIL)
-        ties = self._noise.range() if median in (low, high) else 0.0
+        residuals, count = self._residuals.ordered, len(self._residuals.ordered)
+        low, median, high = residuals[count // 4], residuals[count // 2], residuals[3 * count // 4]
+        tail = residuals[int(_TAIL * count)]
+        ties = residuals[-1] - residuals[0] if median in (low, high) else 0.0
         rounded = self._finest / 2 if self._finest < math.inf else 0.0
         middle = max(_IQR_TO_SIGMA * (high - low), rounded, ties / _RANGE_IN_NOISE, self._noise_before or 0.0)
         return max(middle, (tail - median) / _TAIL_TO_SIGMA) if self._tail_aware else middle
@@ -122,20 +114,20 @@ class Baseline:
         """Whether a quarter of the recent values are at the highest of them, as logarithms behind clipping are."""
         if not self.ready:
             return False
-        quarter, top = self._level.quantiles(0.75, 0.99)
-        return top - quarter < _SAME
+        recent = self._recent.ordered
+        return recent[-1] - recent[3 * len(recent) // 4] < _SAME
 
     def recent(self) -> tuple[float, ...]:
         """The accepted values whose median is the level, oldest first."""
-        return self._level.values()
+        return self._recent.values()
 
     def state_dict(self) -> dict[str, Any]:
         """Both windows, oldest first, and what is known of the noise besides."""
         return {
             "finest": self._finest if self._finest < math.inf else None,
             "last": self._last,
-            "level": list(self._level.values()),
-            "noise": list(self._noise.values()),
+            "level": list(self._recent.values()),
+            "noise": list(self._residuals.values()),
             "noise_before": self._noise_before,
         }
 
@@ -144,5 +136,6 @@ class Baseline:
         finest = state.get("finest")
         self._finest = math.inf if finest is None else finest
         self._last, self._noise_before = state.get("last"), state.get("noise_before")
-        self._level = RollingWindow(LEVEL_WINDOW, state["level"])
-        self._noise = RollingWindow(NOISE_WINDOW, state["noise"])
+        self._recent = RollingWindow(LEVEL_WINDOW, state["level"])
+        self._residuals = RollingWindow(NOISE_WINDOW, state["noise"])
+        self.level = self._recent.median()

@@ -1,6 +1,7 @@
 """The sentinel's update, which chooses the row of the table of transitions, and its state."""
 
 import math
+from statistics import median_high
 from typing import Any
 
 from rollback.config import Objective
@@ -81,7 +82,7 @@ class Sentinel:
         self._fading = Fading(self._preset.faded)
         self._seen = Seen(objective)
         self._excursion: Excursion | None = None
-        self._first_losses: list[float] = []
+        self._first_losses, self._start = list[float](), math.nan  # the first ones, and what is typical of them
         self._rising_since: int | None = None
         self._forerunner: int | None = None
         self._excused = 0
@@ -99,11 +100,11 @@ class Sentinel:
         step, loss, norm, hints = observation.step, observation.loss, observation.grad_norm, observation.hints
         self._since_epoch = min(self._since_epoch + 1, SHORTEST_EPOCH)
         self._excused, self._explaining = max(0, self._excused - 1), max(0, self._explaining - 1)
-        if hints:
+        if hints is not Hint.NONE:
             self._heed(hints)
         if (broken := observation.not_finite) is not None:
             return explain.nonfinite(step, self._onset_of_overflow(step), *broken, self._loss.recent())
-        if loss is None or (hints and Hint.SCALER_SKIPPED in hints):
+        if loss is None or (hints is not Hint.NONE and Hint.SCALER_SKIPPED in hints):
             return Verdict(Kind.HEALTHY, step)
         log_norm = math.log(norm) if norm is not None and norm > 0 else None
         if self._state is State.LEARNING:
@@ -138,7 +139,7 @@ class Sentinel:
         if step < self._asks_from or self._excused or self._state not in (State.HEALTHY, State.WATCHING):
             return None
         if (excursion := self._excursion) is not None:
-            found = about_excursion(excursion, Scale.of(self._loss.level(), self._loss.noise(), self._start()))
+            found = about_excursion(excursion, Scale.of(self._loss.level, self._loss.noise(), self._start))
         elif (rise := self._drift.unexplained()) is not None:
             found = OpenQuestion(rise.onset, rise.reference, rise.value, self._drift.noise_at_lowest)
         else:
@@ -162,14 +163,14 @@ class Sentinel:
     def settled_level(self) -> float | None:
         """The level, where nothing is up or excused; None: something is, or the level is not known yet."""
         up = self._excursion is not None or self._rising_since is not None or self._excused or self._drift.is_up
-        return None if up or self._state is not State.HEALTHY else self._loss.level()
+        return None if up or self._state is not State.HEALTHY else self._loss.level
 
     def recent(self) -> tuple[float, ...]:
         """The accepted losses whose median is the level, oldest first."""
         return self._loss.recent()
 
     def _measure(self, step: int, loss: float, log_norm: float | None) -> tuple[MeasuredObservation, Scale]:
-        scale = Scale.of(self._loss.level(), self._loss.noise(), self._start())
+        scale = Scale.of(self._loss.level, self._loss.noise(), self._start)
         return scale.read(step, loss, log_norm, self._norm_height(log_norm)), scale
 
     def _judge(self, step: int, loss: float, log_norm: float | None) -> Verdict:
@@ -199,7 +200,7 @@ class Sentinel:
         """Nothing stands out: learn from the observation, and check the slow rules."""
         self._rising_since = self._onset(reading.step) if reading.height > _RISING else None
         self._accept(reading.loss, reading.log_norm)
-        drift = self._drift.update(reading.step, reading.loss, scale.noise, scale.progress, self._start())
+        drift = self._drift.update(reading.step, reading.loss, scale.noise, scale.progress, self._start)
         if drift is not None:
             return self._call(explain.drift(reading.step, drift), reading, scale)
         return Verdict(self._move(Event.CALM), reading.step)
@@ -218,7 +219,7 @@ class Sentinel:
                 verdict = explain.spike(reading.step, excursion, found, evidence, scale, self._loss.recent())
                 return self._call(verdict, reading, scale)
             if (lasting := excursion.lasting()) and not excursion.advised:
-                found = judge_lasting(lasting, self._preset, scale, self._excuse(excursion), self._start())
+                found = judge_lasting(lasting, self._preset, scale, self._excuse(excursion), self._start)
                 if found is not None:
                     verdict = explain.spike(reading.step, excursion, found, lasting, scale, self._loss.recent())
                     return self._call(verdict, reading, scale)
@@ -310,12 +311,9 @@ class Sentinel:
         self._excursion = self._rising_since = None
         self._state = State.LEARNING
 
-    def _start(self) -> float:
-        return sorted(self._first_losses)[len(self._first_losses) // 2]
-
     def _measures_progress(self) -> bool:
         """Only once the loss's level is known."""
-        return self._seen.measures_progress(self._start(), self._loss.level(), self._loss.noise())
+        return self._seen.measures_progress(self._start, self._loss.level, self._loss.noise())
 
     def _move(self, event: Event) -> Kind:
         self._state, kind = TRANSITIONS[self._state, event]
@@ -342,7 +340,7 @@ class Sentinel:
     def _norm_height(self, log_norm: float | None) -> float | None:
         if log_norm is None or not self._norm.ready:
             return None
-        return (log_norm - self._norm.level()) / max(self._norm.noise(), _LEAST_NORM_NOISE)
+        return (log_norm - self._norm.level) / max(self._norm.noise(), _LEAST_NORM_NOISE)
 
     def _accept(self, loss: float, log_norm: float | None) -> None:
         self._loss.accept(loss)
@@ -351,6 +349,7 @@ class Sentinel:
         self._seen.update(loss, log_norm, lambda: self._loss.noise() if self._loss.ready else None)
         if len(self._first_losses) < _FIRST_LOSSES:
             self._first_losses.append(loss)
+            self._start = median_high(self._first_losses)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later verdicts depend on, as JSON types; its size is bounded."""
@@ -392,6 +391,7 @@ class Sentinel:
         self._seen.load_state_dict(state.get("seen"))
         self._excursion = Excursion.from_state(state["excursion"]) if state["excursion"] else None
         self._first_losses = list(state["first_losses"])
+        self._start = median_high(self._first_losses or [math.nan])
         self._rising_since = state["rising_since"]
         self._forerunner = state.get("forerunner")
         self._excused = state["excused"]
