@@ -66,7 +66,7 @@ class Batches:
         except Exception as error:
             self._note_failure(cursor.batch, error)
             raise
-        self._check(position, data)
+        self._check(position, data, opening)
         for code, text in cursor.remarks():
             self._record.advise(code, text)
         return data
@@ -106,7 +106,7 @@ class Batches:
             return True
         more = not self._cursor.at_end
         if self._cursor.ahead is not None:
-            self._check(self._cursor.batch, self._cursor.ahead)
+            self._check(self._cursor.batch, self._cursor.ahead, self._cursor.opening_digest())
         return self._ranks.all_of(more) if self._cursor.reads_ahead else more
 
     def may_be_marked(self) -> bool:
@@ -125,10 +125,9 @@ class Batches:
         end = cursor.epoch_end
         return self._ranks.all_of(end is not None and cursor.batch < end <= window.last + 1)
 
-    def _check(self, position: int, data: Any) -> None:
+    def _check(self, position: int, data: Any, opening: int) -> None:
         """Compare a batch that was read with the draw log, and add it there."""
-        skipped, opening = self.skips.digest_before(position), self._cursor.opening_digest()
-        self._log.check(position, self._cursor.order_digest(), data, skipped, opening)
+        self._log.check(position, self._cursor.order_digest(), data, self.skips.digest_before(position), opening)
 
     def rollback_applied(self, event: RollbackApplied) -> None:
         """The later batches are drawn again, without the batches that are skipped now. A probe has drawn nothing."""

@@ -68,7 +68,8 @@ class DrawLog:
         order: hash of its data set indices. past: from `SkipList.digest_before`. opening: see the module. Waits for the
         device only where there is something to compare.
         """
-        self._settle()
+        if self._open_one is not None:
+            self._settle(*self._open_one)
         digest, known = Digest(data), self._known(batch)
         if known is None and not digest.settled:
             self._open_one = Drawn(batch, opening, order or 0, 0, past), digest
@@ -100,16 +101,16 @@ class DrawLog:
 
     def close(self) -> None:
         """Write the last entry, and close the file."""
-        self._settle()
+        if self._open_one is not None:
+            self._settle(*self._open_one)
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _settle(self) -> None:
-        """Add the last batch, if its digest was still to come: it is on the host by now."""
-        if self._open_one is not None:
-            (drawn, digest), self._open_one = self._open_one, None
-            self._add(drawn._replace(content=digest.value or 0))
+    def _settle(self, drawn: Drawn, digest: Digest) -> None:
+        """Add the last batch, whose digest was still to come: it is on the host by now."""
+        self._open_one = None
+        self._add(drawn._replace(content=digest.value or 0))
 
     def _add(self, drawn: Drawn) -> None:
         """Write an entry."""

@@ -37,7 +37,9 @@ class Digest:
         self._coming: list[tuple[Tensor, Any]] = []
         """Copies that devices make, and the event behind each."""
         self._any = bool(leaves.tensors or leaves.plain)
-        numbers = [item for item in leaves.plain if not leaves.tensors or isinstance(item, (int, float, complex))]
+        numbers = leaves.plain
+        if leaves.tensors and numbers:
+            numbers = [item for item in numbers if isinstance(item, (int, float, complex))]
         self._hash.update(repr(numbers).encode())
         for tensor in leaves.tensors:
             self._add(tensor)
@@ -106,7 +108,10 @@ class _Leaves:
         if depth > _DEPTH or len(self.tensors) + len(self.plain) >= _LEAVES:
             self.whole = False
         elif isinstance(item, Tensor):
-            self._gather_tensor(item)
+            if is_in_one_piece(item) and not item.is_quantized and not item.is_meta:
+                self.tensors.append(item)
+            else:
+                self.whole = False
         elif isinstance(item, np.ndarray) and item.dtype.kind in "biufc":
             self.tensors.append(torch.from_numpy(np.ascontiguousarray(item, dtype=item.dtype.newbyteorder("="))))
         elif item is None or isinstance(item, (bool, int, float, complex, str, bytes)):
@@ -115,12 +120,6 @@ class _Leaves:
             self.plain.append(item.item())
         else:
             self._gather_inside(item, depth + 1)
-
-    def _gather_tensor(self, item: Tensor) -> None:
-        if is_in_one_piece(item) and not item.is_quantized and not item.is_meta:
-            self.tensors.append(item)
-        else:
-            self.whole = False
 
     def _gather_inside(self, item: Any, depth: int) -> None:
         if isinstance(item, Mapping):

@@ -77,9 +77,10 @@ class Feed:
 
     def peek(self, ahead: int = 0) -> Any:
         """Indices of the batch `ahead` batches behind the position. StopIteration if the epoch ends before."""
-        return self.neighbours.instead(
-            self.drawn(ahead).indices, self._batch + ahead, lambda: self._drawn_from(ahead + 1)
-        )
+        indices = self.drawn(ahead).indices
+        if not self.neighbours.listed:
+            return indices
+        return self.neighbours.instead(indices, self._batch + ahead, lambda: self._drawn_from(ahead + 1))
 
     def drawn(self, ahead: int = 0) -> DrawnIndices:
         """As `peek`, but as the sampler gave them: samples that are left out have not been replaced."""

@@ -168,15 +168,8 @@ class MapStyleCursor(Cursor):
         return self._in_data
 
     def of_next(self) -> dict[str, Any]:
-        return {"next_indices": self._next_indices()}
-
-    def _next_indices(self) -> str | None:
-        if not self.opened or self._unfit is not None:
-            return None
-        try:
-            return self._feed.drawn().hex_digest
-        except StopIteration:
-            return None
+        there = self.opened and self._unfit is None and not self._feed.is_over()
+        return {"next_indices": self._feed.drawn().hex_digest if there else None}
 
     def _end_epoch(self) -> None:
         super()._end_epoch()
@@ -311,7 +304,7 @@ class MapStyleCursor(Cursor):
     def _compare_next(self, state: dict[str, Any]) -> None:
         """Compares the indices of the next batch: a sampler that depends on what it was shown may differ only there."""
         same = all(state[name] == value for name, value in self._order_from.items())
-        if same and (told := state.get("next_indices")) is not None and self._next_indices() != told:
+        if same and (told := state.get("next_indices")) is not None and self.of_next()["next_indices"] != told:
             raise self._does_not_fit("other indices come next")
 
     def _last_of(self, share: list[int | None] | None) -> Any:

@@ -30,8 +30,6 @@ class Neighbours:
 
         behind: the indices of the batches behind it in its epoch, asked for only where the batch itself has none.
         """
-        if not self.listed:
-            return indices
         left_out = next((samples for first, samples in reversed(self.listed) if first <= batch), frozenset())
         if not left_out or len(left_out) >= self._length:
             return indices
