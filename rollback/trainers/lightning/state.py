@@ -8,11 +8,12 @@ put in its place.
 
 import builtins
 from collections.abc import Iterator
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollback.errors import UsageError
 from rollback.train.state.module_buffers import KEPT_ELSEWHERE
@@ -46,6 +47,7 @@ class FitState:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._rows = [LoggedRows(logger) for logger in trainer.loggers if LoggedRows.fits(logger)]
+        self._metrics = _Metrics()
         self._loaded: dict[str, Any] | None = None
         self.saved: SavedFiles | None = None
         self.ending = False
@@ -56,14 +58,14 @@ class FitState:
         """Raises UsageError for what of it cannot be kept."""
         trainer, loop, connector = self._trainer, self._loop, self._trainer._logger_connector
         return {
-            "progress": {name: attrgetter(name)(loop).state_dict() for name in _PROGRESS},
+            "progress": {name: _counts(attrgetter(name)(loop)) for name in _PROGRESS},
             "epoch": trainer.current_epoch,
             "stepped": loop._batches_that_stepped,
             "should_stop": trainer.should_stop,
             "limits": _asked_for(trainer),
             "connector": _packed({name: getattr(connector, name) for name in _CONNECTOR}, "what was logged"),
             "logged": {key: self._of_logged(item) for key, item in loop._results.items()},
-            "metrics": {name: self._of_metric(item) for name, item in self._metrics()},
+            "metrics": {name: _of_metric(item) for name, item in self._metrics.of(trainer.lightning_module)},
             "callbacks": [
                 [
                     name,
@@ -108,7 +110,7 @@ class FitState:
         trainer.should_stop = kept["should_stop"]
         vars(connector).update(self._unpacked(kept["connector"]))
         self._put_logged(kept["logged"])
-        for name, metric in self._metrics():
+        for name, metric in self._metrics.of(trainer.lightning_module):
             if name in kept["metrics"]:
                 vars(metric).update(self._unpacked(kept["metrics"][name]))
         states = {name: (state, attributes) for name, state, attributes in kept["callbacks"]}
@@ -130,11 +132,12 @@ class FitState:
             "arguments": {name: getattr(meta, name) for name in _LOGGED},
             "reduce_fx": [meta.reduce_fx.__name__, getattr(builtins, meta.reduce_fx.__name__, None) is meta.reduce_fx],
             "sync": [meta.sync.should, meta.sync.rank_zero_only],
-            "sum": self._of_metric(item),
+            "sum": _of_metric(item),
         }
 
     def _put_logged(self, kept: dict[str, Any]) -> None:
-        results, metrics, strategy = self._loop._results, dict(self._metrics()), self._trainer.strategy
+        results, strategy = self._loop._results, self._trainer.strategy
+        metrics = dict(self._metrics.of(self._trainer.lightning_module))
         for key in list(results):
             if key not in kept:
                 del results[key]
@@ -149,17 +152,6 @@ class FitState:
                 )  # fmt: skip
                 results[key].meta.sync.should = should  # not before: nothing is to be reduced now
             vars(results[key]).update(self._unpacked(item["sum"]))
-
-    def _metrics(self) -> Iterator[tuple[str, Any]]:
-        """The torchmetrics of the LightningModule, by their names in it."""
-        for name, module in self._trainer.lightning_module.named_modules():
-            if any(kind.__module__ == "torchmetrics.metric" for kind in type(module).__mro__):
-                vars(module)[KEPT_ELSEWHERE] = True
-                yield name, module
-
-    def _of_metric(self, metric: Any) -> Any:
-        states = () if vars(metric).get("is_tensor") is False else metric._defaults  # it stands for one of the module's
-        return _packed(_attributes(metric, (*states, *_METRIC)), f"the metric {type(metric).__name__}")
 
     # Others ----------------------------------------------------------------------------------------------------------
 
@@ -176,6 +168,47 @@ class FitState:
 
     def _unpacked(self, value: Any) -> Any:
         return _unpacked(value, self._trainer.strategy.root_device)
+
+
+class _Metrics:
+    """The torchmetrics of a LightningModule, by their names in it. They are asked for at each step, and looked for
+    again where some module in it has others than before."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, nn.Module]] = []
+        self._registers: list[dict[str, nn.Module | None]] = []
+        """What each of its modules has registered, if that was anything."""
+        self._lengths: list[int] = []
+        self._modules: list[nn.Module | None] = [None]
+
+    def of(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        present = chain((module,), chain.from_iterable(map(dict.values, self._registers)))
+        if [*map(len, self._registers)] != self._lengths or not all(map(is_, present, self._modules)):
+            self._look(module)
+        return self._found
+
+    def _look(self, root: nn.Module) -> None:
+        within = dict(root.named_modules())
+        self._found = [(name, module) for name, module in within.items() if _is_metric(module)]
+        for _, metric in self._found:
+            vars(metric)[KEPT_ELSEWHERE] = True
+        self._registers = [module._modules for module in within.values()]
+        self._lengths = [*map(len, self._registers)]
+        self._modules = [root, *chain.from_iterable(map(dict.values, self._registers))]
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(kind.__module__ == "torchmetrics.metric" for kind in type(module).__mro__)
+
+
+def _of_metric(metric: Any) -> Any:
+    states = () if vars(metric).get("is_tensor") is False else metric._defaults  # it stands for one of the module's
+    return _packed(_attributes(metric, (*states, *_METRIC)), f"the metric {type(metric).__name__}")
+
+
+def _counts(progress: Any) -> dict[str, Any]:
+    """What its `state_dict` has. That looks up the fields of each of these dataclasses, 300 calls in a step."""
+    return {name: _counts(value) if hasattr(value, "__dict__") else value for name, value in vars(progress).items()}
 
 
 def _attributes(item: Any, names: tuple[str, ...]) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""What is asked of Lightning at each step is the same as what a look at all of it would find."""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import pytest
+from torch import nn
+
+
+@pytest.fixture
+def state() -> Any:
+    """Its import takes seconds, which only the worker that runs these tests should spend."""
+    pytest.importorskip("lightning")
+    from rollback.trainers.lightning import state
+
+    return state
+
+
+def metric() -> nn.Module:
+    from torchmetrics import MeanMetric
+
+    return MeanMetric()
+
+
+def added(module: nn.Module) -> None:
+    module.late = metric()
+
+
+def added_deep(module: nn.Module) -> None:
+    module.inner[0].late = metric()  # type: ignore[index, operator]
+
+
+def exchanged(module: nn.Module) -> None:
+    module.inner = nn.ModuleDict({"late": metric()})
+
+
+@pytest.mark.parametrize("change", [added, added_deep, exchanged])
+def test_a_metric_is_found_as_soon_as_it_is_there(state: Any, change: Callable[[nn.Module], None]) -> None:
+    module, metrics = nn.Module(), state._Metrics()
+
+    def names(of: nn.Module) -> list[str]:
+        return [name for name, _ in metrics.of(of)]
+
+    module.inner = nn.ModuleList([nn.Linear(1, 1)])
+    module.loss = metric()
+    assert names(module) == names(module) == ["loss"]
+    change(module)
+    assert len(names(module)) == 2
+    other = nn.Sequential(metric())
+    assert names(other) == ["0"], "of another model"
+    del other[0]
+    assert names(other) == []
+
+
+def test_the_counts_of_a_loop_are_those_of_lightnings_own_state(state: Any) -> None:
+    import lightning
+
+    loop = lightning.Trainer(accelerator="cpu", logger=False).fit_loop.epoch_loop
+    loop.batch_progress.increment_ready()
+    loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
+    for name in state._PROGRESS:
+        progress = attrgetter(name)(loop)
+        assert state._counts(progress) == progress.state_dict()
