@@ -9,9 +9,10 @@ changes in between what only that rank knows. That is looked at in every step, b
 import struct
 import time
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, EndMarkPaths, Hold, StepEnd
@@ -23,6 +24,7 @@ from rollback.train.updates.backward import BackwardWatch
 TRIED = 3
 """Steps in which nothing may have changed before an early mark is left. What a GPU has is compared a step later."""
 _LATITUDE = 500_000_000  # nanoseconds
+_version = attrgetter("_version")
 _PARTS = struct.Struct("<2Q")  # the lengths of what only the rank knew, and of what it has sent
 
 
@@ -94,7 +96,8 @@ class EarlyMarks:
 
     def _versions(self) -> list[tuple[int, int]]:
         """Of what a script puts in a buffer's place torch begins to count anew; it lies elsewhere."""
-        return [(item.data_ptr(), item._version) for item in self._small_state.on_gpu]
+        on_gpu = self._small_state.on_gpu
+        return [*zip(map(Tensor.data_ptr, on_gpu), map(_version, on_gpu), strict=True)]
 
     def at_end(self, end: StepEnd, local: LocalState, part: int) -> None:
         """The step has ended, and that part of the mark tells of it. Where something has changed in it, there are no
@@ -102,7 +105,8 @@ class EarlyMarks:
         present, self._present = self._present, None
         if present is None or present.end != end:
             return
-        if present.local != local or present.buffers != self._versions() or self._was_changed_unseen():
+        changed = present.local != local or present.buffers != self._versions()
+        if changed or (self._added is not None and self._was_changed_unseen(self._added)):
             self.stop()
             return
         if on_gpu := self._small_state.on_gpu:
@@ -111,9 +115,9 @@ class EarlyMarks:
         self._longest = max(self._longest, time.monotonic_ns() - present.at)
         self._most = max(self._most, time.process_time_ns() - present.computed)
 
-    def _was_changed_unseen(self) -> bool:
+    def _was_changed_unseen(self, added: _Added) -> bool:
         """Whether something has changed buffers behind the backward of the step before, which its host cannot see."""
-        if (added := self._added) is None or self._device is None:
+        if self._device is None:
             return False
         early = self._device.added(added.early, added.end, added.length, added.at)
         at_end = self._device.added(added.at_end, added.end, added.length)

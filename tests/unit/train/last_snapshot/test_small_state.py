@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.sentinel import Sentinel
@@ -55,7 +56,7 @@ def test_what_is_shared_is_told_as_a_checkpoint_would_and_as_it_was(state: dict[
         "counters": {"step": 7}, "groups": tree.encode(told["groups"], "shared/optimizer/param_groups", expected),
     }  # fmt: skip
     expected = {name: item.clone() for name, item in expected.items()}
-    shared = SharedState(told, {})
+    shared = SharedState(told, {}, {})
     for value in state.values():
         if isinstance(value, (list, torch.Tensor, np.ndarray)):
             value[0] = 99.0
@@ -66,10 +67,10 @@ def test_what_is_shared_is_told_as_a_checkpoint_would_and_as_it_was(state: dict[
     assert all(torch.equal(tensors[name], item) for name, item in expected.items())
 
 
-def small_training() -> TrainingState:
+def small_training(data: Any = (1, 2, 3)) -> TrainingState:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainingState(model, optimizer, {}, cursor_for([1, 2, 3]), Sentinel("normal"))
+    return TrainingState(model, optimizer, {}, cursor_for(data), Sentinel("normal"))
 
 
 class Log(SharedText):
@@ -95,7 +96,7 @@ def test_a_text_that_is_the_same_on_all_ranks_is_in_no_mark_and_in_each_shard_as
     log.text += "a later one\n"
     body = local.body({}) + local.stays
     assert len(body) < len(Log.text) / 20
-    kept, _ = SmallState.of(body).local(reader.alike(), shared.texts)
+    kept, _ = SmallState.of(body).local(shared.alike, shared.texts)
     assert kept["kept"] == {"best": 0.5, "log": Log.text}
     state.kept.load_state_dict(kept["kept"])
     assert log.text == Log.text
@@ -124,7 +125,7 @@ def test_a_sum_is_told_at_a_steps_end_and_not_in_its_backward() -> None:
     assert at_end == early
     bodies = [early.body({}) + early.stays, at_end.body(told_at_end(state)) + at_end.stays]
     assert same_but_for_next(*bodies)
-    kept = [SmallState.of(body).local(reader.alike(), {})[0]["kept"] for body in bodies]
+    kept = [SmallState.of(body).local(reader.shared().alike, {})[0]["kept"] for body in bodies]
     assert kept[0] == {"best": 0.5}
     state.kept.load_state_dict(state.kept.state_dict())  # as a checkpoint has it
     assert kept[1] == tree.encode(state.kept.state_dict(), "local/kept", {})
@@ -132,6 +133,20 @@ def test_a_sum_is_told_at_a_steps_end_and_not_in_its_backward() -> None:
     state.kept.load_state_dict(tree.decode(kept[1], lambda name: torch.zeros(0)))
     assert total.value == float("inf")
     assert SmallState.of(reader.local().body({}) + early.stays).trees["kept"] == {"best": 0.5}, "not what was restored"
+
+
+def test_a_position_that_moves_behind_the_backward_is_told_as_it_is_at_the_steps_end() -> None:
+    """As where a script leaves an epoch early."""
+    state = small_training(DataLoader(range(4)))  # type: ignore[arg-type]
+    reader, cursor = SmallStateReader(state), state.cursor
+    cursor.open_epoch()
+    cursor.next()
+    early = reader.local(in_step=True)
+    cursor.end_epoch()
+    at_end = reader.local()
+    told = [SmallState.of(local.body({}) + local.stays).trees["cursor"] for local in (early, at_end)]
+    assert [(each["epoch"], each["offset"], each["opened"]) for each in told] == [(0, 1, True), (1, 0, False)]
+    assert [each["opening"] is None for each in told] == [False, True]
 
 
 def test_what_a_rank_alone_has_written_is_not_kept_without_it(memory: Path) -> None:
@@ -144,7 +159,7 @@ def test_what_a_rank_alone_has_written_is_not_kept_without_it(memory: Path) -> N
 
     def write(text: str) -> object:
         bodies = {1: local.body({}) + local.stays}
-        return HostWrite(SlotPaths(memory), bodies, reader.alike(), {"log": text}).write_part(SLOTS[0], ())
+        return HostWrite(SlotPaths(memory), bodies, reader.shared().alike, {"log": text}).write_part(SLOTS[0], ())
 
     assert write(log.text)
     assert write(f"another one's line\n{log.text}")

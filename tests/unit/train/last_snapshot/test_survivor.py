@@ -877,7 +877,7 @@ def _long_ago(guard: rollback.Guard, second: EndMark) -> None:
 
 
 def _half(guard: rollback.Guard, second: EndMark) -> None:
-    second._map[end_marks.start_of(2 + second._early) + 5000] ^= 1
+    second._map[end_marks.STARTS[2 + second._early] + 5000] ^= 1
 
 
 UNPROVED: dict[str, tuple[Callable[[rollback.Guard, EndMark], object], str]] = {
