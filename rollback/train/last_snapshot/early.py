@@ -6,7 +6,6 @@ all given to the sum: whoever has got the sums can rely on it. It stands for the
 changes in between what only that rank knows. That is looked at in every step, by every rank.
 """
 
-import struct
 import time
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, EndMarkPaths, Hold, StepEnd
 from rollback.train.last_snapshot.device import Device
-from rollback.train.last_snapshot.small_state import LocalState, SmallStateReader, same_but_for_next
+from rollback.train.last_snapshot.small_state import LocalState, SmallStateReader, same_but_for_next, split
 from rollback.train.last_snapshot.write import NotProved
 from rollback.train.updates.backward import BackwardWatch
 
@@ -25,7 +24,6 @@ TRIED = 3
 """Steps in which nothing may have changed before an early mark is left. What a GPU has is compared a step later."""
 _LATITUDE = 500_000_000  # nanoseconds
 _version = attrgetter("_version")
-_PARTS = struct.Struct("<2Q")  # the lengths of what only the rank knew, and of what it has sent
 
 
 class _Present(NamedTuple):
@@ -85,7 +83,7 @@ class EarlyMarks:
 
     def _leave(self, present: _Present, hold: Hold) -> bool:
         local, on_gpu = present.local, self._small_state.on_gpu
-        body, proved = mark_body(b"", local.body({})), self._tried >= TRIED + bool(on_gpu)
+        body, proved = local.body({}), self._tried >= TRIED + bool(on_gpu)
         if not (proved or on_gpu) or len(body) + len(local.stays) > end_marks.MOST:
             return False
         added = sum(item.nbytes for item in on_gpu) if on_gpu else None
@@ -174,15 +172,3 @@ def require_quiet(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> No
         early, body = end_marks.read_early(paths, rank).get(end), end_marks.read_ends(paths, rank).get(end)
         if early is None or body is None or not same_but_for_next(split(early.body)[1], split(body)[1]):
             raise NotProved(f"behind the backward of step {end.step} rank {rank} changed what only it knows")
-
-
-def mark_body(sent: bytes, local: bytes) -> bytes:
-    """A mark's content. sent: what the rank has told the others of the step; none in an early mark."""
-    return b"".join((_PARTS.pack(len(local), len(sent)), local, sent))
-
-
-def split(body: bytes) -> tuple[bytes, bytes]:
-    """Both parts of a mark's content, where what stays is behind it: with that, what only the rank knew."""
-    local, sent = _PARTS.unpack_from(body)
-    start = _PARTS.size + local
-    return body[start : start + sent], body[_PARTS.size : start] + body[start + sent :]

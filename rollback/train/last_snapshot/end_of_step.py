@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from rollback.train.last_snapshot.early import mark_body
 from rollback.train.last_snapshot.small_state import KEPT, LocalState
 from rollback.train.state.state import TrainingState
 
@@ -22,8 +21,8 @@ def content_of(
     sent: `Pulse.sent`. at_end: see `told_at_end`. on_gpu: the last bytes of `local`.
     """
     if isinstance(sent, Tensor):
-        return mark_body(bytes(sent.nbytes), local.body(at_end)), (*on_gpu, sent)
-    return mark_body(sent, local.body(at_end)), on_gpu
+        return local.body(at_end, bytes(sent.nbytes)), (*on_gpu, sent)
+    return local.body(at_end, sent), on_gpu
 
 
 def told_at_end(state: TrainingState) -> dict[str, Any]:

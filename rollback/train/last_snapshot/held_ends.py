@@ -1,6 +1,7 @@
 """Where a rank stands: at the end of a step, behind which nothing has begun to change the state."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from rollback.checkpoints.fast_tier.end_marks import StepEnd
@@ -36,7 +37,7 @@ class HeldEnds:
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
-        self._parameters = list(state.model.parameters())
+        self._versions = partial(versions_of, list(state.model.parameters()), state.optimizer)
         self._ends: tuple[HeldEnd, ...] = ()
         self.changes = 0
         """How often something has begun to change the state. Whoever is about to, adds one."""
@@ -75,6 +76,3 @@ class HeldEnds:
             step = ends[0].held.end.step
             raise NotProved(f"weights or optimizer are not those of step {step} any more")
         return same
-
-    def _versions(self) -> int:
-        return versions_of(self._parameters, self._state.optimizer)

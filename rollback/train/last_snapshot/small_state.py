@@ -41,7 +41,7 @@ _SHARED = {
 }  # fmt: skip
 _MOVING = "offset", "batch", "last_indices"
 """What of a position is another one in each step: whole numbers and a text, or nothing."""
-_LENGTHS = struct.Struct("<2Q")  # of a text, and of the bytes that it tells of
+_LENGTHS = struct.Struct("<2Q")  # of a text, and of the bytes that it tells of; of all these, and of what was sent
 _NOTHING = b"{}]"  # the end of a text that tells nothing of the step's end
 KEPT = "kept at end"
 _MOST = 1 << 20  # bytes of the tensors of another object
@@ -69,9 +69,13 @@ class LocalState(NamedTuple):
     stays: bytes = b""
     """What belongs behind `body`: the same object for as long as nothing of it changes."""
 
-    def body(self, at_end: Mapping[str, Any]) -> bytes:
-        """A mark's content without what stays. at_end: what is known there alone, if it is one's."""
-        return _joined(f"[{self.text},{_encode(at_end) if at_end else '{}'}]", self.stored)
+    def body(self, at_end: Mapping[str, Any], sent: bytes = b"") -> bytes:
+        """A mark's content without what stays. at_end: what is known at a step's end alone. sent: what the rank has
+        told the others of the step. An early mark has neither."""
+        text, stored = f"[{self.text},{_encode(at_end) if at_end else '{}'}]".encode(), self.stored
+        lengths = _LENGTHS.pack(len(text), len(stored))
+        length = len(lengths) + len(text) + len(stored)
+        return b"".join((_LENGTHS.pack(length, len(sent)), lengths, text, stored, sent))
 
 
 class SharedState:
@@ -159,7 +163,8 @@ class SmallStateReader:
 
     def _join_what_stays(self) -> None:
         """Of which buffers there are bytes, and the epoch's opening."""
-        self._stays = _joined(f"[{self._of_buffers},{self._opening.text}]", self._opening.stored)
+        text, stored = f"[{self._of_buffers},{self._opening.text}]".encode(), self._opening.stored
+        self._stays = b"".join((_LENGTHS.pack(len(text), len(stored)), text, stored))
 
     def shared(self) -> SharedState:
         """A copy: nothing changes it later. What of it belongs to `local` is as when that was read."""
@@ -366,16 +371,17 @@ def same_but_for_next(early: bytes, end: bytes) -> bool:
     return others == others_end and told.endswith(_NOTHING) and told_end.startswith(told.removesuffix(_NOTHING))
 
 
-def _joined(text: str, stored: bytes) -> bytes:
-    """Text and bytes that it tells of."""
-    told = text.encode()
-    return b"".join((_LENGTHS.pack(len(told), len(stored)), told, stored))
+def split(body: bytes) -> tuple[bytes, bytes]:
+    """Both parts of a mark's content, where what stays is behind it: what was sent, and with what stays what only the
+    rank knew. Raises ValueError."""
+    local, sent, stays = _parted(body)
+    return sent, local + stays
 
 
 def _parted(joined: bytes) -> tuple[bytes, bytes, bytes]:
-    """The text, the bytes that it tells of, and what comes behind them. Raises ValueError."""
-    told, length = _LENGTHS.unpack_from(joined)
-    start, end = _LENGTHS.size + told, _LENGTHS.size + told + length
+    """Two things, as a text and the bytes that it tells of, and what comes behind them. Raises ValueError."""
+    first, second = _LENGTHS.unpack_from(joined)
+    start, end = _LENGTHS.size + first, _LENGTHS.size + first + second
     if end > len(joined):
         raise ValueError(f"{len(joined)} bytes, and {end} are told of")
     return joined[_LENGTHS.size : start], joined[start:end], joined[end:]
