@@ -145,7 +145,10 @@ class SmallStateReader:
             "of_data": cursor.of_data(), "random": random,
             "nonfinite": state.finite.left_alone or {}, "parts": [*map(len, parts)], "cursor": steady,
         }  # fmt: skip
-        key = _key_of(told)
+        try:
+            key = marshal.dumps(told, _MARSHAL)  # it tells the types and bits of plain values, and is never read
+        except ValueError:  # there are tensors or the like in it
+            key = None
         if key is None or key != self._rest.source:
             self._rest = _Unchanged.of(key, told)
         scattered = map(_bytes_of, self._scattered) if self._scattered else ()
@@ -158,7 +161,10 @@ class SmallStateReader:
         if (opening := position.pop("opening", None)) is not self._opening.source:
             self._opening = _Unchanged.of(opening, {"opening": opening})
             self._join_what_stays()
-        moving = {name: position.pop(name) for name in _MOVING if name in position}
+        moving = {}
+        for name in _MOVING:
+            if name in position:
+                moving[name] = position.pop(name)
         return position, _encode(moving)
 
     def _join_what_stays(self) -> None:
@@ -263,14 +269,6 @@ class _Unchanged(NamedTuple):
         trees, tensors = _small(told, _LOCAL)
         text = f"[{_encode(trees)},{_encode(_table(tensors)) if tensors else '[]'}]"
         return cls(source, text, b"".join(map(_bytes_of, tensors.values())))
-
-
-def _key_of(told: Any) -> bytes | None:
-    """It tells the types and bits of plain values, and is never read. None: there are tensors or the like in it."""
-    try:
-        return marshal.dumps(told, _MARSHAL)
-    except ValueError:
-        return None
 
 
 def _copy_of(told: Any) -> bytes | None:

@@ -31,7 +31,10 @@ class Broadcasts:
 
     def told(self) -> dict[str, list[bool]]:
         """For a checkpoint: by module, whether the next forward of each DDP in it begins so."""
-        return {owner: [*map(_is_due, wrappers)] for owner, wrappers in self._wrappers.items()}
+        told = {}
+        for owner, wrappers in self._wrappers.items():
+            told[owner] = [*map(_is_due, wrappers)]
+        return told
 
     def put_back(self, told: Mapping[str, list[bool]]) -> None:
         """Make it so again, where the script wraps its modules as it did then."""
