@@ -45,6 +45,8 @@ _NO_HEAD = bytes(_HEAD)
 _PART = (MOST + _HEAD + 4095) // 4096 * 4096
 _EARLY = 2  # behind both halves, and two as well
 PARTS = 2 * _EARLY
+STARTS = [4096 + part * _PART for part in range(PARTS)]
+"""Where each part begins in the file: at its checksum, eight bytes that are zero while there is nothing."""
 _STATUS = struct.Struct("<8Q")  # checksum, digest, a StepEnd
 _LEFT_AT = 2048  # in the first page
 _STOPPED_AT, _STOPPED_MOST = 2056, 2000
@@ -187,14 +189,14 @@ class EndMark:
 
     def withdraw(self) -> None:
         """The newest early mark does not hold: this rank does not come to that step's end as it should."""
-        start = start_of(_EARLY + self._early)
+        start = STARTS[_EARLY + self._early]
         self._map[start : start + _HEAD] = _NO_HEAD
 
     def _put(self, part: int, body: bytes, stays: bytes, end: StepEnd, hold: Hold, added: int | None) -> int:
         if self._digest[0] is not stays:
             self._digest = stays, xxhash.xxh3_64_intdigest(stays)
         numbers = _NUMBERS.pack(len(stays), len(body), 0 if added is None else 1 + added, *end, *hold)
-        start = start_of(part)
+        start = STARTS[part]
         content, rest = start + _HEAD, start + _HEAD + len(stays)
         self._map[start:content] = _NO_HEAD  # nothing, until all of it is there
         if self._stays[part] is not stays:
@@ -239,11 +241,6 @@ def new_memory(path: Path, size: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def start_of(part: int) -> int:
-    """Where a part begins in the file: at its checksum, eight bytes that are zero while there is nothing."""
-    return 4096 + part * _PART
 
 
 def place_of_added(part: int) -> tuple[int, int]:
@@ -311,14 +308,14 @@ def _read_added(paths: EndMarkPaths, rank: int, part: int, end: StepEnd, hold: H
     if _read(paths.added(rank), stamp, _CHECK.size) != _CHECK.pack(stamp_of(end, hold.at)):
         return None
     added = _read(paths.added(rank), place, length)
-    head = _read(paths.mark(rank), start_of(part) + _CHECK.size, _NUMBERS.size)
+    head = _read(paths.mark(rank), STARTS[part] + _CHECK.size, _NUMBERS.size)
     still = bool(head) and _NUMBERS.unpack(head)[3:] == (*end, *hold)
     return added if len(added) == length and still else None
 
 
 def whole_part(read: Callable[[int, int], bytes], part: int) -> bytes | None:
     """The bytes of a part, if it is whole. read: bytes of the mark from a place on, so many or none."""
-    start = start_of(part)
+    start = STARTS[part]
     if not (head := read(start, _HEAD)):
         return None
     numbers = head[_CHECK.size :]

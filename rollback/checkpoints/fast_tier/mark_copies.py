@@ -27,7 +27,6 @@ from rollback.system.durable import write_file
 
 _STATUS_AT, _STATUS = 2048, 2048  # in the first page: whether the rank has left, or stopped to leave marks
 _NOTHING = bytes(_STATUS)
-_STARTS = [end_marks.start_of(part) for part in range(end_marks.PARTS)]
 _CHECK, _NO_CHECK = 8, bytes(8)
 _WORD = struct.Struct("<3Q")  # see `FedMarks.hear`; the last number: when this host heard no more, or 0
 _NEVER = 1 << 62
@@ -81,7 +80,7 @@ class NewsOfMarks:
             if status != self._seen.get((rank, _STATUS_AT), _NOTHING):
                 self._seen[rank, _STATUS_AT] = status
                 found.append(MarkPiece(rank, _STATUS_AT, status))
-            for part, start in enumerate(_STARTS):
+            for part, start in enumerate(end_marks.STARTS):
                 seen = self._seen.get((rank, start), _NO_CHECK)
                 if (check := mark[start : start + _CHECK]) == seen:
                     continue

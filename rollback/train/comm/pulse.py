@@ -126,7 +126,6 @@ class Pulse:
         if self._work is not None and not self._cuda:
             self._work.wait()
 
-    @property
     def sent(self) -> bytes | Tensor:
         """What this rank has put into the beat under way; empty: none is under way. On a device where it is composed
         there: then a copy, which nothing changes."""

@@ -10,6 +10,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,32 +40,33 @@ class RawRandom:
         """
         state = torch.default_generator.get_state()
         told: dict[str, Any] = {"gauss_next": random._inst.gauss_next}  # type: ignore[attr-defined]
-        parts = [_memory_at(state.data_ptr(), state.nbytes).raw, self._python()]
+        parts = [state.numpy().tobytes(), self._python()]
         if numpy := sys.modules.get("numpy"):
-            words, told["numpy"] = self._read_numpy(numpy)
+            if (source := numpy.random.get_bit_generator()) is not self._source:
+                numpy_state()  # raises where there is another kind of generator, in whose place there is less memory
+                self._source, self._words = source, _twister_at(source.ctypes.state_address)
+            words = self._words.raw
+            before, rest = self._numpy
+            if words != before or not rest or rest[1]:  # without a number in hand only a draw makes one, or a restore
+                rest = _rest_of(numpy)
+                self._numpy = words, rest
+            told["numpy"] = rest
             parts.append(words)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             on_gpus = [generator.get_state() for generator in torch.cuda.default_generators]
             told["cuda"], told["device"] = len(on_gpus), torch.cuda.current_device()
-            parts += [_memory_at(state.data_ptr(), state.nbytes).raw for state in on_gpus]
+            parts += [state.numpy().tobytes() for state in on_gpus]
         return told, parts
 
     def forget(self) -> None:
         """The states were restored."""
         self._numpy = b"", []
 
-    def _read_numpy(self, numpy: Any) -> tuple[bytes, list[Any]]:
-        """Words, and what else there is: the state has a number that was drawn and not given out yet, or has not."""
-        if (source := numpy.random.get_bit_generator()) is not self._source:
-            numpy_state()  # raises where there is another kind of generator, in whose place there is less memory
-            self._source, self._words = source, _memory_at(source.ctypes.state_address)
-        words = self._words.raw
-        before, rest = self._numpy
-        if words != before or not rest or rest[1]:  # without such a number, only a draw makes one, or a restore
-            state = numpy.random.get_state(legacy=False)
-            rest = [str(state["bit_generator"]), int(state["has_gauss"]), float(state["gauss"])]
-            self._numpy = words, rest
-        return words, rest
+
+def _rest_of(numpy: Any) -> list[Any]:
+    """What NumPy's state has beside the words: a number in hand, drawn and not given out yet, or none."""
+    state = numpy.random.get_state(legacy=False)
+    return [str(state["bit_generator"]), int(state["has_gauss"]), float(state["gauss"])]
 
 
 def tree_of(told: dict[str, Any], parts: list[bytes]) -> dict[str, Any]:
@@ -95,17 +97,14 @@ def _int64(words: bytes) -> Tensor:
     return torch.frombuffer(array("q", array("I", words)), dtype=torch.int64)
 
 
-def _memory_at(address: int, size: int = _TWISTER) -> "ctypes.Array[ctypes.c_char]":
-    """A Mersenne twister's memory, or more: whoever keeps this keeps what owns it."""
-    return (ctypes.c_char * size).from_address(address)  # ctypes keeps the type
+def _twister_at(address: int) -> "ctypes.Array[ctypes.c_char]":
+    """A Mersenne twister's memory: whoever keeps this keeps what owns it."""
+    return (ctypes.c_char * _TWISTER).from_address(address)
 
 
 def _python_reader() -> Callable[[], bytes]:
     """Reads Python's words, the number of the next one first: from memory, if they are found to be there."""
-    words = _memory_at(id(random._inst) + object.__basicsize__)
-
-    def from_memory() -> bytes:
-        return words.raw
+    from_memory = partial(bytes, _twister_at(id(random._inst) + object.__basicsize__))
 
     def by_asking() -> bytes:
         *words, following = random.getstate()[1]

@@ -6,24 +6,24 @@ all given to the sum: whoever has got the sums can rely on it. It stands for the
 changes in between what only that rank knows. That is looked at in every step, by every rank.
 """
 
-import struct
 import time
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, EndMarkPaths, Hold, StepEnd
 from rollback.train.last_snapshot.device import Device
-from rollback.train.last_snapshot.small_state import LocalState, SmallStateReader, same_but_for_next
+from rollback.train.last_snapshot.small_state import LocalState, SmallStateReader, same_but_for_next, split
 from rollback.train.last_snapshot.write import NotProved
 from rollback.train.updates.backward import BackwardWatch
 
 TRIED = 3
 """Steps in which nothing may have changed before an early mark is left. What a GPU has is compared a step later."""
 _LATITUDE = 500_000_000  # nanoseconds
-_PARTS = struct.Struct("<2Q")  # the lengths of what only the rank knew, and of what it has sent
+_version = attrgetter("_version")
 
 
 class _Present(NamedTuple):
@@ -83,7 +83,7 @@ class EarlyMarks:
 
     def _leave(self, present: _Present, hold: Hold) -> bool:
         local, on_gpu = present.local, self._small_state.on_gpu
-        body, proved = mark_body(b"", local.body({})), self._tried >= TRIED + bool(on_gpu)
+        body, proved = local.body({}), self._tried >= TRIED + bool(on_gpu)
         if not (proved or on_gpu) or len(body) + len(local.stays) > end_marks.MOST:
             return False
         added = sum(item.nbytes for item in on_gpu) if on_gpu else None
@@ -94,7 +94,8 @@ class EarlyMarks:
 
     def _versions(self) -> list[tuple[int, int]]:
         """Of what a script puts in a buffer's place torch begins to count anew; it lies elsewhere."""
-        return [(item.data_ptr(), item._version) for item in self._small_state.on_gpu]
+        on_gpu = self._small_state.on_gpu
+        return [*zip(map(Tensor.data_ptr, on_gpu), map(_version, on_gpu), strict=True)]
 
     def at_end(self, end: StepEnd, local: LocalState, part: int) -> None:
         """The step has ended, and that part of the mark tells of it. Where something has changed in it, there are no
@@ -102,7 +103,8 @@ class EarlyMarks:
         present, self._present = self._present, None
         if present is None or present.end != end:
             return
-        if present.local != local or present.buffers != self._versions() or self._was_changed_unseen():
+        changed = present.local != local or present.buffers != self._versions()
+        if changed or (self._added is not None and self._was_changed_unseen(self._added)):
             self.stop()
             return
         if on_gpu := self._small_state.on_gpu:
@@ -111,9 +113,9 @@ class EarlyMarks:
         self._longest = max(self._longest, time.monotonic_ns() - present.at)
         self._most = max(self._most, time.process_time_ns() - present.computed)
 
-    def _was_changed_unseen(self) -> bool:
+    def _was_changed_unseen(self, added: _Added) -> bool:
         """Whether something has changed buffers behind the backward of the step before, which its host cannot see."""
-        if (added := self._added) is None or self._device is None:
+        if self._device is None:
             return False
         early = self._device.added(added.early, added.end, added.length, added.at)
         at_end = self._device.added(added.at_end, added.end, added.length)
@@ -170,15 +172,3 @@ def require_quiet(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> No
         early, body = end_marks.read_early(paths, rank).get(end), end_marks.read_ends(paths, rank).get(end)
         if early is None or body is None or not same_but_for_next(split(early.body)[1], split(body)[1]):
             raise NotProved(f"behind the backward of step {end.step} rank {rank} changed what only it knows")
-
-
-def mark_body(sent: bytes, local: bytes) -> bytes:
-    """A mark's content. sent: what the rank has told the others of the step; none in an early mark."""
-    return b"".join((_PARTS.pack(len(local), len(sent)), local, sent))
-
-
-def split(body: bytes) -> tuple[bytes, bytes]:
-    """Both parts of a mark's content, where what stays is behind it: with that, what only the rank knew."""
-    local, sent = _PARTS.unpack_from(body)
-    start = _PARTS.size + local
-    return body[start : start + sent], body[_PARTS.size : start] + body[start + sent :]

@@ -1,7 +1,8 @@
 """Where a rank stands: at the end of a step, behind which nothing has begun to change the state."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 from rollback.checkpoints.fast_tier.end_marks import StepEnd
 from rollback.train.last_snapshot.device import Read
@@ -18,7 +19,6 @@ class HeldEnd(NamedTuple):
     changes: int
     versions: int
     small: SharedState
-    alike: Mapping[str, Any]
     digest: int | None
     """Of the parameters and the optimizer's tensors, where a script may write to them and torch does not count it:
     in an attempt's first steps, and in the work between two epochs. None: not needed."""
@@ -37,19 +37,16 @@ class HeldEnds:
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
-        self._parameters = list(state.model.parameters())
+        self._versions = partial(versions_of, list(state.model.parameters()), state.optimizer)
         self._ends: tuple[HeldEnd, ...] = ()
         self.changes = 0
-        """How often something has begun to change the state."""
+        """How often something has begun to change the state. Whoever is about to, adds one."""
 
-    def note_change(self) -> None:
-        """The state is about to change, or what belongs to the last step's end is."""
-        self.changes += 1
-
-    def add(self, end: StepEnd, small: SharedState, alike: Mapping[str, Any], digest: int | None) -> None:
+    def add(self, end: StepEnd, small: SharedState, digest: int | None) -> None:
         """The state is that of this end."""
-        before = self._ends[:1] if self.still and self._ends[0].end != end else ()
-        self._ends = HeldEnd(end, self.changes, self._versions(), small, alike, digest), *before
+        ends = self._ends
+        before = ends[:1] if ends and ends[0].end != end and self.is_still(ends[0]) else ()
+        self._ends = HeldEnd(end, self.changes, self._versions(), small, digest), *before
 
     @property
     def newest(self) -> HeldEnd | None:
@@ -79,6 +76,3 @@ class HeldEnds:
             step = ends[0].held.end.step
             raise NotProved(f"weights or optimizer are not those of step {step} any more")
         return same
-
-    def _versions(self) -> int:
-        return versions_of(self._parameters, self._state.optimizer)

@@ -159,7 +159,7 @@ class Keeper:
         held = common.held
         return LastWrite(
             self._run, self._state, self._snapshots, held.end, common.marks.bodies, held.small,
-            held.alike, digests, self._read, lambda: self._held.require_unchanged(held),
+            digests, self._read, lambda: self._held.require_unchanged(held),
         )  # fmt: skip
 
     def _await_common_ends(self, deadline: float) -> list[CommonEnd]:

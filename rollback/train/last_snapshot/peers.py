@@ -12,7 +12,8 @@ import psutil
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.train.comm.ranks import Ranks
-from rollback.train.last_snapshot.early import of_gone, of_living, require_quiet, split
+from rollback.train.last_snapshot.early import of_gone, of_living, require_quiet
+from rollback.train.last_snapshot.small_state import split
 from rollback.train.last_snapshot.write import NotProved
 from rollback.wording import ranks_in_words
 

@@ -10,7 +10,7 @@ import ctypes
 import json
 import marshal
 import struct
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -41,7 +41,7 @@ _SHARED = {
 }  # fmt: skip
 _MOVING = "offset", "batch", "last_indices"
 """What of a position is another one in each step: whole numbers and a text, or nothing."""
-_LENGTHS = struct.Struct("<2Q")  # of a text, and of the bytes that it tells of
+_LENGTHS = struct.Struct("<2Q")  # of a text, and of the bytes that it tells of; of all these, and of what was sent
 _NOTHING = b"{}]"  # the end of a text that tells nothing of the step's end
 KEPT = "kept at end"
 _MOST = 1 << 20  # bytes of the tensors of another object
@@ -69,9 +69,13 @@ class LocalState(NamedTuple):
     stays: bytes = b""
     """What belongs behind `body`: the same object for as long as nothing of it changes."""
 
-    def body(self, at_end: Mapping[str, Any]) -> bytes:
-        """A mark's content without what stays. at_end: what is known there alone, if it is one's."""
-        return _joined(f"[{self.text},{_encode(at_end) if at_end else '{}'}]", self.stored)
+    def body(self, at_end: Mapping[str, Any], sent: bytes = b"") -> bytes:
+        """A mark's content without what stays. at_end: what is known at a step's end alone. sent: what the rank has
+        told the others of the step. An early mark has neither."""
+        text, stored = f"[{self.text},{_encode(at_end) if at_end else '{}'}]".encode(), self.stored
+        lengths = _LENGTHS.pack(len(text), len(stored))
+        length = len(lengths) + len(text) + len(stored)
+        return b"".join((_LENGTHS.pack(length, len(sent)), lengths, text, stored, sent))
 
 
 class SharedState:
@@ -81,9 +85,12 @@ class SharedState:
     asking it raises UsageError for what a checkpoint cannot keep, which the guard has refused before.
     """
 
-    def __init__(self, told: dict[str, Any], texts: Mapping[str, str]) -> None:
+    def __init__(self, told: dict[str, Any], texts: Mapping[str, str], alike: Mapping[str, Any]) -> None:
         self.texts = texts
         """Of the kept values, by name."""
+        self.alike = alike
+        """What is the same in the `local` trees of all ranks: which buffers there are, and whether the next forward
+        broadcasts them. Nothing changes it."""
         self._told: bytes | tuple[dict[str, Any], dict[str, Tensor]]
         if (copied := _copy_of(told)) is not None:
             self._told = copied
@@ -107,7 +114,8 @@ class SmallStateReader:
         self._random = RawRandom()
         self._rest = _Unchanged(None, "", b"")
         self._opening = _Unchanged.of(None, {"opening": None})
-        self._position: _Position | None = None
+        self._position: tuple[tuple[int, int, int, bool], dict[str, Any], str] | None = None
+        """Where the cursor stands in the step in progress, and what `_find_position` found there."""
         self._registers: _Registers | None = None
         self._views: list[memoryview] = []
         self._scattered: list[Tensor] = []
@@ -115,7 +123,7 @@ class SmallStateReader:
         self.on_gpu: list[Tensor] = []
         """Buffers whose bytes `local` does not have: the GPU is further behind. There are as many zeros at its end."""
         self._of_buffers = ""
-        self._stays: tuple[_Unchanged, str, bytes] = self._opening, "", b""
+        self._stays = b""
         self._buffer_trees: dict[str, Any] = {}
 
     def local(self, *, in_step: bool = False) -> LocalState:
@@ -127,59 +135,53 @@ class SmallStateReader:
         values = state.kept.of_rank()
         kept = _copy_of(values)
         parts.append(marshal.dumps(plain(values), _MARSHAL) if kept is None else kept)
-        position = self._find_position(keep=in_step)
+        cursor, position = state.cursor, self._position
+        place = cursor.epoch, cursor.offset, cursor.batch, cursor.opened
+        if position is None or in_step or position[0] != place:
+            position = place, *self._find_position()
+        self._position = position if in_step else None  # the step's end finds it again
+        _, steady, moving = position
         told = {
-            "of_data": state.cursor.of_data(), "random": random,
-            "nonfinite": state.finite.left_alone or {}, "parts": [*map(len, parts)], "cursor": position.steady,
+            "of_data": cursor.of_data(), "random": random,
+            "nonfinite": state.finite.left_alone or {}, "parts": [*map(len, parts)], "cursor": steady,
         }  # fmt: skip
-        rest = self._encode_rest(told)
-        scattered = map(_bytes_of, self._scattered) if self._scattered else ()
-        stored = b"".join((*parts, rest.stored, *self._views, *scattered, self._instead))
-        return LocalState(f"{rest.text},{position.moving}", stored, self._find_what_stays())
-
-    def alike(self) -> dict[str, Any]:
-        """What is the same in the `local` trees of all ranks, when `local` was read: which buffers there are, and
-        whether the next forward broadcasts them. Nothing changes it."""
-        return {**self._buffer_trees, "broadcasts": self._state.broadcasts.told()}
-
-    def _find_what_stays(self) -> bytes:
-        """Of which buffers there are bytes, and the epoch's opening."""
-        opening, of_buffers, stays = self._stays
-        if opening is not self._opening or of_buffers is not self._of_buffers:
-            opening, of_buffers = self._opening, self._of_buffers
-            stays = _joined(f"[{of_buffers},{opening.text}]", opening.stored)
-            self._stays = opening, of_buffers, stays
-        return stays
-
-    def _encode_rest(self, told: dict[str, Any]) -> "_Unchanged":
-        """What mostly is as it was before."""
-        key = _key_of(told)
+        try:
+            key = marshal.dumps(told, _MARSHAL)  # it tells the types and bits of plain values, and is never read
+        except ValueError:  # there are tensors or the like in it
+            key = None
         if key is None or key != self._rest.source:
             self._rest = _Unchanged.of(key, told)
-        return self._rest
+        scattered = map(_bytes_of, self._scattered) if self._scattered else ()
+        stored = b"".join((*parts, self._rest.stored, *self._views, *scattered, self._instead))
+        return LocalState(f"{self._rest.text},{moving}", stored, self._stays)
 
-    def _find_position(self, *, keep: bool) -> "_Position":
-        """The cursor's position. keep: the step's end will find it again."""
-        cursor, found = self._state.cursor, self._position
-        place = cursor.epoch, cursor.offset, cursor.batch, cursor.opened
-        if found is None or keep or found.place != place:
-            position = cursor.position()
-            if (opening := position.pop("opening", None)) is not self._opening.source:
-                self._opening = _Unchanged.of(opening, {"opening": opening})
-            moving = {name: position.pop(name) for name in _MOVING if name in position}
-            found = _Position(place, position, _encode(moving))
-        self._position = found if keep else None
-        return found
+    def _find_position(self) -> tuple[dict[str, Any], str]:
+        """The cursor's position without the epoch's opening: what of it mostly stays, and as JSON what moves."""
+        position = self._state.cursor.position()
+        if (opening := position.pop("opening", None)) is not self._opening.source:
+            self._opening = _Unchanged.of(opening, {"opening": opening})
+            self._join_what_stays()
+        moving = {}
+        for name in _MOVING:
+            if name in position:
+                moving[name] = position.pop(name)
+        return position, _encode(moving)
+
+    def _join_what_stays(self) -> None:
+        """Of which buffers there are bytes, and the epoch's opening."""
+        text, stored = f"[{self._of_buffers},{self._opening.text}]".encode(), self._opening.stored
+        self._stays = b"".join((_LENGTHS.pack(len(text), len(stored)), text, stored))
 
     def shared(self) -> SharedState:
-        """A copy: nothing changes it later."""
+        """A copy: nothing changes it later. What of it belongs to `local` is as when that was read."""
         state = self._state
-        groups = [group.copy() for group in state.optimizer.param_groups]
+        groups = [*map(dict.copy, state.optimizer.param_groups)]
         for group in groups:
             del group["params"]
-        objects = {name: item.state_dict() for name, item in state.objects.items()}
+        objects = {name: item.state_dict() for name, item in state.objects.items()} if state.objects else {}
         told = {"objects": objects, "counters": vars(state.counters), "gradients": state.gradients.told()}
-        return SharedState({**told, "groups": groups}, state.kept.shared_texts())
+        alike = {**self._buffer_trees, "broadcasts": state.broadcasts.told()}
+        return SharedState({**told, "groups": groups}, state.kept.shared_texts(), alike)
 
     def forget(self) -> None:
         """The cursor was put elsewhere, and the random states were restored."""
@@ -200,6 +202,7 @@ class SmallStateReader:
         self._instead = bytes(sum(item.nbytes for item in self.on_gpu))
         self._of_buffers = _encode(_table({**in_one_piece, **scattered, **on_gpu}))
         self._buffer_trees = {name: image.local[name] for name in ("buffers", "nonpersistent_buffers")}
+        self._join_what_stays()
 
     def why_not_copied(self) -> str | None:
         """Why the state of this job is not copied at every step, in words; None: it is."""
@@ -243,26 +246,15 @@ class _Registers:
         self._all: list[dict[str, Any]] = [module._modules for module in modules]
         self._all += [module._buffers for module in modules]
         self._lengths = [*map(len, self._all)]
-        self._filled = [register for register in self._all if register]  # of the others the length tells all
-        self._items = [*self._present_items()]
+        self._filled = [register.values() for register in self._all if register]  # of others the length tells all
+        self._items = [*chain.from_iterable(self._filled)]
         self._tensors = [item for item in self._items if isinstance(item, Tensor)]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
 
     def are_unchanged(self) -> bool:
-        if [*map(len, self._all)] != self._lengths or not all(map(is_, self._present_items(), self._items)):
+        if [*map(len, self._all)] != self._lengths or not all(map(is_, chain.from_iterable(self._filled), self._items)):
             return False
         return [*map(Tensor.data_ptr, self._tensors)] == self._addresses
-
-    def _present_items(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._filled))
-
-
-class _Position(NamedTuple):
-    """A cursor's position, without the epoch's opening. moving: as JSON."""
-
-    place: tuple[int, int, int, bool]
-    steady: dict[str, Any]
-    moving: str
 
 
 class _Unchanged(NamedTuple):
@@ -279,22 +271,14 @@ class _Unchanged(NamedTuple):
         return cls(source, text, b"".join(map(_bytes_of, tensors.values())))
 
 
-def _key_of(told: Any) -> bytes | None:
-    """It tells the types and bits of plain values, and is never read. None: there are tensors or the like in it."""
-    try:
-        return marshal.dumps(told, _MARSHAL)
-    except ValueError:
-        return None
-
-
 def _copy_of(told: Any) -> bytes | None:
     """Plain values as bytes, which `marshal` reads. None: there is something else in it.
 
     Numbers and arrays of NumPy would become bytes without a word. So what was written is read and compared.
     """
     try:
-        copied = _key_of(told)
-        return copied if copied is not None and marshal.loads(copied) == told else None  # noqa: S302 - as above
+        copied = marshal.dumps(told, _MARSHAL)
+        return copied if marshal.loads(copied) == told else None  # noqa: S302 - as above
     except (ValueError, TypeError):  # whether two arrays are equal is more than one answer, or none
         return None
 
@@ -385,16 +369,17 @@ def same_but_for_next(early: bytes, end: bytes) -> bool:
     return others == others_end and told.endswith(_NOTHING) and told_end.startswith(told.removesuffix(_NOTHING))
 
 
-def _joined(text: str, stored: bytes) -> bytes:
-    """Text and bytes that it tells of."""
-    told = text.encode()
-    return b"".join((_LENGTHS.pack(len(told), len(stored)), told, stored))
+def split(body: bytes) -> tuple[bytes, bytes]:
+    """Both parts of a mark's content, where what stays is behind it: what was sent, and with what stays what only the
+    rank knew. Raises ValueError."""
+    local, sent, stays = _parted(body)
+    return sent, local + stays
 
 
 def _parted(joined: bytes) -> tuple[bytes, bytes, bytes]:
-    """The text, the bytes that it tells of, and what comes behind them. Raises ValueError."""
-    told, length = _LENGTHS.unpack_from(joined)
-    start, end = _LENGTHS.size + told, _LENGTHS.size + told + length
+    """Two things, as a text and the bytes that it tells of, and what comes behind them. Raises ValueError."""
+    first, second = _LENGTHS.unpack_from(joined)
+    start, end = _LENGTHS.size + first, _LENGTHS.size + first + second
     if end > len(joined):
         raise ValueError(f"{len(joined)} bytes, and {end} are told of")
     return joined[_LENGTHS.size : start], joined[start:end], joined[end:]

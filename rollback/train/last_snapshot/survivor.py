@@ -24,7 +24,7 @@ from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
 from rollback.train.last_snapshot.device import Device
 from rollback.train.last_snapshot.early import EarlyMarks
-from rollback.train.last_snapshot.end_of_step import EndOfStep, told_at_end
+from rollback.train.last_snapshot.end_of_step import content_of, told_at_end
 from rollback.train.last_snapshot.held_ends import HeldEnds
 from rollback.train.last_snapshot.hosts import StoreGone
 from rollback.train.last_snapshot.keeper import Keeper
@@ -100,14 +100,17 @@ class LastSnapshot:
         local, end = self._small_state.local(), self._end_of(self._state.counters.step)
         by_digest = self._unseen.looking or self._state.cursor.at_end
         digest = digest_of_large_state(self._state) if by_digest else None
-        shared, alike = self._small_state.shared(), self._small_state.alike()
+        shared = self._small_state.shared()
         sent = self._sent() if self._device is None else self._device.holding(self._sent())
-        left = EndOfStep.of(sent, local, told_at_end(self._state), self._small_state.on_gpu)
-        if left.size > end_marks.MOST:
-            self._stop(f"{left.size >> 10} KiB of buffers and other small state would be copied at every step")
+        body, late = content_of(sent, local, told_at_end(self._state), self._small_state.on_gpu)
+        if (size := len(body) + len(local.stays)) > end_marks.MOST:
+            self._stop(f"{size >> 10} KiB of buffers and other small state would be copied at every step")
             return
-        part = left.write(self._mark, self._device, end)
-        self._held.add(end, shared, alike, digest)
+        added = sum(item.nbytes for item in late) if self._device is not None else None
+        part = self._mark.write(end, body, local.stays, added)
+        if self._device is not None:  # the part is whole once the GPU has come to this step's end itself
+            self._device.add(part, end, late)
+        self._held.add(end, shared, digest)
         if self._early is not None:
             self._early.at_end(end, local, part)
 
@@ -123,11 +126,11 @@ class LastSnapshot:
 
     def note_change(self) -> None:
         """The state is about to change, or what belongs to the last step's end is."""
-        self._held.note_change()
+        self._held.changes += 1
 
     def rollback_applied(self, event: RollbackApplied) -> None:
         """What follows are other steps, though they may have the same numbers."""
-        self._held.note_change()
+        self._held.changes += 1
         self._returns += 1
         self._small_state.forget()
 
@@ -135,7 +138,7 @@ class LastSnapshot:
         self._await_told()
         if self._device is not None and not self._over:
             self._device.await_gradients()
-        self._held.note_change()
+        self._held.changes += 1
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._device is not None and not self._over:

@@ -252,7 +252,7 @@ class HostWrite:
 class LastWrite(HostWrite):
     """The same by a rank that stands there, and so has what is the same on all.
 
-    small, alike: of this rank. digests: of the parameters. read: gives tensors on the host. require_unchanged:
+    small: of this rank. digests: of the parameters. read: gives tensors on the host. require_unchanged:
     raises NotProved if anything has begun to change the state. Raises NotProved.
     """
 
@@ -264,12 +264,11 @@ class LastWrite(HostWrite):
         end: StepEnd,
         bodies: Mapping[int, bytes],
         small: SharedState,
-        alike: Mapping[str, Any],
         digests: Mapping[str, bytes],
         read: Read,
         require_unchanged: Callable[[], None],
     ) -> None:
-        super().__init__(snapshots.memory.slots_of_host.paths, bodies, alike, small.texts)
+        super().__init__(snapshots.memory.slots_of_host.paths, bodies, small.alike, small.texts)
         self._run, self._state, self._snapshots, self._end, self._small = run, state, snapshots, end, small
         self._digests, self._read, self._require_unchanged = digests, read, require_unchanged
         (self._large, tensors), (_, self._small_tensors) = large_state(state), small.encoded()

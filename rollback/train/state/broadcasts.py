@@ -6,9 +6,12 @@ one, and a rollback has run others since.
 """
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+_is_due = attrgetter("require_forward_param_sync")
 
 
 class Broadcasts:
@@ -28,9 +31,10 @@ class Broadcasts:
 
     def told(self) -> dict[str, list[bool]]:
         """For a checkpoint: by module, whether the next forward of each DDP in it begins so."""
-        return {
-            owner: [part.require_forward_param_sync for part in wrappers] for owner, wrappers in self._wrappers.items()
-        }
+        told = {}
+        for owner, wrappers in self._wrappers.items():
+            told[owner] = [*map(_is_due, wrappers)]
+        return told
 
     def put_back(self, told: Mapping[str, list[bool]]) -> None:
         """Make it so again, where the script wraps its modules as it did then."""

@@ -81,6 +81,8 @@ class KeptByScript:
         self._first: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
         self._generators: dict[str, KeptGenerator] = {}
+        self._of_rank: dict[str, Any] = {}
+        """Objects that are neither of the following two."""
         self._texts: dict[str, SharedText] = {}
         self._at_end: dict[str, ToldAtEnd] = {}
         self._restored: dict[str, Any] = {}
@@ -104,6 +106,8 @@ class KeptByScript:
         checked = {name: _plain(value, name) for name, value in first.items() if name not in objects}
         self._objects.update(objects)
         self._generators.update(generators)
+        apart = SharedText, ToldAtEnd
+        self._of_rank.update({name: item for name, item in objects.items() if not isinstance(item, apart)})
         self._texts.update({name: item for name, item in objects.items() if isinstance(item, SharedText)})
         self._at_end.update({name: item for name, item in objects.items() if isinstance(item, ToldAtEnd)})
         self._load_objects(objects)
@@ -121,20 +125,23 @@ class KeptByScript:
 
     def of_rank(self) -> dict[str, Any]:
         """`told` without what is told `at_end`, and with the number of lines in place of each shared text."""
-        apart = self._texts.keys() | self._at_end if self._at_end else self._texts
-        objects = {name: item.state_dict() for name, item in self._objects.items() if name not in apart}
-        phase = {} if self.phase is None else {_PHASE: self.phase}
-        told = {**self._restored, **self._values, **objects, **phase}
+        told = {**self._restored, **self._values}
+        for name, item in self._of_rank.items():
+            told[name] = item.state_dict()
+        if self.phase is not None:
+            told[_PHASE] = self.phase
         for name in self._at_end:
             told.pop(name, None)
-        return {**told, **{name: item.lines for name, item in self._texts.items()}} if self._texts else told
+        for name, text in self._texts.items():
+            told[name] = text.lines
+        return told
 
     def at_end(self) -> dict[str, dict[str, Any]]:
         """What marks have at a step's end alone."""
-        return {name: item.state_dict() for name, item in self._at_end.items()}
+        return {name: item.state_dict() for name, item in self._at_end.items()} if self._at_end else {}
 
     def shared_texts(self) -> dict[str, str]:
-        return {name: item.state_dict() for name, item in self._texts.items()}
+        return {name: item.state_dict() for name, item in self._texts.items()} if self._texts else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = dict(state)
@@ -157,6 +164,7 @@ class KeptByScript:
         kept = {f"{GENERATOR}{name}": KeptGenerator(generator) for name, generator in found.items()}
         self._generators.update(kept)
         self._objects.update(kept)
+        self._of_rank.update(kept)
 
     def restore_generators(self) -> None:
         """Those among the values, as they were at the last load."""

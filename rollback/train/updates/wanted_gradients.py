@@ -64,14 +64,11 @@ class WantedGradients:
     def told(self) -> dict[str, Any]:
         """For a checkpoint: of `requires_grad` and of modes what began, and what has changed since; and the names of
         the parameters without a gradient; None: none has one. It is asked at every step's end."""
-        return {**self._wanted.told(), "without": self._without(), "modes": self._modes.told()}
-
-    def _without(self) -> list[str] | None:
-        gradients = [*map(_gradient, self._parameters.values())]
-        if {*map(type, gradients)} <= {type(None)}:
-            return None
-        each = zip(self._parameters, gradients, strict=True)
-        return [name for name, gradient in each if gradient is None or gradient.layout is not torch.strided]
+        without, gradients = None, [*map(_gradient, self._parameters.values())]
+        if {*map(type, gradients)} - {type(None)}:
+            each = zip(self._parameters, gradients, strict=True)
+            without = [name for name, gradient in each if gradient is None or gradient.layout is not torch.strided]
+        return {**self._wanted.told(), "without": without, "modes": self._modes.told()}
 
     def give_zeros(self, told: Mapping[str, Any] | None) -> None:
         """Give zeros to the parameters that had a gradient. An optimizer of sparse ones knows none but its own."""

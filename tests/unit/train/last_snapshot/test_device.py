@@ -16,7 +16,7 @@ from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, Hold, StepEnd
 from rollback.train.last_snapshot import device as of_device
 from rollback.train.last_snapshot.device import Device, NoAnswer
-from rollback.train.last_snapshot.early import TRIED, EarlyMarks, mark_body
+from rollback.train.last_snapshot.early import TRIED, EarlyMarks
 from rollback.train.last_snapshot.small_state import LocalState
 
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ def test_buffers_that_change_behind_a_backward_end_early_marks(
             found.append(step)
         if step in at:
             change(reader)
-        body = mark_body(b"", reader.local(in_step=False).body({}))
+        body = reader.local(in_step=False).body({})
         part = mark.write(end, body, added=8)
         gpu.add(part, end, reader.on_gpu)
         early.at_end(end, reader.local(in_step=False), part)

@@ -1,19 +1,28 @@
 """What the last snapshot takes of a state: nothing is copied that a file can be written from where it lies."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.sentinel import Sentinel
 from rollback.train.data import rng
 from rollback.train.data.cursor import cursor_for
 from rollback.train.last_snapshot.end_of_step import told_at_end
-from rollback.train.last_snapshot.small_state import SharedState, SmallState, SmallStateReader, same_but_for_next
+from rollback.train.last_snapshot.small_state import (
+    LocalState,
+    SharedState,
+    SmallState,
+    SmallStateReader,
+    same_but_for_next,
+    split,
+)
 from rollback.train.last_snapshot.write import SLOTS, HostWrite, NotProved
 from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree
@@ -55,7 +64,7 @@ def test_what_is_shared_is_told_as_a_checkpoint_would_and_as_it_was(state: dict[
         "counters": {"step": 7}, "groups": tree.encode(told["groups"], "shared/optimizer/param_groups", expected),
     }  # fmt: skip
     expected = {name: item.clone() for name, item in expected.items()}
-    shared = SharedState(told, {})
+    shared = SharedState(told, {}, {})
     for value in state.values():
         if isinstance(value, (list, torch.Tensor, np.ndarray)):
             value[0] = 99.0
@@ -66,10 +75,17 @@ def test_what_is_shared_is_told_as_a_checkpoint_would_and_as_it_was(state: dict[
     assert all(torch.equal(tensors[name], item) for name, item in expected.items())
 
 
-def small_training() -> TrainingState:
+def small_training(data: Any = (1, 2, 3)) -> TrainingState:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainingState(model, optimizer, {}, cursor_for([1, 2, 3]), Sentinel("normal"))
+    return TrainingState(model, optimizer, {}, cursor_for(data), Sentinel("normal"))
+
+
+def of_rank(local: LocalState, at_end: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    """What only the rank knows, as a mark's content has it."""
+    sent, told = split(local.body(at_end, b"sent") + local.stays)
+    assert sent == b"sent"
+    return told
 
 
 class Log(SharedText):
@@ -93,9 +109,9 @@ def test_a_text_that_is_the_same_on_all_ranks_is_in_no_mark_and_in_each_shard_as
     reader = SmallStateReader(state)
     local, shared = reader.local(), reader.shared()
     log.text += "a later one\n"
-    body = local.body({}) + local.stays
+    body = of_rank(local)
     assert len(body) < len(Log.text) / 20
-    kept, _ = SmallState.of(body).local(reader.alike(), shared.texts)
+    kept, _ = SmallState.of(body).local(shared.alike, shared.texts)
     assert kept["kept"] == {"best": 0.5, "log": Log.text}
     state.kept.load_state_dict(kept["kept"])
     assert log.text == Log.text
@@ -122,16 +138,30 @@ def test_a_sum_is_told_at_a_steps_end_and_not_in_its_backward() -> None:
     total.value = float("inf")
     at_end = reader.local()
     assert at_end == early
-    bodies = [early.body({}) + early.stays, at_end.body(told_at_end(state)) + at_end.stays]
+    bodies = [of_rank(early), of_rank(at_end, told_at_end(state))]
     assert same_but_for_next(*bodies)
-    kept = [SmallState.of(body).local(reader.alike(), {})[0]["kept"] for body in bodies]
+    kept = [SmallState.of(body).local(reader.shared().alike, {})[0]["kept"] for body in bodies]
     assert kept[0] == {"best": 0.5}
     state.kept.load_state_dict(state.kept.state_dict())  # as a checkpoint has it
     assert kept[1] == tree.encode(state.kept.state_dict(), "local/kept", {})
     total.value = 1.0
     state.kept.load_state_dict(tree.decode(kept[1], lambda name: torch.zeros(0)))
     assert total.value == float("inf")
-    assert SmallState.of(reader.local().body({}) + early.stays).trees["kept"] == {"best": 0.5}, "not what was restored"
+    assert SmallState.of(of_rank(reader.local())).trees["kept"] == {"best": 0.5}, "not what was restored"
+
+
+def test_a_position_that_moves_behind_the_backward_is_told_as_it_is_at_the_steps_end() -> None:
+    """As where a script leaves an epoch early."""
+    state = small_training(DataLoader(range(4)))  # type: ignore[arg-type]
+    reader, cursor = SmallStateReader(state), state.cursor
+    cursor.open_epoch()
+    cursor.next()
+    early = reader.local(in_step=True)
+    cursor.end_epoch()
+    at_end = reader.local()
+    told = [SmallState.of(of_rank(local)).trees["cursor"] for local in (early, at_end)]
+    assert [(each["epoch"], each["offset"], each["opened"]) for each in told] == [(0, 1, True), (1, 0, False)]
+    assert [each["opening"] is None for each in told] == [False, True]
 
 
 def test_what_a_rank_alone_has_written_is_not_kept_without_it(memory: Path) -> None:
@@ -143,8 +173,8 @@ def test_what_a_rank_alone_has_written_is_not_kept_without_it(memory: Path) -> N
     local = reader.local()
 
     def write(text: str) -> object:
-        bodies = {1: local.body({}) + local.stays}
-        return HostWrite(SlotPaths(memory), bodies, reader.alike(), {"log": text}).write_part(SLOTS[0], ())
+        bodies = {1: of_rank(local)}
+        return HostWrite(SlotPaths(memory), bodies, reader.shared().alike, {"log": text}).write_part(SLOTS[0], ())
 
     assert write(log.text)
     assert write(f"another one's line\n{log.text}")
@@ -159,7 +189,7 @@ def test_behind_a_rollback_a_number_that_numpy_had_drawn_and_not_given_out_is_in
 
     def marked() -> Any:
         local = reader.local()
-        return SmallState.of(local.body({}) + local.stays).random["numpy"]
+        return SmallState.of(of_rank(local)).random["numpy"]
 
     with rng.preserved():
         np.random.seed(0)  # else the number may be one that an earlier test has held back

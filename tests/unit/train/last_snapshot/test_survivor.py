@@ -42,8 +42,8 @@ from rollback.train.data.raw_random import RawRandom, tree_of
 from rollback.train.incidents import rollback as returns
 from rollback.train.last_snapshot import survivor, write
 from rollback.train.last_snapshot.begin import meet
-from rollback.train.last_snapshot.early import TRIED, EarlyMarks, mark_body, of_living, split
-from rollback.train.last_snapshot.small_state import LocalState, SmallState
+from rollback.train.last_snapshot.early import TRIED, EarlyMarks, of_living
+from rollback.train.last_snapshot.small_state import LocalState, SmallState, split
 from rollback.train.last_snapshot.write import NotProved
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.buffers import FastTier
@@ -269,7 +269,7 @@ def test_ranks_with_other_buffers_keep_nothing(tmp_path: Path, memory: Path, oth
         local = last._small_state.local()
         del model.late
         second = as_one_of_two(guard, other, ended=False)
-        second.write(last._held.newest.end, mark_body(last._sent(), local.body({})), local.stays)
+        second.write(last._held.newest.end, local.body({}, last._sent()), local.stays)
         kill(other)
         keep(guard)
         guard._run.ranks.world_size = 1
@@ -463,6 +463,12 @@ def test_nothing_stands_within_a_return_and_what_follows_it_are_other_steps(
     assert len({end.step for end in ends}) < len(ends) == len({*ends})
 
 
+def without_sent(body: bytes) -> bytes:
+    """The content of an end mark as that of an early one."""
+    local = split(body)[1]
+    return struct.pack("<2Q", len(local), 0) + local
+
+
 def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> EndMark:
     """Another rank, with a mark of the same step's end. The guard itself stays alone in the end. ended: else that rank
     has come to the step's end before, and has told early of this one."""
@@ -474,7 +480,7 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
         second.write(end, body)
     else:
         second.write(end._replace(step=end.step - 1, batch=end.batch - 1), body)
-        second.write_early(end, mark_body(b"", split(body)[1]), hold())
+        second.write_early(end, without_sent(body), hold())
     last._peers.pidfds[1], last._peers.pids = os.pidfd_open(pid), (os.getpid(), pid)
     guard._run.ranks.world_size = 2
     return second
@@ -577,7 +583,7 @@ def test_the_sentinel_is_foreseen_as_it_will_be(tmp_path: Path, memory: Path) ->
     def act(guard: rollback.Guard) -> None:
         judge, sentinel = guard._judge, guard._state.sentinel
         before = sentinel.state_dict()
-        foreseen = judge.foresee([judge._pulse.sent])
+        foreseen = judge.foresee([judge._pulse.sent()])
         assert sentinel.state_dict() == before != foreseen.sentinel
         judge.settle()
         assert sentinel.state_dict() == foreseen.sentinel == judge.foresee([b""]).sentinel
@@ -599,7 +605,7 @@ def test_the_sentinel_is_not_foreseen_while_the_step_is_judged(
         def meanwhile(sentinel: Sentinel, *given: Any) -> Any:
             if sentinel is guard._state.sentinel:
                 with pytest.raises(NotProved, match="being judged"):
-                    judge.foresee([judge._pulse.sent])
+                    judge.foresee([judge._pulse.sent()])
                 tried.append("under way")
             elif not tried:
                 judge.settle()
@@ -608,7 +614,7 @@ def test_the_sentinel_is_not_foreseen_while_the_step_is_judged(
         with monkeypatch.context() as patched:
             patched.setattr(Sentinel, "update", meanwhile)
             with pytest.raises(NotProved, match="being judged"):
-                judge.foresee([judge._pulse.sent])
+                judge.foresee([judge._pulse.sent()])
 
     kept(tmp_path / "run", memory, act)
     assert tried == ["under way"]
@@ -624,7 +630,7 @@ def test_the_sentinel_is_not_foreseen_where_it_changes_while_it_is_copied(
         with monkeypatch.context() as patched:
             patched.setattr(Sentinel, "__deepcopy__", torn, raising=False)
             with pytest.raises(NotProved, match="being judged"):
-                guard._judge.foresee([guard._judge._pulse.sent])
+                guard._judge.foresee([guard._judge._pulse.sent()])
 
     kept(tmp_path / "run", memory, act)
 
@@ -780,7 +786,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
             second.write(second_end._replace(step=11, batch=11), body)
         else:
             second.write(first_end._replace(step=9, batch=9), body)
-            second.write_early(first_end, mark_body(b"", split(body)[1]), hold())
+            second.write_early(first_end, without_sent(body), hold())
         last._peers.pidfds[1] = os.pidfd_open(other)
         guard._run.ranks.world_size = 2
         kill(other)
@@ -877,7 +883,7 @@ def _long_ago(guard: rollback.Guard, second: EndMark) -> None:
 
 
 def _half(guard: rollback.Guard, second: EndMark) -> None:
-    second._map[end_marks.start_of(2 + second._early) + 5000] ^= 1
+    second._map[end_marks.STARTS[2 + second._early] + 5000] ^= 1
 
 
 UNPROVED: dict[str, tuple[Callable[[rollback.Guard, EndMark], object], str]] = {
