@@ -97,6 +97,8 @@ class PrefetchWatch:
 
     def handed_out(self) -> None:
         """A batch was handed out. Raises UsageError where this was too early."""
+        if not self._hooks:
+            return  # nothing moves any more
         if self._stage is _Stage.AHEAD:
             raise UsageError(
                 "the script draws its next batch before optimizer.step() of the one before: the guard could not tell "
@@ -111,8 +113,7 @@ class PrefetchWatch:
                 hint="iterate the guard's batches one by one, with nothing that holds them in between. To have data "
                 "read meanwhile, use a DataLoader with num_workers and pin_memory",
             )
-        if self._hooks:
-            self._held_back.handed_out()
+        self._held_back.handed_out()
         self._move(_Act.DRAWS)
         if self._updates >= _WATCHED and not self._held_back.suspected:
             for hook in self._hooks:
