@@ -89,7 +89,7 @@ class PrefetchWatch:
             self._hooks = [
                 model.register_forward_pre_hook(weak_hook(self._before_forward)),
                 BackwardWatch(model, telltale, self._after_backward),
-                before_update(optimizer, weak_hook(self._before_update)),
+                before_update(optimizer, self._before_update),
             ]
 
     def _move(self, act: _Act) -> None:
@@ -129,7 +129,7 @@ class PrefetchWatch:
             self._move(_Act.FORWARD)
             self._held_back.forward()
 
-    def _after_backward(self) -> None:
+    def _after_backward(self, *_: object) -> None:
         self._move(_Act.BACKWARD)
 
     def _before_update(self, optimizer: Optimizer) -> None:

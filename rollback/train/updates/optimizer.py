@@ -38,7 +38,7 @@ class Updates:
         self._inside = None if model is None else unwrap(model)
         self._sensed = Gradients(optimizer, scaler, model)
         self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
-        before_update(optimizer, weak_hook(self._before_update))
+        before_update(optimizer, self._before_update)
         self._scale_is_due = False
         if scaler is not None and hasattr(scaler, "step") and hasattr(scaler, "update"):
             watch_method(scaler, "step", weak_hook(self._before_scaled_update))
