@@ -221,7 +221,6 @@ class Gradients:
             self._queued = True
             at_end_of_backward(self._before_averaging if self._averaged else self._after_averaging)
 
-    @torch.no_grad()
     def _before_averaging(self) -> None:
         telltale = self.telltale
         if telltale is None or is_sharded(telltale) or telltale.grad is None:
@@ -229,12 +228,12 @@ class Gradients:
         elif telltale.grad._base is None:
             self._own = torch.linalg.vector_norm(_dense(telltale.grad))
         # Else gradient_as_bucket_view is on, and this memory is being averaged now.
-        at_end_of_backward(self._after_averaging)
+        self._queued = not self._at_clipping
+        if self._queued:
+            at_end_of_backward(self._after_averaging)
 
     def _after_averaging(self) -> None:
         self._queued = False
-        if self._at_clipping:
-            return
         parameters, gradients = _with_gradients(self._parameters())
         if self.telltale is None or self.telltale.grad is None:
             return  # FSDP2 holds back what is not summed yet
