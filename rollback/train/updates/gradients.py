@@ -134,7 +134,7 @@ class Gradients:
         parameters, own = _with_gradients(seen.parameters)
         if self._marks_of(parameters, own) != self._marks or (self._firsts is not None and self._firsts.are_changed()):
             return None
-        all_of_them = _are_same(gradients, own) and _are_alike(own)
+        all_of_them = [*map(id, gradients)] == [*map(id, own)] and _are_alike(own)
         self._clips_all |= all_of_them
         if self._firsts is None:
             return None
@@ -151,7 +151,7 @@ class Gradients:
         if self.telltale is None or id(self.telltale.grad) not in map(id, gradients):
             return None  # of another model
         parameters, own = _with_gradients(self._parameters())
-        if not _are_same(gradients, own) or not _are_alike(own) or self.scale is not None:
+        if [*map(id, gradients)] != [*map(id, own)] or not _are_alike(own) or self.scale is not None:
             return None
         self._marks = self._marks_of(parameters, own)
         each, total = _measure(own, None)
@@ -297,10 +297,6 @@ def _with_gradients(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter],
     return parameters, gradients
 
 
-def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
 def _are_alike(gradients: list[Tensor]) -> bool:
     """Whether all are in single precision and on one device: torch measures others otherwise than `_measure`."""
     return {*map(_dtype, gradients)} == {torch.float32} and len({*map(_device, gradients)}) == 1
@@ -308,6 +304,8 @@ def _are_alike(gradients: list[Tensor]) -> bool:
 
 def mark_of(gradient: Tensor) -> tuple[int, int]:
     """A value that changes when a gradient is replaced or written to."""
+    if not is_sharded(gradient):
+        return gradient.data_ptr(), gradient._version
     return local_of(gradient).data_ptr(), version_of(gradient)
 
 
