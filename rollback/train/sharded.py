@@ -155,8 +155,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 def version_of(item: Tensor) -> int:
     """A number that grows with each write in place. What torch writes to a sharded tensor, it does not count on the
     part that it is written to."""
-    local = local_of(item)
-    return item._version + (local._version if local is not item else 0)
+    return item._version + item._local_tensor._version if is_sharded(item) else item._version  # type: ignore[attr-defined]
 
 
 def detached(item: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class PrefetchWatch:
             self._hooks = [
                 model.register_forward_pre_hook(weak_hook(self._before_forward)),
                 BackwardWatch(model, telltale, self._after_backward),
-                before_update(optimizer, weak_hook(self._before_update)),
+                before_update(optimizer, self._before_update),
             ]
 
     def _move(self, act: _Act) -> None:
@@ -97,6 +97,8 @@ class PrefetchWatch:
 
     def handed_out(self) -> None:
         """A batch was handed out. Raises UsageError where this was too early."""
+        if not self._hooks:
+            return  # nothing moves any more
         if self._stage is _Stage.AHEAD:
             raise UsageError(
                 "the script draws its next batch before optimizer.step() of the one before: the guard could not tell "
@@ -111,8 +113,7 @@ class PrefetchWatch:
                 hint="iterate the guard's batches one by one, with nothing that holds them in between. To have data "
                 "read meanwhile, use a DataLoader with num_workers and pin_memory",
             )
-        if self._hooks:
-            self._held_back.handed_out()
+        self._held_back.handed_out()
         self._move(_Act.DRAWS)
         if self._updates >= _WATCHED and not self._held_back.suspected:
             for hook in self._hooks:
@@ -128,7 +129,7 @@ class PrefetchWatch:
             self._move(_Act.FORWARD)
             self._held_back.forward()
 
-    def _after_backward(self) -> None:
+    def _after_backward(self, *_: object) -> None:
         self._move(_Act.BACKWARD)
 
     def _before_update(self, optimizer: Optimizer) -> None:

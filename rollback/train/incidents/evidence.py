@@ -9,7 +9,7 @@ that the sentinel suspects stays, and older ones go first.
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,28 +55,16 @@ _LARGEST_NORM_ELSE = math.sqrt(torch.finfo(torch.float32).max)
 
 
 @dataclass
-class _BatchTensor:
-    """A tensor of a batch as it was handed out."""
-
-    name: str
-    tensor: Tensor
-    version: int
-
-
-@dataclass
 class _Step:
     step: int = 0
     losses: list[Tensor] = field(default_factory=list)
     gradients: GradientNorms | None = None
-    parts: list[_BatchTensor] = field(default_factory=list)
+    parts: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    """Tensors of its batches: name, tensor, and its version as it was handed out."""
     left_out: list[LeftOut] = field(default_factory=list)
     indices: list[Indices] = field(default_factory=list)
     nbytes: int = 0
     """Of the parts."""
-
-    def keep(self, name: str, tensor: Tensor) -> None:
-        self.parts.append(_BatchTensor(name, tensor, 0 if tensor.is_inference() else tensor._version))
-        self.nbytes += tensor.nbytes
 
     def samples(self) -> set[int]:
         """Data set indices of its batches; where it is known which of them did it, of those alone."""
@@ -119,7 +107,9 @@ class IncidentEvidence:
         step.indices.append(indices)
         if self._limit == 0:
             return
-        for count, (name, value) in enumerate(_tensors(batch, str(position))):
+        found: list[tuple[str, Tensor | str]] = []
+        _find_tensors(batch, str(position), found)
+        for count, (name, value) in enumerate(found):
             if count >= _TENSORS:
                 step.left_out.append(LeftOut(name=name, reason=f"more than {_TENSORS} tensors"))
                 break
@@ -131,7 +121,9 @@ class IncidentEvidence:
                 step.left_out.append(LeftOut(name=name, reason=reason))
                 continue
             # A loader's workers hand over shared memory, which is scarce where /dev/shm is small: give it back.
-            step.keep(name, value.clone() if _is_shared(value) else value)
+            tensor = value.clone() if _is_shared(value) else value
+            step.parts.append((name, tensor, 0 if tensor.is_inference() else tensor._version))
+            step.nbytes += tensor.nbytes
 
     def end_step(self, step: int, losses: list[Tensor], gradients: GradientNorms | None) -> None:
         """Note that an update is over. The batches kept since the last update belong to it."""
@@ -139,7 +131,11 @@ class IncidentEvidence:
         ended.step, ended.losses, ended.gradients = step, losses, gradients
         self._steps.append(ended)
         self._held += ended.nbytes
-        self._trim()
+        if self._held > self._limit:
+            self._make_room()
+        if len(self._steps) > _STEPS:
+            place = 1 if self._steps[0].step == self._suspected else 0
+            self._held -= self._steps.pop(place).nbytes
 
     def suspect(self, onset: int | None) -> None:
         """Note the step at which the sentinel suspects the trouble began; None: it suspects no step."""
@@ -180,18 +176,13 @@ class IncidentEvidence:
                 say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on")
             self._failed = True
 
-    def _trim(self) -> None:
-        if self._held > self._limit:
-            for step in self._steps[:-1]:
-                if step.parts and step.step != self._suspected:
-                    self._let_go(step, "later batches needed the room")
-                if self._held <= self._limit:
-                    break
-            else:
-                self._let_go(self._steps[-1], "no room beside the batches of the suspected step")
-        while len(self._steps) > _STEPS:
-            place = 1 if self._steps[0].step == self._suspected else 0
-            self._held -= self._steps.pop(place).nbytes
+    def _make_room(self) -> None:
+        for step in self._steps[:-1]:
+            if step.parts and step.step != self._suspected:
+                self._let_go(step, "later batches needed the room")
+            if self._held <= self._limit:
+                return
+        self._let_go(self._steps[-1], "no room beside the batches of the suspected step")
 
     def _let_go(self, step: _Step, why: str) -> None:
         self._held -= step.nbytes
@@ -294,49 +285,58 @@ class IncidentEvidence:
         path = self._paths.incident_batch(incident, self._rank)
         if parts:
             files.unlink(path)
-            pieces = [piece_of(part.name, part.tensor) for part in parts]
+            pieces = [piece_of(name, tensor) for name, tensor, _ in parts]
             write_shard(path, pieces, {"incident": str(incident), "rank": str(self._rank), "step": str(step.step)})
         return BatchKept(
             step=step.step,
             file=path.name if parts else None,
             tensors=[
                 KeptTensor(
-                    name=part.name,
-                    dtype=tree.DTYPE_CODE[part.tensor.dtype],
-                    shape=list(part.tensor.shape),
-                    altered=not part.tensor.is_inference() and part.tensor._version != part.version,
+                    name=name,
+                    dtype=tree.DTYPE_CODE[tensor.dtype],
+                    shape=list(tensor.shape),
+                    altered=not tensor.is_inference() and tensor._version != version,
                 )
-                for part in parts
+                for name, tensor, version in parts
             ],
             left_out=left_out,
         )
 
 
-def _tensors(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor | str]]:
-    """The tensors of a nested batch by path, and in words what cannot be kept. Numbers and texts are left out."""
+def _find_tensors(value: Any, path: str, found: list[tuple[str, Tensor | str]], depth: int = 0) -> None:
+    """Add the tensors of a nested batch by path, and in words what cannot be kept. Numbers and texts are left out.
+
+    Of too many, one more than are kept is found: it is named.
+    """
+    if len(found) > _TENSORS:
+        return
     match value:
         case Tensor():
-            yield path, _why_not(value) or value.detach()
+            found.append((path, _why_not(value) or value.detach()))
         case np.ndarray():
-            try:
-                yield path, torch.from_numpy(value)
-            except (TypeError, ValueError):
-                yield path, f"an array of {value.dtype} that torch cannot take as it is"
+            found.append((path, _as_tensor(value)))
         case None | bool() | int() | float() | str() | bytes():
             return
         case _ if depth > _DEPTH:
-            yield path, "nested too deeply"
-        case Mapping():
-            for key in itertools.islice(value, _TENSORS):
-                yield from _tensors(value[key], f"{path}/{tree.escape(str(key))}", depth + 1)
+            found.append((path, "nested too deeply"))
         case list() | tuple():
             for place, item in enumerate(value[:_TENSORS]):
-                yield from _tensors(item, f"{path}/{place}", depth + 1)
+                _find_tensors(item, f"{path}/{place}", found, depth + 1)
+        case Mapping():
+            for key in itertools.islice(value, _TENSORS):
+                _find_tensors(value[key], f"{path}/{tree.escape(str(key))}", found, depth + 1)
         case _ if dataclasses.is_dataclass(value):
             for part in dataclasses.fields(value):
-                yield from _tensors(getattr(value, part.name), f"{path}/{tree.escape(part.name)}", depth + 1)
+                _find_tensors(getattr(value, part.name), f"{path}/{tree.escape(part.name)}", found, depth + 1)
         case _:
-            yield path, f"a {type(value).__name__}, which is not looked into"
+            found.append((path, f"a {type(value).__name__}, which is not looked into"))
+
+
+def _as_tensor(value: np.ndarray[Any, Any]) -> Tensor | str:
+    try:
+        return torch.from_numpy(value)
+    except (TypeError, ValueError):
+        return f"an array of {value.dtype} that torch cannot take as it is"
 
 
 def _why_not(value: Tensor) -> str | None:

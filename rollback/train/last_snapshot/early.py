@@ -69,7 +69,7 @@ class EarlyMarks:
         self._tried = self._longest = self._most = 0
         self._watch = BackwardWatch(None, telltale, self._in_backward)
 
-    def _in_backward(self) -> None:
+    def _in_backward(self, *_: object) -> None:
         """Called by the telltale's own hook, before DDP learns that its gradient is there."""
         self._present = None
         if (end := self._coming()) is None:

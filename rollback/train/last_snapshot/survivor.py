@@ -79,7 +79,7 @@ class LastSnapshot:
             return
         self._met, self._paths, self._mark, self._device = met, met.paths, met.mark, met.device
         self._peers, self._hosts = met.peers, met.hosts
-        before_update(state.optimizer, weak_hook(self._before_update))
+        before_update(state.optimizer, self._before_update)
         if met.device is not None:
             state.optimizer.register_step_post_hook(weak_hook(self._after_update))
         if run.ranks.world_size > 1:

@@ -65,7 +65,7 @@ class SnapshotSchedule:
         self._moves_early, self._versions = True, [0]
         """Whether the optimizer may write to weights before its closure has run. What torch counted when it began."""
         state.optimizer.register_step_pre_hook(weak_hook(self._before_step))
-        before_update(state.optimizer, weak_hook(self._before_update))
+        before_update(state.optimizer, self._before_update)
         if settings.snapshot_every:
             self._prepare()
 

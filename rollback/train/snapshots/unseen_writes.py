@@ -45,7 +45,7 @@ class UnseenWrites:
         self._ends = self._looks = 0
         self._hooks = [
             state.optimizer.register_step_pre_hook(weak_hook(self._before_step)),
-            before_update(state.optimizer, weak_hook(self._before_update)),
+            before_update(state.optimizer, self._before_update),
         ]
         self._watch = BackwardWatch(model, telltale, self._in_backward)
 
@@ -70,7 +70,7 @@ class UnseenWrites:
     def _before_update(self, optimizer: Optimizer) -> None:
         self._at_end = None
 
-    def _in_backward(self) -> None:
+    def _in_backward(self, *_: object) -> None:
         if self._at_end is None or self._looks == _LOOKS or self.found or self._is_captured():
             return
         versions, digests = self._at_end

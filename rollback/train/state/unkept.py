@@ -66,7 +66,10 @@ class Unkept:
         self._state = state
         self._seen: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """Positions of the first batches in which an optimizer has stepped that the guard does not have."""
-        self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._steady: list[weakref.ref[Optimizer]] = []
+        """Those that have stepped in `_BATCHES` of them."""
+        self._unjudged: list[weakref.ref[Optimizer]] = []
+        """Of these the ones at which nobody has looked yet."""
         handed = (state.optimizer, *state.objects.values())
         own = (item for item in handed if isinstance(item, Optimizer) and not tells_itself(item))
         self._own = [OwnAttributes(item) for item in own]
@@ -87,14 +90,16 @@ class Unkept:
         seen = self._seen.setdefault(optimizer, set())
         if len(seen) < _BATCHES:
             seen.add(self._state.cursor.batch)
+            if len(seen) == _BATCHES:
+                self._steady.append(weakref.ref(optimizer))
+                self._unjudged.append(self._steady[-1])
 
     def optimizers(self) -> Iterator[str]:
         """The kinds of those of which a checkpoint lacks something. Each is looked at once."""
-        for optimizer in self._steady():
-            if optimizer not in self._judged:
-                self._judged.add(optimizer)
-                if self._lacks(optimizer):
-                    yield type(optimizer).__name__
+        while self._unjudged:
+            optimizer = self._unjudged.pop(0)()
+            if optimizer is not None and self._lacks(optimizer):
+                yield type(optimizer).__name__
 
     def attributes(self) -> Iterator[tuple[str, str]]:
         """The kinds of the guard's optimizers that keep state in attributes, which no checkpoint has; and which."""
@@ -125,7 +130,8 @@ class Unkept:
         if self._state.counters.step:
             return None
         own = {id(item) for item in self._state.trained}
-        return next((type(each).__name__ for each in self._steady() if own & {*map(id, _trained_by(each))}), None)
+        alive = (optimizer for reference in self._steady if (optimizer := reference()) is not None)
+        return next((type(each).__name__ for each in alive if own & {*map(id, _trained_by(each))}), None)
 
     def scheduler(self) -> bool:
         """Whether a scheduler acts on the optimizer, and nothing that was handed over may be it."""
@@ -150,17 +156,18 @@ class Unkept:
     def evaluation(self) -> bool:
         """Whether a loader was first read in the training, and drew a seed for its workers from the random states that
         the training draws from. It has them still, so it draws no more; a process that goes on draws once more."""
-        return any(loader._iterator is not None and loader not in _KEPT_LOADERS for loader in self._unread)
+        for reference in self._unread:
+            loader = reference()
+            if loader is not None and loader._iterator is not None and loader not in _KEPT_LOADERS:
+                return True
+        return False
 
     @functools.cached_property
-    def _unread(self) -> "weakref.WeakSet[DataLoader[Any]]":
-        """Those that have not been read yet."""
+    def _unread(self) -> "list[weakref.ref[DataLoader[Any]]]":
+        """Those that had not been read when this was first asked."""
         loaders = (item for item in gc.get_objects() if issubclass(type(item), DataLoader))
         persistent = (item for item in loaders if item.persistent_workers and item.generator is None)
-        return weakref.WeakSet(item for item in persistent if item._iterator is None)
-
-    def _steady(self) -> list[Optimizer]:
-        return [optimizer for optimizer, batches in self._seen.items() if len(batches) >= _BATCHES]
+        return [weakref.ref(item) for item in persistent if item._iterator is None]
 
     def _lacks(self, optimizer: Optimizer) -> bool:
         if self._is_within(optimizer):

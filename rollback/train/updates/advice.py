@@ -276,12 +276,14 @@ class Advisor:
 
     def judge(self, habit: Habit, beat: Beat, verdict: Verdict) -> list[tuple[str, str]]:
         """The advice now: code and text. The caller gives each advice only once."""
+        self._unobserved = self._unobserved + 1 if beat.loss is None else 0
+        self._late += bool(habit.late)
         return [
-            *self._of_losses(beat),
-            *([_filled(NO_PROGRESS, step=verdict.step, text=verdict.advice)] if verdict.advice else []),
+            *([_filled(NEVER_OBSERVED, updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else ()),
+            *([_filled(NO_PROGRESS, step=verdict.step, text=verdict.advice)] if verdict.advice else ()),
             *self._of_unkept(),
-            *self._of_order(habit),
-            *self._of_accumulation(habit, beat),
+            *([CLIPPED_AFTER_STEP] if self._late >= _UPDATES else ()),
+            *(self._of_accumulation(habit, beat) if habit.batches > 1 else ()),
             *self._of_clipping(habit, beat),
             *self._of_spikes(habit, verdict),
             *self._layers.advice(),
@@ -301,8 +303,11 @@ class Advisor:
         self._looks += 1
         if self._unkept is None or (self._looks > EARLY and self._looks % _SELDOM):
             return []
-        said = [_filled(OPTIMIZER_NOT_KEPT, kind=kind) for kind in self._unkept.optimizers()]
-        said += [_filled(ATTRIBUTES_NOT_KEPT, kind=kind, names=names) for kind, names in self._unkept.attributes()]
+        said = []
+        for kind in self._unkept.optimizers():
+            said.append(_filled(OPTIMIZER_NOT_KEPT, kind=kind))
+        for kind, attributes in self._unkept.attributes():
+            said.append(_filled(ATTRIBUTES_NOT_KEPT, kind=kind, names=attributes))
         if self._looks <= _FIRST and (names := self._unkept.generators()):
             said.append(_filled(GENERATOR_NOT_KEPT, names=", ".join(names)))
         if self._looks <= _FIRST and (names := self._unkept.copies()):
@@ -312,17 +317,7 @@ class Advisor:
         said += [SCHEDULER_NOT_KEPT] * self._unkept.scheduler()
         return said + [EVALUATION_DRAWS] * self._unkept.evaluation()
 
-    def _of_losses(self, beat: Beat) -> list[tuple[str, str]]:
-        self._unobserved = self._unobserved + 1 if beat.loss is None else 0
-        return [_filled(NEVER_OBSERVED, updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else []
-
-    def _of_order(self, habit: Habit) -> list[tuple[str, str]]:
-        self._late = self._late + 1 if habit.late else self._late
-        return [CLIPPED_AFTER_STEP] if self._late >= _UPDATES else []
-
     def _of_accumulation(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:
-        if habit.batches < 2:
-            return []
         divided_later = beat.kept is not None and abs(beat.kept * habit.batches - 1) < 2 * _SAME
         if habit.undivided is not None:
             self._undivided = self._undivided + 1 if habit.undivided and not divided_later else 0

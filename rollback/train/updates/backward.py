@@ -39,26 +39,25 @@ def nearer_the_input(parameters: list[nn.Parameter], telltale: nn.Parameter | No
     return [p for p in before if p.requires_grad and not is_sharded(p)]
 
 
-def at_end_of_backward(act: Callable[[], None]) -> None:
-    """In a backward: call `act` when it ends, behind all that is to be called then so far."""
-    torch.autograd.Variable._execution_engine.queue_callback(act)
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""In a backward: call this when it ends, behind all that is to be called then so far."""
 
 
 class BackwardWatch:
-    """Calls `act()` in each backward, for as long as this object lives.
+    """Calls the method `act` in each backward, for as long as its object and this one live.
 
-    model: as the script calls it; None: not known, and no backward is seen where the telltale is sharded.
+    act: gets nothing, or the tensor that was reached. model: as the script calls it; None: not known, and no backward
+    is seen where the telltale is sharded.
     """
 
-    def __init__(self, model: nn.Module | None, telltale: nn.Parameter | None, act: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module | None, telltale: nn.Parameter | None, act: Callable[..., None]) -> None:
         self._act = act
         self._seen = False
         self._hooks: list[Any] = []
         if telltale is None:
             return
         if not is_sharded(telltale):
-            hook = weak_hook(self._reached)
-            self._hooks.append(telltale.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            self._hooks.append(telltale.register_post_accumulate_grad_hook(weak_hook(act)))  # type: ignore[no-untyped-call]
         elif model is not None and not is_compiled(model):
             self._hooks.append(model.register_forward_hook(weak_hook(self._after_forward)))
 
@@ -66,9 +65,6 @@ class BackwardWatch:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    def _reached(self, _: Tensor) -> None:
-        self._act()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._seen = False

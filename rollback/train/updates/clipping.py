@@ -38,7 +38,7 @@ class _Lent:
 
 def lend_norms(lender: Lender) -> None:
     """Ask `lender` whenever gradients are clipped, for as long as it lives."""
-    _Lent.lenders = [*map(weakref.ref, (*_lenders(), lender))]
+    _Lent.lenders = [*(known for known in _Lent.lenders if known() is not None), weakref.ref(lender)]
     for name, wrapped in (("_get_total_norm", _lending), ("_clip_grads_with_norm_", _telling)):
         original = getattr(clip_grad, name, None)
         if original is not None and not hasattr(original, "lends"):
@@ -70,8 +70,9 @@ def _telling(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def clip(parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **others: Any) -> None:
         if not torch.compiler.is_compiling():
-            for lender in _lenders():
-                lender.clipped(total_norm, max_norm)
+            for known in _Lent.lenders:
+                if (lender := known()) is not None:
+                    lender.clipped(total_norm, max_norm)
         original(parameters, max_norm, total_norm, *more, **others)
 
     clip.lends = True  # type: ignore[attr-defined]
@@ -90,8 +91,7 @@ def _lent(gradients: list[Tensor]) -> Tensor | None:
         return None
     if gradients[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # what is read now is not what the graph will read
-    return next((norm for lender in _lenders() if (norm := lender.norm_of(gradients)) is not None), None)
-
-
-def _lenders() -> list[Lender]:
-    return [lender for known in _Lent.lenders if (lender := known()) is not None]
+    for known in _Lent.lenders:
+        if (lender := known()) is not None and (norm := lender.norm_of(gradients)) is not None:
+            return norm
+    return None

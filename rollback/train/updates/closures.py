@@ -5,20 +5,24 @@ it begins, the gradients are still those of the update before. They are the upda
 runs it several times, along the way: what it found first is the gradient where the update began.
 """
 
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 
-def before_update(optimizer: Optimizer, act: Callable[[Optimizer], None]) -> RemovableHandle:
-    """Call `act(optimizer)` once for each step, when the gradients of its update are there."""
+def before_update(optimizer: Optimizer, method: Any) -> RemovableHandle:
+    """Call `method(optimizer)` once for each step, when the gradients of its update are there, for as long as the
+    method's object lives."""
+    reference, act = weakref.ref(method.__self__), method.__func__
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if (owner := reference()) is None:
+            return None
         if closure is None:
-            act(optimizer)
+            act(owner, optimizer)
             return None
         first = True
 
@@ -27,7 +31,7 @@ def before_update(optimizer: Optimizer, act: Callable[[Optimizer], None]) -> Rem
             result = closure(*given, **others)
             if first:
                 first = False
-                act(optimizer)
+                act(owner, optimizer)
             return result
 
         if len(args) > 1:

@@ -40,7 +40,7 @@ _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _grad, _version, _layout, _dtype, _device = map(operator.attrgetter, ("grad", "_version", "layout", "dtype", "device"))
 _params = operator.itemgetter("params")
 _bits = operator.attrgetter("value")
-_is_view = Tensor._is_view
+_requires_grad, _is_view = operator.attrgetter("requires_grad"), Tensor._is_view
 _TRIED = 3  # updates in a row that lent their norm to clipping
 _Marks = tuple[list[int], list[int]]  # see `mark_of`: of all gradients, in order
 
@@ -72,6 +72,8 @@ class Gradients:
         self._averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._places = {id(p): place for place, p in enumerate(model.parameters() if model is not None else ())}
         self._given: list[nn.Parameter] = []
+        self._which: list[int] = []
+        """The ids of these: they are alive, so nothing else has one."""
         self._ordered: list[nn.Parameter] = []
         self._any_sharded = False
         self._model = model
@@ -93,15 +95,12 @@ class Gradients:
         self._clips_all = False
         """Whether this update is clipped over all its gradients, as they were measured."""
         self._so_in_a_row = 0
+        self._at_clipping = False
+        """Whether this update is measured where it is clipped."""
         self._factor: Tensor | float | None = None
         """By which clipping has multiplied them."""
         self._found: _Marks = [], []
         lend_norms(self)
-
-    @property
-    def _at_clipping(self) -> bool:
-        """Whether this update is measured where it is clipped."""
-        return self._so_in_a_row >= _TRIED
 
     @property
     def scale(self) -> Tensor | None:
@@ -135,7 +134,7 @@ class Gradients:
         parameters, own = _with_gradients(seen.parameters)
         if self._marks_of(parameters, own) != self._marks or (self._firsts is not None and self._firsts.are_changed()):
             return None
-        all_of_them = _are_same(gradients, own) and _are_alike(own)
+        all_of_them = [*map(id, gradients)] == [*map(id, own)] and _are_alike(own)
         self._clips_all |= all_of_them
         if self._firsts is None:
             return None
@@ -152,7 +151,7 @@ class Gradients:
         if self.telltale is None or id(self.telltale.grad) not in map(id, gradients):
             return None  # of another model
         parameters, own = _with_gradients(self._parameters())
-        if not _are_same(gradients, own) or not _are_alike(own) or self.scale is not None:
+        if [*map(id, gradients)] != [*map(id, own)] or not _are_alike(own) or self.scale is not None:
             return None
         self._marks = self._marks_of(parameters, own)
         each, total = _measure(own, None)
@@ -162,9 +161,8 @@ class Gradients:
 
     def clipped(self, norm: Tensor, most: float) -> None:
         """For `clipping`: the gradients over which this is the norm are clipped to `most`."""
-        if norm is self._lent:
-            with torch.no_grad():
-                self._factor = factor_of(norm, most)
+        if norm is self._lent:  # of which there is no graph
+            self._factor = factor_of(norm, most)
 
     def forget(self) -> None:
         """The update is over."""
@@ -174,6 +172,7 @@ class Gradients:
     def before_step(self) -> GradientNorms | None:
         """The norms of what the optimizer will apply; None: there are no gradients. Call it from the pre-step hook."""
         self._so_in_a_row = self._so_in_a_row + 1 if self._clips_all else 0
+        self._at_clipping = self._so_in_a_row >= _TRIED
         self._clips_all, self._lent = False, None
         parameters, gradients = self.look()
         if not gradients:
@@ -213,7 +212,7 @@ class Gradients:
         watched = (*nearer_the_input(self._parameters(), self.telltale), self.telltale)
         self._watches = [BackwardWatch(self._model, each, self._backward_reached) for each in watched]
 
-    def _backward_reached(self) -> None:
+    def _backward_reached(self, *_: object) -> None:
         if self._at_clipping:
             self.seen = self._factor = None
         if self._queued or not self._awaited:
@@ -222,7 +221,6 @@ class Gradients:
             self._queued = True
             at_end_of_backward(self._before_averaging if self._averaged else self._after_averaging)
 
-    @torch.no_grad()
     def _before_averaging(self) -> None:
         telltale = self.telltale
         if telltale is None or is_sharded(telltale) or telltale.grad is None:
@@ -230,12 +228,12 @@ class Gradients:
         elif telltale.grad._base is None:
             self._own = torch.linalg.vector_norm(_dense(telltale.grad))
         # Else gradient_as_bucket_view is on, and this memory is being averaged now.
-        at_end_of_backward(self._after_averaging)
+        self._queued = not self._at_clipping
+        if self._queued:
+            at_end_of_backward(self._after_averaging)
 
     def _after_averaging(self) -> None:
         self._queued = False
-        if self._at_clipping:
-            return
         parameters, gradients = _with_gradients(self._parameters())
         if self.telltale is None or self.telltale.grad is None:
             return  # FSDP2 holds back what is not summed yet
@@ -280,8 +278,8 @@ class Gradients:
         """The optimizer's, in the order of the model: clipping gets their gradients in that order, mostly, and the sum
         of their norms depends on it."""
         given = [*chain.from_iterable(map(_params, self._optimizer.param_groups))]
-        if not _are_same(given, self._given):
-            self._given = given
+        if (which := [*map(id, given)]) != self._which:
+            self._given, self._which = given, which
             self._ordered = sorted(given, key=lambda p: self._places.get(id(p), len(self._places)))
             self._any_sharded = any(map(is_sharded, given))
         return self._ordered
@@ -299,10 +297,6 @@ def _with_gradients(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter],
     return parameters, gradients
 
 
-def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
 def _are_alike(gradients: list[Tensor]) -> bool:
     """Whether all are in single precision and on one device: torch measures others otherwise than `_measure`."""
     return {*map(_dtype, gradients)} == {torch.float32} and len({*map(_device, gradients)}) == 1
@@ -310,6 +304,8 @@ def _are_alike(gradients: list[Tensor]) -> bool:
 
 def mark_of(gradient: Tensor) -> tuple[int, int]:
     """A value that changes when a gradient is replaced or written to."""
+    if not is_sharded(gradient):
+        return gradient.data_ptr(), gradient._version
     return local_of(gradient).data_ptr(), version_of(gradient)
 
 
@@ -363,7 +359,8 @@ def _as_real(gradient: Tensor) -> Tensor:
 
 def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of each tensor, and of all together, divided by `scale`."""
-    gradients = [gradient.detach() if gradient.requires_grad else gradient for gradient in gradients]
+    if any(map(_requires_grad, gradients)):
+        gradients = [*map(Tensor.detach, gradients)]
     as_for_clipping = gradients[0].device != _HOST and _are_alike(gradients)
     each = _each(gradients, torch.float32) if as_for_clipping else norm_of_each(gradients)
     if scale is not None:

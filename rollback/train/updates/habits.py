@@ -5,7 +5,6 @@ Everything is read on the host: versions of tensors, flags, the order of calls. 
 """
 
 import threading
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +37,6 @@ class Habit(NamedTuple):
     """Whether DDP averaged after every batch."""
 
 
-@dataclass
 class _Noticed:
     """What has been noticed of the update in progress."""
 
@@ -49,7 +47,7 @@ class _Noticed:
     last: tuple[int, int] | None = None
     additions: int = 0
     """Backwards that added to the gradients of the one before."""
-    undivided: list[bool] = field(default_factory=list)
+    undivided: tuple[bool, ...] = ()
     averaged: int = 0
     unaveraged: int = 0
 
@@ -117,7 +115,7 @@ class Habits:
             always_averaged=now.unaveraged == 0 if accumulated and now.averaged >= batches else None,
         )
 
-    def _accumulated(self) -> None:
+    def _accumulated(self, *_: object) -> None:
         """Backward has reached the telltale."""
         now, gradient = self._now, self._gradient()
         now.stepped = None
@@ -131,7 +129,7 @@ class Habits:
         else:
             return
         if self._looks > 0 and (undivided := self._loss_is_undivided()) is not None:
-            now.undivided.append(undivided)
+            now.undivided += (undivided,)
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

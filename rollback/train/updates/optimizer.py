@@ -38,7 +38,7 @@ class Updates:
         self._inside = None if model is None else unwrap(model)
         self._sensed = Gradients(optimizer, scaler, model)
         self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
-        before_update(optimizer, weak_hook(self._before_update))
+        before_update(optimizer, self._before_update)
         self._scale_is_due = False
         if scaler is not None and hasattr(scaler, "step") and hasattr(scaler, "update"):
             watch_method(scaler, "step", weak_hook(self._before_scaled_update))
@@ -78,8 +78,16 @@ class Updates:
         )
 
     def expect_backward(self, last: bool) -> None:
-        """A batch is handed out. last: probably the update's last one. Raises UsageError inside `join`."""
-        require_even_inputs(self._model, self._optimizer)
+        """A batch is handed out. last: probably the update's last one. Raises UsageError inside torch's `join`, where a
+        rank without batches answers the collectives of others."""
+        for item in self._model, self._optimizer:
+            if getattr(getattr(item, "__dict__", {}).get("_join_config"), "enable", False):
+                raise UsageError(
+                    "the loop over the guard runs inside torch's join(), for ranks with different numbers of batches: "
+                    "a rank that has none left would answer the model's collectives and not the guard's",
+                    hint="take join() out and give all ranks the same number of batches: DistributedSampler does, with "
+                    "drop_last=True or without; other loaders can be cut to what the shortest rank has (max_steps=N)",
+                )
         self._sensed.expect(last)
 
     def forget(self) -> None:
@@ -119,16 +127,4 @@ class Updates:
                 "scaler.step(optimizer) was not followed by scaler.update() when the loop took its next batch: no "
                 "checkpoint has what the scaler has found in the gradients since its last update()",
                 hint="call scaler.update() behind scaler.step(optimizer), in the same pass through the loop's body",
-            )
-
-
-def require_even_inputs(*joinable: object) -> None:
-    """Raise UsageError inside torch's `join`, where a rank without batches answers the collectives of others."""
-    for item in joinable:
-        if getattr(getattr(item, "__dict__", {}).get("_join_config"), "enable", False):
-            raise UsageError(
-                "the loop over the guard runs inside torch's join(), for ranks with different numbers of batches: a "
-                "rank that has none left would answer the model's collectives and not the guard's",
-                hint="take join() out and give all ranks the same number of batches: DistributedSampler does, with "
-                "drop_last=True or without; other loaders can be cut to what the shortest rank has (max_steps=N)",
             )

@@ -293,6 +293,25 @@ def test_no_more_than_the_limit_is_held_and_the_suspected_step_goes_last(tmp_pat
     assert [part.name for part in bench.account(5, number=2).batch.tensors] == ["5"]
 
 
+def test_of_too_many_tensors_the_first_ones_are_held_and_the_next_one_is_named(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    lines = [torch.zeros(1) for _ in range(600)]
+    bench.evidence.keep_batch(3, {"a": lines, "b": lines, "c": lines})
+    bench.step(0)
+    batch = bench.account(0).batch
+    assert (len(batch.tensors), batch.tensors[-1].name) == (1024, "3/b/423")
+    assert [(part.name, part.reason) for part in batch.left_out] == [("3/b/424", "more than 1024 tensors")]
+
+
+def test_the_suspected_step_is_remembered_longer_than_others(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for step in range(100):
+        bench.step(step)
+        if step == 1:
+            bench.evidence.suspect(1)
+    assert [seen.step for seen in bench.account(0, 99).steps] == [1, *range(37, 100)]
+
+
 def test_with_a_limit_of_0_no_batch_is_held(tmp_path: Path) -> None:
     paths = train(tmp_path, after_backward=once(20, break_in_backward), evidence_limit=0)
     assert evidence_of(paths).batch.tensors == []

@@ -402,6 +402,25 @@ def test_gradients_that_are_views_of_buckets_are_told_as_before_clipping(
         updates.forget()
 
 
+def test_where_ddp_averages_too_nothing_is_measured_behind_backward_once_each_update_is_clipped(
+    group: None, passes: list[int]
+) -> None:
+    inner, optimizer = trained(in_order)
+    model = nn.parallel.DistributedDataParallel(inner)
+    updates = Updates(optimizer, None, model)
+    behind_backward = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        updates.expect_backward(last=True)
+        del passes[:]
+        backward(model)
+        behind_backward.append([*passes])
+        clip(model)
+        optimizer.step()
+        updates.forget()
+    assert behind_backward == [[6]] * 3 + [[]] * 3
+
+
 def test_views_of_a_bucket_that_were_not_written_to_alike_are_measured_as_they_are_applied(
     group: None, passes: list[int]
 ) -> None:

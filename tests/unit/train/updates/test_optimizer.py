@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from rollback.train.updates.habits import Habits
 from rollback.train.updates.optimizer import Updates
 
 
@@ -103,10 +104,18 @@ def test_a_look_behind_the_update_is_gone_once_it_has_been_done_often_enough() -
     assert hooked == [1] * 15 + [0] * 5
 
 
-def test_where_nothing_is_averaged_no_backward_is_looked_into_once_enough_have_been() -> None:
+def test_where_nothing_is_averaged_no_backward_is_looked_into_once_enough_have_been(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ordinary, looked = Habits._accumulated, []
+
+    def counted(habits: Habits, *given: object) -> None:
+        looked.append(1)
+        ordinary(habits, *given)
+
+    monkeypatch.setattr(Habits, "_accumulated", counted)
     model, optimizer = model_and_optimizer()
-    updates, looked = Updates(optimizer, None), []
-    ordinary, updates._habits._watch._act = updates._habits._watch._act, lambda: (looked.append(1), ordinary())
+    updates = Updates(optimizer, None)
     for _ in range(20):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
