@@ -279,7 +279,9 @@ class Judge:
         if verdict.kind in _ACTED_ON and not self._observed:
             lost = beat.loss is not None and not math.isfinite(beat.loss)
             decision = self._answer(verdict, mark, beat.ailing, lost=lost)
-        if (decision := decision or self.answer_state()) is not None:
+        if decision is None and self._checkpoints.ailing is not None:
+            decision = self.answer_state()
+        if decision is not None:
             return decision
         if beat.stop:
             return Halt("told to stop", save=True)
@@ -295,13 +297,13 @@ class Judge:
         return begins
 
     def answer_state(self) -> Decision | None:
-        """Plan the answer if the last snapshot was dropped because something in it is not finite.
+        """Plan the answer to `CheckpointManager.ailing`: the last snapshot was dropped because something in it is not
+        finite.
 
         It may have been so from the newest checkpoint on: those have been looked at.
         """
         landing, self._checkpoints.ailing = self._checkpoints.ailing, None
-        if landing is None:
-            return None
+        assert landing is not None
         found = union(self._ranks.from_each(landing.nonfinite))
         self._finite.accept(found)  # a restore takes that back; who only observes is told once
         if not self._marks or self._observed:
