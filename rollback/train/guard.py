@@ -259,11 +259,11 @@ class Guard(ScriptSide):
         if self._rewinder.rehearsing:
             self._rewinder.end_rehearsal()
             return None
-        mark, gauges = step.finish(), step.gauges()
+        mark, (loss, grad_norm, gauges) = step.finish(), step.readings()
         stop, requests_open = self._requests.stop.requested, self._requests.waiting
         seconds = self._checkpoints.schedule.end_update()
         decision = self._judge.end_step(
-            mark, step.mean_loss(), step.grad_norm(), stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
+            mark, loss, grad_norm, stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
             requests_open=requests_open, gauges=gauges, seconds=seconds, screened=self._rewinder.held is not None,
         )  # fmt: skip
         step.next()

@@ -153,13 +153,11 @@ class StepInProgress:
             return self._losses[0]
         return torch.stack([loss.float() for loss in self._losses]).mean() if self._losses else None
 
-    def grad_norm(self) -> Tensor | None:
-        """The observed gradient norm, else the measured one."""
-        return self.updates.grad_norm if self._grad_norm is None else self._grad_norm
-
-    def gauges(self) -> Gauges:
-        """What else goes on the pulse."""
-        return self.updates.gauges(told=self._grad_norm is not None)
+    def readings(self) -> tuple[Tensor | None, Tensor | None, Gauges]:
+        """What goes on the pulse: the mean loss; the observed gradient norm, else the measured one; and the gauges."""
+        told = self._grad_norm
+        grad_norm = self.updates.grad_norm if told is None else told
+        return self.mean_loss(), grad_norm, self.updates.gauges(told=told is not None)
 
     def next(self) -> None:
         """Count the step. The next step is in progress."""

@@ -71,6 +71,7 @@ class Judge:
         self._evidence = evidence
         self._marks: deque[StepMark] = deque(maxlen=_MARKS)
         self._cases = Cases(run.record, run.settings, run.history, skips)
+        self.screens = self._cases.screens
         self._scale = ScaleWatch()
         self._advisor = advisor
         self._finite = finite
@@ -183,10 +184,6 @@ class Judge:
         if (verdict.kind if verdict is not None else self._verdict) in _ACTED_ON:
             raise NotProved("the last step was not healthy")
         return Foreseen(sentinel.state_dict(), metric)
-
-    def screens(self, batch: int) -> bool:
-        """Whether an update that begins at this batch is to be screened. Not collective, and alike on all ranks."""
-        return self._cases.screens(batch)
 
     @property
     def awaits_verdict(self) -> bool:

@@ -100,7 +100,7 @@ class SnapshotSchedule:
         taken_at = self._taken_before_end if waits else self._taken_at
         if taken_at is None:
             return True
-        ready = self._snapshots.ready
+        ready = self._snapshots.memory.ready
         if not ready and not waits:
             return False
         if ready and (self.wanted or self._checkpoints.wanting):
