@@ -4,6 +4,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,9 +154,8 @@ class Guard(ScriptSide):
         """
         if self._passes.state is PassState.NONE:
             self._loop_by_next = iter(self)  # a script may call next() alone
-        if (batch := self._prober.next_batch()) is not NO_BATCH:
+        if self._prober.probe is not None and (batch := self._next_of_probe()) is not NO_BATCH:
             return batch
-        self._act(self._prober.end())
         self._pass_rehearsal.end()
         if self._passes.over and not self._goes_back():
             if self._pass_rehearsal.due:
@@ -187,13 +187,20 @@ class Guard(ScriptSide):
             self._act(Attend())
         return not self._passes.over
 
+    def _next_of_probe(self) -> Any:
+        """The next batch of the probe that is under way. `NO_BATCH`: the probe is over, and its answer carried out."""
+        if (batch := self._prober.next_batch()) is NO_BATCH:
+            self._act(self._prober.end())
+        return batch
+
     def _next_of_epoch(self) -> Any:
         """Do what is due at a step's end, and hand out the next batch. `NO_BATCH`: training may stand elsewhere now."""
         between_steps = self._step_in_progress.first_batch is None
         if self._batches.open_epoch():
             self._step_in_progress.begin_epoch()
         if between_steps:
-            self._unseen.at_end()
+            if self._unseen.looking:
+                self._unseen.at_end()
             self._last.mark_end()
         rehearsed = self._pass_rehearsal.due and self._batches.nothing_is_left()
         if (rehearsed or (between_steps and self._snapshot_due())) and not self._take_snapshot(rehearsed=rehearsed):
@@ -234,17 +241,16 @@ class Guard(ScriptSide):
     def _hand_out_batch(self) -> Any:
         if self._step_in_progress.first_batch is None:
             self._rewinder.hold(wanted=self._judge.screens(self._state.cursor.batch))
-        batch = self._batches.read(
-            self.step, self._judge.timeline, lambda position: self._step_in_progress.show_batch("reading", position)
-        )
-        self._prober.keep(self.step, batch)
+        step = self._state.counters.step
+        batch = self._batches.read(step, self._judge.timeline, partial(self._step_in_progress.show_batch, "reading"))
+        self._prober.keep(step, batch)
         self._end.go_on()
         self._pass_rehearsal.due, self._step_in_progress.heartbeat.empty_pass = False, None
         return self._step_in_progress.hand_out(batch)
 
     def _end_step(self) -> Decision | None:
         """If the loop's body made an update: count it, judge the update before, and send the beat of this one."""
-        step, schedule = self._step_in_progress, self._checkpoints.schedule
+        step = self._step_in_progress
         if not step.updated:
             self._judge.without_update(step.batches)
             return None
@@ -253,12 +259,12 @@ class Guard(ScriptSide):
         if self._rewinder.rehearsing:
             self._rewinder.end_rehearsal()
             return None
-        mark, gauges = step.finish(), step.gauges()
+        mark, (loss, grad_norm, gauges) = step.finish(), step.readings()
         stop, requests_open = self._requests.stop.requested, self._requests.waiting
-        schedule.end_update()
+        seconds = self._checkpoints.schedule.end_update()
         decision = self._judge.end_step(
-            mark, step.mean_loss(), step.grad_norm(), stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
-            requests_open=requests_open, gauges=gauges, seconds=schedule.step_seconds, screened=self._rewinder.holds,
+            mark, loss, grad_norm, stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
+            requests_open=requests_open, gauges=gauges, seconds=seconds, screened=self._rewinder.held is not None,
         )  # fmt: skip
         step.next()
         return decision

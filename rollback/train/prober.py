@@ -61,7 +61,8 @@ class Prober:
     ) -> None:
         self._ranks, self._record, self._model, self._state = run.ranks, run.record, model, state
         self._pulse, self._judge, self._kept, self._rewinder, self._step = pulse, judge, judge.kept, rewinder, step
-        self._probe: _UnderWay | None = None
+        self.probe: _UnderWay | None = None
+        """The probe that is under way."""
         self._hidden: list[tuple[str, int, int]] | None = None
         self._refused: str | None = None
         self._said = set[str]()
@@ -84,9 +85,9 @@ class Prober:
 
     def keep(self, step: int, batch: Any) -> None:
         """A batch of the run is handed out. Not collective."""
-        if self._refused is not None:
+        if self._refused is not None or not self._kept.wanted:
             return
-        if self._hidden is None and self._kept.some:
+        if self._hidden is None and self._kept.held:
             self._hidden = self._marks_of_hidden()
         self._kept.keep(step, batch, self._state.kept)
 
@@ -102,28 +103,28 @@ class Prober:
         if (why := self._ranks.first_fault(why)) is not None:
             self._note_none(question, why)
             return NO_BATCH
-        self._probe = prepared
+        self.probe = prepared
         self._step.updates.forget()
         return self.next_batch()
 
     def next_batch(self) -> Any:
-        """The next batch of the probe that is under way; `NO_BATCH`: it has no more, the script has made its update, or
-        there is none. Not collective."""
-        if self._probe is None or not self._probe.left or self._step.update_made:
+        """The next batch of the probe that is under way; `NO_BATCH`: it has no more, or the script has made its update.
+        Not collective."""
+        assert self.probe is not None
+        if not self.probe.left or self._step.update_made:
             return NO_BATCH
         self._step.probe_batches = (self._step.probe_batches or 0) + 1
         self._step.updates.expect_backward(last=False)
-        kept = self._probe.left.pop(0)
+        kept = self.probe.left.pop(0)
         self._state.kept.put_generators(kept.generators)
         return kept.again()
 
     def end(self) -> Decision | None:
-        """If a probe is under way, put everything back, and judge what the model has answered."""
-        if self._probe is None:
-            return None
-        question, kept, loss = self._probe.question, self._probe.kept, self._step.mean_loss()
+        """The probe that is under way is over: put everything back, and judge what the model has answered."""
+        assert self.probe is not None
+        question, kept, loss = self.probe.question, self.probe.kept, self._step.mean_loss()
         fault = "the script has told no loss for its batch" if loss is None else None
-        if self._probe.left or not self._step.update_made:
+        if self.probe.left or not self._step.update_made:
             fault = "the script's update was not made of the batches that it had been made of"
         fault = self._ranks.first_fault(fault)
         self.drop()
@@ -158,14 +159,14 @@ class Prober:
 
     def drop(self) -> None:
         """Put everything back, if a probe is under way."""
-        if self._probe is not None:
-            probe, self._probe = self._probe, None
+        if self.probe is not None:
+            probe, self.probe = self.probe, None
             self._rewinder.put_back_probe(probe.state, probe.gradients)
 
     def abandon(self) -> None:
         """As `drop`, where the script has left its loop for good. Not collective."""
-        if self._probe is not None:
-            probe, self._probe = self._probe, None
+        if self.probe is not None:
+            probe, self.probe = self.probe, None
             probe.gradients.put_back(lambda: probe.state.put_back(self._state))
 
     def _prepare(self, question: OpenQuestion) -> tuple[_UnderWay | None, str | None]:

@@ -12,6 +12,7 @@ from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepMark
 from rollback.train.incidents.evidence import IncidentEvidence
+from rollback.train.process.failure_record import Standing
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.start.arguments import scalar
 from rollback.train.state.state import TrainingState
@@ -66,12 +67,14 @@ class StepInProgress:
     def show_batch(self, doing: str, position: int) -> None:
         """A batch is read or trained on."""
         counters = self._state.counters
-        self.heartbeat.show_batch(doing, counters.step, position, self.first_batch, counters.batches_per_step)
+        first = position if self.first_batch is None else self.first_batch
+        last = max(position, first + counters.batches_per_step - 1)
+        self.heartbeat.standing = Standing(doing, counters.step, position, first, last, in_hand=True)
 
     def hand_out(self, batch: Any) -> Any:
-        """Hand out a batch to the script. Raises UsageError where the script asked too early."""
+        """Hand out the batch that was just read to the script. Raises UsageError where that asked too early."""
         self._prefetch.handed_out()
-        position = self.batch
+        position = self._state.cursor.batch - 1
         if self.first_batch is None:
             self.first_batch = position
             self._state.kept.phase = None
@@ -122,7 +125,7 @@ class StepInProgress:
     @property
     def update_made(self) -> bool:
         """As `updated`, whatever the batches were."""
-        return self.updates.happened or self.updates.dropped_by_scaler
+        return self.updates.happened or self.updates.attempted
 
     def evaluates(self) -> bool:
         """Whether the script seems to evaluate, behind the update: an exception leaves the model's mode as it is, and
@@ -150,13 +153,11 @@ class StepInProgress:
             return self._losses[0]
         return torch.stack([loss.float() for loss in self._losses]).mean() if self._losses else None
 
-    def grad_norm(self) -> Tensor | None:
-        """The observed gradient norm, else the measured one."""
-        return self.updates.grad_norm if self._grad_norm is None else self._grad_norm
-
-    def gauges(self) -> Gauges:
-        """What else goes on the pulse."""
-        return self.updates.gauges(told=self._grad_norm is not None)
+    def readings(self) -> tuple[Tensor | None, Tensor | None, Gauges]:
+        """What goes on the pulse: the mean loss; the observed gradient norm, else the measured one; and the gauges."""
+        told = self._grad_norm
+        grad_norm = self.updates.grad_norm if told is None else told
+        return self.mean_loss(), grad_norm, self.updates.gauges(told=told is not None)
 
     def next(self) -> None:
         """Count the step. The next step is in progress."""

@@ -157,15 +157,15 @@ class Catalogue:
                 if onset is not None and self.manifest(name).step > onset:
                     entry.healthy = 0
             return []
-        passed = []
+        passed: list[Manifest] = []
         for name, entry in self._on_probation.items():
             entry.healthy += 1
             if entry.healthy >= self._probation and entry.status is CheckpointStatus.CANDIDATE:
                 entry.status = CheckpointStatus.GOOD
-                passed.append(name)
-        for name in passed:
-            del self._on_probation[name]
-        return [self.manifest(name) for name in passed]
+                passed.append(self.manifest(name))
+        for manifest in passed:
+            del self._on_probation[manifest.name]
+        return passed
 
     def about_to_pass(self) -> list[str]:
         """The checkpoints that will be good with the next healthy verdict."""

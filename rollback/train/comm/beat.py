@@ -117,7 +117,8 @@ _MEANS = tuple(name for name, kind in _HOST.items() if kind is float)
 _GAUGES = tuple(field.name for field in fields(GaugeFields))
 SCALER_SKIPPED = list(_HOST).index("scaler_skipped")
 _host_values, gauge_values = attrgetter(*_HOST), attrgetter(*_GAUGES)
-SCALARS = 2 + len(_GAUGES)  # loss and gradient norm come first
+_SCALARS = ("loss", "grad_norm", *_GAUGES)
+SCALARS = len(_SCALARS)
 KEPT = 2 + _GAUGES.index("kept")
 JUDGED = 2  # of these: where one is not finite, it is told whether it is NaN or Inf
 AILMENTS_AT = 2 * SCALARS
@@ -181,28 +182,28 @@ def _exact_sum(column: Sequence[float]) -> float | None:
 
 def read_beat(vector: Tensor | list[float], world_size: int) -> Beat:
     """All of a beat but `ailing`. vector: on the host."""
-    row, letters = vector, None
+    letters: Tensor | None = None
     if isinstance(vector, Tensor):
-        row = (vector if vector.numel() == FIELDS else vector[:FIELDS]).tolist()
+        row: list[float] = (vector if vector.numel() == FIELDS else vector[:FIELDS]).tolist()
         letters = vector[FIELDS:].long().view(-1, LETTER) if vector.numel() > FIELDS else None
-    counts, ailments, host = row[SCALARS:], row[AILMENTS_AT:], row[HOST_AT:]
-    loss, grad_norm, *gauges = [
-        total / count if count else None for total, count in zip(row[:SCALARS], counts, strict=False)
-    ]  # fmt: skip
-    table: dict[str, Any] = {name: kind(total) for (name, kind), total in zip(_HOST.items(), host, strict=True)}
+    else:
+        row = vector
+    table: dict[str, Any] = {}
+    for place, name in enumerate(_SCALARS):
+        count = row[SCALARS + place]
+        table[name] = row[place] / count if count else None
+    for place, (name, kind) in enumerate(_HOST.items(), HOST_AT):
+        table[name] = kind(row[place])
     for name in _MEANS:
         table[name] /= world_size
-    table.update(zip(_GAUGES, gauges, strict=True))
     if table["squares"] is not None:
-        grad_norm = math.sqrt(table["squares"])
+        table["grad_norm"] = math.sqrt(table["squares"])
     if table["measured_squares"] is not None:
         table["measured"] = math.sqrt(table["measured_squares"])
-    return Beat(
-        loss=_unless_ill(loss, *ailments[:2]),
-        grad_norm=_unless_ill(grad_norm, *ailments[2:4]),
-        letters=letters,
-        **table,
-    )
+    if any(row[AILMENTS_AT:HOST_AT]):
+        for name, at in ("loss", AILMENTS_AT), ("grad_norm", AILMENTS_AT + 2):
+            table[name] = _unless_ill(table[name], *row[at : at + 2])
+    return Beat(letters=letters, **table)
 
 
 def _unless_ill(mean: float | None, nan: float, inf: float) -> float | None:
@@ -210,7 +211,3 @@ def _unless_ill(mean: float | None, nan: float, inf: float) -> float | None:
     if nan:
         return math.nan
     return math.inf if inf else mean
-
-
-def is_finite(value: float | None) -> bool:
-    return value is None or math.isfinite(value)

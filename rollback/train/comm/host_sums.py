@@ -127,8 +127,11 @@ class HostSums:
                 self._wake(self._awaited)
 
     def _late(self) -> list[int]:
-        own = self._puts
-        return [rank for rank, count in enumerate(self._counts.tolist()) if (count - own) % _COUNTS >= _COUNTS // 2]
+        own, late = self._puts, []
+        for rank, count in enumerate(self._counts.tolist()):
+            if (count - own) % _COUNTS >= _COUNTS // 2:
+                late.append(rank)
+        return late
 
     def _wait(self, until: float) -> bool:
         """Whether all have put their rows, at the latest at that moment. Also returns where it is of no use."""

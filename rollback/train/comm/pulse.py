@@ -34,7 +34,6 @@ from rollback.train.comm.beat import (
     Signs,
     all_finite,
     gauge_values,
-    is_finite,
     read_beat,
     row_of,
     without_ill,
@@ -116,7 +115,8 @@ class Pulse:
             self._work.wait()
         self._work = self._vector = None
         beat = read_beat(vector, self._ranks.world_size)
-        beat.ailing = self._ailing(beat)
+        if not (math.isfinite(beat.loss or 0.0) and math.isfinite(beat.grad_norm or 0.0)):
+            beat.ailing = self._ailing(beat)
         return beat
 
     def await_sum(self) -> None:
@@ -149,10 +149,8 @@ class Pulse:
             self._handed.take_back()
 
     def _ailing(self, beat: Beat) -> tuple[int, ...]:
-        """Collective where a value of the beat is not finite: the ranks that `Beat.ailing` tells of."""
-        if is_finite(beat.loss) and is_finite(beat.grad_norm):
-            return ()
-        at = AILMENTS_AT + (2 if is_finite(beat.loss) else 0)
+        """Collective: the ranks that `Beat.ailing` tells of, where a value of the beat is not finite."""
+        at = AILMENTS_AT + (2 if math.isfinite(beat.loss or 0.0) else 0)
         row = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
         row[self._ranks.rank] = sum(self._own[at : at + 2])
         self._ranks.add_up(row)

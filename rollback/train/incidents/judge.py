@@ -71,6 +71,7 @@ class Judge:
         self._evidence = evidence
         self._marks: deque[StepMark] = deque(maxlen=_MARKS)
         self._cases = Cases(run.record, run.settings, run.history, skips)
+        self.screens = self._cases.screens
         self._scale = ScaleWatch()
         self._advisor = advisor
         self._finite = finite
@@ -184,10 +185,6 @@ class Judge:
             raise NotProved("the last step was not healthy")
         return Foreseen(sentinel.state_dict(), metric)
 
-    def screens(self, batch: int) -> bool:
-        """Whether an update that begins at this batch is to be screened. Not collective, and alike on all ranks."""
-        return self._cases.screens(batch)
-
     @property
     def awaits_verdict(self) -> bool:
         """Whether a step's beat is under way."""
@@ -279,7 +276,9 @@ class Judge:
         if verdict.kind in _ACTED_ON and not self._observed:
             lost = beat.loss is not None and not math.isfinite(beat.loss)
             decision = self._answer(verdict, mark, beat.ailing, lost=lost)
-        if (decision := decision or self.answer_state()) is not None:
+        if decision is None and self._checkpoints.ailing is not None:
+            decision = self.answer_state()
+        if decision is not None:
             return decision
         if beat.stop:
             return Halt("told to stop", save=True)
@@ -295,13 +294,13 @@ class Judge:
         return begins
 
     def answer_state(self) -> Decision | None:
-        """Plan the answer if the last snapshot was dropped because something in it is not finite.
+        """Plan the answer to `CheckpointManager.ailing`: the last snapshot was dropped because something in it is not
+        finite.
 
         It may have been so from the newest checkpoint on: those have been looked at.
         """
         landing, self._checkpoints.ailing = self._checkpoints.ailing, None
-        if landing is None:
-            return None
+        assert landing is not None
         found = union(self._ranks.from_each(landing.nonfinite))
         self._finite.accept(found)  # a restore takes that back; who only observes is told once
         if not self._marks or self._observed:

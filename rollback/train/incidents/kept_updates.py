@@ -77,11 +77,11 @@ class KeptUpdates:
         self.wanted = wanted
         self._from = 0
         self._open: KeptUpdate | None = None
-        self._held: list[KeptUpdate] = []
+        self.held: list[KeptUpdate] = []
 
     def keep(self, step: int, batch: Any, scripts: KeptByScript) -> None:
         """A batch of this step is handed out."""
-        if not self.wanted or step < self._from:
+        if step < self._from:
             return
         if self._open is None:
             self._open = KeptUpdate(step)
@@ -106,23 +106,18 @@ class KeptUpdates:
             return
         kept.loss, kept.level = loss, level
         self._from = mark.step + KEPT_EVERY
-        self._held = [*self._held, kept][-_HELD:]
-
-    @property
-    def some(self) -> bool:
-        """Whether any is held."""
-        return bool(self._held)
+        self.held = [*self.held, kept][-_HELD:]
 
     def before(self, onset: int) -> KeptUpdate | None:
         """The newest from before this step."""
-        return next((kept for kept in reversed(self._held) if kept.step < onset), None)
+        return next((kept for kept in reversed(self.held) if kept.step < onset), None)
 
     def rollback_applied(self, event: RollbackApplied) -> None:
         """What was kept behind that step was of an undone time."""
         if event.cause is RollbackCause.PROBE:
             return
         self._open = None
-        self._held = [kept for kept in self._held if kept.step < event.step]
+        self.held = [kept for kept in self.held if kept.step < event.step]
         self._from = min(self._from, event.step + _AGAIN_AFTER)
 
 

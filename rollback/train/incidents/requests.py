@@ -59,8 +59,10 @@ class Requests:
     @property
     def waiting(self) -> bool:
         """Whether there are open ones, as rank 0 sees it; False on the others, who hear of them by pulse."""
+        if self._inbox is None or not (names := self._inbox.open()):
+            return False
         held = self._held if self._record.unwritten else ()
-        return self._inbox is not None and any(name not in held for name in self._inbox.open())
+        return any(name not in held for name in names)
 
     def carry_out(self, step: int, *, may_stop: bool) -> Rewind | Halt | None:
         """Collective: carry out open requests, oldest first, up to one for which the guard must act: that decision.

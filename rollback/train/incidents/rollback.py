@@ -39,7 +39,8 @@ class Rewinder:
         self._restored = run.restored
         self._source: Manifest | HeldState | None = run.restored
         self._resumed = run.restored  # while nothing has gone back: the script says then what is to be trained
-        self._held: HeldState | None = None
+        self.held: HeldState | None = None
+        """The state before the update in progress, where that can be undone."""
         self.rehearsing = rehearsing
         self.written = WritesBehind(run, state)
         self.before: Callable[[], object] = lambda: None
@@ -89,22 +90,17 @@ class Rewinder:
         Behind it, nobody asks for the state that was put back last: only a pass that begins does.
         """
         self._source = self._restored
-        self._held = self.present_state(self._held) if wanted else None
+        self.held = self.present_state(self.held) if wanted else None
 
     def present_state(self, before: HeldState | None = None, *, data: bool = True) -> HeldState:
         """The present state, held for a while. The arguments are those of `HeldState`."""
         return HeldState(self._state, self._checkpoints.unchanged, before, data=data)
 
-    @property
-    def holds(self) -> bool:
-        """Whether the update in progress can be undone."""
-        return self._held is not None
-
     def undo(self, decision: Undo) -> None:
         """Put back the state from before the last update, whose batches are skipped from now on."""
-        assert self._held is not None
-        self._put_back(RollbackCause.SCREEN, self._held, decision.window)
-        self._held = None
+        assert self.held is not None
+        self._put_back(RollbackCause.SCREEN, self.held, decision.window)
+        self.held = None
 
     def put_back_probe(self, held: HeldState, gradients: HeldGradients) -> None:
         """Undo a step that was none of the run's; where the data stand has not changed."""

@@ -55,6 +55,7 @@ class HeartbeatWriter:
         self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
         self._over = threading.Event()
         self.standing = Standing("attaching", 0, 0, first=0, last=0)
+        """What this rank is doing and where. It is written within half a second."""
         self.empty_pass: int | None = None
         """The epoch of a pass over the guard that had no batch, until the next batch."""
         self.loop: Callable[[], object | None] = lambda: None
@@ -106,11 +107,6 @@ class HeartbeatWriter:
         if HeartbeatWriter._present is self and os.getpid() == self._pid:
             self._leaving = self._ended and not self.last_words.spoken
             self._write()
-
-    def show_batch(self, doing: str, step: int, batch: int, first: int | None, batches_per_step: int) -> None:
-        """Set the batch that is read or trained on. first: the first batch of its update; None: this batch."""
-        first = batch if first is None else first
-        self.standing = Standing(doing, step, batch, first, max(batch, first + batches_per_step - 1), True)
 
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_SECONDS):

@@ -29,11 +29,10 @@ class Staging:
         self._region: Region | None = None
         self._device: torch.device | None = None
         self._job: Future[None] | None = None
-
-    @property
-    def next_slot(self) -> int | None:
+        self._succeeded: Future[None] | None = None
+        """The job that was last seen to have succeeded: of that one it is known for good."""
+        self.next_slot: int | None = None
         """The slot of the next snapshot, the same on all ranks. It changes where an earlier one is released."""
-        return None
 
     def fit(self, size: int, device: torch.device | None) -> None:
         """Make room for snapshots of this many bytes, in the background. device: the CUDA device they come from."""
@@ -42,7 +41,12 @@ class Staging:
 
     def ready(self) -> bool:
         """Whether the next snapshot can be copied now."""
-        return self._job is not None and self._job.done() and self._succeeded(self._job)
+        job = self._job
+        if job is None:
+            return False
+        if job is not self._succeeded and job.done() and self._is_made(job):
+            self._succeeded = job
+        return job is self._succeeded
 
     def wait(self, seconds: float) -> None:
         """Wait until it is ready, or is known to have failed. Wait for a reader of the slot at most this long."""
@@ -68,7 +72,7 @@ class Staging:
         pin(region, device)
         self._region, self._device = region, device
 
-    def _succeeded(self, job: Future[None]) -> bool:
+    def _is_made(self, job: Future[None]) -> bool:
         if (error := job.exception()) is None:
             return True
         if not isinstance(error, OSError | MemoryError):
@@ -106,16 +110,15 @@ class FastTier:
         self._device: torch.device | None = None
         self._regions: dict[int, Region] = {}
         self._jobs: dict[int, Future[bool]] = {}
+        self._succeeded: Future[bool] | None = None
         self._leaving: dict[int, Callable[[bool], None]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-slots")
-
-    @property
-    def next_slot(self) -> int | None:
-        return next(iter(self._free()), None)
+        self.next_slot: int | None = None
 
     def resize(self, count: int) -> None:
         """Use this many slots from now on. Checkpoints in the other slots stay until they are evicted."""
         surplus, self.count = range(count, self.count), count
+        self._choose()
         for number in surplus:
             if number not in self._taken:
                 self._tend(number)
@@ -124,20 +127,21 @@ class FastTier:
         # Only the next one: to have the pages of all slots there at once would take the memory's whole
         # bandwidth for seconds, just when training begins.
         self._size, self._device = size, device
-        free = self._free()
-        for number in free:
+        for number in self._free():
             self._jobs.pop(number, None)
-        if free:
-            self._tend(free[0])
+        if self.next_slot is not None:
+            self._tend(self.next_slot)
 
     def ready(self) -> bool:
-        free = self._free()
-        if not free or self.fault is not None:
+        number = self.next_slot
+        if number is None or self.fault is not None:
             return False
-        job = self._jobs.get(free[0])
+        job = self._jobs.get(number)
         if job is None:
-            self._tend(free[0])
+            self._tend(number)
             return False
+        if job is self._succeeded:
+            return True
         if not job.done():
             return False
         error = job.exception()
@@ -147,14 +151,15 @@ class FastTier:
         if error is not None:
             raise error
         if not job.result():  # somebody reads it, or the host's first rank has not got to it yet
-            self._tend(free[0])
+            self._tend(number)
             return False
+        self._succeeded = job
         return True
 
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self.ready() and self.fault is None and self._free():
-            if (job := self._jobs.get(self._free()[0])) is not None:
+        while not self.ready() and self.fault is None and self.next_slot is not None:
+            if (job := self._jobs.get(self.next_slot)) is not None:
                 job.exception()
             if self.ready() or time.monotonic() > deadline:
                 return
@@ -166,8 +171,10 @@ class FastTier:
             job.exception()
 
     def reserve(self) -> tuple[int | None, Region]:
-        number = self._free()[0]
+        number = self.next_slot
+        assert number is not None
         self._taken.add(number)
+        self._choose()
         del self._jobs[number]
         return number, self._regions[number]
 
@@ -204,6 +211,7 @@ class FastTier:
         thread with this rank's file; the slot is released when it has ended.
         """
         self._taken.remove(number)
+        self._choose()
         if then is not None:
             self._leaving[number] = then
         self._tend(number, after)
@@ -215,6 +223,10 @@ class FastTier:
 
     def _free(self) -> list[int]:
         return [number for number in range(self.count) if number not in self._taken]
+
+    def _choose(self) -> None:
+        """The next slot is another one where slots come into use or leave it, or are taken or released."""
+        self.next_slot = next(iter(self._free()), None)
 
     def _tend(self, number: int, after: Future[None] | None = None) -> None:
         self._jobs[number] = self._thread.submit(self._make_ready, number, self._size, after)

@@ -78,7 +78,8 @@ class CheckpointManager:
 
     def advance(self, beat: Beat) -> None:
         """Act on a reduced beat."""
-        self._land(self._snapshots.advance(beat))
+        if (landing := self._snapshots.advance(beat)) is not None:
+            self._land(landing)
         self.wanting |= beat.torn > 0
         if beat.tier_failed and self._snapshots.memory.tier == "fast":
             self._leave_fast_tier(f"it failed on {beat.tier_failed} ranks")
@@ -89,9 +90,10 @@ class CheckpointManager:
         """Wait for the snapshot in flight. A plan that is made afterwards may try again to fetch what failed before."""
         if self._remote is not None:
             self._remote.try_again()
-        self._land(landing := self._snapshots.settle())
-        if landing is not None and not landing.committed and landing.tier == "fast":
-            self.leave_failed_tier()
+        if (landing := self._snapshots.settle()) is not None:
+            self._land(landing)
+            if not landing.committed and landing.tier == "fast":
+                self.leave_failed_tier()
 
     def leave_failed_tier(self) -> None:
         """If the fast tier has failed on any rank, write to the run directory from now on."""
@@ -138,7 +140,7 @@ class CheckpointManager:
         """Whether this rank misses a checkpoint that is about to become good.
 
         Not collective. In most steps it does not touch a disk."""
-        return any(self._misses(name) for name in self._catalogue.about_to_pass())
+        return any(map(self._misses, self._catalogue.about_to_pass()))
 
     def judge(self, healthy: bool, onset: int | None) -> None:
         """Count a verdict."""
@@ -267,9 +269,7 @@ class CheckpointManager:
         present = [m for m in of_present_timeline(history, sound) if m.name not in history.gone]
         return [(manifest.model_dump_json(), manifest.name in history.good) for manifest in present]
 
-    def _land(self, landing: Landing | None) -> None:
-        if landing is None:
-            return
+    def _land(self, landing: Landing) -> None:
         manifest = landing.manifest
         if landing.ailing:
             self.ailing = landing

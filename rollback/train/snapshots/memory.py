@@ -27,7 +27,8 @@ class SnapshotMemory:
     """All ranks make the same calls. fast: the slots, if there are any. thread: makes the private memory.
 
     outgrown: the state of some rank did not fit into it, so all ranks have to `fit` it anew; the same on all ranks.
-    used_by: the last work of a thread on a snapshot in it. place: of this rank's shard, among those of all ranks.
+    used_by: work of a thread on a snapshot in it; None: it has ended, or there was none. place: of this rank's shard,
+    among those of all ranks.
     """
 
     def __init__(self, ranks: Ranks, thread: ThreadPoolExecutor, fast: FastTier | None) -> None:
@@ -37,6 +38,7 @@ class SnapshotMemory:
         self._ranks = ranks
         self._fast = fast
         self._staging = Staging(thread)
+        self._buffer = self._choose_buffer()
         self._head = self._size = 0  # bytes of a shard, and of its header
         self._device: torch.device | None = None
         self._all_ready = self._said_ready = False
@@ -70,6 +72,7 @@ class SnapshotMemory:
         """Use this many slots from now on; 0: private memory, which is written to the ring."""
         if self._fast is not None:
             self._fast.resize(count)
+        self._buffer = self._choose_buffer()
         self._prepare()
 
     @property
@@ -92,8 +95,7 @@ class SnapshotMemory:
         assert self._fast is not None  # who knows the number of a slot has it from there
         return self._fast
 
-    @property
-    def _buffer(self) -> FastTier | Staging:
+    def _choose_buffer(self) -> FastTier | Staging:
         return self._fast if self._fast is not None and self._fast.count else self._staging
 
     def _prepare(self) -> None:
@@ -143,7 +145,9 @@ class SnapshotMemory:
 
     def _ready_here(self) -> bool:
         """Whether another snapshot may lie in it. What is in flight does not matter here."""
-        return (self.used_by is None or self.used_by.done()) and self._buffer.ready()
+        if self.used_by is not None and self.used_by.done():
+            self.used_by = None
+        return self.used_by is None and self._buffer.ready()
 
     # The end -------------------------------------------------------------------------------------------------------
 

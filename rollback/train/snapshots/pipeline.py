@@ -77,18 +77,14 @@ class Snapshots:
         self.memory = SnapshotMemory(ranks, self.thread, fast)
         self.frozen = FrozenWeights(paths)
         self._copier = _copier()
-        self._flight: SnapshotInFlight | None = None
-
-    @property
-    def in_flight(self) -> bool:
-        return self._flight is not None
+        self.in_flight: SnapshotInFlight | None = None
 
     # Memory for the next one ---------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
         """Whether all ranks have said that the next snapshot can begin; the same on all ranks."""
-        return self.memory.ready and not self.in_flight
+        return self.in_flight is None and self.memory.ready
 
     def fit_memory(self, image: Image) -> int:
         """Collective: make room for snapshots of this image, in the background. Returns the rank's shard size."""
@@ -112,7 +108,7 @@ class Snapshots:
 
         over: whether the snapshot is behind the last batch of the epoch.
         """
-        if self._flight is not None:
+        if self.in_flight is not None:
             raise RuntimeError("a snapshot is in flight already")
         began = time.perf_counter()
         seq, self.next_seq = self.next_seq, self.next_seq + 1
@@ -123,7 +119,7 @@ class Snapshots:
         )  # fmt: skip
         mode: CaptureMode = "held" if self.unsure else self.mode
         slot, region = self.memory.reserve()
-        flight = self._flight = SnapshotInFlight(manifest, slot, time.monotonic())
+        flight = self.in_flight = SnapshotInFlight(manifest, slot, time.monotonic())
         try:
             self.frozen.require_frozen(image)
             share = share_of(image, self._ranks, self.frozen.digests, self._turn)
@@ -159,7 +155,7 @@ class Snapshots:
 
     def fence(self) -> None:
         """Wait until the copy is complete. Call it before anything changes the state. Not collective."""
-        flight = self._flight
+        flight = self.in_flight
         if flight is None or flight.capture is None or flight.copied is None:
             return
         began = time.perf_counter()
@@ -174,14 +170,15 @@ class Snapshots:
     def note_unseen_writes(self, weights: Iterable[Tensor]) -> None:
         """Not collective: these were written to within a step, and torch did not count it. See `UnseenWrites`."""
         self.mode = "held"
-        if self._flight is not None and self._flight.capture is not None:
-            self._flight.capture.note_unseen_writes(weights)
+        if self.in_flight is not None and self.in_flight.capture is not None:
+            self.in_flight.capture.note_unseen_writes(weights)
 
     def signs(self) -> Signs:
         """What this rank sends with the next beat about the snapshot in flight and the room for the next one."""
-        self.fence()
-        self._follow_thread()
-        flight = self._flight
+        flight = self.in_flight
+        if flight is not None:
+            self.fence()
+            self._follow_thread()
         stage = flight.stage if flight else None
         return Signs(
             shard_written=stage is SnapshotStage.WRITTEN,
@@ -198,7 +195,7 @@ class Snapshots:
     def advance(self, beat: Beat) -> Landing | None:
         """Collective: act on a reduced beat. Returns the landing if the flight has ended."""
         self.memory.hear(beat.ready)
-        flight = self._flight
+        flight = self.in_flight
         if flight is None:
             return None
         self.memory.outgrown = beat.outgrown > 0
@@ -217,7 +214,7 @@ class Snapshots:
 
     def settle(self) -> Landing | None:
         """Collective: wait until the flight has ended, without the pulse. Returns the landing."""
-        flight = self._flight
+        flight = self.in_flight
         if flight is None:
             return None
         self.fence()
@@ -256,10 +253,10 @@ class Snapshots:
 
     def _end(self, fault: str | None = None, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
         """fault: why it becomes no checkpoint; None: it is one."""
-        flight = self._flight
+        flight = self.in_flight
         assert flight is not None
         self.fence()
-        self._flight = None
+        self.in_flight = None
         name = flight.manifest.name
         flight.move(SnapshotEvent.ALL_COMMITTED if fault is None else SnapshotEvent.REFUSED)
         if fault is None and flight.job is not None:
@@ -312,7 +309,7 @@ class Snapshots:
         self._follow_thread()
 
     def _follow_thread(self) -> None:
-        flight = self._flight
+        flight = self.in_flight
         if flight is None or flight.job is None or not flight.job.done() or not flight.thread_works:
             return
         error = flight.job.exception()

@@ -4,6 +4,7 @@ import time
 from collections import deque
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.config import Settings
@@ -64,18 +65,17 @@ class SnapshotSchedule:
         self._incomplete = False
         self._moves_early, self._versions = True, [0]
         """Whether the optimizer may write to weights before its closure has run. What torch counted when it began."""
-        state.optimizer.register_step_pre_hook(weak_hook(self._before_step))
+        self._hook: RemovableHandle | None = state.optimizer.register_step_pre_hook(weak_hook(self._before_step))
         before_update(state.optimizer, self._before_update)
         if settings.snapshot_every:
             self._prepare()
 
-    @property
-    def step_seconds(self) -> float:
-        """Seconds that a step takes on this rank, without the cost of snapshots."""
-        return sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
-
-    def end_update(self) -> None:
-        """Note that an update has ended. Call it before its beat is sent."""
+    def end_update(self) -> float:
+        """Note that an update has ended. Call it before its beat is sent. Returns the seconds that a step takes on this
+        rank, without the cost of snapshots."""
+        if self._hook is not None and not self._moves_early:  # not sooner: torch went through the hooks
+            self._hook.remove()
+            self._hook = None
         now = time.perf_counter()
         if self._step_began is not None:
             self._seconds.append(max(0.0, now - self._step_began))
@@ -83,6 +83,7 @@ class SnapshotSchedule:
         self.wanted |= self._snapshots.memory.outgrown  # the one that was dropped is made up for
         if (self._incomplete and self._state.optimizer.state) or self._snapshots.memory.outgrown:
             self._prepare()
+        return sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
 
     def due(self, beat: Beat | None) -> bool:
         """Whether a snapshot is due at the end of this step, by the beat that was read last.
@@ -99,11 +100,12 @@ class SnapshotSchedule:
         taken_at = self._taken_before_end if waits else self._taken_at
         if taken_at is None:
             return True
-        if not self._snapshots.ready and not waits:
+        ready = self._snapshots.memory.ready
+        if not ready and not waits:
             return False
-        if self._snapshots.ready and (self.wanted or self._checkpoints.wanting):
+        if ready and (self.wanted or self._checkpoints.wanting):
             return True
-        periods = 1 if self._snapshots.ready else 2
+        periods = 1 if ready else 2
         if self._pace is None:
             assert isinstance(every, int)
             return step // every >= taken_at // every + periods
@@ -230,9 +232,8 @@ class SnapshotSchedule:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Not collective. An optimizer may move the weights before it runs its closure, as SAM does."""
-        if self._moves_early:
-            self._snapshots.fence()
-            self._versions = [version_of(item) for item in self._state.trained]
+        self._snapshots.fence()
+        self._versions = [version_of(item) for item in self._state.trained]
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Not collective: the parameters are about to change."""

@@ -50,9 +50,7 @@ class UnseenWrites:
         self._watch = BackwardWatch(model, telltale, self._in_backward)
 
     def at_end(self) -> None:
-        """A step has ended, and the next batch is not read yet."""
-        if not self.looking:
-            return
+        """A step has ended, and the next batch is not read yet. Call it while it is still looked for."""
         if self.found or self._ends == FIRST_STEPS:
             self.looking, self._at_end, self._snapshots.unsure = False, None, False
             self._watch.remove()

@@ -87,7 +87,7 @@ def listen_to_each(guard: rollback.Guard) -> list[tuple[str, RollbackCause]]:
 def ask(guard: rollback.Guard) -> None:
     """As if there were a rise, and a batch from before."""
     kept = KeptUpdate(0, [KeptBatch(torch.zeros(4, 4), MOST, {})], loss=9.0)
-    guard._judge.kept._held, guard._judge.question = [kept], OpenQuestion(onset=1, level=0.0, now=1.0, noise=0.5)
+    guard._judge.kept.held, guard._judge.question = [kept], OpenQuestion(onset=1, level=0.0, now=1.0, noise=0.5)
 
 
 def resumed(run: Path) -> Script:

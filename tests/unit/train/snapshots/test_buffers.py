@@ -1,12 +1,13 @@
 """What snapshots are copied into: made ready ahead of time, the next one and no more."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rollback.checkpoints.fast_tier import slots
-from rollback.train.snapshots.buffers import FastTier
+from rollback.train.snapshots.buffers import FastTier, Staging
 
 SIZE = 3 << 12
 
@@ -101,3 +102,21 @@ def test_who_lets_a_checkpoint_go_is_told_whether_it_was_there_until_then(tier: 
         tier.release(number, told.append)
     tier.settle()
     assert told == [True, False]
+
+
+def test_private_memory_of_another_size_is_not_ready_until_it_is_made() -> None:
+    go_on = threading.Event()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        staging = Staging(thread)
+        staging.fit(SIZE, None)
+        staging.wait(30)
+        assert staging.ready()
+        thread.submit(go_on.wait)
+        staging.fit(2 * SIZE, None)
+        ready_before = staging.ready()
+        go_on.set()
+        assert not ready_before
+        staging.wait(30)
+        assert staging.ready()
+        assert staging.reserve()[1].size == 2 * SIZE
+    staging.close()

@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,17 @@ def test_a_fast_tier_that_fails_while_it_is_waited_for_is_left_for_its_own_reaso
         assert one.await_ready(image) == ""
     finally:
         one.close()
+
+
+def test_memory_is_not_ready_while_a_thread_works_on_a_snapshot_in_it(two: TwoRanks) -> None:
+    one = two.ranks[0]
+    one.fit_memory(two.image)
+    one.wait()
+    assert one.signs().ready
+    one.memory.used_by = Future()
+    assert not one.signs().ready
+    one.memory.used_by.set_result(None)
+    assert one.signs().ready
 
 
 def test_one_rank_that_fails_drops_it_on_all_and_leaves_nothing(two: TwoRanks, monkeypatch: pytest.MonkeyPatch) -> None:
