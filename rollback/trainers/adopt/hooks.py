@@ -46,6 +46,10 @@ def watch_fabric(adoption: Adoption, module: Any) -> None:
     _replace(module._FabricDataLoader, "__iter__", adoption.iterate_counted)
 
 
+def _watch_torchdata(adoption: Adoption, module: Any) -> None:
+    _replace(module.StatefulDataLoader, "__iter__", adoption.iterate)  # a DataLoader that overrides it whole
+
+
 def _watch_trainer(entry: str, adoption: Adoption, module: Any) -> None:
     _replace(module.Trainer, entry, adoption.library_trains)
 
@@ -53,6 +57,7 @@ def _watch_trainer(entry: str, adoption: Adoption, module: Any) -> None:
 _LIBRARIES: dict[str, Callable[[Adoption, Any], None]] = {
     "accelerate.data_loader": _watch_accelerate,
     **dict.fromkeys(("lightning.fabric.wrappers", "lightning_fabric.wrappers"), watch_fabric),
+    "torchdata.stateful_dataloader.stateful_dataloader": _watch_torchdata,
     "transformers.trainer": functools.partial(_watch_trainer, "train"),
     "lightning.pytorch.trainer.trainer": functools.partial(_watch_trainer, "fit"),
     "pytorch_lightning.trainer.trainer": functools.partial(_watch_trainer, "fit"),

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from rollback.errors import UsageError
+from rollback.train.start import attach
 from rollback.trainers.refusals import require_none_of
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
@@ -27,7 +28,6 @@ def require_known(trainer: Any) -> None:
     kind, launcher = type(strategy).__name__, type(strategy.launcher).__name__
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     taking_one_batch = getattr(strategy, "_tensor_parallel_size", 1)
-    found = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
     require_none_of((
         (trainer.fit_loop.epoch_progress.current.ready > 0, "it has trained already, unprotected",
          "call rollback.protect before trainer.fit(); what was trained so far can begin the run of another Trainer"),
@@ -45,8 +45,25 @@ def require_known(trainer: Any) -> None:
         (getattr(trainer, "_val_check_time_interval", None) is not None,
          "val_check_interval is a time: a run that goes back would validate elsewhere",
          "a number of batches, or a share of the epoch"),
-        *((name in found, f"the callback {name} changes what is trained", hint) for name, hint in _CALLBACKS.items()),
     ))  # fmt: skip
+    _require_known_callbacks(trainer)
+
+
+def _require_known_callbacks(trainer: Any) -> None:
+    found = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+    require_none_of(
+        (name in found, f"the callback {name} changes what is trained", hint) for name, hint in _CALLBACKS.items()
+    )
+
+
+def refuse_unknown_callbacks(trainer: Any) -> None:
+    """The same for callbacks that the module has brought by its `configure_callbacks`, before they do anything. They
+    also come with a validation or a test, which they do not change."""
+    try:
+        if trainer.state.fn == "fit":
+            _require_known_callbacks(trainer)
+    except UsageError as error:
+        attach.refuse(error, status=1)
 
 
 def require_known_module(module: Any) -> None:

@@ -5,7 +5,7 @@ batches, and its loop goes on. Only the loop over epochs is the guard's, since a
 end and begin an earlier one.
 
     Lightning                          here
-    fit                                refuses what cannot be kept exact, before anything is touched
+    fit, _attach_model_callbacks       refuse what cannot be kept exact, before anything is touched
     SaveConfigCallback.setup           saves its file again where the run goes on
     fit_loop.setup_data                takes this object for what fetches batches
     val_loop.reset                     then whether a pass draws from the random states is as the run goes
@@ -30,7 +30,7 @@ from rollback.train.data.first_batches import first_batches
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.lightning.limits import require_known, require_known_module
+from rollback.trainers.lightning.limits import refuse_unknown_callbacks, require_known, require_known_module
 from rollback.trainers.lightning.state import FitState
 from rollback.trainers.refusals import require_first_training, require_unprotected, say_left_aside
 from rollback.trainers.replaced import Replaced
@@ -77,6 +77,7 @@ class _GuardedFit:
         for owner, name, replacement in (
             (trainer, "fit", self.fit),
             (trainer, "save_checkpoint", self.save_checkpoint),
+            (trainer._callback_connector, "_attach_model_callbacks", self._attach_model_callbacks),
             (trainer._signal_connector, "register_signal_handlers", lambda: None),
             (self._loop, "setup_data", self.setup_data),
             (self._loop, "run", self.run),
@@ -138,6 +139,10 @@ class _GuardedFit:
             self._originals["setup"](trainer, *given, **others)
 
         self._originals.replace(callback, "setup", setup)
+
+    def _attach_model_callbacks(self) -> None:
+        self._originals["_attach_model_callbacks"]()
+        refuse_unknown_callbacks(self._trainer)
 
     def save_checkpoint(self, filepath: Any, *given: Any, **others: Any) -> None:
         if self._state.saved is not None and self._trainer.is_global_zero:

@@ -13,7 +13,7 @@ from unittest import mock
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -56,6 +56,11 @@ class NoOptimizer(Module):
 class TakesItsBatches(Module):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         return self.layer(next(dataloader_iter)[0][0]).sum()  # type: ignore[no-any-return]
+
+
+class Averaged(Module):
+    def configure_callbacks(self) -> Any:
+        return EMAWeightAveraging()
 
 
 class Stream(IterableDataset[Any]):
@@ -153,6 +158,7 @@ CASES: dict[str, Callable[[], object]] = {
     "reloaded loaders": lambda: protected(reload_dataloaders_every_n_epochs=1),
     "validation by time": lambda: protected(val_check_interval=timedelta(minutes=5)),
     "averaged weights": lambda: protected(callbacks=StochasticWeightAveraging(0.1)),
+    "weights that the module averages": lambda: fit(module=Averaged),
     "groups in mid-run": lambda: protected(callbacks=BackboneFinetuning(1)),
     "ckpt_path": lambda: protected().fit(Module(), DataLoader(DATA), ckpt_path="out/last.ckpt"),
     "by hand": lambda: fit(module=ByHand),

@@ -24,6 +24,7 @@ REFUSED = {
     ),
     "a stream": ("trains on a Stream, which is only read in order", "__getitem__"),
     "a loader of its own": ("trains on a Own, which iterates in its own way", "a torch DataLoader"),
+    "a loader of torchdata": ("trains on a StatefulDataLoader, which iterates in its own way", "a rollback.Guard"),
     "no loader": (
         "(refused.py, line 39) with a batch that came from no `for` loop over a DataLoader",
         "of next(), of a callable",
@@ -53,6 +54,7 @@ REFUSED = {
         "two loaders",
         "prefetch",
         "a generator that holds a batch back",
+        "a loader of torchdata",
         "no loader",
         "a list of its batches",
         "itertools.cycle",

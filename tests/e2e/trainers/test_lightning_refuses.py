@@ -23,6 +23,7 @@ REFUSED = {
     "reloaded loaders": ("reload_dataloaders_every_n_epochs", "one loader for the whole run"),
     "validation by time": ("val_check_interval is a time", "a number of batches"),
     "averaged weights": ("StochasticWeightAveraging", "ring export"),
+    "weights that the module averages": ("WeightAveraging", "ema=ema"),
     "groups in mid-run": ("BaseFinetuning", "all groups"),
     "ckpt_path": ("ckpt_path='out/last.ckpt'", "leave it out"),
     "by hand": ("automatic_optimization=False", "return the loss"),

@@ -53,6 +53,28 @@ def test_a_metric_is_found_as_soon_as_it_is_there(state: Any, change: Callable[[
     assert names(other) == []
 
 
+def test_a_metric_goes_on_with_what_it_has_besides_its_states(state: Any) -> None:
+    import torch
+    from torchmetrics import MeanMetric, MinMaxMetric, RunningMean
+
+    def begun() -> dict[str, Any]:
+        model = nn.ModuleDict({"seen": MinMaxMetric(MeanMetric()), "window": RunningMean(3)})
+        return dict(state._Metrics().of(model))
+
+    def go_on(metrics: dict[str, Any], *values: float) -> list[Any]:
+        for value in values:
+            for name in ("seen", "window"):
+                metrics[name].update(value)
+            last = [metrics["seen"].compute(), metrics["window"].compute()]
+        return last
+
+    undisturbed, before, behind = begun(), begun(), begun()
+    go_on(before, 9.0, 1.0, 2.0, 4.0)
+    for name, metric in before.items():
+        vars(behind[name]).update(state._unpacked(state._of_metric(metric), torch.device("cpu")))
+    assert go_on(behind, 5.0) == go_on(undisturbed, 9.0, 1.0, 2.0, 4.0, 5.0)
+
+
 def test_the_counts_of_a_loop_are_those_of_lightnings_own_state(state: Any) -> None:
     import lightning
 

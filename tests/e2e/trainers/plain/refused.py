@@ -75,6 +75,11 @@ elif case == "a stream":
 elif case == "a loader of its own":
     for (x,) in Own(DATA, 4):
         update(x)
+elif case == "a loader of torchdata":
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    for (x,) in StatefulDataLoader(DATA, 4):
+        update(x)
 elif case == "no loader":
     for start in range(0, 24, 4):
         update(DATA.tensors[0][start : start + 4])
