@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rollback.sentinel import Hint
@@ -41,8 +40,8 @@ class StepInProgress:
 
     def _start(self, phase: str | None) -> None:
         """phase: the announced phase that begins with this step."""
-        self._losses: list[Tensor] = []
-        self._grad_norm: Tensor | None = None
+        self._losses: list[Tensor | float] = []
+        self._grad_norm: Tensor | float | None = None
         self._phase = phase
         self.first_batch: int | None = None
         """Position of its first batch; None: it has no batch yet."""
@@ -147,13 +146,13 @@ class StepInProgress:
             self.batches, epoch_end, cursor.epoch_batches,
         )  # fmt: skip
 
-    def mean_loss(self) -> Tensor | None:
+    def mean_loss(self) -> Tensor | float | None:
         """The mean over the batches; None: no loss was reported."""
-        if len(self._losses) == 1:
-            return self._losses[0]
-        return torch.stack([loss.float() for loss in self._losses]).mean() if self._losses else None
+        if len(self._losses) < 2:
+            return self._losses[0] if self._losses else None
+        return sum(loss.float() if isinstance(loss, Tensor) else loss for loss in self._losses) / len(self._losses)
 
-    def readings(self) -> tuple[Tensor | None, Tensor | None, Gauges]:
+    def readings(self) -> tuple[Tensor | float | None, Tensor | float | None, Gauges]:
         """What goes on the pulse: the mean loss; the observed gradient norm, else the measured one; and the gauges."""
         told = self._grad_norm
         grad_norm = self.updates.grad_norm if told is None else told

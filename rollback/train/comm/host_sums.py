@@ -23,9 +23,6 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
-
 from rollback.system.processes import is_running, name_process
 from rollback.system.region import Region
 from rollback.train.comm.ranks import Ranks
@@ -58,11 +55,11 @@ class HostSums:
         self._rank, self._processes, self._patience = rank, processes, patience
         world_size = len(processes)
         self._address = memory.address + _CELL
-        # No NumPy: its code is in no cache where a rank has just computed, and torch's is.
+        # No NumPy and no torch: what little is done here is in no cache where a rank has just computed, and Python is.
         self._counts = memory.view[_CELL : _rows_begin(world_size)].cast("I")[:: _CELL // 4]
         numbers = memory.view[_rows_begin(world_size) :].cast("d")
-        self._own = [numbers[width * place :][:width] for place in (rank, world_size + rank)]
-        self._rows = torch.frombuffer(numbers, dtype=torch.float64).view(2, world_size, width).unbind()
+        rows = [numbers[width * place :][:width] for place in range(2 * world_size)]
+        self._rows = rows[:world_size], rows[world_size:]
         self._puts = 0
         self._awaited = 0
         self._gone: list[int] = []
@@ -71,13 +68,13 @@ class HostSums:
     def put(self, numbers: Sequence[float]) -> None:
         """This rank's row: at most `width` numbers; what is behind them says nothing. Does not wait."""
         puts = self._puts + 1
-        self._own[puts % 2][: len(numbers)] = array("d", numbers)
+        self._rows[puts % 2][self._rank][: len(numbers)] = array("d", numbers)
         self._counts[self._rank] = puts % _COUNTS
         self._puts = puts
         self._wake(self._rank)
 
-    def rows(self) -> Tensor:
-        """[ranks, width]: what the ranks have put last, until `put` is called again. Waits for all of them.
+    def rows(self) -> "Sequence[memoryview[float]]":
+        """What each rank has put last: `width` numbers, until `put` is called again. Waits for all of them.
 
         Raises RuntimeError where a rank has ended without it, patience is over, or this was closed.
         """

@@ -14,6 +14,8 @@ import contextlib
 import math
 import time
 from array import array
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -78,8 +80,10 @@ class Pulse:
     def under_way(self) -> bool:
         return self._vector is not None
 
-    def send(self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES) -> None:
-        """Start a beat. loss, grad_norm: scalars of this rank (any float dtype and device), or None."""
+    def send(
+        self, loss: Tensor | float | None, grad_norm: Tensor | float | None, signs: Signs, gauges: Gauges = NO_GAUGES
+    ) -> None:
+        """Start a beat. loss, grad_norm: of this rank, of any float dtype and on any device."""
         self._has_letters = signs.letter is not None
         compose = self._compose_on_device if self._cuda else self._compose_on_host
         self._vector = vector = compose(loss, grad_norm, signs, gauges)
@@ -157,7 +161,7 @@ class Pulse:
         return tuple(row.nonzero().flatten().tolist())
 
     def _compose_on_host(
-        self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
+        self, loss: Tensor | float | None, grad_norm: Tensor | float | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> Tensor | list[float]:
         """The vector; the numbers themselves where no backend adds to them: of a rank alone, or in shared memory."""
         row = without_ill(row_of((loss, grad_norm, *gauge_values(gauges)), signs))
@@ -171,15 +175,16 @@ class Pulse:
         beat = torch.frombuffer(numbers, dtype=torch.float64)
         return beat if signs.letter is None else torch.cat([beat, self._letter_row(signs.letter)])
 
-    def _sum_of(self, rows: Tensor) -> Tensor | list[float]:
+    def _sum_of(self, rows: "Sequence[memoryview[float]]") -> Tensor | list[float]:
         """The vector, of what all ranks have put."""
-        if self._has_letters:
-            return torch.cat([rows[:, :FIELDS].sum(0), rows[:, FIELDS:].flatten()])
-        total: list[float] = rows.sum(0).tolist()
-        return total[:FIELDS]
+        total: list[float] = [sum(column) for column in zip(*rows, strict=True)][:FIELDS]
+        if not self._has_letters:
+            return total
+        letters = chain.from_iterable(row[FIELDS:] for row in rows)
+        return torch.tensor([*total, *letters], dtype=torch.float64, device="cpu")
 
     def _compose_on_device(
-        self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
+        self, loss: Tensor | float | None, grad_norm: Tensor | float | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> Tensor:
         """The vector, with values that may not be finite. What the host knows goes there in one piece, and what is
         there already is added: each operation costs the host more than the device."""

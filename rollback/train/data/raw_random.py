@@ -21,6 +21,8 @@ from rollback.train.data.rng import numpy_state
 _WORDS = 624
 _TWISTER = 4 * (_WORDS + 1)
 """Bytes of a Mersenne twister: its words, and the number of the next one. Python has that number first."""
+_TORCH = ctypes.c_char * torch.default_generator.get_state().nbytes
+"""Read so, it takes half as long as by NumPy, of which nothing is in a cache behind a step."""
 
 
 class RawRandom:
@@ -40,7 +42,7 @@ class RawRandom:
         """
         state = torch.default_generator.get_state()
         told: dict[str, Any] = {"gauss_next": random._inst.gauss_next}  # type: ignore[attr-defined]
-        parts = [state.numpy().tobytes(), self._python()]
+        parts = [_TORCH.from_address(state.data_ptr()).raw, self._python()]
         if numpy := sys.modules.get("numpy"):
             if (source := numpy.random.get_bit_generator()) is not self._source:
                 numpy_state()  # raises where there is another kind of generator, in whose place there is less memory

@@ -57,7 +57,7 @@ _LARGEST_NORM_ELSE = math.sqrt(torch.finfo(torch.float32).max)
 @dataclass
 class _Step:
     step: int = 0
-    losses: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor | float] = field(default_factory=list)
     gradients: GradientNorms | None = None
     parts: list[tuple[str, Tensor, int]] = field(default_factory=list)
     """Tensors of its batches: name, tensor, and its version as it was handed out."""
@@ -70,7 +70,7 @@ class _Step:
         """Data set indices of its batches; where it is known which of them did it, of those alone."""
         batches = self.indices
         if len(batches) == len(self.losses):
-            broken = [own for own, loss in zip(batches, self.losses, strict=True) if not _is_finite(loss)]
+            broken = [own for own, loss in zip(batches, self.losses, strict=True) if not math.isfinite(loss)]
             batches = broken or batches
         return {index for own in batches for index in own or ()}
 
@@ -125,7 +125,7 @@ class IncidentEvidence:
             step.parts.append((name, tensor, 0 if tensor.is_inference() else tensor._version))
             step.nbytes += tensor.nbytes
 
-    def end_step(self, step: int, losses: list[Tensor], gradients: GradientNorms | None) -> None:
+    def end_step(self, step: int, losses: list[Tensor | float], gradients: GradientNorms | None) -> None:
         """Note that an update is over. The batches kept since the last update belong to it."""
         ended, self._in_progress = self._in_progress, _Step()
         ended.step, ended.losses, ended.gradients = step, losses, gradients
@@ -160,7 +160,7 @@ class IncidentEvidence:
         steps = [step for step in self._steps if incident.onset_step <= step.step <= incident.detection_step]
         own = [step.gradients.own for step in steps if step.gradients and step.gradients.own is not None]
         losses = [float(loss) for step in steps for loss in step.losses]
-        if not all(map(math.isfinite, losses)) or not all(map(_is_finite, own)):
+        if not all(map(math.isfinite, losses)) or not all(map(math.isfinite, own)):
             return math.inf
         return max(losses, default=-math.inf)
 
@@ -235,7 +235,7 @@ class IncidentEvidence:
                 return Origin(where="loss", step=step.step, name=None, local=None)
             if step.gradients and kinds[step.step] == "nonfinite":
                 own, broken = step.gradients.own, norms[step.step].exploding["nonfinite"]
-                local = None if own is None or self._alone else not _is_finite(own)
+                local = None if own is None or self._alone else not math.isfinite(own)
                 return Origin(where="gradients", step=step.step, name=broken[0] if broken else None, local=local)
         if broken := weights.exploding["nonfinite"]:
             return Origin(where="parameters", step=None, name=broken[0], local=None)
@@ -366,7 +366,3 @@ def _kind(norms: Norms, gradients: GradientNorms) -> Explosion | None:
 def _is_shared(value: Tensor) -> bool:
     """Whether it lies in memory that processes share. (`Tensor.is_shared` takes several times as long.)"""
     return value.device.type == "cpu" and value.layout is torch.strided and value.untyped_storage().is_shared()
-
-
-def _is_finite(value: Tensor) -> bool:
-    return bool(torch.isfinite(value).all())

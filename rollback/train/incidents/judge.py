@@ -92,8 +92,8 @@ class Judge:
     def end_step(
         self,
         mark: StepMark,
-        loss: Tensor | None,
-        grad_norm: Tensor | None,
+        loss: Tensor | float | None,
+        grad_norm: Tensor | float | None,
         *,
         stop: bool,
         scaler_skipped: bool,

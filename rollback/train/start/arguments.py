@@ -204,28 +204,26 @@ def sentinel_for(settings: Settings) -> Sentinel:
     return sentinel
 
 
-def scalar(value: Tensor | float, what: str) -> Tensor:
-    """The observed number, without its graph. Raises UsageError for other values.
+def scalar(value: Tensor | float, what: str) -> Tensor | float:
+    """The observed number, without its graph; a tensor where a device has it, for which nobody is to wait. Raises
+    UsageError for other values.
 
     A copy: it is read when the step has ended, and for an incident many steps later. A CUDA graph writes its next loss
     to the same memory, and a script may add losses up in a tensor that it sets to zero behind this.
     """
     if not isinstance(value, Tensor):
         try:
-            number = float(operator.pos(value))  # of a text, float() would make a number
+            return float(operator.pos(value))  # of a text, float() would make a number
         except TypeError as error:
             raise UsageError(
                 f"guard.observe got a {what} that is a {type(value).__name__}; it takes one number, or a tensor of one",
                 hint="models that return several things have the loss in one of them, for example output.loss",
             ) from error
-        # In float32: a script's default may end at 65504, as float16 does.
-        return torch.tensor(number, dtype=torch.float32, device="cpu")
-    if type(value) is Tensor and not value.dim() and value.is_floating_point():
-        return value.detach().clone()
     if value.numel() != 1 or value.is_complex():
         kind = "that is a complex number" if value.is_complex() else f"of shape {list(value.shape)}"
         raise UsageError(
             f"guard.observe got a {what} {kind}; it takes one real number",
             hint=f"reduce it first, for example {what}.mean()",
         )
-    return whole_of(value).detach().reshape(()).clone()
+    value = whole_of(value)
+    return float(value.item()) if value.is_cpu else value.detach().reshape(()).clone()

@@ -52,7 +52,7 @@ class GradientNorms(NamedTuple):
     """The parameters that had a gradient."""
     each: Tensor
     """The norm of each of these. On a device, of gradients in single precision: Inf from 1.8e19 on, as in clipping."""
-    total: Tensor
+    total: Tensor | float
     """The norm over all, in the gradients' own type; Inf where it overflows."""
     kept: Tensor | float | None
     """The factor by which the optimizer's gradients are smaller (clipping); NaN: this rank's part does not show it;
@@ -139,7 +139,7 @@ class Gradients:
         if self._firsts is None:
             return None
         if all_of_them:
-            self._lent = seen.total.clone()
+            self._lent = torch.as_tensor(seen.total).clone()
             return self._lent
         places = {id(gradient): place for place, gradient in enumerate(own)}
         wanted = [places.get(id(gradient), -1) for gradient in gradients]
@@ -155,7 +155,8 @@ class Gradients:
             return None
         self._marks = self._marks_of(parameters, own)
         each, total = _measure(own, None)
-        self.seen, self._lent = GradientNorms(parameters, each, total, None, self._own), total.clone()
+        own_total = total.item() if total.is_cpu else total.clone()  # the script may write to what it is lent
+        self.seen, self._lent = GradientNorms(parameters, each, own_total, None, self._own), total
         self._clips_all = True
         return self._lent if each.dtype is torch.float32 else None
 
@@ -198,7 +199,8 @@ class Gradients:
         factor = torch.where(before > 0, after / before, 1.0 + after)
         # A factor above one, or NaN, is no clipping but an error.
         grown = factor.clamp(min=1.0)
-        total = seen.total * grown.to(seen.total.dtype)
+        total = torch.as_tensor(seen.total)
+        total = total * grown.to(total.dtype)
         if seen.squares is None:
             return seen._replace(total=total, kept=factor.float())
         kept = torch.where(before > 0, factor, math.nan).float()

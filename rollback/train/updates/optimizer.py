@@ -54,7 +54,7 @@ class Updates:
         return self.attempted and not self.happened
 
     @property
-    def grad_norm(self) -> Tensor | None:
+    def grad_norm(self) -> Tensor | float | None:
         """The norm of the applied gradient before clipping; None: the scaler dropped the update."""
         return self.gradients.total if self.gradients is not None and self.happened else None
 
