@@ -28,6 +28,8 @@ from rollback.train.updates.wanted_gradients import WantedGradients
 from rollback.train.updates.wrappers import unwrap
 
 _SHOWN = 6
+_CARRIED_OUT = "a rollback that was under way is carried out by the same command"
+_AT_FIRST = f"from the first start of a run on; {_CARRIED_OUT}"
 
 
 @dataclass
@@ -360,8 +362,7 @@ def _require_same_order(stored: Sequence[str | None], present: Sequence[str | No
         raise RunDoesNotFit(
             f"the optimizer has its parameters in another order than in the checkpoint: {now!r} in the place of "
             f"{then!r}. Its groups were put into another order, in the script or in mid-run",
-            hint="make the optimizer with its groups in one order, and leave it so; a rollback that was under way is "
-            "carried out by the same command",
+            hint=f"make the optimizer with its groups in one order, and leave it so; {_CARRIED_OUT}",
         )
 
 
@@ -371,11 +372,11 @@ def _require_same_groups(stored: Mapping[str, Any], optimizer: torch.optim.Optim
         [len(group["params"]) for group in groups] for groups in (stored["param_groups"], optimizer.param_groups)
     )
     if then != now:
+        early = "make the optimizer with all its groups before the guard is made (lr=0 for one whose time comes later)"
         raise RunDoesNotFit(
             f"the checkpoint's optimizer has {then} parameters in its groups, this job's has {now}: a group was added "
             "in mid-run (add_param_group)",
-            hint="make the optimizer with all its groups before the guard is made, from the first start of a run on "
-            "(lr=0 for one whose time comes later); a rollback that was under way is carried out by the same command",
+            hint=early + ("; then the same command goes on" if len(then) > len(now) else f", {_AT_FIRST}"),
         )
 
 
@@ -387,8 +388,7 @@ def _require_same_parameters(stored: Mapping[str, Any], model: nn.Module) -> Non
         raise RunDoesNotFit(
             f"the checkpoint's model lacks parameters of this one: {', '.join(more[:_SHOWN])}. A module was added or "
             "changed in mid-run, as by pruning",
-            hint="give the model all its parameters before the guard is made, from the first start of a run on; a "
-            "rollback that was under way is carried out by the same command",
+            hint=f"give the model all its parameters before the guard is made, {_AT_FIRST}",
         )
 
 

@@ -24,8 +24,8 @@ def test_a_count_of_the_scripts_own_ends_its_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("a count beside next", "`taken` by itself (line 129), and ends its loop by it"),
-        ("a limit of its own", "`itertools.islice(loader, 0, 4)` by itself (line 133), and ends its loop by it"),
+        ("a count beside next", "`taken` by itself (line 134), and ends its loop by it"),
+        ("a limit of its own", "`itertools.islice(loader, 0, 4)` by itself (line 138), and ends its loop by it"),
     ],
 )
 @pytest.mark.parametrize("how", ["--adopt", "--adopt=strict"])

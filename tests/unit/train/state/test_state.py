@@ -184,6 +184,23 @@ def test_an_optimizer_that_got_a_group_since_is_refused_before_anything_is_touch
     assert all(torch.equal(value, before[name]) for name, value in other.model.state_dict().items())
 
 
+def test_a_run_goes_on_where_a_group_that_it_got_in_mid_run_is_made_before_the_guard() -> None:
+    """As the refusal says."""
+
+    def state_with(groups: int, lr: float) -> TrainingState:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+        optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in [*model][:groups]], lr=lr)
+        return TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
+
+    got = through_disk(state_with(2, lr=0.1).image())
+    with pytest.raises(RunDoesNotFit, match=r"has \[1, 1\] parameters in its groups, this job's has \[1\]") as refused:
+        state_with(1, lr=0.0).load(*got)
+    assert "(lr=0 for one whose time comes later); then the same command goes on" in str(refused.value.hint)
+    early = state_with(2, lr=0.0)
+    early.load(*got)
+    assert [group["lr"] for group in early.optimizer.param_groups] == [0.1, 0.1]
+
+
 def test_an_optimizer_whose_parameters_are_in_another_order_since_is_refused_before_anything_is_touched() -> None:
     """Of the same shapes the moments of each would be another one's, and nothing would show it."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
