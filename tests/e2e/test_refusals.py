@@ -421,7 +421,7 @@ def test_a_loss_that_is_a_number_is_seen_as_it_is_whatever_the_script_s_default_
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
-        assert scalar(70000.0, "loss").item() == 70000.0
+        assert scalar(70000.0, "loss") == 70000.0
     finally:
         torch.set_default_dtype(before)
 
