@@ -307,7 +307,7 @@ class Sentinel:
         self._seen.begin_phase(measured_progress=self._loss.ready and self._measures_progress())
         self._loss.begin_phase()
         self._norm.begin_phase()
-        self._first_losses.clear()
+        self._first_losses, self._start = [], math.nan
         self._excursion = self._rising_since = None
         self._state = State.LEARNING
 

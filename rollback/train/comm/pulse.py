@@ -177,7 +177,7 @@ class Pulse:
 
     def _sum_of(self, rows: "Sequence[memoryview[float]]") -> Tensor | list[float]:
         """The vector, of what all ranks have put."""
-        total: list[float] = [sum(column) for column in zip(*rows, strict=True)][:FIELDS]
+        total: list[float] = [sum(column) for column in zip(*(row[:FIELDS] for row in rows), strict=True)]
         if not self._has_letters:
             return total
         letters = chain.from_iterable(row[FIELDS:] for row in rows)

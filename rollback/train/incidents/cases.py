@@ -39,7 +39,8 @@ class Cases:
         self._healthy = 0
 
     def screens(self, batch: int) -> bool:
-        """Whether an update that begins at this batch is judged by itself, before it counts. Not collective."""
+        """Whether an update that begins at this batch is judged by itself, before it counts. Not collective, and alike
+        on all ranks."""
         plan = self.last_plan
         return plan is not None and plan.goes_back and plan.screen is not None and batch in plan.screen
 

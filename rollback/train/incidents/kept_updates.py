@@ -80,7 +80,7 @@ class KeptUpdates:
         self.held: list[KeptUpdate] = []
 
     def keep(self, step: int, batch: Any, scripts: KeptByScript) -> None:
-        """A batch of this step is handed out."""
+        """A batch of this step is handed out. Call it where updates are `wanted`."""
         if step < self._from:
             return
         if self._open is None:

@@ -7,6 +7,7 @@ put in its place.
 """
 
 import builtins
+import functools
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter, is_
@@ -31,8 +32,8 @@ _LOGGED = (
 """Arguments of a call of `log`."""
 _METRIC = ("_update_count", "_computed", "_forward_cache", "has_reset")
 """Of a torchmetrics Metric, besides its states; the last one Lightning's own have."""
-_OTHERS = "_rollback_keeps_by_name"
-"""Attribute of a metric of the module's: the names of what it has besides its states and `_METRIC`."""
+_OF_WRAPPERS = {"MinMaxMetric": ("min_val", "max_val"), "Running": ("_num_vals_seen",)}
+"""The same of torchmetrics' own wrappers, by their classes. What else a metric has may be a setting."""
 _CHECKPOINT = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
 """Of ModelCheckpoint, besides its `state_dict`."""
 _STOPPING = "EarlyStopping", "early_stopping"
@@ -194,7 +195,6 @@ class _Metrics:
         self._found = [(name, module) for name, module in within.items() if _is_metric(module)]
         for _, metric in self._found:
             vars(metric)[KEPT_ELSEWHERE] = True
-            vars(metric).setdefault(_OTHERS, _others_of(metric))
         self._registers = [module._modules for module in within.values()]
         self._lengths = [*map(len, self._registers)]
         self._modules = [root, *chain.from_iterable(map(dict.values, self._registers))]
@@ -204,24 +204,16 @@ def _is_metric(module: nn.Module) -> bool:
     return any(kind.__module__ == "torchmetrics.metric" for kind in type(module).__mro__)
 
 
-def _others_of(metric: Any) -> tuple[str, ...]:
-    """Tensors and counts of a metric that are no states: what MinMaxMetric has seen, where Running's window is.
-
-    Numbers by a public name are settings, which the script of a resumed run may have changed.
-    """
-    return tuple(
-        name
-        for name, value in vars(metric).items()
-        if name not in metric._defaults and name not in _METRIC
-        and (isinstance(value, Tensor) or (name.startswith("_") and type(value) in (int, float)))
-    )  # fmt: skip
+@functools.cache
+def _of_wrapper(kind: Any) -> tuple[str, ...]:
+    return tuple(name for each in kind.__mro__ for name in _OF_WRAPPERS.get(each.__name__, ()))
 
 
 def _of_metric(metric: Any) -> Any:
     states = () if vars(metric).get("is_tensor") is False else metric._defaults  # it stands for one of the module's
-    return _packed(
-        _attributes(metric, (*states, *_METRIC, *vars(metric).get(_OTHERS, ()))), f"the metric {type(metric).__name__}"
-    )
+    kind: Any = type(metric)
+    kept = _attributes(metric, (*states, *_METRIC, *_of_wrapper(kind)))
+    return _packed(kept, f"the metric {type(metric).__name__}")
 
 
 def _counts(progress: Any) -> dict[str, Any]:

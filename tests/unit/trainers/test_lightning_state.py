@@ -5,6 +5,7 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 
@@ -54,7 +55,6 @@ def test_a_metric_is_found_as_soon_as_it_is_there(state: Any, change: Callable[[
 
 
 def test_a_metric_goes_on_with_what_it_has_besides_its_states(state: Any) -> None:
-    import torch
     from torchmetrics import MeanMetric, MinMaxMetric, RunningMean
 
     def begun() -> dict[str, Any]:
@@ -84,3 +84,10 @@ def test_the_counts_of_a_loop_are_those_of_lightnings_own_state(state: Any) -> N
     for name in state._PROGRESS:
         progress = attrgetter(name)(loop)
         assert state._counts(progress) == progress.state_dict()
+
+
+def test_what_a_metric_of_the_scripts_own_is_set_to_is_not_kept(state: Any) -> None:
+    """A resumed script may set something else; and a large table would be copied at every step."""
+    own = metric()
+    own.weights = torch.ones(3)
+    assert "weights" not in state._of_metric(own)["dict"]

@@ -2,11 +2,12 @@
 
 import copy
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from operator import is_
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ _DATA = frozenset((
 ))  # fmt: skip
 _KINDS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 _LISTS = frozenset((list, tuple))
+_SMALL = _DATA - {torch.Tensor, np.ndarray, dict}
+_Held = tuple[list[int], list[type]]
+"""What something held: ids and types."""
 _LONG = 16  # a longer list of data is looked through once, and a longer dict is data
 _SAMPLES: dict[int, tuple[int, type, type]] = {}
 """Long lists of data by their ids, as they were when they were looked through: length, types of the first and the last
@@ -34,10 +38,13 @@ class Generators:
     def __init__(self, *owners: Any) -> None:
         self._owners = owners
         self._found: list[Any] = []
-        self._objects: list[tuple[Any, list[Any]]] = []
-        """That were looked into, each with the values of its attributes."""
-        self._containers: list[tuple[Any, int, list[Any]]] = []
-        """Lists and dicts that were looked into, each with its length and with what it held; of data, nothing."""
+        self._objects: list[tuple[Callable[[], Any], _Held]] = []
+        """That were looked into, without keeping them alive: a data set may have let go of one that it opens again."""
+        self._alive: list[Any] = []
+        """Methods and partial functions that were looked into: nothing else gets the id of one that lives."""
+        self._containers: list[tuple[list[Any] | tuple[Any, ...] | dict[Any, Any], int, _Held]] = []
+        """Lists, tuples and dicts that were looked into, each with its length. Not those of nothing but data that may
+        be large: a data set may let go of what it has read before it reads more."""
         seen: set[int] = set()
         waiting = [(owner, 0) for owner in owners]
         while waiting and len(seen) < _MOST:
@@ -51,32 +58,37 @@ class Generators:
     def _look_into(self, thing: Any) -> list[Any]:
         """What it holds that may be a generator, or hold one."""
         if isinstance(thing, MethodType):
+            self._alive.append(thing)
             return [thing.__self__]
         if isinstance(thing, partial):
+            self._alive.append(thing)
             return [thing.func, *thing.args, *thing.keywords.values()]
-        if isinstance(thing, (list, tuple)):
-            held = [] if len(thing) > _LONG and _has_data_only(thing) else [*thing[:_MOST]]
-        elif isinstance(thing, dict):
-            held = [*thing.values()]
+        if isinstance(thing, (list, tuple, dict)):
+            items = [*thing.values()] if isinstance(thing, dict) else [*thing[:_MOST]]
+            data = not isinstance(thing, dict) and len(thing) > _LONG and _has_data_only(thing)
         else:
-            by_name = vars(thing)
-            self._objects.append((thing, [*by_name.values()]))
-            held = [by_name[name] for name in sorted(by_name)]
-        if isinstance(thing, (list, dict)):  # a tuple holds the same for ever
-            self._containers.append((thing, len(thing), held))
-        return [item for item in held if type(item) not in _DATA or type(item) in (dict, *_LISTS)]
+            by_name, data = vars(thing), False
+            self._objects.append((_weakly(thing), _marks_of(by_name.values())))
+            items = [by_name[name] for name in sorted(by_name)]
+        found = [] if data else [item for item in items if type(item) not in _DATA or type(item) in (dict, *_LISTS)]
+        if isinstance(thing, (list, tuple, dict)) and (found or _SMALL.issuperset(map(type, items))):
+            self._containers.append((thing, len(thing), _marks_of(items)))
+        return found
 
-    def present(self) -> "Generators":
-        """Itself where all that was looked into holds what it held then, else what a new search finds.
+    def present(self, *owners: Any) -> "Generators":
+        """Those of `owners` now: itself where these and all that was looked into hold what they held then, else what a
+        new search finds.
 
         A data set may make its generators when it is first read. It is asked several times in a step."""
-        for thing, held in self._objects:
-            now: Any = vars(thing)
-            if len(now) != len(held) or not all(map(is_, now.values(), held)):
-                return Generators(*self._owners)
-        for thing, length, held in self._containers:
-            if len(thing) != length or not all(map(is_, thing.values() if type(thing) is dict else thing, held)):
-                return Generators(*self._owners)
+        if not all(map(is_, owners, self._owners)):
+            return Generators(*owners)
+        for known, marks in self._objects:
+            if (thing := known()) is None or _marks_of(vars(thing).values()) != marks:
+                return Generators(*owners)
+        for held, length, marks in self._containers:
+            items = held.values() if isinstance(held, dict) else held[:_MOST]
+            if len(held) != length or _marks_of(items) != marks:
+                return Generators(*owners)
         return self
 
     def __len__(self) -> int:
@@ -107,6 +119,19 @@ class Generators:
         """Seeds each generator as a pure function of `key`."""
         for number, generator in enumerate(self._found):
             _seed(generator, random.Random(f"{key}/{number}").getrandbits(63))
+
+
+def _marks_of(values: Iterable[Any]) -> _Held:
+    """Others tell of another value: what may hold a generator, or is one, is known while it lives."""
+    values = [*values]
+    return [*map(id, values)], [*map(type, values)]
+
+
+def _weakly(thing: Any) -> Callable[[], Any]:
+    try:
+        return ref(thing)
+    except TypeError:  # it has slots, and none for this
+        return lambda: thing
 
 
 def _may_hold(thing: Any) -> bool:

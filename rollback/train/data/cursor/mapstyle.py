@@ -164,7 +164,7 @@ class MapStyleCursor(Cursor):
 
     def _of_reading(self) -> Generators:
         """Those that are there now: some are made when the first batch is read."""
-        self._in_data = self._in_data.present()
+        self._in_data = self._in_data.present(self._loader.dataset, self._loader.collate_fn)
         return self._in_data
 
     def of_next(self) -> dict[str, Any]:

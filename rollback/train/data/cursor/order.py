@@ -105,7 +105,7 @@ class _Sliced:
     def begin(self) -> None:
         drawn = self._draw()
         # A slice by torch takes four times as long where nothing of it is in a cache, as behind a step.
-        self._samples = drawn if isinstance(drawn, range) else drawn.numpy().data
+        self._samples = drawn if isinstance(drawn, range) else drawn.cpu().numpy().data
 
     def take(self) -> Any:
         start, end = self._position, self._position + self._size

@@ -1,6 +1,7 @@
 """Generators are found among whatever a data set is made of, and its samples are not looked through for every batch."""
 
 import random
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -109,11 +110,34 @@ def test_it_is_looked_again_where_anything_has_changed_and_only_there(change: Ca
     )
     found = Generators(data, print)
     assert len(found) == 0
-    assert found.present() is found
+    assert found.present(data, print) is found
     change(data)
-    there = found.present()
+    there = found.present(data, print)
     assert len(there) == 1
-    assert there.present() is there
+    assert there.present(data, print) is there
+
+
+def test_another_owner_is_looked_into() -> None:
+    """As where the script gives its loader another collate_fn."""
+    found = Generators(print)
+    there = found.present(partial(print, random.Random(1)))
+    assert (len(found), len(there)) == (0, 1)
+
+
+class Handle:
+    pass
+
+
+@pytest.mark.parametrize("wrap", [lambda part: part, lambda part: [part], lambda part: {"part": part}])
+def test_what_a_data_set_lets_go_of_is_not_kept_alive(wrap: Callable[[Any], Any]) -> None:
+    part = torch.zeros(3)
+    data = SimpleNamespace(part=wrap(part), handle=Handle())
+    known = weakref.ref(part), weakref.ref(data.handle)
+    found = Generators(data)
+    del part
+    data.part = data.handle = None
+    assert [each() for each in known] == [None, None]
+    assert found.present(data) is not found
 
 
 def test_those_by_name_in_a_dict_are_found_and_a_dict_of_samples_is_data() -> None:
