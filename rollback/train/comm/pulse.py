@@ -7,7 +7,8 @@ A beat costs a host the same for any number of ranks. Three things cost more, an
 anywhere, `read` asks by another all-reduce on which ranks. On a device, which composes a beat without a look at its
 values, it first adds up what is finite by one more. And if all ranks have agreed before that each has one to send, a
 letter of `LETTER` numbers from each rank follows in the vector. A rank's own place is zero on all other ranks, so
-letters arrive exactly: whole numbers below 2**53. They stay one tensor: no Python object is made for a rank.
+letters arrive exactly: whole numbers below 2**53. They stay one tensor: no Python object is made for a rank, but where
+all are on one host and their rows lie in shared memory: there Python adds up a few rows sooner than torch does.
 """
 
 import contextlib
