@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from recorded_run import attached, incident, rollback_plan
 from rollback.errors import JournalDamaged
 from rollback.facts.fact import InitialState
-from rollback.facts.history import Case, History, copy_of, fold, furthest_of, merge_windows, passed_over_by
+from rollback.facts.history import (
+    Case,
+    History,
+    copy_of,
+    fold,
+    furthest_of,
+    in_durable_ring,
+    merge_windows,
+    passed_over_by,
+)
 from rollback.facts.training import (
     Accepted,
     Advice,
@@ -28,6 +37,7 @@ from rollback.facts.training import (
     Finished,
     Incident,
     JournalEntry,
+    LeftDurableRing,
     PhaseAnnounced,
     Planned,
     Quarantined,
@@ -175,6 +185,13 @@ def test_a_copy_shares_nothing_that_can_change() -> None:
     ours, theirs = ({id(item) for item in changeable(each)} for each in (history, copy_of(history)))
     assert len(ours) == len(theirs) > 15
     assert not ours & theirs
+
+
+def test_a_checkpoint_that_has_left_a_ring_counts_again_once_it_is_copied_again() -> None:
+    drained = Drained(checkpoint=C1, step=20, place="file:///far", bytes=1, seconds=0.1)
+    left = LeftDurableRing(checkpoint=C1, place="file:///far", reason="the ring is full")
+    assert in_durable_ring(told(drained, left)) == set()
+    assert in_durable_ring(told(drained, left, drained)) == {C1}
 
 
 # --- what became of incidents -----------------------------------------------------------------------------------------

@@ -102,6 +102,8 @@ def test_where_it_is_switched_off_that_of_an_earlier_attempt_is_found_and_none_i
     assert open_tier(paths, Ranks(), run_id, None) == (tier, "it is switched off")
     several: Any = Several([None], [False], here=[0, 1])
     assert open_tier(paths, several, run_id, None) == (None, "it is switched off"), "one rank does not see it"
+    mixed: Any = Several(["/elsewhere"], here=[0, 1])
+    assert open_tier(paths, mixed, run_id, None) == (None, "on rank 0 it is switched off, and on rank 1 it is not")
 
 
 def test_a_base_that_cannot_be_used_is_no_tier_and_why(paths: RunPaths, run_id: str, tmp_path: Path) -> None:
