@@ -205,9 +205,9 @@ REPLICAS_DIFFER = (
     "the ranks no longer have the same state, and no checkpoint is taken of that. Stop the job and run the same "
     "command again: all ranks then go on from the last checkpoint, where they agreed. If the same rank is named again, "
     "suspect its machine; if the script changes parameters outside of DDP, or objects that it has handed over, it must "
-    "do so alike on all ranks (guard.keep keeps what is to be another on each). An "
-    "optimizer or object of your own that keeps something for each rank's part of a sharded parameter must keep it in "
-    "DTensors, as torch.zeros_like(parameter) makes them",
+    "do so alike on all ranks (guard.keep keeps what is to be another on each), and step a ReduceLROnPlateau by the "
+    "same number (in Lightning: sync_dist=True). An optimizer or object of your own that keeps something for each "
+    "rank's part of a sharded parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them",
 )
 NEVER_ALIKE = (
     "no checkpoint can be taken of that, and it seems to be how the script trains. Where nothing averages gradients, "
