@@ -205,6 +205,8 @@ class Guard(ScriptSide):
         rehearsed = self._pass_rehearsal.due and self._batches.nothing_is_left()
         if (rehearsed or (between_steps and self._snapshot_due())) and not self._take_snapshot(rehearsed=rehearsed):
             return NO_BATCH
+        if between_steps and self._judge.first and not self._all_is_well():
+            return NO_BATCH
         if between_steps and self._prober.due:
             return self._prober.begin() if self._all_is_well() else NO_BATCH
         return self._pass_rehearsal.begin() if rehearsed and self._pass_rehearsal.ready else self._hand_out_batch()

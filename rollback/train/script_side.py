@@ -98,6 +98,12 @@ class ScriptSide(GuardAssembly):
         been of use, the journal has the reason."""
         self._prober.refuse(why)
 
+    def judge_first(self) -> None:
+        """Judge each update before the next batch is handed out, and not beside that batch: for loops that cannot go
+        through their next batch where weights are NaN, as one that samples from the model. Each step then waits for the
+        sum of what the ranks have told, and on a GPU for the update."""
+        self._judge.first = True
+
     # What it asks --------------------------------------------------------------------------------------------------
 
     @property

@@ -73,6 +73,7 @@ class Unkept:
         handed = (state.optimizer, *state.objects.values())
         own = (item for item in handed if isinstance(item, Optimizer) and not tells_itself(item))
         self._own = [OwnAttributes(item) for item in own]
+        self._groups = len(state.optimizer.param_groups)
         self._generators = {name: (thing, _state_of(thing)) for name, thing in generators.items()}
         """Each with its state now."""
         copies = copies_of_script(state.model, handed, variables)
@@ -152,6 +153,10 @@ class Unkept:
         """Whether there is a scheduler that goes by a metric: it leaves no trace in the optimizer until it acts."""
         of_all = (item for item in gc.get_objects() if issubclass(type(item), ReduceLROnPlateau))
         return any(item.optimizer is self._state.optimizer for item in of_all)
+
+    def group(self) -> bool:
+        """Whether the guard's optimizer has got another group since, which checkpoints then have."""
+        return len(self._state.optimizer.param_groups) > self._groups
 
     def evaluation(self) -> bool:
         """Whether a loader was first read in the training, and drew a seed for its workers from the random states that

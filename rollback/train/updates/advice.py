@@ -186,6 +186,13 @@ SCHEDULER_NOT_KEPT = (
     "a scheduler changes the learning rate, and the guard was not handed it: after a resume it begins with its first "
     "step, and a rollback does not bring it back. Guard(..., scheduler=scheduler)",
 )
+GROUP_ADDED = (
+    "group-added",
+    "the optimizer has got a parameter group since the guard was made (add_param_group), as for layers that are "
+    "unfrozen: a rollback to before that ends the attempt, and the next start is refused behind it. Make the optimizer "
+    "with all its groups before the guard is made (lr=0 for one whose time comes later): where this job ends, the same "
+    "command then goes on",
+)
 EVALUATION_DRAWS = (
     "evaluation-draws",
     "another loader than the guard's, with persistent_workers=True, is read in the training: only its first pass draws "
@@ -198,9 +205,9 @@ REPLICAS_DIFFER = (
     "the ranks no longer have the same state, and no checkpoint is taken of that. Stop the job and run the same "
     "command again: all ranks then go on from the last checkpoint, where they agreed. If the same rank is named again, "
     "suspect its machine; if the script changes parameters outside of DDP, or objects that it has handed over, it must "
-    "do so alike on all ranks (guard.keep keeps what is to be another on each). An "
-    "optimizer or object of your own that keeps something for each rank's part of a sharded parameter must keep it in "
-    "DTensors, as torch.zeros_like(parameter) makes them",
+    "do so alike on all ranks (guard.keep keeps what is to be another on each), and step a ReduceLROnPlateau by the "
+    "same number (in Lightning: sync_dist=True). An optimizer or object of your own that keeps something for each "
+    "rank's part of a sharded parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them",
 )
 NEVER_ALIKE = (
     "no checkpoint can be taken of that, and it seems to be how the script trains. Where nothing averages gradients, "
@@ -252,6 +259,8 @@ class NotHandedOver(Protocol):
     def in_its_place(self) -> str | None: ...
 
     def scheduler(self) -> bool: ...
+
+    def group(self) -> bool: ...
 
     def evaluation(self) -> bool: ...
 
@@ -314,7 +323,7 @@ class Advisor:
             said.append(_filled(COPIES_NOT_KEPT, names=", ".join(names)))
         if self._looks <= _FIRST and (names := self._unkept.tensors()):
             said.append(_filled(VARIABLES_NOT_KEPT, names=", ".join(names)))
-        said += [SCHEDULER_NOT_KEPT] * self._unkept.scheduler()
+        said += [SCHEDULER_NOT_KEPT] * self._unkept.scheduler() + [GROUP_ADDED] * self._unkept.group()
         return said + [EVALUATION_DRAWS] * self._unkept.evaluation()
 
     def _of_accumulation(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:

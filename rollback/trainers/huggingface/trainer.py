@@ -36,7 +36,7 @@ from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
 from rollback.trainers.huggingface.saves import FolderSaves
 from rollback.trainers.huggingface.state import LoopState, RunMark
-from rollback.trainers.huggingface.trl import end_update, followers, require_completions_of_one_update
+from rollback.trainers.huggingface.trl import end_update, followers, require_completions_of_one_update, samples
 from rollback.trainers.refusals import (
     require_first_training,
     require_none_of,
@@ -164,6 +164,8 @@ class _GuardedLoop:
             **{**following, **self._settings},
         )  # fmt: skip
         self.guard.without_probes("the Trainer counts every batch as one of its own")
+        if samples(trainer):
+            self.guard.judge_first()
         identity = read_identity(RunPaths(self.guard.run))
         assert identity is not None  # a guard has attached
         self._callback.run = identity.run_id  # not its directory, which may be moved

@@ -50,6 +50,11 @@ def adapted(trainer: Any) -> tuple[str, ...]:
     return _ENTROPY if getattr(trainer, "use_adaptive_entropy", False) else ()
 
 
+def samples(trainer: Any) -> bool:
+    """Whether it makes texts by the model that it trains. Of weights that are NaN that raises an error."""
+    return hasattr(trainer, "generation_config") and bool(_kinds_of_trl(trainer))
+
+
 def require_completions_of_one_update(trainer: Any) -> None:
     """Raises UsageError where completions outlast the update that they are made in, or are made beside it."""
     for kind in _kinds_of_trl(trainer).intersection(_BESIDE):

@@ -32,8 +32,11 @@ _LOGGED = (
 """Arguments of a call of `log`."""
 _METRIC = ("_update_count", "_computed", "_forward_cache", "has_reset")
 """Of a torchmetrics Metric, besides its states; the last one Lightning's own have."""
-_OF_WRAPPERS = {"MinMaxMetric": ("min_val", "max_val"), "Running": ("_num_vals_seen",)}
-"""The same of torchmetrics' own wrappers, by their classes. What else a metric has may be a setting."""
+_OF_SOME = {
+    "MinMaxMetric": ("min_val", "max_val"), "Running": ("_num_vals_seen",),
+    "MeanIoU": ("num_classes", "_is_initialized", "_defaults"),  # made by its first batch
+}  # fmt: skip
+"""The same of torchmetrics' own, by their classes. What else a metric has may be a setting."""
 _CHECKPOINT = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
 """Of ModelCheckpoint, besides its `state_dict`."""
 _STOPPING = "EarlyStopping", "early_stopping"
@@ -205,14 +208,14 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _of_wrapper(kind: Any) -> tuple[str, ...]:
-    return tuple(name for each in kind.__mro__ for name in _OF_WRAPPERS.get(each.__name__, ()))
+def _of_some(kind: Any) -> tuple[str, ...]:
+    return tuple(name for each in kind.__mro__ for name in _OF_SOME.get(each.__name__, ()))
 
 
 def _of_metric(metric: Any) -> Any:
     states = () if vars(metric).get("is_tensor") is False else metric._defaults  # it stands for one of the module's
     kind: Any = type(metric)
-    kept = _attributes(metric, (*states, *_METRIC, *_of_wrapper(kind)))
+    kept = _attributes(metric, (*states, *_METRIC, *_of_some(kind)))
     return _packed(kept, f"the metric {type(metric).__name__}")
 
 

@@ -19,8 +19,8 @@ GENERATING = TrainerJob(
     settings={"policy": "surgical", "rewind": None, "skip_after": None},
     more={
         "bf16": False, "include_num_input_tokens_seen": "no", "num_generations": 2, "max_completion_length": 4,
-        "steps_per_generation": 2, "num_iterations": 2, "generation_kwargs": {"remove_invalid_values": True},
-        "use_adaptive_entropy": True, "entropy_target": 100.0, "entropy_coef_delta": 0.1,
+        "steps_per_generation": 2, "num_iterations": 2, "use_adaptive_entropy": True,
+        "entropy_target": 100.0, "entropy_coef_delta": 0.1,
     },
 )  # fmt: skip
 """48 batches in an epoch, and completions for four of them at a time: those of an update. Each raises the weight of the

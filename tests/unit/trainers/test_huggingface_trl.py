@@ -92,3 +92,12 @@ def test_a_trainer_without_completions_is_left_alone(trl: Any) -> None:
     trl.require_completions_of_one_update(trainer)
     trl.end_update(trainer)
     assert trainer._step == 3
+
+
+def test_a_trainer_that_samples_from_what_it_trains_is_known(trl: Any) -> None:
+    of_trl = type("GKDTrainer", (), {"__module__": "trl.experimental.gkd.gkd_trainer"})
+    mine: Any = type("Mine", (of_trl,), {"__module__": "mine"})()
+    assert not trl.samples(mine)
+    mine.generation_config = None
+    assert trl.samples(mine)
+    assert not trl.samples(SimpleNamespace(generation_config=None))

@@ -75,6 +75,34 @@ def test_a_metric_goes_on_with_what_it_has_besides_its_states(state: Any) -> Non
     assert go_on(behind, 5.0) == go_on(undisturbed, 9.0, 1.0, 2.0, 4.0, 5.0)
 
 
+def test_a_metric_that_its_first_batch_makes_is_there_behind_a_kill_and_gone_before_it(state: Any) -> None:
+    from torchmetrics.segmentation import MeanIoU
+
+    def begun() -> Any:
+        return MeanIoU(per_class=True, input_format="one-hot")
+
+    def put(metric: Any, kept: Any) -> Any:
+        vars(metric).update(state._unpacked(kept, torch.device("cpu")))
+        return metric
+
+    drawn = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 2, (2, 2, 3, 4, 4), generator=drawn) for _ in range(3)]
+    undisturbed = begun()
+    for_none = state._of_metric(undisturbed)
+    for batch in batches:
+        undisturbed.update(*batch)
+        if batch is batches[0]:
+            of_one = state._of_metric(undisturbed)
+    whole = undisturbed.compute()
+    behind, before = put(begun(), of_one), put(undisturbed, for_none)
+    for metric, rest in ((behind, batches[1:]), (before, batches)):
+        for batch in rest:
+            metric.update(*batch)
+        assert torch.equal(metric.compute(), whole)
+        metric.reset()
+        metric.update(*batches[0])
+
+
 def test_the_counts_of_a_loop_are_those_of_lightnings_own_state(state: Any) -> None:
     import lightning
 

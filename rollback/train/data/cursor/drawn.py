@@ -63,10 +63,15 @@ class DrawnCursor(Cursor):
     def _refuse_hidden_state(self) -> None:
         first, second = self._trial(), self._trial()
         if first.value != second.value:
+            of_loader = (
+                "in the place of an iterator over a loader, as of cycle(loader), hand over the loader: `batches = "
+                "(batch for _ in guard.epochs(10**9) for batch in guard)` begins it anew at each end; else "
+            )
             raise UsageError(
                 f"cannot go back in the batches of '{self._name}': drawn twice from the same random states, the first "
                 "is not the same, so they depend on something else (a position or a generator of its own)",
-                hint="draw from the global random states of Python, NumPy or torch (CPU) alone; or hand over an object "
+                hint=(of_loader if self._once else "")
+                + "draw from the global random states of Python, NumPy or torch (CPU) alone; or hand over an object "
                 "with state_dict and load_state_dict, or one whose __iter__ begins anew each time",
             )
         if self._once and not first.whole:

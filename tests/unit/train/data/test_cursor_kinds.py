@@ -1,6 +1,7 @@
 """Loaders that are not map-style: each is gone back in by what it has, or refused before any harm is done."""
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -282,6 +283,15 @@ def test_what_hides_a_position_is_refused_at_the_first_batch(make: Callable[[], 
     with pytest.raises(UsageError, match="drawn twice") as refusal:
         cursor_for(make()).open_epoch()
     assert "state_dict" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("make", "of_loader"), [(lambda: itertools.cycle([1, 2]), True), (counting, False)])
+def test_who_hands_over_an_iterator_is_told_to_hand_over_what_it_goes_through(
+    make: Callable[[], Any], of_loader: bool
+) -> None:
+    with pytest.raises(UsageError, match="drawn twice") as refusal:
+        cursor_for(make()).open_epoch()
+    assert ("hand over the loader: `batches = " in str(refusal.value.hint)) == of_loader
 
 
 def test_values_that_are_not_numbers_do_not_count_as_another_batch() -> None:

@@ -172,6 +172,16 @@ def test_a_loop_that_counts_what_it_is_handed_gets_no_probe_and_the_journal_says
     assert script.events == []
 
 
+def test_a_loop_that_samples_from_the_model_meets_no_weights_that_are_nan(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run", broken=8)
+    script.guard.judge_first()
+    for _ in script.guard.epochs(2):
+        for x in script.guard:
+            assert script.model.weight.isfinite().all()
+            script.update(x * torch.nan if script.guard.batch == script.broken else x)
+    assert [event.cause for event in script.events] == [RollbackCause.PLAN]
+
+
 def test_a_script_is_told_of_a_rollback_when_the_guard_stands_where_it_leads(tmp_path: Path) -> None:
     script = Script(tmp_path / "run", broken=8)
     stood: list[tuple[int, int]] = []

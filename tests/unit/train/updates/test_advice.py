@@ -273,6 +273,15 @@ def test_a_scheduler_that_goes_by_a_metric_is_asked_for_before_it_acts(tmp_path:
     assert codes == ([] if handed_over else ["scheduler-not-kept"])
 
 
+def test_a_group_that_the_optimizer_gets_in_mid_run_is_told_before_a_start_is_refused(tmp_path: Path) -> None:
+    def unfreezing(model: nn.Module, optimizer: Any) -> None:
+        optimizer.step()
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+    assert Script(tmp_path, plain, unfreezing).codes() == ["group-added"]
+
+
 class OfItsOwn(torch.optim.Optimizer):
     """A script's own Adam without the second moment. keeps: what of it is in attributes."""
 
