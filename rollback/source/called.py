@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollback.source.carried import Turn, dotted
-from rollback.source.nodes import Loop
-from rollback.source.scopes import Function, Scopes
+from rollback.source.nodes import Function, Loop, parameters_of
+from rollback.source.scopes import Scopes
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ChangedByCalls:
         for name, value in _arguments(call, function, is_method=owner is not None):
             if (called := self._as_called(value, body)) is not None:
                 given[name] = called
-        if owner is not None and (own := _parameters(function)):
+        if owner is not None and (own := parameters_of(function)):
             given[own[0]] = owner
         return given
 
@@ -104,7 +104,7 @@ def _is_marked(method: Function, by: str) -> bool:
 def _arguments(call: ast.Call, function: Function, *, is_method: bool) -> Iterator[tuple[str, str]]:
     """The parameters that are given what has a name, and that name. is_method: the first one is what it is of."""
     names = [value if isinstance(value, ast.Starred) else dotted(value) for value in call.args]
-    for parameter, name in zip(_parameters(function)[is_method:], names, strict=False):
+    for parameter, name in zip(parameters_of(function)[is_method:], names, strict=False):
         if isinstance(name, ast.Starred):
             break
         if name is not None:
@@ -112,11 +112,6 @@ def _arguments(call: ast.Call, function: Function, *, is_method: bool) -> Iterat
     for word in call.keywords:
         if word.arg is not None and (name := dotted(word.value)) is not None:
             yield word.arg, name
-
-
-def _parameters(function: Function) -> list[str]:
-    """Those that are given by their place."""
-    return [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
 
 
 def _methods(kind: ast.ClassDef, name: str, classes: dict[str, ast.ClassDef]) -> Iterator[Function]:

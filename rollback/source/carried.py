@@ -19,7 +19,7 @@ _CHANGES_TENSOR = frozenset((
     "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_", "masked_fill_", "addcmul_", "addcdiv_",
 ))  # fmt: skip
 _OF_PARAMETERS = frozenset(("grad", "data", "param_groups"))
-"""Attributes of what the guard has."""
+"""Attributes of what the guard has, `w.data`; the script's own may have such a name, too, as `self.data`."""
 
 
 def turn_of(loop: Loop) -> "Turn":
@@ -109,7 +109,8 @@ class Turn:
     def carried(self) -> dict[str, int]:
         """What a turn hands on to the next one, each with the line that sets it first."""
         found = {name: line for name, line in self.stored.items() if name in self.exposed}
-        return {name: line for name, line in found.items() if _OF_PARAMETERS.isdisjoint(name.split("."))}
+        parts = {name: name.removeprefix("self.").split(".")[1:] for name in found}
+        return {name: line for name, line in found.items() if _OF_PARAMETERS.isdisjoint(parts[name])}
 
     def read(self, node: ast.AST | None, known: set[str]) -> None:
         """An expression, or the parts of a simple statement."""

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops
 from rollback.source.losses import told_losses
-from rollback.source.nodes import last_name, range_of
+from rollback.source.nodes import Function, last_name, parameters_of, range_of
 
-Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+Scope = ast.Module | Function
 
 
 def diff_of(source: str, name: str) -> str:
@@ -55,9 +55,8 @@ class _Script:
         self._lines = _lines_of(source)
         self._line_end = "\r\n" if source.partition("\n")[0].endswith("\r") else "\n"
         self._loops = ScriptLoops(source)
-        self._scopes = {
-            node: scope for scope in (self._loops.tree, *_functions(self._loops.tree)) for node in ast.walk(scope)
-        }  # the innermost function comes last
+        scopes = (node for node in ast.walk(self._loops.tree) if isinstance(node, Scope))
+        self._scopes = {node: scope for scope in scopes for node in ast.walk(scope)}  # the innermost one comes last
         self._own = _own_names(self._loops.tree)
         self._guard = next(name for name in ("guard", "run_guard", "rollback_guard") if name not in self._own)
         self._put: list[tuple[int, str]] = []  # lines, to be put behind that one
@@ -159,12 +158,12 @@ class _Script:
     def _argument(self, batches: ast.For, loader: ast.Name, epochs: ast.For | None) -> ast.Name:
         """By which the function with the loop over batches is given its loader in the loop over epochs."""
         function = self._scopes[batches]
-        assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        assert isinstance(function, Function)
         calls = [
             node for node in ast.walk(self._loops.tree)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function.name
         ]  # fmt: skip
-        names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+        names = parameters_of(function)
         if len(calls) == 1 and epochs is not None and calls[0] in [*ast.walk(epochs)] and loader.id in names:
             place = names.index(loader.id)
             given = [word.value for word in calls[0].keywords if word.arg == loader.id]
@@ -348,11 +347,6 @@ _PROTECTED = ("rollback.Guard", "rollback.protect")
 def _lines_of(source: str) -> list[str]:
     """The lines as Python counts them, and as they end. `str.splitlines` would also end one at a form feed."""
     return io.StringIO(source, newline="").readlines()
-
-
-def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Outer ones before those inside them."""
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def _words(node: ast.AST) -> set[str]:

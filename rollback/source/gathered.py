@@ -13,7 +13,7 @@ taken there, and has no batch that the script holds.
 import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from rollback.source.nodes import is_step, put_in_list, takes_or_names
+from rollback.source.nodes import blocks_in, is_step, put_in_list, takes_or_names
 
 _LEAVES = ast.Continue, ast.Break, ast.Return
 
@@ -46,7 +46,7 @@ def gathers_updates(
     return bool(lists) and any(
         any(node is inner for node in reached([part]))
         and all(_is_emptied(tree, loop, block, place, name, reached) for name in lists)
-        for block in _blocks(ast.Module(loop.body, []))
+        for block in blocks_in(ast.Module(loop.body, []))
         for place, part in enumerate(block)
     )
 
@@ -62,7 +62,7 @@ def _is_emptied(
     """Whether the list of that name is given each batch by one statement, in front of the update at this place of a
     block; is made empty behind it, and by what has it last in front of the loop; and nothing but this block makes
     updates. What the update does to the list is gone with it."""
-    around = next((each for each in _blocks(tree) if any(part is loop for part in each)), [])
+    around = next((each for each in blocks_in(tree) if any(part is loop for part in each)), [])
     before = around[: next((at for at, part in enumerate(around) if part is loop), 0)]
     last = next((part for part in reversed(before) if _has(part, name)), None)
     behind = next((at for at in range(place + 1, len(block)) if _empties(block[at], name)), None)
@@ -123,11 +123,3 @@ def _empties(node: ast.AST, name: str) -> bool:
         case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
             return ast.unparse(target) == name and ast.unparse(value) in ("[]", "list()")
     return False
-
-
-def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
-    """All blocks of statements in it."""
-    for node in ast.walk(tree):
-        for _, block in ast.iter_fields(node):
-            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
-                yield block

@@ -9,6 +9,7 @@ from collections.abc import Iterator, KeysView, Sequence
 
 from rollback.source.gathered import gathers_updates, lists_taken
 from rollback.source.nodes import (
+    Function,
     Loop,
     begins_at,
     calls_at,
@@ -20,6 +21,7 @@ from rollback.source.nodes import (
     names_epochs,
     names_update,
     of_scope,
+    parameters_of,
     range_of,
 )
 from rollback.source.scopes import Scopes
@@ -49,11 +51,11 @@ class ScriptLoops:
 
     def __init__(self, source: str, *, is_script: bool = True) -> None:
         self.tree, self.scopes = ast.parse(source), Scopes(source)
-        self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+        self._functions: dict[str, list[Function]] = {}
         self._methods: set[str] = set()
         self._reached: dict[Loop, KeysView[ast.AST]] = {}
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, Function):
                 self._functions.setdefault(node.name, []).append(node)
             if isinstance(node, ast.ClassDef):
                 self._methods |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
@@ -79,7 +81,7 @@ class ScriptLoops:
             for loop in training
             if not self._goes_over_numbers(loop)
             and all(map(self._goes_over_numbers, inner[loop]))
-            and not self._goes_over_taken(loop)
+            and not self._has_taken(loop.iter, self._scope_of(loop), {})
         ]
         around = [loop for loop in training if range_of(loop) is not None]
         self.drawing = [
@@ -157,10 +159,10 @@ class ScriptLoops:
         """All loops by which this one is begun anew each time, also by way of functions."""
         return [other for other in self._all if other is not loop and loop in self.reached(other)]
 
-    def function_of(self, loop: Loop) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    def function_of(self, loop: Loop) -> Function | None:
         """The function that has it; None: it is in none."""
         scope = self._scope_of(loop)
-        return scope if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef) else None
+        return scope if isinstance(scope, Function) else None
 
     def runs_once(self, node: ast.AST) -> bool:
         """Whether it does, but for the loops around it in its function, as far as the file tells: it is in no function,
@@ -326,13 +328,9 @@ class ScriptLoops:
         lists = given | ({ast.unparse(over)} if here else set())
         return gathers_updates(self.tree, loop, lists, inner, self.reached_by)
 
-    def _goes_over_taken(self, loop: ast.For) -> bool:
-        """Whether a loop goes over a list of batches that were taken by `next`: those of one update."""
-        return bool(self._has_taken(loop.iter, self._scope_of(loop), {}))
-
     def _has_taken(self, value: ast.expr, scope: ast.AST, known: dict[tuple[ast.AST, str], bool | None]) -> bool | None:
-        """Whether such a list is in `value`, also as all calls give it to this function. known: the answers for names.
-        None: there is none yet, in a recursion."""
+        """Whether a list of batches that were taken by `next`, those of one update, is in `value`, also as all calls
+        give it to this function. known: the answers for names. None: there is none yet, in a recursion."""
         names = {ast.unparse(node) for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute)}
         # the empty name: what a call gives, in which the caller's variables of the argument's name have no part
         if lists_taken({*names, ""}, [ast.Assign([ast.Name("")], value), *of_scope(scope)], self._gathers):
@@ -351,7 +349,7 @@ class ScriptLoops:
         """The calls of a function of this file, each with one of its arguments as an assignment to that name."""
         if not isinstance(function, ast.FunctionDef):
             return
-        names = [each.arg for each in (*function.args.posonlyargs, *function.args.args) if each.arg != "self"]
+        names = [name for name in parameters_of(function) if name != "self"]
         for call in ast.walk(self.tree):
             if isinstance(call, ast.Call) and self.called(call) == function.name:
                 given = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]

@@ -29,9 +29,10 @@ def told_losses(tree: ast.Module, batches: ast.For, by_hand: ByHand) -> Iterator
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names = itertools.chain(("loss", "observed"), map("observed_{}".format, itertools.count(2)))
     named = next(name for name in names if name not in used)
-    closures = {id(node): closure for closure in _functions(batches) for node in ast.walk(closure)}
+    functions = (node for node in ast.walk(batches) if isinstance(node, ast.FunctionDef))
+    closures = {id(node): closure for closure in functions for node in ast.walk(closure)}  # the innermost comes last
     found, told = False, set()
-    for statement in (node for part in batches.body for node in ast.walk(part) if isinstance(node, ast.stmt)):
+    for statement in _statements_in(batches):
         match statement:
             case ast.Expr(value=ast.Call(func=ast.Attribute(attr="backward", value=receiver), args=[])):
                 found, closure = True, closures.get(id(statement))
@@ -56,11 +57,8 @@ def told_losses(tree: ast.Module, batches: ast.For, by_hand: ByHand) -> Iterator
 
 def _step_that_runs(closure: ast.FunctionDef, batches: ast.For) -> ast.stmt | None:
     """The statement with `optimizer.step(closure)`; the innermost one."""
-    found = None
-    for statement in (node for part in batches.body for node in ast.walk(part) if isinstance(node, ast.stmt)):
-        if _step_call(closure, statement) is not None:
-            found = statement  # outer ones come first
-    return found
+    found = [statement for statement in _statements_in(batches) if _step_call(closure, statement) is not None]
+    return found[-1] if found else None
 
 
 def _step_call(closure: ast.FunctionDef, statement: ast.stmt) -> ast.Call | None:
@@ -91,9 +89,9 @@ def _behind_step(step: ast.stmt, closure: ast.FunctionDef, named: str, by_hand: 
     raise by_hand(step, f"decides by {ast.unparse(call)}", f"loss = {ast.unparse(call)}, then guard.observe(loss)")
 
 
-def _functions(batches: ast.For) -> Iterator[ast.FunctionDef]:
-    """Outer ones before those inside them."""
-    return (node for node in ast.walk(batches) if isinstance(node, ast.FunctionDef))
+def _statements_in(batches: ast.For) -> Iterator[ast.stmt]:
+    """Of the loop's body; outer ones before those inside them."""
+    return (node for part in batches.body for node in ast.walk(part) if isinstance(node, ast.stmt))
 
 
 def _unscaled(receiver: ast.expr) -> ast.expr:

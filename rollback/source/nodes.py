@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from typing import TypeGuard
 
 Loop = ast.For | ast.While
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def range_of(loop: ast.For) -> ast.Call | None:
@@ -30,6 +31,11 @@ def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             yield from of_scope(node)
+
+
+def parameters_of(function: Function) -> list[str]:
+    """Those that are given by their place."""
+    return [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
 
 
 def blocks_in(tree: ast.AST) -> Iterator[list[ast.stmt]]:

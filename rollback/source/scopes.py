@@ -4,9 +4,8 @@ import ast
 import symtable
 from collections.abc import Iterator
 
-from rollback.source.nodes import of_scope
+from rollback.source.nodes import Function, of_scope
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 Table = symtable.SymbolTable
 
 

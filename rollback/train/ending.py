@@ -99,7 +99,7 @@ class TrainingEnd:
             return None
         return raised
 
-    def keep_state(self, by: str, *, left_over: int, left: bool = False) -> None:
+    def keep_state(self, by: str, *, left_over: int, left: bool) -> None:
         """Collective: keep the state at a possible end. All steps are judged. by: what ended the training.
 
         left_over: batches after the last update. left: the script has done its work after the last epoch.

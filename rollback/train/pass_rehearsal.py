@@ -54,6 +54,7 @@ class PassRehearsal:
         """The batch. Not collective."""
         assert self.make is not None
         self.due = self.ready = False
+        self._step.updates.forget()
         self._under_way = HeldGradients(self._state.trained, self._state.fsdp), self._step.hold()
         return self.make()
 

@@ -77,7 +77,7 @@ class StepInProgress:
         if self.first_batch is None:
             self.first_batch = position
             self._state.kept.phase = None
-            self.updates.forget()  # an update that the script made before: it belongs to no batch and no step
+            self.updates.forget()  # also one that the script made since: it belongs to no batch and no step
         self.batches += 1
         self.show_batch("training", position)
         self._evidence.keep_batch(position, batch, self._state.cursor.indices())
@@ -159,10 +159,9 @@ class StepInProgress:
         return self.mean_loss(), grad_norm, self.updates.gauges(told=told is not None)
 
     def next(self) -> None:
-        """Count the step. The next step is in progress."""
+        """Count the step. The next step is in progress; its first batch has the update forgotten."""
         self._state.counters.step += 1
         self._start(self._state.kept.phase)
-        self.updates.forget()
 
     def hold(self) -> Callable[[], None]:
         """What makes it again the step that it is now, behind a batch that does not count."""

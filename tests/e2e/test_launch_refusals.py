@@ -53,13 +53,6 @@ def test_another_model_is_refused_with_the_difference(job: Launch) -> None:
     assert "--run DIR" in message
 
 
-def test_another_data_set_is_refused_with_the_difference(job: Launch) -> None:
-    code, message = refused(job, "--samples 25")
-    assert code == ExitCode.UNFIT
-    assert "24" in message
-    assert "25" in message
-
-
 def test_another_world_size_is_refused_with_the_difference(job: Launch) -> None:
     with launching(job.folder, with_torchrun=True, script=TINY) as real:
         code, message = refused(real, "", ranks=2)

@@ -12,9 +12,7 @@ from rollback.rundir.requests import Request
 _SHOWN = 8
 
 
-def request_entries(
-    records: Iterable[JournalEntry], handed_in: Iterable[tuple[str, Request]] = ()
-) -> list[RequestEntry]:
+def request_entries(records: Iterable[JournalEntry], handed_in: Iterable[tuple[str, Request]]) -> list[RequestEntry]:
     """All requests that the ranks have taken up or refused, in that order; then those that only lie there.
 
     handed_in: requests in the run directory, by name.

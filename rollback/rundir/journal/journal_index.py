@@ -72,8 +72,8 @@ def _check(blocks: Iterable[IndexedLines]) -> str:
 class Indexing:
     """Makes blocks of lines as they are verified or written. blocks: those that are there."""
 
-    def __init__(self, blocks: Iterable[IndexedLines] = ()) -> None:
-        self.blocks = tuple(blocks)
+    def __init__(self) -> None:
+        self.blocks: tuple[IndexedLines, ...] = ()
         self._begin()
 
     def _begin(self) -> None:

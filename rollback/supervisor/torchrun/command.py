@@ -78,7 +78,7 @@ def rank_environment(
     supervisor: str,
     instructions: Instructions,
     preload: bool = False,
-    heartbeats: str = "",
+    heartbeats: str,
     apart: bool = False,
 ) -> dict[str, str]:
     """The environment of torchrun, which passes it on to all ranks.

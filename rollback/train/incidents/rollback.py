@@ -114,12 +114,12 @@ class Rewinder:
 
         name: the checkpoint; None: the one that was restored last.
         """
-        self.before()
         source = self._source if name is None else self._checkpoints.manifest(name)
         assert source is not None
         if isinstance(source, HeldState):
             self._put_back(cause, source)
             return
+        self.before()
         result = restore(source.name, self._checkpoints.places(source.name), self._ranks, self._state)
         if result.place is None:
             raise RollbackError(

@@ -49,6 +49,7 @@ def meet(
     if (why := ranks.first_fault(_why_not(run, state) or small_state.why_not_copied())) is not None:
         return why
     device, devices = device_of(state), list[Device]()
+    pids = ranks.from_each(os.getpid())
     tier, made = snapshots.memory.slots_of_host, []
     paths = end_marks.marks_of(tier.paths)
     peers = Peers(paths, ranks)
@@ -63,7 +64,7 @@ def meet(
         if device is not None:
             devices.append(Device(device, paths, ranks.rank))
 
-    for act in (prepare, make, partial(peers.watch, ranks.from_each(os.getpid()))):
+    for act in (prepare, make, partial(peers.watch, pids)):
         if (why := ranks.first_fault(_fault_of(act))) is not None:
             return why
     hosts = _meet_hosts(run, paths) if ranks.host_count > 1 else None

@@ -166,9 +166,10 @@ def of_living(paths: EndMarkPaths, rank: int, end: StepEnd, computed: int | None
     return early.body if stands else None
 
 
-def require_quiet(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> None:
-    """Raise NotProved unless these ranks, which have come to that step's end, have told it early as it was."""
+def why_loud(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> str | None:
+    """Which of these ranks, all of which have come to that step's end, has not told it early as it was, in words."""
     for rank in ranks:
         early, body = end_marks.read_early(paths, rank).get(end), end_marks.read_ends(paths, rank).get(end)
         if early is None or body is None or not same_but_for_next(split(early.body)[1], split(body)[1]):
-            raise NotProved(f"behind the backward of step {end.step} rank {rank} changed what only it knows")
+            return f"behind the backward of step {end.step} rank {rank} changed what only it knows"
+    return None

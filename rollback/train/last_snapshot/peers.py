@@ -12,7 +12,7 @@ import psutil
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.train.comm.ranks import Ranks
-from rollback.train.last_snapshot.early import of_gone, of_living, require_quiet
+from rollback.train.last_snapshot.early import of_gone, of_living, why_loud
 from rollback.train.last_snapshot.small_state import split
 from rollback.train.last_snapshot.write import NotProved
 from rollback.wording import ranks_in_words
@@ -138,7 +138,7 @@ def host_marks(
     ended = {rank: split(body) for rank, body in found.items() if body is not None}
     missing = [rank for rank in ranks if rank not in ended]
     early = {rank: split(body) for rank in missing if (body := stand_in(rank)) is not None}
-    loud = _why_loud(paths, ended, end)
+    loud = why_loud(paths, ended, end)
     if early and loud is not None:  # their gradients are in the sums, or none would have come to that end
         raise NotProved(loud)
     bodies = {rank: own for rank, (_, own) in sorted({**ended, **early}.items())}
@@ -158,14 +158,6 @@ def all_ends(
             if not missing:
                 found[end] = marks
     return found
-
-
-def _why_loud(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> str | None:
-    try:
-        require_quiet(paths, ranks, end)
-    except NotProved as error:
-        return str(error)
-    return None
 
 
 def in_words(gone: Sequence[int]) -> str:

@@ -129,8 +129,7 @@ class LastSnapshot:
         self._held.changes += 1
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """What follows are other steps, though they may have the same numbers."""
-        self._held.changes += 1
+        """What follows are other steps, though they may have the same numbers. `note_change` came before."""
         self._returns += 1
         self._small_state.forget()
 

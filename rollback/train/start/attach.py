@@ -131,7 +131,8 @@ def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settin
     found, lock = read_run(paths, job, ranks, settings)
     try:
         run = _go_on(paths, found, state, ranks, settings)
-        tell_of_unequal_epochs(ranks.from_each(job.data.get("batches")), run.record)
+        batches = ranks.from_each(job.data.get("batches"))
+        tell_of_unequal_epochs(batches, run.record)
     except BaseException:
         if lock is not None:
             lock.release()
@@ -279,10 +280,11 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     )
     slots = {manifest.name: found.slots[manifest.name] for manifest in held if manifest.name in found.slots}
     healthy = healthy_until(paths, history, chosen, record) if ranks.first and chosen is not None else 0
+    healthy = ranks.from_first(healthy)
     return AttachedRun(
         paths, ranks, settings, record, history, found.attempt, run_id, manifests=held, slots=slots,
-        in_ring=frozenset(found.in_ring), next_seq=seq, restored=chosen,
-        healthy_before=ranks.from_first(healthy), ranks_before=ranks_before,
+        in_ring=frozenset(found.in_ring), next_seq=seq, restored=chosen, healthy_before=healthy,
+        ranks_before=ranks_before,
     )  # fmt: skip
 
 

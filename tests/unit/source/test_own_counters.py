@@ -62,6 +62,8 @@ def run(source: str, **names: Any) -> dict[str, Any]:
         ("for x in loader:\n  f(x).backward()\n  if x < best: best, bad = x, 0\n  else: bad = bad + 1\n"
          "  if bad > 3: break", ["bad", "best"]),
         ("for x in loader:\n  f(x, h).backward()\n  if x: h = h + 1", ["h"]),
+        ("for x in loader:\n  f(x, self.data).backward()\n  self.data *= 0.9\n  p.data *= 2\n  self.p.grad *= 2",
+         ["self.data"]),
         ("for x in loader:\n  f(x).backward()\n  if i - last > 3:\n    o.step()\n    last = i", ["last"]),
         ("class A:\n  def one(self, x):\n    (f(x) * self.b).backward()\n    self.b *= 0.9\n  def fit(self):\n"
          "    for x in loader: self.one(x)", ["self.b"]),

@@ -1,6 +1,5 @@
 """Credentials in URLs and arguments: refused or hidden; and who may read what a run writes."""
 
-import os
 import stat
 import subprocess
 import sys
@@ -92,37 +91,31 @@ def test_the_same_secret_is_the_same_job_and_another_one_is_another(tmp_path: Pa
 WRITES = """
 import os, sys
 from pathlib import Path
-os.umask(int(sys.argv[2], 8))
 from rollback.facts.training import Finished
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter
 from rollback.supervisor.claim import Claim
 from rollback.supervisor.torchrun.output import Output
-paths = RunPaths(Path(sys.argv[1]))
-claim = Claim(paths)
-Journal(paths.train_journal, 1).append(Finished(step=1, batch=1))
-LineWriter(paths.metrics).close()
-output = Output(paths.root / "private", paths.attempt_logs, None)
-output._attempt = 1
-output.keep()
-os.write(output._file("rank-00000.out"), b"hello")
+for umask in sys.argv[2:]:
+    os.umask(int(umask, 8))
+    paths = RunPaths(Path(sys.argv[1], umask))
+    claim = Claim(paths)
+    Journal(paths.train_journal, 1).append(Finished(step=1, batch=1))
+    LineWriter(paths.metrics).close()
+    output = Output(paths.root / "private", paths.attempt_logs, None)
+    output._attempt = 1
+    output.keep()
+    os.write(output._file("rank-00000.out"), b"hello")
 """
 
 
-@pytest.mark.parametrize(
-    ("umask", "folder", "file"),
-    [
-        ("022", 0o700, 0o600), ("077", 0o700, 0o600), ("027", 0o700, 0o600), ("002", 0o770, 0o660),
-        ("007", 0o770, 0o660), ("000", 0o777, 0o666),
-    ],
-)  # fmt: skip
-def test_a_run_directory_is_closed_to_others_unless_the_umask_lets_them_write(
-    tmp_path: Path, umask: str, folder: int, file: int
-) -> None:
-    run = tmp_path / "run"
-    subprocess.run([sys.executable, "-c", WRITES, str(run), umask], check=True, env={**os.environ})
-    made = [run, *run.rglob("*")]
-    assert {"lock", "train.jsonl", "rank-00000.out"} <= {path.name for path in made}
-    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in made}
-    assert modes == {(True, folder), (False, file)}
+def test_a_run_directory_is_closed_to_others_unless_the_umask_lets_them_write(tmp_path: Path) -> None:
+    closed, of_group, of_all = (0o700, 0o600), (0o770, 0o660), (0o777, 0o666)
+    umasks = {"022": closed, "077": closed, "027": closed, "002": of_group, "007": of_group, "000": of_all}
+    subprocess.run([sys.executable, "-c", WRITES, str(tmp_path), *umasks], check=True)
+    for umask, (folder, file) in umasks.items():
+        made = [tmp_path / umask, *(tmp_path / umask).rglob("*")]
+        assert {"lock", "train.jsonl", "rank-00000.out"} <= {path.name for path in made}
+        modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in made}
+        assert modes == {(True, folder), (False, file)}, umask
