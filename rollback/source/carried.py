@@ -7,13 +7,17 @@ goes down, a mean of losses, a patience. A rollback and a resume leave it as it 
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
-from rollback.source.nodes import Loop, of_scope
+from rollback.source.nodes import Loop, last_name, of_scope
 
 _CHANGES = frozenset((
-    "append", "appendleft", "extend", "insert", "pop", "popleft", "remove", "clear", "add", "discard", "setdefault",
-    "sort", "reverse",
+    "append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear", "add", "discard",
+    "update", "setdefault", "sort", "reverse", "rotate", "subtract",
 ))  # fmt: skip
 """Methods by which lists, sets, dicts and deques are changed in place."""
+_CHANGES_FIRST = frozenset((
+    "heappush", "heappop", "heappushpop", "heapreplace", "heapify", "insort", "insort_left", "insort_right", "shuffle",
+))  # fmt: skip
+"""Functions that change what they are given first."""
 _CHANGES_TENSOR = frozenset((
     "mul_", "add_", "sub_", "div_", "copy_", "fill_", "zero_", "lerp_", "clamp_", "clamp_min_", "clamp_max_",
     "index_add_", "index_copy_", "index_fill_", "scatter_", "scatter_add_", "masked_fill_", "addcmul_", "addcdiv_",
@@ -120,6 +124,10 @@ class Turn:
         for part in ast.walk(node):
             match part:
                 case ast.Call(func=ast.Attribute(attr=method, value=of)) if _changes(method, of):
+                    self._change(of, part.lineno, known)
+                case ast.Call(func=ast.Name(id="setattr"), args=[of, ast.Constant(value=str(name)), _]):
+                    self._store(ast.copy_location(ast.Attribute(of, name, ast.Store()), part), known)
+                case ast.Call(args=[of, *_]) if last_name(part) in _CHANGES_FIRST:
                     self._change(of, part.lineno, known)
                 case ast.NamedExpr(target=target):
                     self._store(target, known)

@@ -98,7 +98,8 @@ class CarriedByLoop:
         anew = {name for node in nodes for item in _set_by(node) if (name := dotted(item))} | set_by_head(loop)
         beside = {name: line for name, line in called.found.items() if not has_part_in(name, anew)}
         turn = turn_of(loop)
-        self.lines = {name: line for name, line in (turn.carried | beside).items() if name not in clocks}
+        whole = {name.rpartition(".")[0] for name in called.found}  # of which each part is known: `meter.update(loss)`
+        self.lines = {name: line for name, line in (turn.carried | beside).items() if name not in clocks | whole}
         self.rebound = turn.rebound | called.rebound
         if loop in loops.gathering or loop in [turning.loop for turning in loops.by_turns]:
             filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)

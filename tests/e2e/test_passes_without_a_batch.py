@@ -210,11 +210,15 @@ for epoch in guard.epochs(2):
 """
 
 
-def test_a_name_that_is_missing_behind_an_empty_loop_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(_SCRIPT)
+@pytest.mark.parametrize(
+    ("returned", "error"), [("loss", "UnboundLocalError"), ("{}['loss']", "KeyError"), ("0 / 0", "ZeroDivisionError")]
+)
+def test_what_is_missing_behind_an_empty_loop_is_explained(tmp_path: Path, returned: str, error: str) -> None:
+    returns = f"return {returned} if guard.epoch else 0" if returned != "loss" else "return loss"
+    (tmp_path / "script.py").write_text(_SCRIPT.replace("return loss", returns))
     done = run_warm([sys.executable, "script.py"], cwd=tmp_path, capture_output=True)
     assert done.returncode == 1
-    assert "UnboundLocalError" in done.stderr
+    assert error in done.stderr
     assert "the loop over the guard had no batch in epoch 1" in done.stderr
     assert "rehearse=" in done.stderr
 

@@ -46,6 +46,8 @@ _TAKEN_BY_NEXT = (
     "what takes its batches by `next` must go on to the epoch that the run stands in: "
     "`batches = (batch for _ in guard.epochs(n) for batch in guard)`"
 )
+_OF_EMPTY = NameError, StopIteration, LookupError, ZeroDivisionError
+"""What a script raises that counts on a batch: of a variable, a key or an item that the body makes, of a mean."""
 
 
 class Standing(NamedTuple):
@@ -135,9 +137,10 @@ class FailureRecorder:
     def _remark(self, error: BaseException) -> str | None:
         """What a user should know of an error that comes of how the guard loops; None: nothing."""
         epoch = self._empty_pass()
-        if epoch is None or not isinstance(error, NameError | StopIteration):
+        if epoch is None or not isinstance(error, _OF_EMPTY):
             return None
-        return _EMPTY_PASS.format(epoch=epoch, so=_BEHIND_THE_LOOP if isinstance(error, NameError) else _TAKEN_BY_NEXT)
+        by_next = isinstance(error, StopIteration)
+        return _EMPTY_PASS.format(epoch=epoch, so=_TAKEN_BY_NEXT if by_next else _BEHIND_THE_LOOP)
 
     def _account(self, error: Exception | SystemExit) -> FailureRecord:
         standing, name, message = self._standing(), qualified_name(type(error)), text_of(error)

@@ -98,7 +98,8 @@ NOT_KEPT = (
     "tensors-not-kept",
     "modules hold tensors that are neither parameters nor dense buffers: {names}. No checkpoint keeps them and no "
     "rollback brings them back. If one changes while training, make it a buffer: self.register_buffer(name, tensor), "
-    "with persistent=False where the state_dict is to be without it",
+    "with persistent=False where the state_dict is to be without it; for a metric of torchmetrics, "
+    "metric.persistent(True)",
 )
 NO_PROGRESS = (
     "no-progress",

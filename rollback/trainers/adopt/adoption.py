@@ -206,7 +206,7 @@ class Adoption:
         try:
             if self._sources.cycles():
                 raise signs.goes_round()
-            plan = plan_for(loader, self.made.alive(), loop)
+            plan = plan_for(loader, self.made.alive(), loop, strict=self._signs.strict)
             seen = plan.seen(None if loop is None else loop.last)
         except UsageError as error:
             seen = {"refused": {"message": error.message, "hint": error.hint}}

@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 from itertools import chain, repeat
 from typing import Any
 
@@ -23,6 +24,7 @@ from rollback.train.state.kept_values import ToldAtEnd
 from rollback.trainers.adopt.counts import Count
 from rollback.trainers.adopt.enumeration import HandedOut
 from rollback.trainers.adopt.epochs import EpochLoop
+from rollback.trainers.adopt.meters import is_meter
 
 Read = Callable[[], Any]
 
@@ -144,7 +146,7 @@ class CarriedBeside(CarriedByBatches, ToldAtEnd):
                 return _state_of(lambda: value) or {_MISSES: True}
             case Tensor() | np.ndarray() | [int() | float(), *_] | deque():
                 return {_MISSES: True}
-        return {}
+        return {_MISSES: True} if is_meter(value) else {}
 
 
 class CarriedByEpochs(Carried):
@@ -268,10 +270,8 @@ def _is_lost(value: Any, *, steers: bool) -> bool:
         return False
     try:
         _encoded(value, _Budget())
-    except _TooMuch:
-        return True
-    except _Unkept:
-        return False
+    except _Unkept as error:
+        return isinstance(error, _TooMuch) or is_meter(value)
     return False
 
 
@@ -328,7 +328,7 @@ class _Unkept(Exception):
 
 
 class _TooMuch(_Unkept):
-    """There is nothing else, but more of it than may be kept at each step, or not in the host's memory."""
+    """There is nothing else, but more than may be kept at each step, not in the host's memory, or a namedtuple."""
 
 
 class _Budget:
@@ -348,9 +348,10 @@ def _encoded(value: Any, budget: _Budget) -> Any:
         budget.spend(len(value) >> 4 if kind is str else 0)
         return value
     budget.spend(len(value) if kind in _CONTAINERS else 1)
-    if kind in _DICTS and {*map(type, value)} <= _KEYS and _TYPE not in value:
-        items = {key: _encoded(item, budget) for key, item in value.items()}
-        if kind is dict:
+    if kind in _DICTS and {*map(type, value)} <= _SINGLE | {tuple} and _TYPE not in value:
+        pairs = [(_encoded(key, budget), _encoded(item, budget)) for key, item in value.items()]
+        items = dict(pairs) if {*map(type, value)} <= _KEYS else pairs
+        if kind is dict and items is not pairs:
             return items
         made_by = getattr(value, "default_factory", None)
         if made_by not in _MADE_BY:
@@ -372,7 +373,8 @@ def _encoded(value: Any, budget: _Budget) -> Any:
         budget.spend(value.size)
         of = "array" if kind is np.ndarray else "number"
         return {_TYPE: of, "dtype": value.dtype.name, "shape": [*value.shape], "values": value.flatten().tolist()}
-    raise _Unkept
+    fields = isinstance(value, tuple) or (is_dataclass(value) and kind.__dataclass_params__.frozen)
+    raise _TooMuch if fields else _Unkept  # a class of the script's, whose values are made anew
 
 
 def _decoded(value: Any) -> Any:
@@ -387,7 +389,7 @@ def _decoded(value: Any) -> Any:
         case {"type of": name, "items": items, "made by": made_by}:
             kind = next(kind for kind in _DICTS if kind.__name__ == name)
             found: Any = defaultdict(_NAMED[made_by]) if kind is defaultdict else kind()
-            found.update({key: _decoded(item) for key, item in items.items()})
+            found.update({_decoded(key): _decoded(item) for key, item in dict(items).items()})
             return found
         case {"type of": dtype, "shape": shape, "values": values}:
             return torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch."))).reshape(shape)

@@ -36,10 +36,17 @@ class GuardPlan:
         }  # fmt: skip
 
 
-def plan_for(loader: Any, made: list[Any], loop: EpochLoop | None = None) -> GuardPlan:
+def plan_for(loader: Any, made: list[Any], loop: EpochLoop | None = None, *, strict: bool = False) -> GuardPlan:
     """loader: the one that is trained on. made: the script's objects, in the order of their making. loop: over epochs,
-    one of them. Raises UsageError for what cannot be kept."""
+    one of them. strict: whether another order of the data is refused. Raises UsageError for what cannot be kept."""
     if type(loader).__module__.partition(".")[0] == "accelerate":
+        if getattr(loader, "use_stateful_dataloader", False) and strict:
+            raise UsageError(
+                "the script tells Accelerate use_stateful_dataloader=True: its data's order is drawn in prepare(), "
+                "and under a guard when the epoch begins, so that it is another one than without rollback",
+                hint="leave use_stateful_dataloader out: a run that goes on needs it no more. --adopt without =strict "
+                "trains in that other order, which is the same each time",
+            )
         return _prepared(loader, made)
     if isinstance(loader.dataset, IterableDataset) and not hasattr(loader.dataset, "load_state_dict"):
         raise UsageError(

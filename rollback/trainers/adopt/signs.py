@@ -27,7 +27,7 @@ class ScriptSigns:
     """Of this rank. strict: late signs end the job too."""
 
     def __init__(self, *, strict: bool) -> None:
-        self._strict = strict
+        self.strict = strict
         self._said: set[str] = set()
         self._unshared: list[str] = []
         self.rank = int(os.environ.get("RANK", "0"))
@@ -63,7 +63,7 @@ class ScriptSigns:
     def note(self, what: str, step: int) -> None:
         """The script does something at this step that the guard cannot keep exact: it ends, or this is only said."""
         error = as_error(what)
-        if self._strict or step < EARLY:
+        if self.strict or step < EARLY:
             self.refuse(error)
         late = "It goes on under guard; from here on a rollback or a resume is not exact"
         self._notice(f"{error.message}. {late}")
@@ -95,7 +95,7 @@ class ScriptSigns:
             f"the script {does}: a rollback and a resume leave that behind. guard.keep is for such values",
             hint="--adopt without =strict says only that",
         )
-        if self._strict and matters:
+        if self.strict and matters:
             self.refuse(error)
         self._notice(error.message)
 
@@ -112,7 +112,7 @@ class ScriptSigns:
                 "error is meant as the end of the training, have a script of its own for what is trained behind it",
             )
             then = f". What to do: {error.hint}"
-        if self._strict or (given_up_by and step < EARLY):
+        if self.strict or (given_up_by and step < EARLY):
             self.refuse(error)
         self._notice(f"not protected from here on: {error.message}{then}")
 
@@ -123,7 +123,7 @@ class ScriptSigns:
             "training and a torch optimizer",
             hint="make a rollback.Guard: docs/guard.md shows how it is written into other loops",
         )
-        if self._strict:
+        if self.strict:
             self.refuse(error)
         self.say(error.message)
 

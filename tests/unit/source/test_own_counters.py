@@ -49,6 +49,11 @@ def run(source: str, **names: Any) -> dict[str, Any]:
         ("for x in loader:\n  (f(x) * self.beta).backward()\n  self.beta = min(1, self.beta + 0.1)", ["self.beta"]),
         ("for x in loader:\n  y = f(x) - b\n  y.backward()\n  b = 0.9 * b + 0.1 * y.item()", ["b"]),
         ("for x in loader:\n  f(x, w).backward()\n  w.mul_(0.9)", ["w"]),
+        ("for x in loader:\n  f(x, s['a']).backward()\n  s.update(a=s['a'] * 0.9)", ["s"]),
+        ("for x in loader:\n  f(x, s.a).backward()\n  setattr(s, 'a', s.a * 0.9)", ["s.a"]),
+        ("import heapq\nfor x in loader:\n  f(x, h[0]).backward()\n  heapq.heapreplace(h, h[0] + 1)", ["h"]),
+        ("class M:\n  def update(self, x): self.sum += x\nm = M()\nfor x in loader:\n  f(x, m).backward()\n"
+         "  m.update(x)", ["m.sum"]),
         ("class A:\n  def fit(self):\n    for x in loader:\n      f(x).backward()\n      self.o.step()\n"
          "      self.r *= 0.9\n      for g in self.o.param_groups: g['lr'] = self.r", ["self.r"]),
         ("class A:\n  @property\n  def w(self): return 1 / self.b\n  def fit(self):\n    for x in loader:\n"

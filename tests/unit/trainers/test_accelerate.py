@@ -74,6 +74,15 @@ def test_what_is_registered_for_checkpoints_goes_back_with_the_weights(accelerat
     loader.guard.close()
 
 
+def test_strict_refuses_a_loader_whose_order_would_be_another_one() -> None:
+    class Prepared:
+        __module__ = "accelerate.data_loader"
+        use_stateful_dataloader = True
+
+    with pytest.raises(UsageError, match="use_stateful_dataloader=True"):
+        plan_for(Prepared(), [], strict=True)
+
+
 def test_an_adopted_script_s_average_and_scheduler_go_back_though_they_were_not_prepared(
     accelerator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

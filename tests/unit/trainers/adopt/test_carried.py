@@ -4,7 +4,7 @@ import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -114,6 +114,7 @@ def test_a_text_that_grows_is_too_much_at_some_time() -> None:
 
 LIST: list[Any] = [1, [2.5, None], {"a": float("inf")}, (True, "x")]
 VALUES: list[Any] = [
+    {("a", 1): 0.5, None: [2]},
     None, 3, 0.1, float("-inf"), "text", LIST, {3}, set(), Counter("aab"), OrderedDict(a=1), defaultdict(list, a=[3]),
     {"window": deque([1], maxlen=2), "seen": defaultdict(int)}, {"best": 2, 3: []}, deque([1, 2], maxlen=3),
     torch.tensor(0.1), torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), [torch.zeros(0, 3)],
@@ -168,6 +169,17 @@ class Thing:
     """Keeps its state by itself, or not at all."""
 
 
+class Meter(Thing):
+    avg = 0.5
+
+    def update(self, value: float) -> None:
+        """Of no interest."""
+
+
+class Rates(NamedTuple):
+    tau: float
+
+
 @pytest.mark.parametrize(
     ("value", "steers", "told"),
     [
@@ -181,6 +193,8 @@ class Thing:
         ({"a": [*range(2000)]}, False, False),
         ({"weight": torch.zeros(20)}, True, False),
         (Thing(), True, False),
+        (Meter(), True, True),
+        (Rates(0.5), True, True),
         ({"loss": Thing()}, True, False),
         ([Thing(), *range(2000)], True, True),
         (3, True, False),
@@ -262,7 +276,8 @@ def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -
 @pytest.mark.parametrize(
     ("value", "missed"),
     [([0.5], True), (torch.zeros(2), True), (torch.zeros((), requires_grad=True), True), (torch.zeros(1), False),
-     ([], False), (["text"], False), ({"loss": torch.zeros(99)}, False), (Thing(), False), (2.5, False)],
+     ([], False), (["text"], False), ({"loss": torch.zeros(99)}, False), (Thing(), False), (2.5, False),
+     (Meter(), True), ({"loss": Meter()}, True)],
 )  # fmt: skip
 def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: bool) -> None:
     found: list[str] = []
