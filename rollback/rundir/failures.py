@@ -55,6 +55,7 @@ class FailureRecord(BaseModel, frozen=True):
     samples: list[int] = Field([], description="data set indices of the batch in hand, as that rank has it")
     unreadable: list[int] = Field([], description="of these, those that raised when they were read once more, singly")
     in_hand: bool = Field(True, description="whether there is a batch; not so between epochs and behind the training")
+    empty_epoch: int | None = Field(None, description="the epoch without a batch of which the exception comes")
     ours: bool = Field(False, description="whether the code of rollback itself raised")
 
 

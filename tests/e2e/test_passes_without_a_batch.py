@@ -253,4 +253,4 @@ def test_an_iterator_that_a_script_begins_by_hand_in_an_empty_epoch_is_explained
     said = done.stdout + done.stderr
     assert "raised StopIteration: (the loop over the guard had no batch in epoch" in said, said
     assert "`batches = (batch for _ in guard.epochs(n) for batch in guard)`" in said
-    assert "2 attempts in a row failed with StopIteration" in said
+    assert "2 attempts in a row failed behind epoch 1, which had no batch" in said

@@ -102,6 +102,8 @@ class FirstCause:
             return ""
         if self.record.error == "rollback.errors.UsageError":
             return "at a wrong call of rollback"
+        if self.record.empty_epoch is not None:
+            return f"behind epoch {self.record.empty_epoch}, which had no batch"
         if self.record.error == "StopIteration" and not self.record.in_hand:
             return "with StopIteration where the script takes its batches"
         if self.record.error in _OF_CODE:

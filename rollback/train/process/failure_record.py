@@ -136,11 +136,14 @@ class FailureRecorder:
 
     def _remark(self, error: BaseException) -> str | None:
         """What a user should know of an error that comes of how the guard loops; None: nothing."""
-        epoch = self._empty_pass()
-        if epoch is None or not isinstance(error, _OF_EMPTY):
+        if (epoch := self._empty_epoch(error)) is None:
             return None
         by_next = isinstance(error, StopIteration)
         return _EMPTY_PASS.format(epoch=epoch, so=_TAKEN_BY_NEXT if by_next else _BEHIND_THE_LOOP)
+
+    def _empty_epoch(self, error: BaseException) -> int | None:
+        """The epoch without a batch of which an error comes. Not where its first one is being read: that may fail."""
+        return self._empty_pass() if isinstance(error, _OF_EMPTY) and not self._standing().in_hand else None
 
     def _account(self, error: Exception | SystemExit) -> FailureRecord:
         standing, name, message = self._standing(), qualified_name(type(error)), text_of(error)
@@ -157,5 +160,5 @@ class FailureRecorder:
             step=standing.step, batch=standing.batch, whole_step=standing.whole_step, doing=standing.doing,
             error=name, message=said, traceback=formatted(error), frames=frames,
             fingerprint=fingerprint(name, message, frames), samples=list(samples or ()), unreadable=unreadable,
-            in_hand=in_hand, ours=raised_in(error, _OURS),
+            in_hand=in_hand, empty_epoch=self._empty_epoch(error), ours=raised_in(error, _OURS),
         )  # fmt: skip

@@ -279,6 +279,14 @@ def test_what_no_restart_mends_is_told_from_what_data_may_have_done(error: str, 
     assert found.mistake == mistake
 
 
+def test_what_an_epoch_without_a_batch_brings_about_comes_again() -> None:
+    end = raised(0, "KeyError", "'loss'")
+    assert end.record is not None
+    found = first_cause(evidence(), [replace(end, record=end.record.model_copy(update={"empty_epoch": 3}))])
+    assert found is not None
+    assert found.mistake == "behind epoch 3, which had no batch"
+
+
 @pytest.mark.parametrize("in_hand", [True, False])
 def test_an_iterator_that_is_at_its_end_is_the_script_s_own_where_no_batch_is_in_hand(in_hand: bool) -> None:
     end = raised(0, "StopIteration", "")

@@ -5,10 +5,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 from toy import SETTINGS
 
 import rollback
@@ -25,14 +27,13 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
 
 
-def train(run: Path, script: Callable[[rollback.Guard, Callable[[torch.Tensor], None]], object]) -> None:
-    """Run a script as Python would, and close its guard as its end does."""
+def train(run: Path, script: Callable[[rollback.Guard, Callable[[torch.Tensor], None]], object], **more: Any) -> None:
+    """Run a script as Python would, and close its guard as its end does. more: arguments of the guard."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    guard = rollback.Guard(
-        model=model, optimizer=optimizer, loader=[*torch.randn(6, 2, 4)], run=run, **SETTINGS
-    )  # fmt: skip
+    given = {"loader": [*torch.randn(6, 2, 4)], "run": run, **SETTINGS, **more}
+    guard = rollback.Guard(model=model, optimizer=optimizer, **given)
 
     def update(x: torch.Tensor) -> None:
         loss = model(x).square().mean()
@@ -50,9 +51,11 @@ def train(run: Path, script: Callable[[rollback.Guard, Callable[[torch.Tensor], 
     guard.close()
 
 
-def record_of(run: Path, script: Callable[[rollback.Guard, Callable[[torch.Tensor], None]], object]) -> FailureRecord:
+def record_of(
+    run: Path, script: Callable[[rollback.Guard, Callable[[torch.Tensor], None]], object], **more: Any
+) -> FailureRecord:
     """What the script leaves that nobody catches the exception of."""
-    train(run, script)
+    train(run, script, **more)
     (record,) = read_failures(RunPaths(run).failures(1)).values()
     return record
 
@@ -210,3 +213,35 @@ def test_of_a_loader_s_worker_its_own_innermost_frame_counts() -> None:
     assert raised_in(told("/script.py", ours), PACKAGE)
     assert not raised_in(told(ours, "/script.py"), PACKAGE)
     assert not raised_in(ValueError("bad"), PACKAGE)
+
+
+class LacksItsSeventh(Dataset[torch.Tensor]):
+    """Where its samples are read one after the other, the first of the second epoch is not there."""
+
+    read = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read += 1
+        if self.read == 7:
+            raise KeyError(index)
+        return torch.full((4,), 0.1 * index)
+
+
+def uses_its_last_batch(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
+    for _ in guard.epochs(2):
+        found = {}
+        for found["x"] in guard:
+            update(found["x"])
+        found["x"].sum()
+
+
+def test_an_epoch_without_a_batch_is_told_from_one_whose_first_batch_cannot_be_read(tmp_path: Path) -> None:
+    behind = record_of(tmp_path / "empty", uses_its_last_batch, skip=[{"first": 6, "last": 11}])
+    assert (behind.error, behind.empty_epoch, behind.in_hand) == ("KeyError", 1, False)
+    assert "had no batch in epoch 1" in behind.message
+    reading = record_of(tmp_path / "read", uses_its_last_batch, loader=DataLoader(LacksItsSeventh()))
+    assert (reading.error, reading.empty_epoch, reading.in_hand) == ("KeyError", None, True)
+    assert "had no batch" not in reading.message

@@ -1,0 +1,183 @@
+"""What a variable of a script is, as plain data that a checkpoint has, and made of that again.
+
+Plain are numbers, texts, small tensors and arrays of the host, and lists, tuples, sets and dicts of these. Other
+objects keep their state by themselves, or are made anew; a few of them are lost, and are named.
+"""
+
+import marshal
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from itertools import chain, repeat
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Read = Callable[[], Any]
+"""Reads a variable of a script."""
+
+_SINGLE, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
+_DICTS = dict, OrderedDict, defaultdict, Counter
+_CONTAINERS = frozenset((*_DICTS, list, tuple, set, deque))
+_MADE_BY = None, int, float, str, list, dict, set
+_NAMED: dict[str | None, Any] = {kind and kind.__name__: kind for kind in _MADE_BY}
+_TYPE, MISSES = "type of", "too much"
+"""Keys of such data: what is to be made, and that a value could not be kept."""
+ABSENT = Exception
+"""What reading a variable raises that is not there, or that a property makes."""
+_MOST = 1000
+"""Items that a value may have, and 16 letters are one: each step's end has a copy of it."""
+_TELLS = frozenset(("avg", "average", "global_avg", "compute"))
+"""Names under which meters have their mean."""
+
+
+def is_lost(value: Any, *, steers: bool) -> bool:
+    """Whether a value is one that the script needs as it was, and that cannot be kept: weights that it has put
+    aside, and what it trains by."""
+    if type(value) in _SINGLE or not (steers or (isinstance(value, dict) and _has_tensors(value))):
+        return False
+    try:
+        _encoded(value, _Budget())
+    except _Unkept as error:
+        return isinstance(error, _Lost) or is_meter(value)
+    return False
+
+
+def _has_tensors(value: dict[Any, Any]) -> bool:
+    return any(isinstance(item, Tensor) or (isinstance(item, dict) and _has_tensors(item)) for item in value.values())
+
+
+def state_of(read: Read) -> dict[str, Any]:
+    """A value as a checkpoint has it; empty where it cannot be kept, or is not there."""
+    try:
+        return {"value": _encoded(read(), _Budget())}
+    except ABSENT:
+        return {}
+
+
+def is_same(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two states have one value, bit by bit: a NaN is a NaN."""
+    return {"value"} <= state.keys() & other.keys() and marshal.dumps(state["value"], 2) == marshal.dumps(
+        other["value"], 2
+    )
+
+
+@torch.no_grad()
+def put(present: Any, value: Any) -> Any:
+    """What the script has, with that content, also in its parts: it may have these objects elsewhere, too. Where that
+    cannot be, the value."""
+    match present, value:
+        case dict(), dict():
+            content = {key: put(present.get(key), item) for key, item in value.items()}
+            present.clear()
+            present.update(content)
+        case list(), list():
+            present[:] = [put(*pair) for pair in zip(chain(present, repeat(None)), value, strict=False)]
+        case set(), set():
+            present.clear()
+            present.update(value)
+        case deque(), deque():
+            present.clear()
+            present.extend(value)
+        case Tensor(), Tensor() if (present.shape, present.dtype) == (value.shape, value.dtype):
+            present.copy_(value)
+        case np.ndarray(), np.ndarray() if (present.shape, present.dtype) == (value.shape, value.dtype):
+            present[...] = value
+        case _:
+            return value
+    return present
+
+
+class _Unkept(Exception):
+    """There is something else in it than numbers, texts, and what is made of these."""
+
+
+class _Lost(_Unkept):
+    """Nothing else brings it back: more of it than may be kept at each step, a tensor that is not in the host's memory,
+    or a namedtuple and the like, whose class is the script's."""
+
+
+class _Budget:
+    def __init__(self) -> None:
+        self._left = _MOST
+
+    def spend(self, items: int) -> None:
+        self._left -= items
+        if self._left < 0:
+            raise _Lost
+
+
+def _encoded(value: Any, budget: _Budget) -> Any:
+    """In plain numbers, texts, lists, tuples and dicts. Raises _Unkept."""
+    kind = type(value)
+    if kind in _SINGLE:
+        budget.spend(len(value) >> 4 if kind is str else 0)
+        return value
+    budget.spend(len(value) if kind in _CONTAINERS else 1)
+    if kind in _DICTS and {*map(type, value)} <= _SINGLE | {tuple} and _TYPE not in value:
+        pairs = [(_encoded(key, budget), _encoded(item, budget)) for key, item in value.items()]
+        items = dict(pairs) if {*map(type, value)} <= _KEYS else pairs
+        if kind is dict and items is not pairs:
+            return items
+        made_by = getattr(value, "default_factory", None)
+        if made_by not in _MADE_BY:
+            raise _Unkept
+        return {_TYPE: kind.__name__, "made by": made_by and made_by.__name__, "items": items}
+    if kind in (list, tuple):
+        return kind([_encoded(item, budget) for item in value])
+    if kind in (set, deque):
+        values = [_encoded(item, budget) for item in value]
+        return {_TYPE: kind.__name__, "most": getattr(value, "maxlen", None), "values": values}
+    if kind is Tensor:
+        budget.spend(value.numel())
+        if value.requires_grad or value.device.type != "cpu" or value.layout is not torch.strided:
+            raise _Lost
+        if value.is_complex():
+            raise _Unkept
+        return {_TYPE: str(value.dtype), "shape": [*value.shape], "values": value.flatten().tolist()}
+    if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in "biuf":
+        budget.spend(value.size)
+        of = "array" if kind is np.ndarray else "number"
+        return {_TYPE: of, "dtype": value.dtype.name, "shape": [*value.shape], "values": value.flatten().tolist()}
+    fields = isinstance(value, tuple) or (is_dataclass(value) and kind.__dataclass_params__.frozen)
+    raise _Lost if fields else _Unkept
+
+
+def decoded(value: Any) -> Any:
+    match value:
+        case {"type of": "array" | "number" as of, "dtype": dtype, "shape": shape, "values": values}:
+            made = np.array(values, dtype=dtype).reshape(shape)
+            return made if of == "array" else made[()]
+        case {"type of": "set", "values": values}:
+            return {*map(decoded, values)}
+        case {"type of": "deque", "values": values, "most": most}:
+            return deque(map(decoded, values), most)
+        case {"type of": name, "items": items, "made by": made_by}:
+            kind = next(kind for kind in _DICTS if kind.__name__ == name)
+            found: Any = defaultdict(_NAMED[made_by]) if kind is defaultdict else kind()
+            found.update({decoded(key): decoded(item) for key, item in dict(items).items()})
+            return found
+        case {"type of": dtype, "shape": shape, "values": values}:
+            return torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch."))).reshape(shape)
+        case dict():
+            return {key: decoded(item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)([decoded(item) for item in value])
+    return value
+
+
+def is_meter(value: Any) -> bool:
+    """Whether it adds up what it is told of, as an `AverageMeter` or a metric of torchmetrics: what is in it has no
+    name in the script, so nothing of it is put back. Also a list or a dict that has one. Not a module with a state: the
+    guard keeps it."""
+    match value:
+        case dict():
+            return any(map(is_meter, value.values()))
+        case list() | tuple():
+            return any(map(is_meter, value))
+        case nn.Module() if value.state_dict():
+            return False
+    names = {*dir(value)}
+    return "update" in names and not _TELLS.isdisjoint(names)
