@@ -45,10 +45,11 @@ class DataStream:
                 f"skipping batches {window} would leave nothing to train on: incidents would have cost all {of} "
                 "batches that the run is known to have. Look at the data, and at what computes the loss"
             )
+        floor = ", which one first answer may cost" if allowed > settings.max_skipped_share * of else ""
         return (
             f"skipping batches {window} would make it {skipped} of {of} batches that incidents have cost, and "
-            f"max_skipped ({settings.max_skipped}) allows {allowed}: too much of the data is bad, or the windows are "
-            "too coarse for so short a run, or the cause is not in the data"
+            f"max_skipped ({settings.max_skipped}) allows {allowed}{floor}: too much of the data is bad, or the "
+            "windows are too coarse for so short a run, or the cause is not in the data"
         )
 
     def _cost(self, window: Window, settings: Settings) -> tuple[int, int, int]:

@@ -43,7 +43,7 @@ from rollback.supervisor.supervise import supervise
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.flags import FLAGS, read_flags
 from rollback.supervisor.torchrun.redaction import redacted
-from rollback.terminal.messages import line_for, say
+from rollback.terminal.messages import in_words, line_for, say
 from rollback.trackers.process import trackers_beside
 
 # Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
@@ -118,7 +118,7 @@ def _run(
         except ScriptRefused as error:
             if not unprotected_if_refused:
                 raise
-            screen.say(f"not protected: {error.message}\n{error.hint}")
+            screen.say(f"not protected: {in_words(error)}")
             if signals.received:
                 raise RollbackError(
                     "told to stop before the script was started without protection",

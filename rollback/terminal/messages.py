@@ -20,8 +20,12 @@ def line_for(text: str) -> str:
 
 
 def show_error(error: RollbackError) -> None:
-    hint = f"\n  hint: {error.hint}" if error.hint else ""
-    _write(f"{_paint(_RED, 'rollback: error:')} {printable_lines(error.message + hint)}\n")
+    _write(f"{_paint(_RED, 'rollback: error:')} {printable_lines(in_words(error))}\n")
+
+
+def in_words(error: RollbackError) -> str:
+    """With what to do, in a line of its own."""
+    return f"{error.message}\n  hint: {error.hint}" if error.hint else error.message
 
 
 def printable(text: str) -> str:

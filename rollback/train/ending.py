@@ -182,6 +182,8 @@ class TrainingEnd:
             notice = None
             if self._before is not None and (self._before.step, self._before.checkpoint) == (step, end.checkpoint):
                 notice = f"nothing was left to train behind step {step}; ask for more steps or epochs to go on"
+            elif self.max_steps is not None and 0 < step < self.max_steps:
+                notice = f"training ends at step {step}, by {end.by}, and not at max_steps={self.max_steps}"
             elif not step and batch and not end.left_over:
                 notice = f"nothing was trained: each of the {batch} batches is skipped, as the run's skip list says"
             elif not step:  # else "done" would be taken for trained

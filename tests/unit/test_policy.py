@@ -272,7 +272,7 @@ def test_where_one_more_update_costs_too_much_the_run_stops(policy: str, skipped
     stream = DataStream(skipped=(Window(first=0, last=skipped - 1),))
     answer = plan(incident(230, 233), None, RING, Settings(policy=policy, rewind=20, skip_after=20), stream)
     assert answer.action == action
-    assert ("max_skipped (5%) allows 100: " in answer.reason) == (action == "stop")
+    assert ("max_skipped (5%) allows 100, which one first answer may cost: " in answer.reason) == (action == "stop")
 
 
 def test_what_a_screen_has_let_through_is_not_screened_again_and_may_cost_too_much() -> None:

@@ -91,7 +91,8 @@ def test_or_runs_unprotected_with_a_notice(tmp_path: Path, case: str) -> None:
     plain = run_warm([sys.executable, script, case], capture_output=True, check=True, timeout=LIMIT)
     done = refused(tmp_path, "--adopt", script, case)
     assert done.returncode == ExitCode.DONE, done.stdout
-    assert "not protected" in done.stdout, done.stdout
+    assert "not protected: " in done.stdout, done.stdout
+    assert "\n  hint: " in done.stdout, done.stdout
     assert REFUSED[case][0] in done.stdout
     assert plain.stdout in done.stdout  # the same weights
 

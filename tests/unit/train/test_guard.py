@@ -82,6 +82,22 @@ def test_what_the_guard_keeps_on_the_host_is_there_whatever_the_script_s_default
     assert facts(tmp_path / "run", Committed)
 
 
+@pytest.mark.parametrize(("most", "told"), [(5, True), (3, False), (None, False)])
+def test_data_that_end_before_max_steps_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], most: int | None, told: bool
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    made = guard(tmp_path, model=model, optimizer=optimizer, loader=[*torch.ones(3, 2, 4)], max_steps=most)
+    for x in made:
+        model(x).sum().backward()
+        optimizer.step()
+        made.observe(0.5)
+    made.close()
+    said = capsys.readouterr().err
+    assert ("training ends at step 3, by the end of the data, and not at max_steps=5" in said) == told
+
+
 def test_a_guard_that_is_made_in_an_except_block_keeps_nothing_of_it(tmp_path: Path) -> None:
     class Large:
         """Something that a frame holds."""
