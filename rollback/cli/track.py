@@ -54,7 +54,10 @@ def track(
     except KeyboardInterrupt:
         raise typer.Exit from None
     except OSError as error:
-        raise OutputNotWritten(f"telling the trackers of {run}: {error}") from error
+        raise OutputNotWritten(
+            f"telling the trackers of {run}: {error}",
+            hint="name a directory in which you can write files",
+        ) from error
     if tensorboard is not None and not until_eof:
         say(f"tensorboard --logdir {tensorboard}")
 
