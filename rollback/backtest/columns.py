@@ -1,5 +1,6 @@
 """Which columns of a log are the step, the loss, the gradient norm and the learning rate, and what they say."""
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -96,24 +97,28 @@ def observations(path: Path, table: Table, columns: Columns) -> tuple[list[Obser
     epochs = _numbers(path, table, columns.epoch)
     named: Sequence[Cell] = table[columns.hints] if columns.hints else ()
     seen: list[Observation] = []
-    rate = highest = epoch = None
+    rate = highest = None
     rows = [row for row, loss in enumerate(losses) if loss is not None or (norms and norms[row] is not None)]
-    counted = counted_on([given[row] for row in rows])
+    begun = _begun([epochs[row] for row in rows] if epochs else [])
+    counted = counted_on([given[row] for row in rows], begun)
     for number, row in enumerate(rows):
         hints = _named_hints(path, named[row]) if named else Hint.NONE
         if rates and rates[row] is not None:
             hints |= learning_rate_hint(rate, rates[row], highest)
             rate = rates[row]
             highest = max(highest or 0.0, rate or 0.0)
-        if epochs and (now := epochs[row]) is not None:
-            hints |= Hint.EPOCH if epoch is not None and now // 1 > epoch // 1 else Hint.NONE
-            epoch = now
-        hints |= Hint.EPOCH if number in counted.epochs else Hint.NONE
+        hints |= Hint.EPOCH if number in counted.epochs or number in begun else Hint.NONE
         hints |= Hint.RESUMED if number in counted.resumes else Hint.NONE
         seen.append(Observation(counted.steps[number], losses[row], norms[row] if norms else None, hints))
     if not seen:
         raise UsageError(f"column {columns.loss!r} of {path} is empty", hint="name another with --loss")
     return seen, counted.in_words(columns.step)
+
+
+def _begun(epochs: Sequence[float | None]) -> frozenset[int]:
+    """The rows with which a new epoch begins; a row without one belongs to the epoch before it."""
+    known = [(row, epoch // 1) for row, epoch in enumerate(epochs) if epoch is not None]
+    return frozenset(row for (_, last), (row, now) in itertools.pairwise(known) if now > last)
 
 
 def _steps(path: Path, table: Table, columns: Columns) -> list[int]:

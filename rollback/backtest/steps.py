@@ -1,7 +1,7 @@
 """The step column of a log: counted on where it starts again with each epoch, as a batch index does."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,35 +18,55 @@ class StepColumn:
     """Rows with which an epoch begins."""
     resumes: frozenset[int] = frozenset()
     """Rows with which the run goes on from an earlier step."""
+    told: bool = False
+    """The log itself says where epochs begin."""
 
     def in_words(self, column: str | None) -> list[str]:
         """What was assumed about it; nothing where nothing had to be."""
-        if not self.epochs:
-            return []
-        return [
-            f"column {column!r} starts again {len(self.epochs)} times at about the same step: taken as the batch of an "
-            "epoch, and counted on"
-        ]
+        words = []
+        if self.epochs:
+            where = "where the epoch goes up" if self.told else "at about the same step"
+            words.append(
+                f"column {column!r} starts again {_times(self.epochs)} {where}: taken as the batch of an epoch, and "
+                "counted on"
+            )
+        if self.resumes:
+            words.append(
+                f"column {column!r} goes back: taken as a resume {_times(self.resumes)}, so a step may stand for "
+                "several rows"
+            )
+        return words
 
 
-def counted_on(given: Sequence[int]) -> StepColumn:
-    """Tell epochs from resumes. A step below the one before it has gone back: to the column's start at least twice
-    and each time from about the same step, which makes epochs, or else to a checkpoint."""
+def counted_on(given: Sequence[int], begun: frozenset[int] = frozenset()) -> StepColumn:
+    """Tell epochs from resumes. A step below the one before it has gone back.
+
+    begun: rows with which the log says that an epoch begins. An epoch it is if any of them is such a step, else to the
+    column's start at least twice and each time from about the same step; all others go back to a checkpoint.
+    """
     back = [row for row in range(1, len(given)) if given[row] < given[row - 1]]
     if not back:
         return StepColumn(list(given))
     forward = [after - before for before, after in itertools.pairwise(given) if after > before]
     stride = int(median(forward)) if forward else 1
-    wraps = [row for row in back if given[row] <= min(given) + stride]
-    ends = [given[row - 1] for row in wraps]
-    length = median(ends) - min(given) if ends else 0
-    alike = all(abs(end - min(given) - length) <= _ALIKE * length for end in ends)
-    if len(wraps) < _FEWEST_WRAPS or not alike:
-        return StepColumn(list(given), resumes=frozenset(back))
+    told = begun.intersection(back)
+    begins = told or _alike(given, [row for row in back if given[row] <= min(given) + stride])
     steps, before = [], 0
-    begins = frozenset(wraps)
     for row, step in enumerate(given):
         if row in begins:
             before += given[row - 1] - step + stride
         steps.append(before + step)
-    return StepColumn(steps, begins, frozenset(back) - begins)
+    return StepColumn(steps, begins, frozenset(back) - begins, bool(told))
+
+
+def _alike(given: Sequence[int], wraps: list[int]) -> frozenset[int]:
+    """The rows at which the column starts again, if they make epochs."""
+    if len(wraps) < _FEWEST_WRAPS:
+        return frozenset()
+    lengths = [given[row - 1] - min(given) for row in wraps]
+    length = median(lengths)
+    return frozenset(wraps if all(abs(each - length) <= _ALIKE * length for each in lengths) else ())
+
+
+def _times(rows: Collection[int]) -> str:
+    return "once" if len(rows) == 1 else f"{len(rows)} times"

@@ -15,7 +15,9 @@ to a standard deviation, so bimodal and heavy-tailed losses widen it. `height` i
 numbers stand beside it. `norm_height` is the height of the logarithm of the gradient norm in units of its own noise.
 `lost` is the share of all progress since the first losses that the observation would undo. All three are ratios:
 multiplying the loss by a constant changes no verdict. Noise is at least 0.3 % of the progress made and at least 0.1 %
-of the level. Without this minimum, the noise of a solved task tends to zero and every ripple would look high.
+of the level. Without this minimum, the noise of a solved task tends to zero and every ripple would look high. Where
+nearly all losses are zero without progress, the others do not show in the residuals. There the largest loss that was
+seen and came back counts as the 98 % quantile, and until 16 losses other than zero were seen, no loss stands out.
 
 **The baseline learns nothing from rejected values.** An observation that stands out opens an *excursion*. Until the
 excursion is over, nothing high enters the baseline. It is over when two observations in a row are low again (a blip:

@@ -13,7 +13,7 @@ NOISE_WINDOW = 128
 _FEWEST_RESIDUALS = 16
 _IQR_TO_SIGMA = 0.7413  # half of 1.4826: a normal distribution's interquartile range is 1.349 sigma
 _TAIL = 0.98
-_TAIL_TO_SIGMA = 2.0537  # the normal distribution's 98 % quantile
+TAIL_TO_SIGMA = 2.0537  # the normal distribution's 98 % quantile
 _FEWEST_IN_A_PHASE = 8  # the noise before it serves as well, until there are `_FEWEST_RESIDUALS` * 2
 _RANGE_IN_NOISE = 5.0  # the range of 128 normal residuals
 _SAME = 1e-3  # in a logarithm: equal but for rounding
@@ -108,7 +108,13 @@ class Baseline:
         ties = residuals[-1] - residuals[0] if median in (low, high) else 0.0
         rounded = self._finest / 2 if self._finest < math.inf else 0.0
         middle = max(_IQR_TO_SIGMA * (high - low), rounded, ties / _RANGE_IN_NOISE, self._noise_before or 0.0)
-        return max(middle, (tail - median) / _TAIL_TO_SIGMA) if self._tail_aware else middle
+        return max(middle, (tail - median) / TAIL_TO_SIGMA) if self._tail_aware else middle
+
+    @property
+    def mostly_zero(self) -> bool:
+        """Whether the level is zero, and half of the residuals are equal; only once `ready`."""
+        residuals, count = self._residuals.ordered, len(self._residuals.ordered)
+        return self.level == 0 and residuals[count // 4] == residuals[3 * count // 4]
 
     def at_ceiling(self) -> bool:
         """Whether a quarter of the recent values are at the highest of them, as logarithms behind clipping are."""

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from rollback.sentinel.baseline import TAIL_TO_SIGMA, Baseline
 from rollback.sentinel.presets import Preset
 from rollback.sentinel.slow import HAS_COME_DOWN, LITTLE_LOST, STAYS_LOST
 
@@ -23,6 +24,7 @@ BLIP_LASTS = 14
 RELEARN_FROM = 32
 """Number of readings that an excursion keeps; an accepted new level is learned from them."""
 
+_NOT_KNOWN = 1e300  # no loss stands out from this noise; it is finite, so that the state is JSON
 _LEAST_NOISE_OF_PROGRESS = 0.003  # on a solved task the noise tends to zero and every ripple would stand out
 _LEAST_NOISE_OF_LEVEL = 0.001
 _LEAST_PROGRESS_IN_NOISE = 5.0  # less than this, and the share of it that is lost is itself noise
@@ -78,12 +80,15 @@ class Scale(NamedTuple):
     """The level is so near zero that ratios to it mean nothing: only a return to the first losses is damage."""
 
     @classmethod
-    def of(cls, level: float, noise: float, start: float) -> "Scale":
-        """The scale from a baseline and the typical first loss."""
+    def of(cls, baseline: Baseline, start: float, largest: float) -> "Scale":
+        """The scale from a baseline and the typical first loss. largest: as in `Seen`."""
+        level = baseline.level
         progress = max(0.0, start - level)
         least = max(_LEAST_NOISE_OF_PROGRESS * progress, _LEAST_NOISE_OF_LEVEL * abs(level), math.ulp(0.0))
-        noise = max(noise, least)
+        noise = max(baseline.noise(), least)
         measurable = progress > _LEAST_PROGRESS_IN_NOISE * noise
+        if not measurable and baseline.mostly_zero:  # the few others are not in the noise, or soon no longer
+            noise = min(max(noise, largest / TAIL_TO_SIGMA), _NOT_KNOWN)
         return cls(level, noise, progress if measurable else 0.0, measurable and 0 <= level < _SOLVED * start)
 
     def read(self, step: int, loss: float, log_norm: float | None, norm_height: float | None) -> MeasuredObservation:
@@ -97,6 +102,11 @@ class Scale(NamedTuple):
             _cut(above / self.progress, _HEIGHT_KEPT) if self.progress else 0.0,
             None if norm_height is None else _cut(norm_height, _NORM_COUNTED),
         )
+
+    @property
+    def known(self) -> bool:
+        """Whether anything says what is large: not where the loss has hardly ever been other than zero."""
+        return self.noise < _NOT_KNOWN
 
     def loss_at(self, height: float) -> float:
         """The loss that is `height` noise units above the level."""

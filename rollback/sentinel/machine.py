@@ -54,10 +54,11 @@ _FIRST_LOSSES = 8
 _RISING = 2.0  # noise units; an excursion reaches back over the steps just before it that were at least this high
 _NORM_IS_LOW = -1.0
 _LEAST_NORM_NOISE = 0.03  # in the logarithm: 3 %
-_SCHEMA = 6
-_READ = (1, 2, 3, 4, 5, _SCHEMA)
+_SCHEMA = 7
+_READ = range(1, _SCHEMA + 1)
 """What is read: 1 knows less of the noise, and not with what an excursion began; 2 does not know what was seen; 3 does
-not know of gradients that fade; 4 does not know of forerunners; 5 does not know what held on the way back."""
+not know of gradients that fade; 4 does not know of forerunners; 5 does not know what held on the way back; 6
+does not know how large a mostly zero loss was."""
 
 
 class Sentinel:
@@ -139,7 +140,7 @@ class Sentinel:
         if step < self._asks_from or self._excused or self._state not in (State.HEALTHY, State.WATCHING):
             return None
         if (excursion := self._excursion) is not None:
-            found = about_excursion(excursion, Scale.of(self._loss.level, self._loss.noise(), self._start))
+            found = about_excursion(excursion, Scale.of(self._loss, self._start, self._seen.largest))
         elif (rise := self._drift.unexplained()) is not None:
             found = OpenQuestion(rise.onset, rise.reference, rise.value, self._drift.noise_at_lowest)
         else:
@@ -170,7 +171,7 @@ class Sentinel:
         return self._loss.recent()
 
     def _measure(self, step: int, loss: float, log_norm: float | None) -> tuple[MeasuredObservation, Scale]:
-        scale = Scale.of(self._loss.level, self._loss.noise(), self._start)
+        scale = Scale.of(self._loss, self._start, self._seen.largest)
         return scale.read(step, loss, log_norm, self._norm_height(log_norm)), scale
 
     def _judge(self, step: int, loss: float, log_norm: float | None) -> Verdict:
@@ -200,9 +201,10 @@ class Sentinel:
         """Nothing stands out: learn from the observation, and check the slow rules."""
         self._rising_since = self._onset(reading.step) if reading.height > _RISING else None
         self._accept(reading.loss, reading.log_norm)
-        drift = self._drift.update(reading.step, reading.loss, scale.noise, scale.progress, self._start)
-        if drift is not None:
-            return self._call(explain.drift(reading.step, drift), reading, scale)
+        if scale.known:
+            drift = self._drift.update(reading.step, reading.loss, scale.noise, scale.progress, self._start)
+            if drift is not None:
+                return self._call(explain.drift(reading.step, drift), reading, scale)
         return Verdict(self._move(Event.CALM), reading.step)
 
     def _follow(self, excursion: Excursion, reading: MeasuredObservation, scale: Scale) -> Verdict:
@@ -254,6 +256,7 @@ class Sentinel:
         """The excursion is over. A called one is not reported again; one that was left alone is reported as a blip."""
         ended = explain.ended(excursion, event is Event.PERSISTED) if self._state is State.WATCHING else None
         self._excursion = self._rising_since = None
+        self._seen.came_back(excursion.peak)
         if self._state is State.WATCHING and event is Event.RECOVERED:
             for high in excursion.recent:
                 if high.height > LOW:
@@ -392,9 +395,6 @@ class Sentinel:
         self._excursion = Excursion.from_state(state["excursion"]) if state["excursion"] else None
         self._first_losses = list(state["first_losses"])
         self._start = median_high(self._first_losses or [math.nan])
-        self._rising_since = state["rising_since"]
-        self._forerunner = state.get("forerunner")
-        self._excused = state["excused"]
-        self._explaining = state.get("explaining", 0)
-        self._since_epoch = state["since_epoch"]
-        self._asks_from = state.get("asks_from", 0)
+        self._rising_since, self._forerunner = state["rising_since"], state.get("forerunner")
+        self._excused, self._explaining = state["excused"], state.get("explaining", 0)
+        self._since_epoch, self._asks_from = state["since_epoch"], state.get("asks_from", 0)

@@ -26,6 +26,7 @@ _NORM_BEYOND = math.log(10.0)
 _BEYOND_PATIENCE = 5
 _FEWEST_BLOCKS = 4  # before that, little was seen: what is far beyond it is farther
 _FARTHER = 10.0
+_FEWEST_UNLIKE_ZERO = 16
 
 
 class Range:
@@ -75,6 +76,7 @@ class Seen:
 
     def _restart(self) -> None:
         self._losses, self._norms = Range(), Range()
+        self._largest, self._unlike_zero = 0.0, 0
         self._noise: float | None = None  # when the loss was lowest
         self._low: float | None = None  # of the present climb
         self._top = self._climbed = 0.0
@@ -90,6 +92,8 @@ class Seen:
         """Add an observation. noise: says what it is now; None: not known yet."""
         if log_norm is not None:
             self._norms.add(log_norm)
+        self._unlike_zero += loss != 0 and self._unlike_zero < _FEWEST_UNLIKE_ZERO
+        self.came_back(loss)
         lowest = self._losses.lowest
         median = self._losses.add(loss)
         if median is None:
@@ -104,6 +108,15 @@ class Seen:
         if self._noise is not None and climb > _CLIMB * self._noise and self._top - median > climb / 2:
             self._climbed = max(self._climbed, climb)
             self._low = self._top = median
+
+    def came_back(self, loss: float) -> None:
+        """Remember how far from zero a loss was that did not stay there."""
+        self._largest = max(self._largest, abs(loss))
+
+    @property
+    def largest(self) -> float:
+        """The loss farthest from zero, without its sign; infinite while fewer than 16 losses were other than zero."""
+        return self._largest if self._unlike_zero == _FEWEST_UNLIKE_ZERO else math.inf
 
     def measures_progress(self, start: float, level: float, noise: float) -> bool:
         """Whether the loss came down, and never climbed by half as much and turned.
@@ -145,6 +158,8 @@ class Seen:
             "losses": self._losses.state_dict(),
             "norms": self._norms.state_dict(),
             "measured_before": self._measured_before,
+            "largest": self._largest,
+            "unlike_zero": self._unlike_zero,
             "noise": self._noise,
             "low": self._low,
             "top": self._top,
@@ -161,6 +176,7 @@ class Seen:
             return
         self._losses, self._norms = Range.from_state(state["losses"]), Range.from_state(state["norms"])
         self._measured_before = state["measured_before"]
+        self._largest, self._unlike_zero = state.get("largest", 0.0), state.get("unlike_zero", 0)
         self._noise, self._low, self._top = state["noise"], state["low"], state["top"]
         self._climbed, self._beyond = state["climbed"], state["beyond"]
         self._last.clear()

@@ -310,7 +310,7 @@ def test_learning_rate_epoch_and_steps_that_go_back_are_hints(tmp_path: Path) ->
     none = Hint.NONE
     named = Hint.SCALER_SKIPPED | Hint.ANNOUNCED
     assert [o.hints for o in seen] == [none, named, none, Hint.LR_CHANGED, Hint.EPOCH, none, Hint.RESUMED, Hint.EPOCH]
-    assert assumed == []
+    assert assumed == ["column 'step' goes back: taken as a resume once, so a step may stand for several rows"]
 
 
 def test_a_step_column_that_starts_again_with_each_epoch_is_counted_on_and_the_text_says_so(
@@ -325,6 +325,30 @@ def test_a_step_column_that_starts_again_with_each_epoch_is_counted_on_and_the_t
     assert result["last_step"] == 599
     assert "starts again 9 times" in result["assumed"][0]
     assert "assumed: column 'batch' starts again" in run(log)[1]
+
+
+@pytest.mark.parametrize("lengths", [[150, 249, 90, 111], [320, 280]])
+def test_epochs_of_uneven_length_are_told_from_resumes_by_the_epoch_column(
+    tmp_path: Path, run: Run, lengths: list[int]
+) -> None:
+    rows = [(epoch + 1, batch) for epoch, length in enumerate(lengths) for batch in range(length)]
+    table = {"batch": [batch for _, batch in rows], "loss": raised(descent(600), 520, 1.6)}
+    alone = write_csv(tmp_path / "alone.csv", table)
+    told = write_csv(tmp_path / "told.csv", {"epoch": [epoch for epoch, _ in rows], **table})
+    result = json.loads(run(told, "--json")[1])
+    assert [(call["onset"], call["detected"]) for call in result["calls"]] == [(520, 524)]
+    assert result["last_step"] == 599
+    times = "once" if len(lengths) == 2 else "3 times"
+    assert result["assumed"] == [
+        f"column 'batch' starts again {times} where the epoch goes up: taken as the batch of an epoch, and counted on"
+    ]
+    assert f"column 'batch' goes back: taken as a resume {times}" in " ".join(run(alone)[1].split())
+
+
+def test_what_goes_back_within_an_epoch_is_a_resume_also_where_epochs_are_told() -> None:
+    column = counted_on([0, 1, 2, 0, 1, 2, 3, 2, 3, 0], begun=frozenset({3, 9}))
+    assert column.steps == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7]
+    assert (column.epochs, column.resumes) == ({3, 9}, {7})
 
 
 def test_every_fourth_batch_of_an_epoch_and_a_first_epoch_that_was_resumed_are_counted_on_too() -> None:
