@@ -67,7 +67,9 @@ def sharded(kind: str, *given: Any) -> None:
 
 def in_parallel() -> None:
     accelerator, *objects = prepared()
-    with mock.patch.object(Accelerator, "parallelism_config", mock.Mock(tp_enabled=True, cp_enabled=False)):
+    with mock.patch.object(
+        Accelerator, "parallelism_config", mock.Mock(tp_enabled=True, cp_enabled=False), create=True
+    ):
         rollback.protect(accelerator, *objects)
 
 
