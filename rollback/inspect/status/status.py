@@ -22,9 +22,10 @@ from rollback.facts.fact import InitialState
 from rollback.facts.history import History
 from rollback.facts.training import TOLD, Attached, JournalEntry, Restored, Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
+from rollback.inspect.audit.deaths import Death, deaths
 from rollback.inspect.audit.ending import confirmed
 from rollback.inspect.audit.metrics import LINES, last_judged
-from rollback.inspect.audit.reading import require_run_directory, torn_notice
+from rollback.inspect.audit.reading import read_progress, require_run_directory, torn_notice
 from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem, said
 from rollback.inspect.audit.requests import open_requests
 from rollback.inspect.status.record import RunRecord
@@ -127,6 +128,7 @@ class Status(Document):
     last_snapshot: str | None = Field(
         description="how the state was kept when an attempt ended last, and the steps lost; null: nobody tried"
     )
+    death: Death | None = Field(None, description="the last one that has undone steps; null: none has")
     spare_nodes: str | None = Field(
         None, description="the nodes that wait for the place of another one, in words; null: there never were any"
     )
@@ -157,6 +159,9 @@ class StatusReader:
         self._tails: list[JournalTail] = []
         self._past = RunRecord()
         self._seals = 0
+        self._deaths_of: tuple[int, bool] | None = None
+        self.deaths: dict[int, Death] = {}
+        """Those that have undone steps, by attempt, as of the last call."""
         self._ring: list[HeldCheckpoint] = []
         self._unseen: list[str] = []
         self.news: list[JournalEntry] = []
@@ -174,7 +179,17 @@ class StatusReader:
         journals = (paths.train_journal, paths.supervisor_journal)
         torn = [(path, tail.torn_bytes) for path, tail in zip(journals, self._tails, strict=True)]
         notices = [torn_notice(path, size) for path, size in torn if size] + seal.in_words(self._seals) + self._unseen
-        return _status(self._root, paths, self._past, self._ring, notices)
+        status = _status(self._root, paths, self._past, self._ring, notices)
+        self._look_for_deaths(paths, is_over=status.state in ("ended", "died"))
+        return status.model_copy(update={"death": self.deaths[max(self.deaths)] if self.deaths else None})
+
+    def _look_for_deaths(self, paths: RunPaths, *, is_over: bool) -> None:
+        if (known := (len(self._past.told), is_over)) == self._deaths_of:
+            return  # the metrics are long
+        newest = self._ring[-1] if is_over and self._ring else None
+        next_start = (newest.checkpoint, newest.step) if newest is not None else None
+        self.deaths = deaths(self._past.told, read_progress(paths).by_attempt, next_start)
+        self._deaths_of = known
 
     def _look_into_ring(self, paths: RunPaths) -> None:
         try:

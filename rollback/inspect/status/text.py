@@ -52,6 +52,7 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
         yield "durable", _durable(status.durable)
     yield "incidents", f"{status.incidents}, {status.rollbacks} restores, {status.skipped_batches} batches skipped"
     yield from [("kept", quoted(status.last_snapshot))] if status.last_snapshot else []
+    yield from [("lost", quoted(status.death.in_words()))] if status.death else []
     yield from _open_rows(status)
     for code, text in status.advice.items():
         yield "advice", quoted(f"{code}: {text}")

@@ -13,6 +13,7 @@ from pydantic import Field
 from rollback.errors import UsageError
 from rollback.facts import training as facts
 from rollback.facts.supervisor import ABOUT_NODES, Why
+from rollback.inspect.audit.deaths import Death
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import REMARKS, by_attempt
 from rollback.inspect.audit.report import Document, ReportItem, said
@@ -84,6 +85,7 @@ class AttemptAccount(Document):
     hung: facts.Hung | None
     blamed: Blame | None
     last_snapshot: str | None = Field(description="how the state was kept, and the steps lost; null: nobody tried")
+    death: Death | None = Field(None, description="the steps that it has undone; null: none are on record")
     decision: str | None = Field(description="what the supervisor did then")
     nodes: list[str] = Field(
         default_factory=list,
@@ -145,6 +147,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         hung=last_fact(own, facts.Hung),
         blamed=Blame.of(culprit, answer=culprit.answer) if culprit else None,
         last_snapshot=last.in_words() if (last := last_fact(own, facts.LastSnapshotMade)) else None,
+        death=reader.deaths.get(number) if number is not None else None,
         decision=_decision(told_of),
         nodes=[r.fact.in_words() for r in told_of if isinstance(r.fact, ABOUT_NODES)],
         remarks=[r.fact.in_words() for r in told_of if isinstance(r.fact, REMARKS)],
