@@ -134,6 +134,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     started, _ = next(reversed(of_kind(own, facts.AttemptStarted)), (None, None))
     culprit = last_fact(own, facts.Blamed)
     first = fact.rank if fact else None
+    last = last_fact(own, facts.LastSnapshotMade)
     failures = read_failures(paths.failures(number)) if number is not None else {}
     return AttemptAccount(
         directory=str(root),
@@ -146,7 +147,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         followed=list(fact.followed) if fact else [],
         hung=last_fact(own, facts.Hung),
         blamed=Blame.of(culprit, answer=culprit.answer) if culprit else None,
-        last_snapshot=last.in_words() if (last := last_fact(own, facts.LastSnapshotMade)) else None,
+        last_snapshot=last.in_words() if last else None,
         death=reader.deaths.get(number) if number is not None else None,
         decision=_decision(told_of),
         nodes=[r.fact.in_words() for r in told_of if isinstance(r.fact, ABOUT_NODES)],
@@ -158,7 +159,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         ranks=[
             RankStood.of(beat, rank=rank)
             for rank, beat in sorted(read_all_heartbeats(paths).items())
-            if beat.attempt == number
+            if beat.attempt == number and beat.step >= (last.step or 0 if last else 0)  # older ones are stale
         ],
         earlier={other: cause for other, cause in failed.items() if other != number},
         notices=notices,

@@ -32,6 +32,7 @@ from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.text import print_account
 from rollback.inspect.why.why import ProcessStacks, read_account
 from rollback.rundir.failures import FailureRecord, write_failure
+from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
 FORKED = """  File "/opt/rollback/agent/fork_server.py", line 209 in _run
@@ -253,6 +254,11 @@ def test_where_a_state_was_kept_its_account_tells_what_is_lost_to_the_step(run: 
     run.tell(5, AttemptEnded(status=1, cause="rank 1 was killed", step=77, seconds=9.0, why="signal", rank=1))
     run.attach(6, 2, "c000001-s00000077", 77)
     assert read_status(run.paths.root).last_snapshot == kept.in_words()
+    run.paths.ranks.mkdir()
+    for rank, step in ((0, 77), (1, 65)):
+        beat = Heartbeat(pid=7, host="h", attempt=1, step=step, batch=step, doing="training", monotonic=1.0)
+        write_heartbeat(run.paths.heartbeat(rank), beat)
+    assert [stood.rank for stood in read_account(run.paths.root, 1).ranks] == [0], "rank 1 had come to step 77, too"
     assert read_account(run.paths.root).death is None
     totals = compile_ledger(read_material(run.paths.root)).totals
     assert (totals.steps_lost, totals.steps_lost_at_least) == (0, False)
