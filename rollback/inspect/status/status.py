@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import Field
 
 from rollback.checkpoints.resume import newest_good_on_record, of_present_timeline
-from rollback.checkpoints.tiers import locate
+from rollback.checkpoints.tiers import Located, locate
 from rollback.errors import RunDirectoryError, message_of
 from rollback.facts.fact import InitialState
 from rollback.facts.history import History
@@ -24,6 +24,7 @@ from rollback.facts.training import TOLD, Attached, JournalEntry, Restored, Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.deaths import Death, deaths
 from rollback.inspect.audit.ending import confirmed
+from rollback.inspect.audit.lost_lines import lost_lines
 from rollback.inspect.audit.metrics import LINES, last_judged
 from rollback.inspect.audit.reading import read_progress, require_run_directory, torn_notice
 from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem, said
@@ -33,7 +34,7 @@ from rollback.rundir import seal
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.folded_journal import fold_journal
-from rollback.rundir.journal.journal import JournalTail, read_entries
+from rollback.rundir.journal.journal import JournalTail, of_kind, read_entries
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
 from rollback.rundir.records import Heartbeat, read_last_metrics
@@ -172,9 +173,10 @@ class StatusReader:
     def read(self) -> Status:
         """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
         paths = require_run_directory(self._root)
+        first = not self._tails
         self.news = self._past.take_in(*(tail.new() for tail in self._tails)) if self._tails else self._begin(paths)
         self._seals += sum(tail.seals for tail in self._tails)
-        if self.news:
+        if self.news or first:
             self._look_into_ring(paths)
         journals = (paths.train_journal, paths.supervisor_journal)
         torn = [(path, tail.torn_bytes) for path, tail in zip(journals, self._tails, strict=True)]
@@ -193,7 +195,12 @@ class StatusReader:
 
     def _look_into_ring(self, paths: RunPaths) -> None:
         try:
-            self._ring, self._unseen = _ring(paths, self._past.history), []
+            places = locate(paths)
+            last_attempt = max((entry.attempt for entry, _ in of_kind(self._past.told, Attached)), default=0)
+            committed, taken = self._past.history.committed, [place.manifest for place in places]
+            self._ring, self._unseen = (
+                _ring(places, self._past.history), lost_lines(paths, committed, last_attempt, taken),
+            )  # fmt: skip
         except (OSError, RunDirectoryError) as error:
             self._ring, self._unseen = [], [f"which checkpoints there are cannot be told: {message_of(error)}"]
 
@@ -207,12 +214,11 @@ class StatusReader:
         return self._past.begin(told, supervisor)
 
 
-def _ring(paths: RunPaths, history: History) -> list[HeldCheckpoint]:
+def _ring(places: Sequence[Located], history: History) -> list[HeldCheckpoint]:
     """The checkpoints of the run that this host can see, as `rollback ring list` finds them. By the record alone they
-    could not be told: of one that left the memory it does not say whether the ring has it. Raises OSError or
-    RunDirectoryError."""
+    could not be told: of one that left the memory it does not say whether the ring has it."""
     manifests, tiers = {}, defaultdict[str, list[Tier]](list)
-    for place in locate(paths):
+    for place in places:
         manifests[place.name] = place.manifest
         tiers[place.name].append(place.tier)
     return [
