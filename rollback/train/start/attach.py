@@ -258,7 +258,8 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     if chosen is not None and ranks.first and not record.history.attached:
         record.advise_of(JOURNAL_GONE, [chosen.name])
     if history.attached:
-        beyond = beyond_the_record(history.committed, history.last_attempt, found.manifests)
+        known = [manifest for manifest in found.manifests if manifest.name not in found.ahead]  # else told above
+        beyond = beyond_the_record(history.committed, history.last_attempt, known)
         record.advise_of(JOURNAL_CUT, beyond)
     if chosen is not None and not is_on_record(history, chosen, found.ahead):
         record.advise_of(SKIPS_UNKNOWN, [chosen.name])
