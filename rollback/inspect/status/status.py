@@ -82,6 +82,7 @@ class Durable(ReportItem):
     step: int | None
     at: str | None
     trouble: str | None = Field(description="why nothing could be copied since; null: nothing is amiss")
+    is_there: bool = Field(True, description="false: that one is not in the run directory's ring; a URL is not asked")
 
 
 class Work(ReportItem):
@@ -286,7 +287,10 @@ def _durable(paths: RunPaths, past: RunRecord) -> Durable | None:
         return None
     at, fact = past.drained or (None, None)
     place = place_of(paths, fact.place) if fact else None
-    return Durable(place=place, **said(fact, "checkpoint", "step"), at=at, trouble=past.undrained)
+    history = past.history
+    put_aside = fact is not None and fact.checkpoint in history.discarded | history.gone  # on purpose
+    is_there = fact is None or put_aside or "://" in fact.place or paths.checkpoint(fact.checkpoint).exists()
+    return Durable(place=place, **said(fact, "checkpoint", "step"), at=at, trouble=past.undrained, is_there=is_there)
 
 
 def place_of(paths: RunPaths, recorded: str) -> str:

@@ -62,6 +62,8 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
 
 def _durable(ring: Durable) -> Text:
     text = quoted(f"{ring.checkpoint} at {ring.place}" if ring.checkpoint else "nothing was copied yet")
+    if not ring.is_there:
+        text.append_text(quoted("; it is not there: a start goes on from what is left, if anything is", style="red"))
     return text.append_text(quoted(f"; not since: {ring.trouble}", style="yellow")) if ring.trouble else text
 
 
