@@ -20,6 +20,7 @@ class Taken(Protocol):
     def timeline(self) -> int: ...
 
 
+_UNNAMED = 2  # checkpoints that a crash may leave without a line
 _Taken = TypeVar("_Taken", bound=Taken)
 
 
@@ -108,6 +109,19 @@ def is_on_record(history: History, taken: Taken, ahead: Collection[str]) -> bool
     from before it, and is answered again, on record.
     """
     return not history.attached or (taken.timeline <= history.timeline and taken.name not in ahead)
+
+
+def beyond_the_record(committed: Collection[str], last_attempt: int, taken: Iterable[Manifest]) -> list[str]:
+    """Names of checkpoints that the ranks' journal must have named, and does not: it has lost lines. Oldest first.
+
+    committed, last_attempt: by that journal. A crash may leave two without their lines: the one that was just made, and
+    the last snapshot of that attempt. An attempt is on record before it makes any.
+    """
+    newest = max((CheckpointName(name).order for name in committed), default=(-1, -1))
+    beyond = sorted((it for it in taken if it.order > newest), key=lambda manifest: manifest.order)
+    if len({it.name for it in beyond}) > _UNNAMED or any(it.attempt > last_attempt for it in beyond):
+        return list(dict.fromkeys(it.name for it in beyond))
+    return []
 
 
 def is_provisional(history: History, manifest: Manifest) -> bool:

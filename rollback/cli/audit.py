@@ -88,8 +88,8 @@ def _write_ledger(run: Path, form: Format, output: Path | None, everything: bool
         else:
             print_ledger(console_for(file), ledger, everything=everything)
 
-    _write(run, output, write)
     say_notices(ledger.notices)
+    _write(run, output, write)
 
 
 def _write_samples(run: Path, form: Format, output: Path | None) -> None:

@@ -34,8 +34,8 @@ def list_checkpoints(run: _RunOrUrl, json: _Json = False) -> None:
 
     with readable(run) as place:
         listing = place.listing()
-    show(listing, print_listing, json=json)
     say_notices(listing.notices)
+    show(listing, print_listing, json=json)
 
 
 @ring.command(epilog=_VERIFY_CODES)

@@ -32,8 +32,8 @@ def status(
 
     with no_collection():
         found = read_status(run)
-        show(found, print_status, json=json)
         say_notices(found.notices)
+        show(found, print_status, json=json)
 
 
 def _watch(run: Path, plain: bool) -> None:

@@ -24,5 +24,5 @@ def why(
     from rollback.inspect.why.why import read_account
 
     account = read_account(run, attempt)
-    show(account, print_account, json=json)
     say_notices(account.notices)
+    show(account, print_account, json=json)

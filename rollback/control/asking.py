@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from rollback.errors import ExitCode, NoUsableCheckpoint, UsageError
+from rollback.errors import ExitCode, NoUsableCheckpoint, RunDirectoryError, UsageError
 from rollback.facts.training import Answered, Order, Window
 from rollback.inspect.audit.reading import require_run_directory
 from rollback.inspect.audit.report import Document
@@ -198,6 +198,11 @@ def _standing(run: Path) -> tuple[RunPaths, Status]:
     status = read_status(run)
     if status.run_id is None and status.state in _LIVE:
         raise UsageError(f"{run} has not begun yet: its ranks have not attached", hint="wait until they have")
+    if status.run_id is None and (status.ring or paths.train_journal.exists()):
+        raise RunDirectoryError(
+            f"{run} has a record of a run but no run.json, so it cannot be told whose it is",
+            hint="restore run.json from a copy; without it no start goes on from there",
+        )
     if status.run_id is None:
         raise UsageError(
             f"{run} has never begun: its ranks did not attach, and none of them runs",

@@ -30,7 +30,7 @@ from rollback.supervisor.diagnosis.repeated import comes_again
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
-from rollback.supervisor.last_snapshot import kept_on_host
+from rollback.supervisor.last_snapshot import kept_on_host, note_kept
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
@@ -173,8 +173,8 @@ class Attempts:
         if (kept := self._nodes.kept(kept_on_host(self._paths, attempt), attempt)) is not None:
             newest, reached = newest_there(self._paths, past.train.history), furthest_step(self._paths, None, attempt)
             others = len(past.seats) > 1  # which may have been lost with that supervisor
-            self._ledger.note(last := kept.as_fact(newest, reached, host_lost=others))
-            self._say(last.in_words())
+            last = kept.as_fact(newest, reached, host_lost=others)
+            note_kept(last, past.train.history.finished, self._ledger, self._say)
 
     def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
         """Run torchrun once. Returns the evidence when all its processes are gone, and the first cause."""
@@ -193,9 +193,8 @@ class Attempts:
         first = first_cause(evidence, rank_ends(self._paths, attempt, left))
         record = first.record if first else None
         if left.kept is not None:
-            host_lost = bool(left.lost_nodes)
-            self._ledger.note(last := left.kept.as_fact(evidence.kept, evidence.step, host_lost=host_lost))
-            self._say(last.in_words())
+            last = left.kept.as_fact(evidence.kept, evidence.step, host_lost=bool(left.lost_nodes))
+            note_kept(last, evidence.finished, self._ledger, self._say)
         self._ledger.note(
             facts.AttemptEnded(
                 status=left.status,

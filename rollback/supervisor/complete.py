@@ -7,6 +7,7 @@ decide: they go on from the end if the script asks for more.
 import contextlib
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from rollback.supervisor.torchrun.redaction import redacted
 from rollback.supervisor.torchrun.start_conditions import digest
 
 _ASKED = ("module", "no-python", "nproc-per-node", "nnodes")  # of torchrun's flags; others say how to get there
+_ADOPTING = "rollback/trainers/adopt/script.py"
 _READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time
 
 
@@ -149,17 +151,29 @@ def _runs_the_same(past: EarlierAttempts, job: LaunchedJob) -> bool:
 
 def change_in_words(before: Sequence[str], now: Sequence[str]) -> str:
     """What the user asked for otherwise, by torchrun's command lines."""
-    before, now = _words(before), _words(now)
-    gone, new = ([word for word in one if word not in other] for one, other in ((before, now), (now, before)))
+    (flags_before, before), (flags_now, now) = _flags_and_script(before), _flags_and_script(now)
+    gone, new = ([*one - other] for one, other in ((flags_before, flags_now), (flags_now, flags_before)))
+    if before != now[: len(before)] and now != before[: len(now)]:  # whole, since a value is nothing without its name
+        return f"{shlex.join([*sorted(new), *now])} instead of {shlex.join([*sorted(gone), *before])}"
+    new, gone = [*sorted(new), *now[len(before) :]], [*sorted(gone), *before[len(now) :]]
     if gone and new:
-        return f"{' '.join(new)} instead of {' '.join(gone)}"
+        return f"{shlex.join(new)} instead of {shlex.join(gone)}"
     if gone or new:
-        return f"the same, {'with' if new else 'without'} {' '.join(new or gone)}"
+        return f"the same, {'with' if new else 'without'} {shlex.join(new or gone)}"
     return "the same, with another setting, or with a file that is not what it was"
 
 
+def _flags_and_script(command: Sequence[str]) -> tuple[set[str], list[str]]:
+    """The user's part of torchrun's command line: flags, and the script with its arguments."""
+    words = _words(command)
+    start = next((place for place, word in enumerate(words) if not word.startswith("-")), len(words))
+    flags, script = set(words[:start]), words[start:]
+    if script and Path(script[0]).match(_ADOPTING):  # `--adopt` put it there, and the word behind it
+        return {*flags, f"--adopt={script[1]}"}, script[2:]
+    return flags, script
+
+
 def _words(command: Sequence[str]) -> list[str]:
-    """The user's part of torchrun's command line."""
     words = list(command)
     words = words[words.index(MODULE) + 1 :] if MODULE in words else words
     if (ours := f"--logs-specs={LOGS_SPECS}") in words:  # behind it stands the directory of that attempt

@@ -3,12 +3,15 @@ they made of it."""
 
 import contextlib
 import time
+from collections.abc import Callable
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account, last_locks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
+from rollback.facts.training import Finished, LastSnapshotMade
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import KeptOnHost
+from rollback.supervisor.journal import SupervisorJournal
 
 _ANSWER = 1.0  # seconds for a rank to begin
 _PATIENCE = 30.0
@@ -51,6 +54,16 @@ def kept_on_host(paths: RunPaths, attempt: int | None = None) -> KeptOnHost | No
         step=account.step if is_there else None, rank=account.rank, seconds=account.seconds, why_not=account.why_not,
         furthest=max(ends, default=None),
     )  # fmt: skip
+
+
+def note_kept(
+    last: LastSnapshotMade, finished: Finished | None, ledger: SupervisorJournal, say: Callable[[str], None]
+) -> None:
+    """Journal and say what became of a last snapshot. finished: the end of the training, if it was reached: ranks that
+    end one after the other have nothing to keep then."""
+    if finished is None or last.checkpoint is not None or last.steps_lost != 0:
+        ledger.note(last)
+        say(last.in_words())
 
 
 def forget_last_snapshot(paths: RunPaths, attempt: int) -> None:

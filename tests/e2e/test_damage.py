@@ -113,6 +113,17 @@ def test_a_journal_that_is_gone_is_said_where_a_checkpoint_is_left(tmp_path: Pat
     assert [fact.code for fact in facts(run, Advice)] == ["journal-gone"]
 
 
+def test_a_journal_that_is_cut_is_said_where_checkpoints_are_left_from_behind_its_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    interrupted(TOY, run, 45)
+    journal = RunPaths(run).train_journal
+    lines = journal.read_bytes().splitlines(keepends=True)
+    first = next(place for place, line in enumerate(lines) if b'"committed"' in line)
+    journal.write_bytes(b"".join(lines[: first + 1]))
+    train(TOY, run)
+    assert [fact.code for fact in facts(run, Advice)] == ["journal-cut"]
+
+
 def test_a_run_whose_checkpoints_are_gone_does_not_silently_begin_anew(tmp_path: Path) -> None:
     """A fast tier that a reboot emptied, or somebody's rm: weeks of training must not be started over unasked."""
     run = tmp_path / "run"

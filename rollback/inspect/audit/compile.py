@@ -10,6 +10,7 @@ from rollback.facts.history import Case, History, fold, merge_windows
 from rollback.facts.supervisor import ABOUT_NODES
 from rollback.inspect.audit import report
 from rollback.inspect.audit.cost import Costs, reckon, rounded
+from rollback.inspect.audit.deaths import is_reach_known
 from rollback.inspect.audit.ending import NO_END, confirmed, ending_of, lacks_its_end
 from rollback.inspect.audit.incidents import put_together
 from rollback.inspect.audit.metrics import last_judged
@@ -267,8 +268,6 @@ def _attempt(
     elif is_last and not ended:
         how = "running_or_unknown"
     end = ended or finished or stopped
-    # A rank that raised has recorded its step, and its peers cannot have done another one without it.
-    told = how == "finished" or stopped is not None or (ended is not None and ended.fingerprint is not None)
     lost = started and not ended and (orphaned or not is_last) and stopped and stopped.reason == "preempted"
     price = costs.deaths.get(number)
     return report.AttemptEntry(
@@ -280,7 +279,7 @@ def _attempt(
         **report.said(attached, "checkpoint", "init", "sharding"),
         begins=report.Point.of(attached) if attached else None,
         reached=costs.reached.get(number),
-        at_least=not told,
+        at_least=not (how == "finished" or is_reach_known(records)),
         ended=how,
         ended_at=next((record.at for record in records if record.fact is end), None),
         status=ended.status if ended else None,

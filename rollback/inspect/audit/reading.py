@@ -1,5 +1,6 @@
 """Reads everything that the audit needs from a run directory. Changes nothing there."""
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,17 +11,21 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from rollback.checkpoints.tiers import locate
 from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.facts.training import (
     Accepted,
     Answered,
+    Attached,
     AttemptStarted,
+    Committed,
     Fetched,
     Incident,
     JournalEntry,
     NoLastSnapshot,
     StuckAtExit,
 )
+from rollback.inspect.audit.lost_lines import lost_lines
 from rollback.inspect.audit.metrics import LINES
 from rollback.inspect.audit.requests import handed_in
 from rollback.rundir import seal
@@ -122,6 +127,7 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
     paths = require_run_directory(root)
     notices: list[str] = []
     records = read_records(paths, notices)
+    notices += _lost_lines(paths, records)
     identity = read_identity(paths)
     if identity is None:
         notices.append("there is no run.json: the ranks never agreed to start, or it was removed")
@@ -149,6 +155,14 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
         left_out,
         handed_in(paths, {fact.request for _, fact in of_kind(records, Answered)}),
     )
+
+
+def _lost_lines(paths: RunPaths, records: Sequence[JournalEntry]) -> list[str]:
+    committed = {fact.checkpoint for _, fact in of_kind(records, Committed)}
+    last_attempt = max((record.attempt for record, _ in of_kind(records, Attached)), default=0)
+    with contextlib.suppress(OSError, RunDirectoryError):  # of a ring that cannot be read, others tell
+        return lost_lines(paths, committed, last_attempt, [place.manifest for place in locate(paths)])
+    return []
 
 
 def _is_abandoned(paths: RunPaths) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from rollback.facts import training as facts
 from rollback.facts.history import History, fold, merge_windows
+from rollback.inspect.audit.deaths import TELLING
 from rollback.inspect.audit.ending import TURNS, ending_of, lacks_its_end
 from rollback.inspect.audit.reading import merge
 from rollback.inspect.audit.report import Ending, Point
@@ -42,7 +43,10 @@ class RunRecord:
     """How the state was kept when an attempt ended last, and the steps lost, in words."""
     spares: facts.SpareNodes | None = None
     """The spare nodes that wait."""
+    told: list[facts.JournalEntry] = field(default_factory=list)
+    """How attempts began and ended, in one order."""
     _reached: int | None = None
+    _kept_of: int | None = None
     _turns: tuple[list[facts.JournalEntry], list[facts.JournalEntry]] = field(default_factory=lambda: ([], []))
 
     def take_in(
@@ -67,9 +71,9 @@ class RunRecord:
         self.history.last_attempt = max([self.history.last_attempt, *(record.attempt for record in supervisor)])
         self.began = self.began or min((record.at for record in news), default=None)
         for turns, journal in zip(self._turns, (train, supervisor), strict=True):
-            turns.extend(of_kinds(journal, TURNS))
-        told = merge(*self._turns)
-        self.ending, self.lacks_its_end = ending_of(told), lacks_its_end(told)
+            turns.extend(of_kinds(journal, TURNS | TELLING))
+        self.told = merge(*self._turns)
+        self.ending, self.lacks_its_end = ending_of(self.told), lacks_its_end(self.told)
         return news
 
     @property
@@ -91,10 +95,12 @@ class RunRecord:
                 self.waiting = None
             case facts.AttemptEnded() as fact:
                 self._reached = fact.step
+                if fact.why is not None and self._kept_of != record.attempt:
+                    self.last_snapshot = None  # that of an attempt before it
             case facts.SpareNodes() as fact:
                 self.spares = fact
             case facts.LastSnapshotMade() as fact:
-                self.last_snapshot = fact.in_words()
+                self.last_snapshot, self._kept_of = fact.in_words(), record.attempt
             case facts.RestartScheduled() as fact:
                 self.waiting = (record.at, fact)
             case facts.Drained() as fact:

@@ -16,15 +16,17 @@ from typing import Literal
 from pydantic import Field
 
 from rollback.checkpoints.resume import newest_good_on_record, of_present_timeline
-from rollback.checkpoints.tiers import locate
+from rollback.checkpoints.tiers import Located, locate
 from rollback.errors import RunDirectoryError, message_of
 from rollback.facts.fact import InitialState
 from rollback.facts.history import History
 from rollback.facts.training import TOLD, Attached, JournalEntry, Restored, Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
+from rollback.inspect.audit.deaths import Death, deaths
 from rollback.inspect.audit.ending import confirmed
+from rollback.inspect.audit.lost_lines import lost_lines
 from rollback.inspect.audit.metrics import LINES, last_judged
-from rollback.inspect.audit.reading import require_run_directory, torn_notice
+from rollback.inspect.audit.reading import read_progress, require_run_directory, torn_notice
 from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem, said
 from rollback.inspect.audit.requests import open_requests
 from rollback.inspect.status.record import RunRecord
@@ -32,7 +34,7 @@ from rollback.rundir import seal
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.folded_journal import fold_journal
-from rollback.rundir.journal.journal import JournalTail, read_entries
+from rollback.rundir.journal.journal import JournalTail, of_kind, read_entries
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
 from rollback.rundir.records import Heartbeat, read_last_metrics
@@ -80,6 +82,7 @@ class Durable(ReportItem):
     step: int | None
     at: str | None
     trouble: str | None = Field(description="why nothing could be copied since; null: nothing is amiss")
+    is_there: bool = Field(True, description="false: that one is not in the run directory's ring; a URL is not asked")
 
 
 class Work(ReportItem):
@@ -127,6 +130,7 @@ class Status(Document):
     last_snapshot: str | None = Field(
         description="how the state was kept when an attempt ended last, and the steps lost; null: nobody tried"
     )
+    death: Death | None = Field(None, description="the last one that has undone steps; null: none has")
     spare_nodes: str | None = Field(
         None, description="the nodes that wait for the place of another one, in words; null: there never were any"
     )
@@ -157,6 +161,9 @@ class StatusReader:
         self._tails: list[JournalTail] = []
         self._past = RunRecord()
         self._seals = 0
+        self._deaths_of: tuple[int, bool] | None = None
+        self.deaths: dict[int, Death] = {}
+        """Those that have undone steps, by attempt, as of the last call."""
         self._ring: list[HeldCheckpoint] = []
         self._unseen: list[str] = []
         self.news: list[JournalEntry] = []
@@ -167,18 +174,34 @@ class StatusReader:
     def read(self) -> Status:
         """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
         paths = require_run_directory(self._root)
+        first = not self._tails
         self.news = self._past.take_in(*(tail.new() for tail in self._tails)) if self._tails else self._begin(paths)
         self._seals += sum(tail.seals for tail in self._tails)
-        if self.news:
+        if self.news or first:
             self._look_into_ring(paths)
         journals = (paths.train_journal, paths.supervisor_journal)
         torn = [(path, tail.torn_bytes) for path, tail in zip(journals, self._tails, strict=True)]
         notices = [torn_notice(path, size) for path, size in torn if size] + seal.in_words(self._seals) + self._unseen
-        return _status(self._root, paths, self._past, self._ring, notices)
+        status = _status(self._root, paths, self._past, self._ring, notices)
+        self._look_for_deaths(paths, is_over=status.state in ("ended", "died"))
+        return status.model_copy(update={"death": self.deaths[max(self.deaths)] if self.deaths else None})
+
+    def _look_for_deaths(self, paths: RunPaths, *, is_over: bool) -> None:
+        if (known := (len(self._past.told), is_over)) == self._deaths_of:
+            return  # the metrics are long
+        newest = self._ring[-1] if is_over and self._ring else None
+        next_start = (newest.checkpoint, newest.step) if newest is not None else None
+        self.deaths = deaths(self._past.told, read_progress(paths).by_attempt, next_start)
+        self._deaths_of = known
 
     def _look_into_ring(self, paths: RunPaths) -> None:
         try:
-            self._ring, self._unseen = _ring(paths, self._past.history), []
+            places = locate(paths)
+            last_attempt = max((entry.attempt for entry, _ in of_kind(self._past.told, Attached)), default=0)
+            committed, taken = self._past.history.committed, [place.manifest for place in places]
+            self._ring, self._unseen = (
+                _ring(places, self._past.history), lost_lines(paths, committed, last_attempt, taken),
+            )  # fmt: skip
         except (OSError, RunDirectoryError) as error:
             self._ring, self._unseen = [], [f"which checkpoints there are cannot be told: {message_of(error)}"]
 
@@ -192,12 +215,11 @@ class StatusReader:
         return self._past.begin(told, supervisor)
 
 
-def _ring(paths: RunPaths, history: History) -> list[HeldCheckpoint]:
+def _ring(places: Sequence[Located], history: History) -> list[HeldCheckpoint]:
     """The checkpoints of the run that this host can see, as `rollback ring list` finds them. By the record alone they
-    could not be told: of one that left the memory it does not say whether the ring has it. Raises OSError or
-    RunDirectoryError."""
+    could not be told: of one that left the memory it does not say whether the ring has it."""
     manifests, tiers = {}, defaultdict[str, list[Tier]](list)
-    for place in locate(paths):
+    for place in places:
         manifests[place.name] = place.manifest
         tiers[place.name].append(place.tier)
     return [
@@ -265,7 +287,10 @@ def _durable(paths: RunPaths, past: RunRecord) -> Durable | None:
         return None
     at, fact = past.drained or (None, None)
     place = place_of(paths, fact.place) if fact else None
-    return Durable(place=place, **said(fact, "checkpoint", "step"), at=at, trouble=past.undrained)
+    history = past.history
+    put_aside = fact is not None and fact.checkpoint in history.discarded | history.gone  # on purpose
+    is_there = fact is None or put_aside or "://" in fact.place or paths.checkpoint(fact.checkpoint).exists()
+    return Durable(place=place, **said(fact, "checkpoint", "step"), at=at, trouble=past.undrained, is_there=is_there)
 
 
 def place_of(paths: RunPaths, recorded: str) -> str:

@@ -52,6 +52,7 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
         yield "durable", _durable(status.durable)
     yield "incidents", f"{status.incidents}, {status.rollbacks} restores, {status.skipped_batches} batches skipped"
     yield from [("kept", quoted(status.last_snapshot))] if status.last_snapshot else []
+    yield from [("lost", quoted(status.death.in_words()))] if status.death else []
     yield from _open_rows(status)
     for code, text in status.advice.items():
         yield "advice", quoted(f"{code}: {text}")
@@ -61,6 +62,8 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
 
 def _durable(ring: Durable) -> Text:
     text = quoted(f"{ring.checkpoint} at {ring.place}" if ring.checkpoint else "nothing was copied yet")
+    if not ring.is_there:
+        text.append_text(quoted("; it is not there: a start goes on from what is left, if anything is", style="red"))
     return text.append_text(quoted(f"; not since: {ring.trouble}", style="yellow")) if ring.trouble else text
 
 

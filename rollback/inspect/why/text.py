@@ -80,8 +80,8 @@ def _head(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
     if account.blamed is not None:
         again = " and ".join(map(str, account.blamed.attempts))
         yield "blamed", f"batch {account.blamed.batch}, the same exception in attempts {again}: {account.blamed.answer}"
-    if account.last_snapshot is not None:
-        yield "state", quoted(account.last_snapshot)
+    yield from [("state", quoted(account.last_snapshot))] if account.last_snapshot else []
+    yield from [("lost", quoted(account.death.in_words()))] if account.death else []
     if account.decision is not None:
         yield "then", quoted(account.decision)
     yield from (("node", quoted(text)) for text in account.nodes)

@@ -13,6 +13,7 @@ from pydantic import Field
 from rollback.errors import UsageError
 from rollback.facts import training as facts
 from rollback.facts.supervisor import ABOUT_NODES, Why
+from rollback.inspect.audit.deaths import Death
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import REMARKS, by_attempt
 from rollback.inspect.audit.report import Document, ReportItem, said
@@ -84,6 +85,7 @@ class AttemptAccount(Document):
     hung: facts.Hung | None
     blamed: Blame | None
     last_snapshot: str | None = Field(description="how the state was kept, and the steps lost; null: nobody tried")
+    death: Death | None = Field(None, description="the steps that it has undone; null: none are on record")
     decision: str | None = Field(description="what the supervisor did then")
     nodes: list[str] = Field(
         default_factory=list,
@@ -132,6 +134,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     started, _ = next(reversed(of_kind(own, facts.AttemptStarted)), (None, None))
     culprit = last_fact(own, facts.Blamed)
     first = fact.rank if fact else None
+    last = last_fact(own, facts.LastSnapshotMade)
     failures = read_failures(paths.failures(number)) if number is not None else {}
     return AttemptAccount(
         directory=str(root),
@@ -144,7 +147,8 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         followed=list(fact.followed) if fact else [],
         hung=last_fact(own, facts.Hung),
         blamed=Blame.of(culprit, answer=culprit.answer) if culprit else None,
-        last_snapshot=last.in_words() if (last := last_fact(own, facts.LastSnapshotMade)) else None,
+        last_snapshot=last.in_words() if last else None,
+        death=reader.deaths.get(number) if number is not None else None,
         decision=_decision(told_of),
         nodes=[r.fact.in_words() for r in told_of if isinstance(r.fact, ABOUT_NODES)],
         remarks=[r.fact.in_words() for r in told_of if isinstance(r.fact, REMARKS)],
@@ -155,7 +159,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         ranks=[
             RankStood.of(beat, rank=rank)
             for rank, beat in sorted(read_all_heartbeats(paths).items())
-            if beat.attempt == number
+            if beat.attempt == number and beat.step >= (last.step or 0 if last else 0)  # older ones are stale
         ],
         earlier={other: cause for other, cause in failed.items() if other != number},
         notices=notices,

@@ -173,7 +173,7 @@ def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
     return [
         RankEnd(
             rank, failures.get(rank), records.get(rank), stopped=rank in left.stopped, oom_killed=left.oom_kills > 0,
-            beat=beats.get(rank),
+            beat=beats.get(rank), kept=left.kept.step if left.kept is not None else None,
         )
         for rank in sorted({*records, *failures, *left.stopped, *beats})
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from rollback.train.sharded import is_sharded
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.state import TrainingState
 
-SWITCHED_OFF = "it is switched off"
+SWITCHED_OFF = "it is switched off (--last-snapshot off)"
 NO_STORE = "the ranks are on several hosts, which can agree only by torchrun's own store, and these ranks have none"
 
 

@@ -19,7 +19,14 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.checkpoints.resume import candidates, is_on_record, is_provisional, next_seq, of_present_timeline
+from rollback.checkpoints.resume import (
+    beyond_the_record,
+    candidates,
+    is_on_record,
+    is_provisional,
+    next_seq,
+    of_present_timeline,
+)
 from rollback.config import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, Settings, guard_mark
 from rollback.errors import (
     LET_IT_BE_READ,
@@ -67,7 +74,14 @@ from rollback.train.state.nonfinite import union
 from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.stateful import StateRefused
-from rollback.train.updates.advice import INIT_NOT_READ, JOURNAL_GONE, NOT_IN_CHECKPOINT, NOT_KEPT, SKIPS_UNKNOWN
+from rollback.train.updates.advice import (
+    INIT_NOT_READ,
+    JOURNAL_CUT,
+    JOURNAL_GONE,
+    NOT_IN_CHECKPOINT,
+    NOT_KEPT,
+    SKIPS_UNKNOWN,
+)
 
 
 def run_paths(given: str | os.PathLike[str] | None) -> RunPaths:
@@ -243,6 +257,10 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     leave_out_what_is_new(history, found.blamed, settings, state.cursor.batch, record)
     if chosen is not None and ranks.first and not record.history.attached:
         record.advise_of(JOURNAL_GONE, [chosen.name])
+    if history.attached:
+        known = [manifest for manifest in found.manifests if manifest.name not in found.ahead]  # else told above
+        beyond = beyond_the_record(history.committed, history.last_attempt, known)
+        record.advise_of(JOURNAL_CUT, beyond)
     if chosen is not None and not is_on_record(history, chosen, found.ahead):
         record.advise_of(SKIPS_UNKNOWN, [chosen.name])
     ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None

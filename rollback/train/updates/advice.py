@@ -112,6 +112,11 @@ JOURNAL_GONE = (
     "was planned when they ended, is not known. Training goes on from it as if that were nothing; if the run directory "
     "was copied, bring its journal/ too",
 )
+JOURNAL_CUT = (
+    "journal-cut",
+    "the journal ends in front of checkpoints that were made later: {names}. What was skipped before them since is not "
+    "known. Training goes on as if that were nothing; if there is a copy of journal/ that has more, bring it back",
+)
 SKIPS_UNKNOWN = (
     "skips-unknown",
     "what led to {names} is not in the journal, which could not take it or of which an older copy was put back, and no "

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import tempfile
 import threading
@@ -279,6 +280,10 @@ def test_a_run_that_died_before_it_began_is_told_to_be_started_and_not_waited_fo
     run.paths.identity.unlink()
     assert "has not begun yet" in refusal(ask(run, "skip", "80:90"))
     dead(run)
+    assert "has a record of a run but no run.json" in refusal(ask(run, "skip", "80:90")), "it was removed"
+    run.paths.train_journal.rename(run.paths.supervisor_journal)
+    run.paths.supervisor_journal.write_bytes(b"")
+    shutil.rmtree(run.paths.ring, ignore_errors=True)
     result = ask(run, "skip", "80:90")
     assert "has never begun" in refusal(result)
     assert isinstance(result.exception, UsageError)

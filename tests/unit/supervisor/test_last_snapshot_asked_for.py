@@ -11,8 +11,10 @@ from rollback.checkpoints.fast_tier import end_marks, last_account, last_locks
 from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.facts.training import Finished, LastSnapshotMade
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import last_snapshot
+from rollback.supervisor.journal import SupervisorJournal
 
 LONG = 30.0
 
@@ -55,3 +57,19 @@ def test_where_nobody_speaks_for_them_nobody_is_waited_for_long(marks: EndMarkPa
     began = time.monotonic()
     last_snapshot.ask_for_last_snapshot(RunPaths(Path("run")), 1, b"e")
     assert time.monotonic() - began < (5 * last_snapshot._ANSWER if hosts else last_snapshot._ANSWER)
+
+
+def test_of_a_complete_run_no_last_snapshot_is_missed(tmp_path: Path) -> None:
+    """As where the supervisor was killed and the ranks have trained on to the end: they do not leave all at once."""
+    said: list[str] = []
+    ledger = SupervisorJournal(RunPaths(tmp_path), said.append)
+    missed = LastSnapshotMade(reason="another rank is about to end", checkpoint=None, step=None, steps_lost=0)
+    last_snapshot.note_kept(missed, Finished(step=200, batch=200), ledger, said.append)
+    assert said == []
+    for told, finished in (
+        (missed, None),
+        (missed.model_copy(update={"steps_lost": 3}), Finished(step=200, batch=200)),  # of a pass behind that one
+        (missed.model_copy(update={"checkpoint": "c000001-s00000203", "step": 203}), Finished(step=200, batch=200)),
+    ):
+        last_snapshot.note_kept(told, finished, ledger, said.append)
+        assert said.pop() == told.in_words()

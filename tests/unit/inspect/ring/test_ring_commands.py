@@ -14,13 +14,14 @@ from typer.testing import CliRunner, Result
 from unreadable import forbidden
 
 from checkpoints import damage, manifest_of
-from recorded_run import incident, rollback_plan
+from recorded_run import attached, incident, rollback_plan
 from rollback.checkpoints import pins, ring, tiers
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format import layout
 from rollback.checkpoints.format.manifest import ShardRecord, read_manifest
 from rollback.checkpoints.format.shard import ShardPiece, write_shard
+from rollback.checkpoints.resume import beyond_the_record
 from rollback.cli import app
 from rollback.errors import (
     ExitCode,
@@ -30,8 +31,10 @@ from rollback.errors import (
     UsageError,
 )
 from rollback.facts.training import BecameGood, Committed, Evicted, Quarantined
+from rollback.inspect.audit.reading import read_material
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.ring.verify import verify
+from rollback.inspect.status.status import read_status
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
@@ -591,3 +594,31 @@ def test_files_of_no_bytes_are_refused(tmp_path: Path, size: str) -> None:
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, UsageError)
     assert result.exception.message == f"--max-shard-size: no tensor fits into {size}"
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (None, "is missing, and there is "),
+        ([], "is empty, and there is "),
+        ([attached(None, 0)], "lacks lines: it ends in front of "),
+    ],
+)
+def test_lines_that_the_ranks_journal_has_lost_are_told_by_all_who_read_it(
+    paths: RunPaths, left: list[Any] | None, said: str
+) -> None:
+    paths.train_journal.unlink()
+    if left is not None:
+        paths.train_journal.touch()
+        tell(paths, *left)
+    for told in (read_listing(paths.root), read_status(paths.root), read_material(paths.root)):
+        assert [f"{paths.train_journal} {said}{OLD}, {MIDDLE}, {NEW}. " in notice for notice in told.notices] == [True]
+
+
+def test_what_a_crash_leaves_without_its_line_is_no_lost_line(paths: RunPaths) -> None:
+    """The checkpoint that was just made, and behind it the last snapshot of the ranks that were left."""
+    paths.train_journal.unlink()
+    tell(paths, attached(None, 0), Committed(checkpoint=OLD, step=10, batch=20, timeline=0, bytes=1, seconds=0.1))
+    for told in (read_listing(paths.root), read_status(paths.root), read_material(paths.root)):
+        assert told.notices == []
+    assert beyond_the_record([OLD], 1, [manifest_of(1, 20).model_copy(update={"attempt": 2})]) == [MIDDLE]

@@ -279,10 +279,17 @@ def test_the_place_of_the_durable_ring_works_from_anywhere(
     durable = read_status(Path("run")).durable
     assert durable
     assert durable.place == str(run.paths.root / "ring")
+    assert not durable.is_there
+    assert "it is not there" in CliRunner().invoke(app, ["status", "run"]).output
+    run.paths.checkpoint(C1).mkdir(parents=True)
+    durable = read_status(Path("run")).durable
+    assert durable
+    assert durable.is_there
     run.tell(22, Drained(checkpoint=C1, step=20, place="s3://bucket/runs/x", bytes=1, seconds=0.1))
     durable = read_status(Path("run")).durable
     assert durable
     assert durable.place == "s3://bucket/runs/x"
+    assert durable.is_there, "a URL is not asked"
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 3', "\0" * 100_000, "\0\0\n" * 50])

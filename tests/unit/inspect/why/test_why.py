@@ -15,6 +15,7 @@ from rollback.facts.training import (
     AttemptStarted,
     Fetched,
     Finished,
+    LastSnapshotMade,
     NoLastSnapshot,
     RunEnded,
     Signalled,
@@ -22,13 +23,16 @@ from rollback.facts.training import (
     Window,
 )
 from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.deaths import deaths
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import read_material
 from rollback.inspect.audit.text import print_ledger
+from rollback.inspect.status.status import read_status
 from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.text import print_account
 from rollback.inspect.why.why import ProcessStacks, read_account
 from rollback.rundir.failures import FailureRecord, write_failure
+from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
 FORKED = """  File "/opt/rollback/agent/fork_server.py", line 209 in _run
@@ -87,9 +91,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     return recorded
 
 
-def shown(run: RecordedRun) -> str:
+def shown(run: RecordedRun, attempt: int | None = None) -> str:
     output = io.StringIO()
-    print_account(Console(file=output, width=200, highlight=False), read_account(run.paths.root))
+    print_account(Console(file=output, width=200, highlight=False), read_account(run.paths.root, attempt))
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
@@ -210,3 +214,53 @@ def test_what_a_run_has_accepted_and_could_not_keep_is_told_by_why_and_audit(
     out = io.StringIO()
     print_ledger(Console(file=out, width=2000), ledger)
     assert "; ".join(remarks) in out.getvalue()
+
+
+def death_in(text: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith("lost")).removeprefix("lost").strip()
+
+
+def test_what_a_death_has_undone_is_told_by_why_and_status_as_by_audit(run: RecordedRun) -> None:
+    run.commit(2, "c000000-s00000000", 0)
+    run.commit(4, "c000001-s00000050", 50)
+    run.tell(5, AttemptEnded(status=1, cause="rank 0 was killed", step=63, seconds=9.0, why="signal", rank=0))
+    told = "at least 13 steps of attempt 1: {} to c000001-s00000050, step 50; nothing newer was kept ({})"
+    nobody = "no rank was left that could keep it"
+    next_start = deaths(read_material(run.paths.root).records, {}, ("c000001-s00000050", 50))
+    assert next_start[1].in_words() == told.format("the next start goes back", nobody)
+    run.attach(6, 2, "c000001-s00000050", 50)
+    run.tell(6, NoLastSnapshot(reason="it is switched off"), 2)
+    said = told.format("the run went back", nobody)
+    assert death_in(shown(run, 1)) == said
+    status = read_status(run.paths.root)
+    assert status.death is not None
+    assert status.death.in_words() == said
+    ledger = compile_ledger(read_material(run.paths.root))
+    assert (ledger.attempts[0].steps_lost, ledger.attempts[0].at_least) == (13, True)
+    run.tell(
+        7, AttemptEnded(status=1, cause="rank 1 raised", step=71, seconds=9.0, why="exception", fingerprint="f"), 2
+    )
+    run.attach(8, 3, "c000001-s00000050", 50)
+    assert death_in(shown(run, 2)) == (
+        "21 steps of attempt 2: the run went back to c000001-s00000050, step 50; nothing newer was kept (no last "
+        "snapshots: it is switched off)"
+    )
+    assert death_in(shown(run, 1)) == said
+
+
+def test_where_a_state_was_kept_its_account_tells_what_is_lost_to_the_step(run: RecordedRun) -> None:
+    kept = LastSnapshotMade(reason="rank 1 is gone", checkpoint="c000001-s00000077", step=77, rank=0, steps_lost=0)
+    run.tell(5, kept)
+    run.tell(5, AttemptEnded(status=1, cause="rank 1 was killed", step=77, seconds=9.0, why="signal", rank=1))
+    run.attach(6, 2, "c000001-s00000077", 77)
+    assert read_status(run.paths.root).last_snapshot == kept.in_words()
+    run.paths.ranks.mkdir()
+    for rank, step in ((0, 77), (1, 65)):
+        beat = Heartbeat(pid=7, host="h", attempt=1, step=step, batch=step, doing="training", monotonic=1.0)
+        write_heartbeat(run.paths.heartbeat(rank), beat)
+    assert [stood.rank for stood in read_account(run.paths.root, 1).ranks] == [0], "rank 1 had come to step 77, too"
+    assert read_account(run.paths.root).death is None
+    totals = compile_ledger(read_material(run.paths.root)).totals
+    assert (totals.steps_lost, totals.steps_lost_at_least) == (0, False)
+    run.tell(7, AttemptEnded(status=1, cause="rank 1 was killed", step=99, seconds=9.0, why="signal", rank=1), 2)
+    assert read_status(run.paths.root).last_snapshot is None, "that was the attempt before it"

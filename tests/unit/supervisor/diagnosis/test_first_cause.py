@@ -342,6 +342,9 @@ class TestInWords:
         beat = Heartbeat(pid=10, host="h", attempt=1, step=30, batch=31, doing="reading", monotonic=1.0)
         told = "rank 0 (pid 10) was killed by signal 9 (SIGKILL), last seen reading at step 30, batch 31"
         assert self.told(replace(died(0, -9), beat=beat)) == told
+        assert self.told(replace(died(0, -9), beat=beat, kept=30)) == told
+        stale = self.told(replace(died(0, -9), beat=beat, kept=42))
+        assert stale == "rank 0 (pid 10) was killed by signal 9 (SIGKILL)", "it was at step 42 when it died"
 
     def test_a_signal_without_a_name_is_told_by_its_number(self) -> None:
         assert self.told(died(0, -40)) == "rank 0 (pid 10) was killed by signal 40"

@@ -1,0 +1,32 @@
+"""What is there that the ranks' journal must once have named: it lacks lines. Nothing else would show that, since the
+lines that are left are sound."""
+
+from collections.abc import Collection, Sequence
+
+from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.resume import beyond_the_record
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_last_metrics
+from rollback.wording import first_few
+
+_SHOWN = 3
+
+
+def lost_lines(paths: RunPaths, committed: Collection[str], last_attempt: int, taken: Sequence[Manifest]) -> list[str]:
+    """A notice where lines are lost, or none. committed, last_attempt: what the ranks' journal has, which is 0 where it
+    has no attempt. taken: the checkpoints that are there."""
+    beyond = beyond_the_record(committed, last_attempt, taken)
+    judged = next(iter(read_last_metrics(paths.metrics, 1)), None)
+    if not beyond and judged is not None and judged.attempt > last_attempt:
+        beyond = [f"the metrics of attempt {judged.attempt}"]
+    if not beyond:
+        return []
+    journal = paths.train_journal
+    how = f"lacks lines: it ends in front of {first_few(beyond, _SHOWN)}"
+    if not last_attempt:
+        how = f"{'is empty' if journal.exists() else 'is missing'}, and there is {first_few(beyond, _SHOWN)}"
+    return [
+        f"{journal} {how}. Incidents, what was skipped, and which checkpoints are good are not known from there on. "
+        "`rollback launch` goes on from the newest checkpoint as if they were nothing, and says "
+        "so: if there is a copy of the journal, put it back before that"
+    ]
