@@ -231,7 +231,7 @@ class Dependence:
 
 def _seeds(loops: ScriptLoops, region: list[ast.AST], loop: Loop) -> Iterator[ast.AST]:
     if isinstance(loop, ast.For):
-        yield loop.iter
+        yield _handed_on(loop.iter)
     for node in region:
         match node:
             case ast.Call(func=ast.Attribute(attr="backward" | "step" | "zero_grad")):
@@ -275,6 +275,14 @@ def _value_of(node: ast.AST) -> ast.expr | None:
             return value
         case ast.AnnAssign(value=value):
             return value
-        case ast.For(iter=value) | ast.comprehension(iter=value) | ast.withitem(context_expr=value):
+        case ast.For(iter=value):
+            return _handed_on(value)
+        case ast.comprehension(iter=value) | ast.withitem(context_expr=value):
             return value
     return None
+
+
+def _handed_on(value: ast.expr) -> ast.expr:
+    """What a loop goes over, but for a logger that hands it on: `enumerate(logger.log_every(loader, 10))`."""
+    calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and last_name(node) == "log_every")
+    return next((call.args[0] for call in calls if call.args), value)

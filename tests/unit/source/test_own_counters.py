@@ -120,6 +120,19 @@ def test_so_is_what_is_only_told_and_no_counter(behind: str, names: list[str]) -
     assert not own_counters(loops)
 
 
+def test_so_is_what_a_logger_is_told_that_hands_the_batches_on() -> None:
+    """That of torchvision's references, DeiT and MAE."""
+    source = """
+        for i, x in enumerate(logger.log_every(loader, 10)):
+            f(x).backward()
+            logger.update(loss=x)
+            logger.meters["speed"].update(1 / x)
+    """
+    loops = ScriptLoops(textwrap.dedent(source))
+    assert [(each.name, each.steers) for each in led_variables(loops)] == [("logger", False), ("logger.meters", False)]
+    assert not [count for count in own_counters(loops) if not count.counts]
+
+
 def test_what_a_training_gives_back_may_be_told_alone() -> None:
     source = "def one(n):\n  for x in loader:\n    f(x).backward()\n    n += x\n  return n\nprint(one(3))"
     (variable,) = led_variables(ScriptLoops(source))
