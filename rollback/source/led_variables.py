@@ -35,7 +35,7 @@ class LedVariable:
     line: where the loop sets it. steers: whether what is trained, or for how long, depends on it, for all that the file
     shows. by_batch: in a training loop, whose turn has a batch; else in one over epochs, where it is what it was at the
     top of the epoch. in_place: whether it is the same object all the time, as a list that grows. taking: statements of
-    that loop that take a batch by `next`.
+    that loop that take a batch by `next`, also in a loop over the batches of an update.
     """
 
     name: str
@@ -53,9 +53,7 @@ def led_variables(loops: ScriptLoops, carried_by: "Mapping[Loop, CarriedByLoop] 
     carried_by = carried_by or carried_by_loops(loops)
     for loop, carried in carried_by.items():
         by_batch = loop not in loops.steerable
-        taking = tuple(
-            part for part in loop.body if by_batch and any(is_call_of(node, "next") for node in ast.walk(part))
-        )
+        taking = (*_taking(loop.body),) if by_batch else ()
         if by_batch and loop not in loops.batches and not taking:
             continue  # what it calls takes the batch, and may look at the variable there
         if by_batch:
@@ -76,11 +74,26 @@ def carried_by_loops(loops: ScriptLoops) -> "dict[Loop, CarriedByLoop]":
     return {loop: CarriedByLoop(loops, loop) for loop in (*loops.steerable, *innermost(loops))}
 
 
+def _taking(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    for part in body:
+        inner = [*_taking(part.body)] if isinstance(part, Loop) else []  # over the batches of an update
+        takes = any(is_call_of(node, "next") for node in ast.walk(part))
+        yield from inner or ([part] if takes else [])
+
+
 def innermost(loops: ScriptLoops) -> list[Loop]:
-    """The training loops that have none inside, nor in what they call."""
-    training = [loop for loop in loops.training if loop not in loops.steerable]
+    """The training loops that have none inside, nor in what they call, but one over the batches of an update."""
+    training = [loop for loop in loops.training if loop not in loops.steerable and not _is_of_update(loops, loop)]
     begin_others = {loop for other in training for loop in loops.around(other)}
     return [loop for loop in training if loop not in begin_others]
+
+
+def _is_of_update(loops: ScriptLoops, loop: Loop) -> bool:
+    """Whether it makes none, and a training loop around it does: `for micro in range(4): batch = next(batches)`."""
+    outer = (each for each in loops.around(loop) if each in loops.training and each not in loops.steerable)
+    return not any(map(is_step, loops.reached(loop))) and any(
+        is_step(node) for each in outer for node in loops.reached(each)
+    )
 
 
 class CarriedByLoop:
@@ -218,7 +231,7 @@ class Dependence:
 
 def _seeds(loops: ScriptLoops, region: list[ast.AST], loop: Loop) -> Iterator[ast.AST]:
     if isinstance(loop, ast.For):
-        yield loop.iter
+        yield _handed_on(loop.iter)
     for node in region:
         match node:
             case ast.Call(func=ast.Attribute(attr="backward" | "step" | "zero_grad")):
@@ -262,6 +275,14 @@ def _value_of(node: ast.AST) -> ast.expr | None:
             return value
         case ast.AnnAssign(value=value):
             return value
-        case ast.For(iter=value) | ast.comprehension(iter=value) | ast.withitem(context_expr=value):
+        case ast.For(iter=value):
+            return _handed_on(value)
+        case ast.comprehension(iter=value) | ast.withitem(context_expr=value):
             return value
     return None
+
+
+def _handed_on(value: ast.expr) -> ast.expr:
+    """What a loop goes over, but for a logger that hands it on: `enumerate(logger.log_every(loader, 10))`."""
+    calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and last_name(node) == "log_every")
+    return next((call.args[0] for call in calls if call.args), value)

@@ -112,8 +112,8 @@ def limits_or_counts(call: ast.Call) -> bool:
 
 def limits_batches(node: ast.AST) -> TypeGuard[ast.Call]:
     match node:
-        case ast.Call(func=ast.Name(id="zip"), args=[first, _], keywords=words):
-            return is_call_of(first, "range") and all(ast.unparse(word) == "strict=False" for word in words)
+        case ast.Call(func=ast.Name(id="zip"), args=[_, _], keywords=words):
+            return has_range(node) and all(ast.unparse(word) == "strict=False" for word in words)
         case ast.Call(func=ast.Name(id="islice") | ast.Attribute(attr="islice"), args=[_, _]):
             return True
     return False

@@ -70,7 +70,7 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> Steered:
     for name, variable in reversed(variables.items()):
         if (function := loops.function_of(variable.loop)) is not None and "." not in variable.name:
             loops.scopes.declare(variable.name, function)
-        _lead(name, variable, filename, blocks[id(variable.loop)])
+        _lead(name, variable, filename, blocks)
     several = [each.loop for each in loops.by_turns if each.several]
     for turning in loops.by_turns:
         for call in turning.takes:
@@ -97,9 +97,10 @@ def _named(variables: list[LedVariable]) -> dict[str, LedVariable]:
     return {f"{variable.name} of loop {loops.index(id(variable.loop)) + 1}": variable for variable in variables}
 
 
-def _lead(name: str, variable: LedVariable, filename: str, block: list[ast.stmt]) -> None:
+def _lead(name: str, variable: LedVariable, filename: str, blocks: dict[int, list[ast.stmt]]) -> None:
     """Ask for what a variable was wherever its loop may have come to another place in the data: where a turn begins,
-    and, of a training loop, where it begins, has a batch, has ended. Nothing else is set. block: that has the loop."""
+    and, of a training loop, where it begins, has a batch, has ended. Nothing else is set. blocks: that has each
+    statement, by its `id`."""
     place = [ast.Constant(filename), *([] if variable.by_batch else [ast.Constant(variable.loop.lineno)])]
     by = BY_BATCH if variable.by_batch else BY_EPOCH
 
@@ -114,9 +115,10 @@ def _lead(name: str, variable: LedVariable, filename: str, block: list[ast.stmt]
                 ast.copy_location(node, at)
         return statement
 
-    body = variable.loop.body
+    body, block = variable.loop.body, blocks[id(variable.loop)]
     for part in variable.taking:
-        body.insert(body.index(part) + 1, asked(part))
+        within = blocks[id(part)]
+        within.insert(within.index(part) + 1, asked(part))
     body.insert(0, asked(body[0]))
     if variable.by_batch:
         block.insert(block.index(variable.loop) + 1, asked(variable.loop, behind=True))

@@ -197,6 +197,35 @@ def test_no_sample_is_taken_from_beyond_a_sampler_of_torch_s_own(sampler: Any) -
     assert {sample for _ in range(5) for sample in cursor.next().tolist()} <= given - {0, 18, 19}
 
 
+def test_who_stands_in_goes_by_the_length_that_the_data_set_has_in_the_epoch() -> None:
+    """A resume begins with the data set as the script makes it, and not as it was when the sample was left out."""
+
+    class Growing(Readable):
+        length = 8
+
+        def set_epoch(self, epoch: int) -> None:
+            self.length = 8 * (epoch + 1)
+
+        def __len__(self) -> int:
+            return self.length
+
+    def read(*, late: bool) -> list[Any]:
+        data = Growing()
+        cursor = cursor_for(DataLoader(data, batch_size=4))
+        if not late:
+            cursor.leave_out([(0, frozenset({7, 11}))])
+        taken = []
+        for epoch in range(2):
+            data.set_epoch(epoch)
+            if late and epoch:
+                cursor.leave_out([(0, frozenset({7, 11}))])
+            cursor.open_epoch()
+            taken = [cursor.next().tolist() for _ in range(2 * (epoch + 1))]
+        return taken
+
+    assert read(late=False) == read(late=True) == [[0, 1, 2, 3], [4, 5, 6, 8], [8, 9, 10, 12], [12, 13, 14, 15]]
+
+
 def test_what_a_worker_has_read_ahead_is_read_again_without_it() -> None:
     cursor = cursor_for(DataLoader(Numbers(), batch_size=4, num_workers=2))
     cursor.open_epoch()

@@ -29,8 +29,8 @@ ABSENT = Exception
 """What reading a variable raises that is not there, or that a property makes."""
 _MOST = 1000
 """Items that a value may have, and 16 letters are one: each step's end has a copy of it."""
-_TELLS = frozenset(("avg", "average", "global_avg", "compute"))
-"""Names under which meters have their mean."""
+_TELLS = frozenset(("avg", "average", "global_avg", "compute", "log_every"))
+"""Names under which meters have their mean, or write it."""
 
 
 def is_lost(value: Any, *, steers: bool) -> bool:

@@ -153,16 +153,19 @@ def limit(handed: HandedOut, function: Callable[..., Any], *given: Any, **others
             return (item for _, item in _limited(handed, items, range(operator.index(count))))
         case [range() as numbers, items] if function is zip:
             return _limited(handed, items, numbers)
+        case [items, range() as numbers] if function is zip:
+            return ((item, number) for number, item in _limited(handed, items, numbers, behind=1))
     return function(*given, **others)
 
 
-def _limited(handed: HandedOut, items: Iterable[Any], numbers: range) -> Iterator[tuple[int, Any]]:
+def _limited(handed: HandedOut, items: Iterable[Any], numbers: range, *, behind: int = 0) -> Iterator[tuple[int, Any]]:
     """The first items, as many as `numbers`, by their places in the data: those that are skipped count, too.
 
-    None is drawn behind the last one, unless that one is skipped. Raises RollbackError where this is a pass that has
-    gone back into an earlier epoch: what is left of that one ends here, and this process cannot go on to its own.
+    behind: how many are drawn behind the last one; where that is skipped it is one, too. Raises RollbackError where
+    this is a pass that has gone back into an earlier epoch: what is left of that one ends here, and this process cannot
+    go on to its own.
     """
-    if not numbers:
+    if not numbers and not behind:
         return
     began = 0
     for place, item in Enumeration(handed, items):
@@ -171,7 +174,7 @@ def _limited(handed: HandedOut, items: Iterable[Any], numbers: range) -> Iterato
         began = max(began, epoch_began)
         if place < len(numbers):
             yield numbers[place], item
-        if place >= len(numbers) - 1:
+        if place >= len(numbers) - 1 + behind:
             if epoch_began < began:
                 raise _ends_in_earlier_epoch(len(numbers))
             handed.limited = True

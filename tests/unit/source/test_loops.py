@@ -410,7 +410,7 @@ def test_what_enumerate_counts_is_led_unless_it_goes_on_from_where_it_was(call: 
         ("for x in islice(loader, 2, 10):\n    f(x).backward()", [("islice(loader, 2, 10)", 1, True, False)]),
         ("for i, x in zip(range(10), loader, strict=False):\n    f(x).backward()",
          [("zip(range(10), loader, strict=False)", 1, True, True)]),
-        ("for x, i in zip(loader, range(10)):\n    f(x).backward()", [("zip(loader, range(10))", 1, True, False)]),
+        ("for x, i in zip(loader, range(10)):\n    f(x).backward()", [("zip(loader, range(10))", 1, True, True)]),
         ("for i, x in zip(count(), loader):\n    f(x).backward()", [("zip(count(), loader)", 1, False, False)]),
         ("for x, y in zip(loader, other):\n    f(x).backward()", []),
         ("for s in range(60):\n    if s % 2: x = next(batches)\n    f(x).backward()", [("s", 1, True, False)]),

@@ -81,6 +81,14 @@ def run(source: str, **names: Any) -> dict[str, Any]:
         ("def main():\n  n = 0\n  while n < 9:\n    x = next(it)\n    f(x).backward()\n    n += 1\nmain()", ["n"]),
         ("while n < 9:\n  f(next(it)).backward()\n  n += 1", ["n"]),
         ("while n < 9:\n  f(next(it), n).backward()\n  n += 1", []),
+        # by `next`, the batches of an update in a loop of theirs
+        ("while n < 9:\n  for i in range(4):\n    x = next(it)\n    f(x, n).backward()\n  o.step()\n  n += 1", ["n"]),
+        ("while True:\n  for g in o.param_groups: g['lr'] = rate(n)\n  for i in range(4):\n    try: x = next(it)\n"
+         "    except StopIteration:\n      it = iter(loader)\n      x = next(it)\n    f(x).backward()\n  o.step()\n"
+         "  n += 1\n  if n > 9: break", ["n"]),
+        ("for n in numbers():\n  for i in range(4): f(next(it), tau).backward()\n  o.step()\n  tau *= 0.9", []),
+        ("while True:\n  it = iter(loader)\n  for i in range(4):\n    f(next(it)).backward()\n    o.step()\n  n += 1\n"
+         "  if n > 9: break", []),
         ("def get(): return next(it)\nwhile n < 9:\n  f(get()).backward()\n  n += 1", []),
         # set anew in each turn, only told, or of another loop
         ("for x in loader:\n  tau = 1\n  f(x, tau).backward()\n  tau *= 0.9", []),
@@ -110,6 +118,19 @@ def test_so_is_what_is_only_told_and_no_counter(behind: str, names: list[str]) -
     loops = ScriptLoops(f"for x in loader:\n  f(x).backward()\n  {behind}")
     assert sorted((each.name, each.steers) for each in led_variables(loops)) == [(name, False) for name in names]
     assert not own_counters(loops)
+
+
+def test_so_is_what_a_logger_is_told_that_hands_the_batches_on() -> None:
+    """That of torchvision's references, DeiT and MAE."""
+    source = """
+        for i, x in enumerate(logger.log_every(loader, 10)):
+            f(x).backward()
+            logger.update(loss=x)
+            logger.meters["speed"].update(1 / x)
+    """
+    loops = ScriptLoops(textwrap.dedent(source))
+    assert [(each.name, each.steers) for each in led_variables(loops)] == [("logger", False), ("logger.meters", False)]
+    assert not [count for count in own_counters(loops) if not count.counts]
 
 
 def test_what_a_training_gives_back_may_be_told_alone() -> None:
@@ -189,6 +210,20 @@ def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
     assert log[:2] == [(0, "a", 0), (0, "b", 11)]
     assert {name for name, _ in asked} == {"beta of loop 2"}
     assert len(asked) == 8, "with each batch, and on both sides of each loop"
+
+
+def test_it_is_asked_for_with_each_batch_of_an_update() -> None:
+    """What a turn does with them may depend on it."""
+    source = """
+        while beta < 2:
+            for i in range(2):
+                x = next(it)
+                f(x, beta).backward()
+            optimizer.step()
+            beta = beta + 1
+    """
+    text = ast.unparse(steered(textwrap.dedent(source), "script.py").tree)
+    assert f"x = next(it)\n                for beta in {BY_BATCH}" in text
 
 
 def test_at_an_epochs_top_it_is_asked_for_once() -> None:

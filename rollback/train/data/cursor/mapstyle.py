@@ -101,10 +101,13 @@ class MapStyleCursor(Cursor):
 
     def leave_out(self, listed: Sequence[tuple[int, Set[int]]]) -> None:
         if list(listed) != self._feed.neighbours.listed:
-            length = length_of(self._loader.dataset) or 0
-            whole = gives_all(self._index_sampler, length)
-            self._feed.neighbours = Neighbours(listed, length, in_order=not whole)
+            self._feed.neighbours = self._neighbours(listed)
             self._reader = None  # it may be reading what is now to be left out
+
+    def _neighbours(self, listed: Sequence[tuple[int, Set[int]]]) -> Neighbours:
+        """By the data set's length as it is now: it may change with the epoch."""
+        length = length_of(self._loader.dataset) or 0
+        return Neighbours(listed, length, in_order=not gives_all(self._index_sampler, length))
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, **description_of(self._loader)}
@@ -320,6 +323,7 @@ class MapStyleCursor(Cursor):
     def _begin(self, order: BatchOrder, last: Any) -> None:
         self._reader = None
         key = f"{self._base_seed}/{self.epoch}" if self._loader.num_workers > 0 else None
+        self._feed.neighbours = self._neighbours(self._feed.neighbours.listed)
         self._feed.begin(order, last, batch=self.batch, offset=self.offset, key=key)
 
     def _make_order(self) -> BatchOrder:

@@ -176,6 +176,16 @@ class Meter(Thing):
         """Of no interest."""
 
 
+class Logger(Thing):
+    """As torchvision's references have it: its meters have the means."""
+
+    def update(self, **values: float) -> None:
+        """Of no interest."""
+
+    def log_every(self, iterable: list[int]) -> list[int]:
+        return iterable
+
+
 class Rates(NamedTuple):
     tau: float
 
@@ -277,7 +287,7 @@ def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -
     ("value", "missed"),
     [([0.5], True), (torch.zeros(2), True), (torch.zeros((), requires_grad=True), True), (torch.zeros(1), False),
      ([], False), (["text"], False), ({"loss": torch.zeros(99)}, False), (Thing(), False), (2.5, False),
-     (Meter(), True), ({"loss": Meter()}, True)],
+     (Meter(), True), ({"loss": Meter()}, True), (Logger(), True)],
 )  # fmt: skip
 def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: bool) -> None:
     found: list[str] = []

@@ -108,6 +108,17 @@ def test_a_limit_holds_for_places_in_the_epoch_and_not_for_what_was_handed_out(
     assert [*pairs] == [(5 + place % LENGTH, place) for place in taken]
 
 
+@pytest.mark.parametrize("count", [0, 2, 3])
+def test_where_the_numbers_come_second_one_batch_is_drawn_behind_the_last_one(count: int) -> None:
+    places, handed = [0, 1, 0, 1, 2, 3], HandedOut()
+    batches = passes(handed, places)
+    taken = {0: [], 2: [0, 1, 0, 1], 3: [0, 1, 0, 1, 2]}[count]
+    pairs = limit(handed, zip, batches, range(5, 5 + count))
+    assert [*pairs] == [(place, 5 + place) for place in taken]
+    assert [*batches] == places[len(taken) + 1 :]
+    assert handed.limited
+
+
 def test_a_limit_of_many_passes_is_one_of_the_whole_data() -> None:
     handed = HandedOut()
     places = [0, 1, 2, 3], [4, 5, 2, 3, 4, 5, 6]
