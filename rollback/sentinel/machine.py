@@ -256,7 +256,7 @@ class Sentinel:
         """The excursion is over. A called one is not reported again; one that was left alone is reported as a blip."""
         ended = explain.ended(excursion, event is Event.PERSISTED) if self._state is State.WATCHING else None
         self._excursion = self._rising_since = None
-        self._seen.came_back(excursion.peak)
+        self._seen.came_back(*(high.loss for high in excursion.recent))
         if self._state is State.WATCHING and event is Event.RECOVERED:
             for high in excursion.recent:
                 if high.height > LOW:

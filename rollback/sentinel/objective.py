@@ -72,11 +72,12 @@ class Seen:
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
         self._measured_before = False
+        self._largest = self._next_largest = 0.0  # losses, by their distance from zero
+        self._unlike_zero = 0
         self._restart()
 
     def _restart(self) -> None:
         self._losses, self._norms = Range(), Range()
-        self._largest, self._unlike_zero = 0.0, 0
         self._noise: float | None = None  # when the loss was lowest
         self._low: float | None = None  # of the present climb
         self._top = self._climbed = 0.0
@@ -87,6 +88,9 @@ class Seen:
         """Forget what was seen: a new phase may have any level. If the loss measured progress before, it does now."""
         self._restart()
         self._measured_before |= measured_progress
+        if not measured_progress:  # else what is large is still known where a solved task has come to zero
+            self._largest = self._next_largest = 0.0
+            self._unlike_zero = 0
 
     def update(self, loss: float, log_norm: float | None, noise: Callable[[], float | None]) -> None:
         """Add an observation. noise: says what it is now; None: not known yet."""
@@ -109,14 +113,17 @@ class Seen:
             self._climbed = max(self._climbed, climb)
             self._low = self._top = median
 
-    def came_back(self, loss: float) -> None:
-        """Remember how far from zero a loss was that did not stay there."""
-        self._largest = max(self._largest, abs(loss))
+    def came_back(self, *losses: float) -> None:
+        """Remember how far from zero losses were that did not stay there."""
+        for distance in map(abs, losses):
+            if distance > self._next_largest:
+                self._next_largest, self._largest = sorted((distance, self._largest))
 
     @property
     def largest(self) -> float:
-        """The loss farthest from zero, without its sign; infinite while fewer than 16 losses were other than zero."""
-        return self._largest if self._unlike_zero == _FEWEST_UNLIKE_ZERO else math.inf
+        """The loss farthest from zero but for one, which may be a fault, without its sign; infinite while fewer than 16
+        losses were other than zero."""
+        return self._next_largest if self._unlike_zero == _FEWEST_UNLIKE_ZERO else math.inf
 
     def measures_progress(self, start: float, level: float, noise: float) -> bool:
         """Whether the loss came down, and never climbed by half as much and turned.
@@ -158,7 +165,7 @@ class Seen:
             "losses": self._losses.state_dict(),
             "norms": self._norms.state_dict(),
             "measured_before": self._measured_before,
-            "largest": self._largest,
+            "largest": [self._next_largest, self._largest],
             "unlike_zero": self._unlike_zero,
             "noise": self._noise,
             "low": self._low,
@@ -176,7 +183,8 @@ class Seen:
             return
         self._losses, self._norms = Range.from_state(state["losses"]), Range.from_state(state["norms"])
         self._measured_before = state["measured_before"]
-        self._largest, self._unlike_zero = state.get("largest", 0.0), state.get("unlike_zero", 0)
+        self._next_largest, self._largest = state.get("largest", (0.0, 0.0))
+        self._unlike_zero = state.get("unlike_zero", 0)
         self._noise, self._low, self._top = state["noise"], state["low"], state["top"]
         self._climbed, self._beyond = state["climbed"], state["beyond"]
         self._last.clear()

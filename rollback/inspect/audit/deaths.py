@@ -11,6 +11,7 @@ from rollback.inspect.audit.report import ReportItem
 from rollback.rundir.journal.journal import last_fact, of_kind
 from rollback.terminal.quantities import at_least
 
+# Not what came with each checkpoint, of which a long run has too many: so audit may know of more steps that were lost.
 TELLING: frozenset[type[facts.Fact]] = frozenset({
     facts.Attached, facts.Incident, facts.Planned, facts.Restored, facts.Finished, facts.Stopped, facts.AttemptEnded,
     facts.LastSnapshotMade, facts.NoLastSnapshot,
@@ -33,7 +34,7 @@ class Death(ReportItem):
         steps = f"{at_least(str(self.steps_lost), self.at_least)} step{'s' if self.steps_lost != 1 else ''}"
         went = "the run went back" if self.went_back else "the next start goes back"
         where = f"to {self.checkpoint}, step {self.step}" if self.checkpoint else "to the beginning"
-        why = f"; nothing newer was kept ({self.why_not_kept})" if self.why_not_kept else ""
+        why = f"; nothing newer is left ({self.why_not_kept})" if self.why_not_kept else ""
         return f"{steps} of attempt {self.attempt}: {went} {where}{why}"
 
 
@@ -48,16 +49,19 @@ def deaths(
     costs, own = reckon(records, progress), by_attempt(records)
     attached = reversed(of_kind(records, facts.Attached))  # the first one of each attempt counts
     trained = {record.attempt: (fact.checkpoint, fact.step) for record, fact in attached}
+    kept = {fact.checkpoint for _, fact in of_kind(records, facts.LastSnapshotMade) if fact.checkpoint}
     found, order = {}, sorted(trained)
     for attempt, back in zip(order, [*(trained[later] for later in order[1:]), next_start], strict=False):
-        if back is None:
+        stopped = last_fact(own[attempt], facts.Stopped)
+        if back is None or (stopped is not None and stopped.reason != "preempted"):  # given up, which is no death
             continue
         went_back = attempt != order[-1]
         lost = costs.deaths[attempt].steps or 0 if went_back else costs.reached[attempt] - back[1]
         if lost > 0:
             found[attempt] = Death(
                 attempt=attempt, steps_lost=lost, at_least=not is_reach_known(own[attempt]), checkpoint=back[0],
-                step=back[1], went_back=went_back, why_not_kept=_why_not_kept(own[attempt]),
+                step=back[1], went_back=went_back,
+                why_not_kept=None if back[0] in kept else _why_not_kept(own[attempt]),
             )  # fmt: skip
     return found
 

@@ -5,8 +5,10 @@ from collections.abc import Collection, Sequence
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import beyond_the_record
+from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_last_metrics
+from rollback.system.processes import is_alive
 from rollback.wording import first_few
 
 _SHOWN = 3
@@ -15,6 +17,9 @@ _SHOWN = 3
 def lost_lines(paths: RunPaths, committed: Collection[str], last_attempt: int, taken: Sequence[Manifest]) -> list[str]:
     """A notice where lines are lost, or none. committed, last_attempt: what the ranks' journal has, which is 0 where it
     has no attempt. taken: the checkpoints that are there."""
+    holder = read_holder(paths)
+    if holder is not None and is_alive(holder.get("pid"), holder.get("host"), holder.get("start")) != "no":
+        return []  # where its disk takes nothing, it has the lines in its memory
     beyond = beyond_the_record(committed, last_attempt, taken)
     judged = next(iter(read_last_metrics(paths.metrics, 1)), None)
     if not beyond and judged is not None and judged.attempt > last_attempt:

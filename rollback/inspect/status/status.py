@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -183,14 +184,18 @@ class StatusReader:
         torn = [(path, tail.torn_bytes) for path, tail in zip(journals, self._tails, strict=True)]
         notices = [torn_notice(path, size) for path, size in torn if size] + seal.in_words(self._seals) + self._unseen
         status = _status(self._root, paths, self._past, self._ring, notices)
-        self._look_for_deaths(paths, is_over=status.state in ("ended", "died"))
+        self._look_for_deaths(paths, status)
         return status.model_copy(update={"death": self.deaths[max(self.deaths)] if self.deaths else None})
 
-    def _look_for_deaths(self, paths: RunPaths, *, is_over: bool) -> None:
+    def _look_for_deaths(self, paths: RunPaths, status: Status) -> None:
+        is_over = status.state in ("ended", "died")
         if (known := (len(self._past.told), is_over)) == self._deaths_of:
             return  # the metrics are long
-        newest = self._ring[-1] if is_over and self._ring else None
-        next_start = (newest.checkpoint, newest.step) if newest is not None else None
+        there = [(it.checkpoint, it.step) for it in self._ring[-1:]]
+        far, undone = status.durable, self._past.history.discarded
+        if far is not None and far.checkpoint not in {None, *undone} and "://" in (far.place or ""):
+            there.append((str(far.checkpoint), far.step or 0))  # this host may have lost its memory since
+        next_start = max(there, key=itemgetter(1), default=None) if is_over else None
         self.deaths = deaths(self._past.told, read_progress(paths).by_attempt, next_start)
         self._deaths_of = known
 

@@ -141,7 +141,8 @@ def _encoded(value: Any, budget: _Budget) -> Any:
         budget.spend(value.size)
         of = "array" if kind is np.ndarray else "number"
         return {_TYPE: of, "dtype": value.dtype.name, "shape": [*value.shape], "values": value.flatten().tolist()}
-    fields = isinstance(value, tuple) or (is_dataclass(value) and kind.__dataclass_params__.frozen)
+    named = isinstance(value, tuple) and hasattr(value, "_fields")
+    fields = named or (is_dataclass(value) and kind.__dataclass_params__.frozen)
     raise _Lost if fields else _Unkept
 
 
@@ -170,14 +171,16 @@ def decoded(value: Any) -> Any:
 
 def is_meter(value: Any) -> bool:
     """Whether it adds up what it is told of, as an `AverageMeter` or a metric of torchmetrics: what is in it has no
-    name in the script, so nothing of it is put back. Also a list or a dict that has one. Not a module with a state: the
-    guard keeps it."""
+    name in the script, so nothing of it is put back. Also a list or a dict that has one. Not what has a state to be
+    kept by."""
     match value:
         case dict():
             return any(map(is_meter, value.values()))
         case list() | tuple():
             return any(map(is_meter, value))
-        case nn.Module() if value.state_dict():
-            return False
+        case nn.Module():
+            kept = bool(value.state_dict())
+        case _:
+            kept = hasattr(value, "load_state_dict")
     names = {*dir(value)}
-    return "update" in names and not _TELLS.isdisjoint(names)
+    return not kept and "update" in names and not _TELLS.isdisjoint(names)

@@ -6,7 +6,7 @@ import pytest
 from curves import norms, observations, verdicts
 
 from rollback.config import Objective
-from rollback.sentinel import Kind, Sentinel, Verdict
+from rollback.sentinel import Hint, Kind, Sentinel, Verdict
 
 
 def spikes(said: list[Verdict]) -> list[Verdict]:
@@ -53,6 +53,17 @@ def test_of_an_always_zero_loss_nothing_is_called_that_says_for_the_first_time_h
 def test_a_mostly_zero_loss_that_was_called_and_came_back_is_not_called_again() -> None:
     losses = zeros_with_clumps(0) + ([0.05] * 10 + [0.0] * 400) * 5
     assert [call.step for call in spikes(verdicts(observations(losses)))] == [3004]
+
+
+@pytest.mark.parametrize("objective", ["auto", "supervised"])
+def test_one_wild_loss_and_a_phase_of_a_solved_task_blind_nobody(objective: Objective) -> None:
+    chance = random.Random(0)
+    hinge = [1 + chance.random() if chance.random() < 0.05 else 0.0 for _ in range(400)]
+    wild = [1e9 if step == 100 else loss for step, loss in enumerate(hinge)] + [1e3 + step for step in range(20)]
+    assert [call.step for call in spikes(verdicts(observations(wild), Sentinel(objective=objective)))] == [404]
+    solved = [max(0.0, 1 - step / 50) for step in range(400)] + [50.0 + step for step in range(20)]
+    told = [it._replace(hints=Hint.ANNOUNCED) if it.step == 300 else it for it in observations(solved)]
+    assert [call.step for call in spikes(verdicts(told, Sentinel(objective=objective)))] == [404]
 
 
 def test_gradient_norms_are_judged_where_the_loss_is_always_zero() -> None:

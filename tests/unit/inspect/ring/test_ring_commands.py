@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from unreadable import forbidden
 
 from checkpoints import damage, manifest_of
-from recorded_run import attached, incident, rollback_plan
+from recorded_run import attached, hold, incident, rollback_plan
 from rollback.checkpoints import pins, ring, tiers
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.slots import SlotPaths
@@ -613,6 +613,8 @@ def test_lines_that_the_ranks_journal_has_lost_are_told_by_all_who_read_it(
         tell(paths, *left)
     for told in (read_listing(paths.root), read_status(paths.root), read_material(paths.root)):
         assert [f"{paths.train_journal} {said}{OLD}, {MIDDLE}, {NEW}. " in notice for notice in told.notices] == [True]
+    hold(paths, alive=True)  # it may have the lines in its memory, for a disk that takes none
+    assert read_listing(paths.root).notices == []
 
 
 def test_what_a_crash_leaves_without_its_line_is_no_lost_line(paths: RunPaths) -> None:

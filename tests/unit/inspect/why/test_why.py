@@ -19,6 +19,7 @@ from rollback.facts.training import (
     NoLastSnapshot,
     RunEnded,
     Signalled,
+    Stopped,
     StuckAtExit,
     Window,
 )
@@ -224,7 +225,7 @@ def test_what_a_death_has_undone_is_told_by_why_and_status_as_by_audit(run: Reco
     run.commit(2, "c000000-s00000000", 0)
     run.commit(4, "c000001-s00000050", 50)
     run.tell(5, AttemptEnded(status=1, cause="rank 0 was killed", step=63, seconds=9.0, why="signal", rank=0))
-    told = "at least 13 steps of attempt 1: {} to c000001-s00000050, step 50; nothing newer was kept ({})"
+    told = "at least 13 steps of attempt 1: {} to c000001-s00000050, step 50; nothing newer is left ({})"
     nobody = "no rank was left that could keep it"
     next_start = deaths(read_material(run.paths.root).records, {}, ("c000001-s00000050", 50))
     assert next_start[1].in_words() == told.format("the next start goes back", nobody)
@@ -242,10 +243,21 @@ def test_what_a_death_has_undone_is_told_by_why_and_status_as_by_audit(run: Reco
     )
     run.attach(8, 3, "c000001-s00000050", 50)
     assert death_in(shown(run, 2)) == (
-        "21 steps of attempt 2: the run went back to c000001-s00000050, step 50; nothing newer was kept (no last "
+        "21 steps of attempt 2: the run went back to c000001-s00000050, step 50; nothing newer is left (no last "
         "snapshots: it is switched off)"
     )
     assert death_in(shown(run, 1)) == said
+
+
+def test_what_is_given_up_and_what_a_later_attempt_says_was_kept_is_no_loss_without_a_reason(run: RecordedRun) -> None:
+    run.commit(2, "c000001-s00000050", 50)
+    run.tell(5, AttemptEnded(status=1, cause="rank 0 was killed", step=63, seconds=9.0, why="signal", rank=0))
+    run.attach(6, 2, "c000002-s00000060", 60)
+    run.tell(6, LastSnapshotMade(reason="asked", checkpoint="c000002-s00000060", step=60, rank=0, steps_lost=3), 2)
+    given_up = Stopped(reason="structural", step=90, batch=90, checkpoint=None, account="it came back")
+    run.tell(7, given_up, 2)
+    found = deaths(read_material(run.paths.root).records, {}, ("c000002-s00000060", 60))
+    assert {attempt: death.why_not_kept for attempt, death in found.items()} == {1: None}
 
 
 def test_where_a_state_was_kept_its_account_tells_what_is_lost_to_the_step(run: RecordedRun) -> None:

@@ -176,6 +176,11 @@ class Meter(Thing):
         """Of no interest."""
 
 
+class MeterWithState(Meter):
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Of no interest."""
+
+
 class Logger(Thing):
     """As torchvision's references have it: its meters have the means."""
 
@@ -204,6 +209,8 @@ class Rates(NamedTuple):
         ({"weight": torch.zeros(20)}, True, False),
         (Thing(), True, False),
         (Meter(), True, True),
+        (MeterWithState(), True, False),
+        (torch.Size([3]), True, False),
         (Rates(0.5), True, True),
         ({"loss": Thing()}, True, False),
         ([Thing(), *range(2000)], True, True),
