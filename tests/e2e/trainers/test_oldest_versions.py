@@ -31,8 +31,13 @@ def test_the_oldest_supported_versions_pass_the_same_tests(tmp_path: Path) -> No
     assert told.stdout.split() == [OLDEST["accelerate"], OLDEST["transformers"]]
     # Two processes, since such a test waits for others half of the time; warm servers of their own.
     tests = [sys.executable, "-m", "pytest", "-n2", "--dist", "loadfile", "-q", "-m", "not soak", str(HERE)]
+    tests += ["-o", f"cache_dir={tmp_path / 'cache'}"]
     environment.pop("TESTS_REGISTER", None)
-    done = subprocess.run(
-        tests, env=environment, text=True, timeout=LIMIT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    for again in ([], ["--last-failed"]):  # a version that does not fit fails twice; a machine that was busy does not
+        done = subprocess.run(
+            [*tests, *again], env=environment, text=True, timeout=LIMIT, check=False, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if done.returncode == 0:
+            return
+    pytest.fail(done.stdout[-8000:])
