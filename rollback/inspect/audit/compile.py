@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from rollback.facts import training as facts
-from rollback.facts.history import Case, History, fold, merge_windows
+from rollback.facts.history import Case, History, merge_windows
 from rollback.facts.supervisor import ABOUT_NODES
 from rollback.inspect.audit import report
 from rollback.inspect.audit.cost import Costs, reckon, rounded
@@ -26,10 +26,10 @@ from rollback.system.collector import no_collection
 
 @no_collection()
 def compile_ledger(material: Material) -> report.AuditReport:
-    """The report of a run. Raises JournalDamaged where facts contradict each other."""
+    """The report of a run."""
     records, told = material.records, of_kinds(material.records, facts.TOLD)
-    history = fold(records)
-    costs = reckon(records, material.progress)
+    history = material.history
+    costs = reckon(records, history.reached, material.progress)
     notices = list(material.notices)
     passed = _passed_over(material, told)
     last_passed = passings(told, sorted({line.batch for lines in material.skipped.values() for line in lines}))

@@ -14,7 +14,7 @@ was set back, an interval that ends before it begins costs nothing.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
@@ -22,7 +22,6 @@ from rollback.facts import training as facts
 from rollback.rundir.journal.journal import of_kind, of_kinds
 
 _PRICED = frozenset({facts.Planned, facts.Restored, facts.Attached, facts.Hung, facts.AttemptEnded})
-_POSITIONS = _PRICED - {facts.Hung} | {facts.Committed, facts.Incident, facts.Finished, facts.Stopped}
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,15 @@ class Charged:
         return free
 
 
-def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[int, int]]) -> Costs:
-    """The costs of a run.
+def reckon(
+    records: Sequence[facts.JournalEntry], reached: Mapping[int, int], progress: Mapping[int, tuple[int, int]]
+) -> Costs:
+    """The costs of a run. The steps need no lines of commits, the seconds do.
 
-    records: in merged order. progress: by attempt, the timeline and step of its last judged step, from the metrics.
+    records: in merged order. reached: of their history. progress: by attempt, the timeline and step of its last judged
+    step, from the metrics.
     """
-    costs = Costs(reached=_reached(records, progress))
+    costs = Costs(reached=_reached(records, reached, progress))
     charged = Charged()
     taken = _Taken(records)
     began: float | None = None
@@ -157,21 +159,14 @@ def rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
-def _reached(records: Iterable[facts.JournalEntry], progress: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+def _reached(
+    records: Sequence[facts.JournalEntry], told: Mapping[int, int], progress: Mapping[int, tuple[int, int]]
+) -> dict[int, int]:
     """By attempt, the step in progress at its last sign of life."""
-    reached: dict[int, int] = {}
+    reached = {**told}
     timelines: dict[int, int] = {}  # of attempts that planned to go back: the furthest step of such a one says nothing
-    for record in of_kinds(records, _POSITIONS):
+    for record in of_kinds(records, {facts.AttemptEnded, facts.Planned}):
         match record.fact:
-            case (
-                facts.Committed(step=step)
-                | facts.Incident(step=step)
-                | facts.Finished(step=step)
-                | facts.Stopped(step=step)
-            ):
-                reached[record.attempt] = max(step, reached.get(record.attempt, 0))
-            case facts.Attached(step=step) | facts.Restored(step=step):
-                reached[record.attempt] = step
             case facts.AttemptEnded(step=int(step)) if (
                 record.attempt not in progress or record.attempt not in timelines
             ):

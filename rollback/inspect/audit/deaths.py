@@ -1,4 +1,4 @@
-"""What the deaths of attempts have undone, and why nothing newer was kept. Pure."""
+"""What the deaths of attempts have undone, and why nothing newer is left. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,10 +11,9 @@ from rollback.inspect.audit.report import ReportItem
 from rollback.rundir.journal.journal import last_fact, of_kind
 from rollback.terminal.quantities import at_least
 
-# Not what came with each checkpoint, of which a long run has too many: so audit may know of more steps that were lost.
 TELLING: frozenset[type[facts.Fact]] = frozenset({
-    facts.Attached, facts.Incident, facts.Planned, facts.Restored, facts.Finished, facts.Stopped, facts.AttemptEnded,
-    facts.LastSnapshotMade, facts.NoLastSnapshot,
+    facts.Attached, facts.Planned, facts.Restored, facts.Stopped, facts.AttemptEnded, facts.LastSnapshotMade,
+    facts.NoLastSnapshot,
 })  # fmt: skip
 """Facts by which deaths are told, where an attempt's end is on record."""
 
@@ -39,14 +38,17 @@ class Death(ReportItem):
 
 
 def deaths(
-    records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[int, int]], next_start: tuple[str, int] | None
+    records: Sequence[facts.JournalEntry],
+    reached: Mapping[int, int],
+    progress: Mapping[int, tuple[int, int]],
+    next_start: tuple[str, int] | None,
 ) -> dict[int, Death]:
     """The deaths that have undone steps, by attempt.
 
-    records, progress: as for `reckon`. next_start: the checkpoint, and its step, with which the next start goes on;
-    None: the last attempt still runs, or that is not known.
+    next_start: the checkpoint, and its step, with which the next start goes on; None: the last attempt still runs, or
+    that is not known. The others: as for `reckon`.
     """
-    costs, own = reckon(records, progress), by_attempt(records)
+    costs, own = reckon(records, reached, progress), by_attempt(records)
     attached = reversed(of_kind(records, facts.Attached))  # the first one of each attempt counts
     trained = {record.attempt: (fact.checkpoint, fact.step) for record, fact in attached}
     kept = {fact.checkpoint for _, fact in of_kind(records, facts.LastSnapshotMade) if fact.checkpoint}

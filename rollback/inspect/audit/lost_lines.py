@@ -1,10 +1,11 @@
 """What is there that the ranks' journal must once have named: it lacks lines. Nothing else would show that, since the
 lines that are left are sound."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import beyond_the_record
+from rollback.facts.history import History
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_last_metrics
@@ -14,13 +15,12 @@ from rollback.wording import first_few
 _SHOWN = 3
 
 
-def lost_lines(paths: RunPaths, committed: Collection[str], last_attempt: int, taken: Sequence[Manifest]) -> list[str]:
-    """A notice where lines are lost, or none. committed, last_attempt: what the ranks' journal has, which is 0 where it
-    has no attempt. taken: the checkpoints that are there."""
+def lost_lines(paths: RunPaths, history: History, taken: Sequence[Manifest]) -> list[str]:
+    """A notice where lines are lost, or none. taken: the checkpoints that are there."""
     holder = read_holder(paths)
     if holder is not None and is_alive(holder.get("pid"), holder.get("host"), holder.get("start")) != "no":
         return []  # where its disk takes nothing, it has the lines in its memory
-    beyond = beyond_the_record(committed, last_attempt, taken)
+    beyond, last_attempt = beyond_the_record(history, taken), max(history.reached, default=0)
     judged = next(iter(read_last_metrics(paths.metrics, 1)), None)
     if not beyond and judged is not None and judged.attempt > last_attempt:
         beyond = [f"the metrics of attempt {judged.attempt}"]

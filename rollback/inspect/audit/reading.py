@@ -13,12 +13,11 @@ from pydantic import ValidationError
 
 from rollback.checkpoints.tiers import locate
 from rollback.errors import RunDirectoryError, UsageError, reporting
+from rollback.facts.history import History, fold
 from rollback.facts.training import (
     Accepted,
     Answered,
-    Attached,
     AttemptStarted,
-    Committed,
     Fetched,
     Incident,
     JournalEntry,
@@ -57,6 +56,7 @@ class Material:
     identity: Identity | None
     records: list[JournalEntry]
     """The facts of both journals in merged order."""
+    history: History
     skipped: dict[int, list[SkippedBatch]] = field(default_factory=dict)
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By attempt, the timeline and step of its last judged step."""
@@ -127,7 +127,9 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
     paths = require_run_directory(root)
     notices: list[str] = []
     records = read_records(paths, notices)
-    notices += _lost_lines(paths, records)
+    history = fold(records)
+    with contextlib.suppress(OSError, RunDirectoryError):  # of a ring that cannot be read, others tell
+        notices += lost_lines(paths, history, [place.manifest for place in locate(paths)])
     identity = read_identity(paths)
     if identity is None:
         notices.append("there is no run.json: the ranks never agreed to start, or it was removed")
@@ -145,6 +147,7 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
         str(root),
         identity,
         records,
+        history,
         skipped,
         progress.by_attempt,
         notices,
@@ -155,14 +158,6 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
         left_out,
         handed_in(paths, {fact.request for _, fact in of_kind(records, Answered)}),
     )
-
-
-def _lost_lines(paths: RunPaths, records: Sequence[JournalEntry]) -> list[str]:
-    committed = {fact.checkpoint for _, fact in of_kind(records, Committed)}
-    last_attempt = max((record.attempt for record, _ in of_kind(records, Attached)), default=0)
-    with contextlib.suppress(OSError, RunDirectoryError):  # of a ring that cannot be read, others tell
-        return lost_lines(paths, committed, last_attempt, [place.manifest for place in locate(paths)])
-    return []
 
 
 def _is_abandoned(paths: RunPaths) -> bool:

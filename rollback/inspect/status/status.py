@@ -35,7 +35,7 @@ from rollback.rundir import seal
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.folded_journal import fold_journal
-from rollback.rundir.journal.journal import JournalTail, of_kind, read_entries
+from rollback.rundir.journal.journal import JournalTail, read_entries
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
 from rollback.rundir.records import Heartbeat, read_last_metrics
@@ -196,17 +196,14 @@ class StatusReader:
         if far is not None and far.checkpoint not in {None, *undone} and "://" in (far.place or ""):
             there.append((str(far.checkpoint), far.step or 0))  # this host may have lost its memory since
         next_start = max(there, key=itemgetter(1), default=None) if is_over else None
-        self.deaths = deaths(self._past.told, read_progress(paths).by_attempt, next_start)
+        self.deaths = deaths(self._past.told, self._past.history.reached, read_progress(paths).by_attempt, next_start)
         self._deaths_of = known
 
     def _look_into_ring(self, paths: RunPaths) -> None:
         try:
             places = locate(paths)
-            last_attempt = max((entry.attempt for entry, _ in of_kind(self._past.told, Attached)), default=0)
-            committed, taken = self._past.history.committed, [place.manifest for place in places]
-            self._ring, self._unseen = (
-                _ring(places, self._past.history), lost_lines(paths, committed, last_attempt, taken),
-            )  # fmt: skip
+            self._unseen = lost_lines(paths, self._past.history, [place.manifest for place in places])
+            self._ring = _ring(places, self._past.history)
         except (OSError, RunDirectoryError) as error:
             self._ring, self._unseen = [], [f"which checkpoints there are cannot be told: {message_of(error)}"]
 

@@ -36,6 +36,7 @@ from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.ring.verify import verify
 from rollback.inspect.status.status import read_status
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.rundir.seal import ENV_SEAL
@@ -623,4 +624,5 @@ def test_what_a_crash_leaves_without_its_line_is_no_lost_line(paths: RunPaths) -
     tell(paths, attached(None, 0), Committed(checkpoint=OLD, step=10, batch=20, timeline=0, bytes=1, seconds=0.1))
     for told in (read_listing(paths.root), read_status(paths.root), read_material(paths.root)):
         assert told.notices == []
-    assert beyond_the_record([OLD], 1, [manifest_of(1, 20).model_copy(update={"attempt": 2})]) == [MIDDLE]
+    history = fold_journal(paths.train_journal).history
+    assert beyond_the_record(history, [manifest_of(1, 20).model_copy(update={"attempt": 2})]) == [MIDDLE]
