@@ -165,6 +165,7 @@ class StatusReader:
         self._deaths_of: tuple[int, bool] | None = None
         self.deaths: dict[int, Death] = {}
         """Those that have undone steps, by attempt, as of the last call."""
+        self._held: bool | None = None
         self._ring: list[HeldCheckpoint] = []
         self._unseen: list[str] = []
         self.news: list[JournalEntry] = []
@@ -175,15 +176,16 @@ class StatusReader:
     def read(self) -> Status:
         """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
         paths = require_run_directory(self._root)
-        first = not self._tails
         self.news = self._past.take_in(*(tail.new() for tail in self._tails)) if self._tails else self._begin(paths)
         self._seals += sum(tail.seals for tail in self._tails)
-        if self.news or first:
+        holder, before = _holder(paths), self._held
+        self._held = holder is not None and holder.alive != "no"
+        if self.news or self._held != before:  # what its memory had, of a disk that took nothing, is lost with it
             self._look_into_ring(paths)
         journals = (paths.train_journal, paths.supervisor_journal)
         torn = [(path, tail.torn_bytes) for path, tail in zip(journals, self._tails, strict=True)]
         notices = [torn_notice(path, size) for path, size in torn if size] + seal.in_words(self._seals) + self._unseen
-        status = _status(self._root, paths, self._past, self._ring, notices)
+        status = _status(self._root, paths, self._past, holder, self._ring, notices)
         self._look_for_deaths(paths, status)
         return status.model_copy(update={"death": self.deaths[max(self.deaths)] if self.deaths else None})
 
@@ -230,14 +232,15 @@ def _ring(places: Sequence[Located], history: History) -> list[HeldCheckpoint]:
     ]
 
 
-def _status(root: Path, paths: RunPaths, past: RunRecord, ring: list[HeldCheckpoint], notices: list[str]) -> Status:
+def _status(
+    root: Path, paths: RunPaths, past: RunRecord, holder: Holder | None, ring: list[HeldCheckpoint], notices: list[str]
+) -> Status:
     history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())
     judged = last_judged(read_last_metrics(paths.metrics, LINES), past.begun, history.timeline)
     found = read_all_heartbeats(paths)
     heartbeats = {rank: beat for rank, beat in found.items() if beat.attempt >= history.last_attempt}
-    holder = _holder(paths)
     ranks = [_rank(rank, heartbeat, now) for rank, heartbeat in sorted(heartbeats.items())]
     slowest = min(ranks, key=lambda entry: (entry.step, entry.batch), default=None)
     point = _present_point(past, judged, list(heartbeats.values()))
