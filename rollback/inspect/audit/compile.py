@@ -9,8 +9,7 @@ from rollback.facts import training as facts
 from rollback.facts.history import Case, History, merge_windows
 from rollback.facts.supervisor import ABOUT_NODES
 from rollback.inspect.audit import report
-from rollback.inspect.audit.cost import Costs, reckon, rounded
-from rollback.inspect.audit.deaths import is_reach_known
+from rollback.inspect.audit.cost import Costs, is_reach_known, reckon, rounded
 from rollback.inspect.audit.ending import NO_END, confirmed, ending_of, lacks_its_end
 from rollback.inspect.audit.incidents import put_together
 from rollback.inspect.audit.metrics import last_judged

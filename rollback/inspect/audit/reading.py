@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.resume import beyond_the_record
 from rollback.checkpoints.tiers import locate
 from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.facts.history import History, fold
@@ -24,7 +26,6 @@ from rollback.facts.training import (
     NoLastSnapshot,
     StuckAtExit,
 )
-from rollback.inspect.audit.lost_lines import lost_lines
 from rollback.inspect.audit.metrics import LINES
 from rollback.inspect.audit.requests import handed_in
 from rollback.rundir import seal
@@ -41,9 +42,11 @@ from rollback.rundir.requests import Request
 from rollback.system.collector import no_collection
 from rollback.system.files import size_of
 from rollback.system.processes import is_alive
+from rollback.wording import first_few
 
 REMARKS = (Accepted, NoLastSnapshot, Fetched, StuckAtExit)
 """Facts that reports tell of an attempt in words, besides those of how it began and how it ended."""
+_SHOWN = 3  # names
 _WITH_EVIDENCE = 500  # incidents
 _SKIP_RECORD = re.compile(r"rank-([0-9]+)\.jsonl")
 _SKIPS = 32 << 20  # bytes of skip records that are read into memory
@@ -158,6 +161,29 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
         left_out,
         handed_in(paths, {fact.request for _, fact in of_kind(records, Answered)}),
     )
+
+
+def lost_lines(paths: RunPaths, history: History, taken: Sequence[Manifest]) -> list[str]:
+    """A notice where there is what the ranks' journal must once have named, or none. taken: the checkpoints that are
+    there. Nothing else would show that it lacks lines, since those that are left are sound."""
+    holder = read_holder(paths)
+    if holder is not None and is_alive(holder.get("pid"), holder.get("host"), holder.get("start")) != "no":
+        return []  # where its disk takes nothing, it has the lines in its memory
+    beyond, last_attempt = beyond_the_record(history, taken), max(history.reached, default=0)
+    judged = next(iter(read_last_metrics(paths.metrics, 1)), None)
+    if not beyond and judged is not None and judged.attempt > last_attempt:
+        beyond = [f"the metrics of attempt {judged.attempt}"]
+    if not beyond:
+        return []
+    journal = paths.train_journal
+    how = f"lacks lines: it ends in front of {first_few(beyond, _SHOWN)}"
+    if not last_attempt:
+        how = f"{'is empty' if journal.exists() else 'is missing'}, and there is {first_few(beyond, _SHOWN)}"
+    return [
+        f"{journal} {how}. Incidents, what was skipped, and which checkpoints are good are not known from there on. "
+        "`rollback launch` goes on from the newest checkpoint as if they were nothing, and says "
+        "so: if there is a copy of the journal, put it back before that"
+    ]
 
 
 def _is_abandoned(paths: RunPaths) -> bool:

@@ -24,8 +24,7 @@ from rollback.errors import (
 from rollback.facts.history import History
 from rollback.facts.training import Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
-from rollback.inspect.audit.lost_lines import lost_lines
-from rollback.inspect.audit.reading import require_run_directory
+from rollback.inspect.audit.reading import lost_lines, require_run_directory
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at

@@ -22,12 +22,10 @@ from rollback.errors import RunDirectoryError, message_of
 from rollback.facts.fact import InitialState
 from rollback.facts.history import History
 from rollback.facts.training import TOLD, Attached, JournalEntry, Restored, Tier
-from rollback.inspect.audit.cost import seconds_since_epoch
-from rollback.inspect.audit.deaths import Death, deaths
+from rollback.inspect.audit.cost import Death, deaths, seconds_since_epoch
 from rollback.inspect.audit.ending import confirmed
-from rollback.inspect.audit.lost_lines import lost_lines
 from rollback.inspect.audit.metrics import LINES, last_judged
-from rollback.inspect.audit.reading import read_progress, require_run_directory, torn_notice
+from rollback.inspect.audit.reading import lost_lines, read_progress, require_run_directory, torn_notice
 from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem, said
 from rollback.inspect.audit.requests import open_requests
 from rollback.inspect.status.record import RunRecord

@@ -13,7 +13,7 @@ from pydantic import Field
 from rollback.errors import UsageError
 from rollback.facts import training as facts
 from rollback.facts.supervisor import ABOUT_NODES, Why
-from rollback.inspect.audit.deaths import Death
+from rollback.inspect.audit.cost import Death
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import REMARKS, by_attempt
 from rollback.inspect.audit.report import Document, ReportItem, said

@@ -24,7 +24,7 @@ from rollback.facts.training import (
     Window,
 )
 from rollback.inspect.audit.compile import compile_ledger
-from rollback.inspect.audit.deaths import Death, deaths
+from rollback.inspect.audit.cost import Death, deaths
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import read_material
 from rollback.inspect.audit.text import print_ledger
