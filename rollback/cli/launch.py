@@ -296,7 +296,7 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
         windows = [parse_window(text, "--skip") for text in values.get("skip", [])]
         values["skip"] = merge_windows(windows + (_passed_over_by(skips_of) if skips_of is not None else []))
     if "skip_samples" in values or skips_of is not None:
-        own = cumulative([parse_samples(text, "--skip-samples") for text in values.get("skip_samples", [])])
+        own = cumulative([parse_samples(text) for text in values.get("skip_samples", [])])
         others = _history_of(skips_of).quarantine if skips_of is not None else []
         values["skip_samples"] = together(own, [SamplesFrom(batch=it.batch, samples=it.samples) for it in others])
     try:
