@@ -21,6 +21,8 @@ MEETING_MODULE, ENV_MEETING = "rollback.agent.meeting", "ROLLBACK_MEETING"
 """What runs beside a supervisor whose hosts meet at an endpoint, and `MeetingPoint` as JSON for it."""
 STAND_IN_MODULE = "rollback.train.last_snapshot.stand_in"
 """What torchrun's process runs where no rank of this host is left to take part in a last snapshot of several hosts."""
+ADOPTING = "rollback/trainers/adopt/script.py"
+"""What runs the script in the ranks, under `--adopt`."""
 FORK_SERVER = "fork server"
 """What `ps -o comm` shows of the process that forks ranks."""
 

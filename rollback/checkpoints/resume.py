@@ -111,13 +111,14 @@ def is_on_record(history: History, taken: Taken, ahead: Collection[str]) -> bool
     return not history.attached or (taken.timeline <= history.timeline and taken.name not in ahead)
 
 
-def beyond_the_record(committed: Collection[str], last_attempt: int, taken: Iterable[Manifest]) -> list[str]:
+def beyond_the_record(history: History, taken: Iterable[Manifest]) -> list[str]:
     """Names of checkpoints that the ranks' journal must have named, and does not: it has lost lines. Oldest first.
 
-    committed, last_attempt: by that journal. A crash may leave two without their lines: the one that was just made, and
-    the last snapshot of that attempt. An attempt is on record before it makes any.
+    A crash may leave two without their lines: the one that was just made, and the last snapshot of that attempt. An
+    attempt is on record before it makes any.
     """
-    newest = max((CheckpointName(name).order for name in committed), default=(-1, -1))
+    newest = max((CheckpointName(name).order for name in history.committed), default=(-1, -1))
+    last_attempt = max(history.reached, default=0)
     beyond = sorted((it for it in taken if it.order > newest), key=lambda manifest: manifest.order)
     if len({it.name for it in beyond}) > _UNNAMED or any(it.attempt > last_attempt for it in beyond):
         return list(dict.fromkeys(it.name for it in beyond))

@@ -27,6 +27,7 @@ from rollback.errors import ExitCode, RollbackError, ScriptRefused, UsageError, 
 from rollback.facts.fact import SamplesFrom, Window
 from rollback.facts.history import History, merge_windows, passed_over_by
 from rollback.facts.training import PassedOver
+from rollback.instructions import ADOPTING
 from rollback.live.screen import Screen
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import read_journal
@@ -151,7 +152,7 @@ def _runner(adopt: str | None, flags: Mapping[str, str | bool]) -> list[str]:
             f"--adopt takes a Python script, and --{taken[0]} says that this is none",
             hint="for a module, a script will do with: runpy.run_module('NAME', run_name='__main__')",
         )
-    return [str(Path(rollback.__file__).parent / "trainers" / "adopt" / "script.py"), adopt]
+    return [str(Path(rollback.__file__).parents[1] / ADOPTING), adopt]
 
 
 def _unprotected(order: LaunchOrder) -> LaunchOrder:
@@ -295,7 +296,7 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
         windows = [parse_window(text, "--skip") for text in values.get("skip", [])]
         values["skip"] = merge_windows(windows + (_passed_over_by(skips_of) if skips_of is not None else []))
     if "skip_samples" in values or skips_of is not None:
-        own = cumulative([parse_samples(text, "--skip-samples") for text in values.get("skip_samples", [])])
+        own = cumulative([parse_samples(text) for text in values.get("skip_samples", [])])
         others = _history_of(skips_of).quarantine if skips_of is not None else []
         values["skip_samples"] = together(own, [SamplesFrom(batch=it.batch, samples=it.samples) for it in others])
     try:

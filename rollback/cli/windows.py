@@ -24,14 +24,14 @@ def parse_window(text: str, where: str) -> Window:
         ) from error
 
 
-def parse_samples(text: str, where: str) -> SamplesFrom:
-    """`I,J` or `BATCH:I,J`. Raises UsageError naming `where` it stood."""
+def parse_samples(text: str) -> SamplesFrom:
+    """`I,J` or `BATCH:I,J`. Raises UsageError."""
     batch, _, listed = text.rpartition(":")
     try:
         return SamplesFrom(batch=int(batch or 0), samples=tuple(int(sample) for sample in listed.split(",")))
     except ValueError as error:
         raise UsageError(
-            f"{where}: {text!r} is not a list of samples",
+            f"--skip-samples: {text!r} is not a list of samples",
             hint="write data set indices as in 17,402; or BATCH:17,402 to leave them out from that batch on",
         ) from error
 

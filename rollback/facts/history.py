@@ -115,6 +115,8 @@ class History:
     """Whether the ranks of any attempt have attached."""
     furthest: int | None = None
     """The furthest step that a fact of the ranks names as reached."""
+    reached: dict[int, int] = field(default_factory=dict)
+    """By attempt that attached, the furthest step that a fact names since it began or went back."""
     stood: tuple[int, int] | None = None
     """The step and batch of the last checkpoint, start or restore."""
     drained: dict[str, set[str]] = field(default_factory=dict)
@@ -175,6 +177,8 @@ class _Contradiction(Exception):
 
 _Reaching = Attached | Committed | Finished | FinalStateLost | ScriptLeft | Stopped
 _REACHING = frozenset(get_args(_Reaching))  # to look a type up is several times as fast as `isinstance`
+_SETTING_OUT = frozenset({Attached, Restored})
+_POSITIONS = _SETTING_OUT | {Committed, Incident, Finished, Stopped}
 history_as_json: TypeAdapter[History] = TypeAdapter(History)
 
 
@@ -187,6 +191,9 @@ def fold(records: Iterable[JournalEntry], history: History | None = None) -> His
         history.last_attempt = max(history.last_attempt, record.attempt)
         if kind in _REACHING:
             history.furthest = max(cast(_Reaching, fact).step, history.furthest or 0)
+        if kind in _POSITIONS:
+            before = 0 if kind in _SETTING_OUT else history.reached.get(record.attempt, 0)
+            history.reached[record.attempt] = max(cast(_Reaching, fact).step, before)
         try:
             if kind in _NOTED:
                 _NOTED[kind](history, fact)

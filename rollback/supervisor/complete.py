@@ -19,7 +19,7 @@ from rollback.checkpoints.format.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import RollbackError
 from rollback.facts.training import Finished, RunEnded
-from rollback.instructions import LOGS_SPECS, MODULE
+from rollback.instructions import ADOPTING, LOGS_SPECS, MODULE
 from rollback.ring.url.fetch import require_same_run
 from rollback.ring.url.index import checkpoint_key, read_indexes
 from rollback.ring.url.record import download_beginning_with
@@ -33,7 +33,6 @@ from rollback.supervisor.torchrun.redaction import redacted
 from rollback.supervisor.torchrun.start_conditions import digest
 
 _ASKED = ("module", "no-python", "nproc-per-node", "nnodes")  # of torchrun's flags; others say how to get there
-_ADOPTING = "rollback/trainers/adopt/script.py"
 _READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time
 
 
@@ -168,7 +167,7 @@ def _flags_and_script(command: Sequence[str]) -> tuple[set[str], list[str]]:
     words = _words(command)
     start = next((place for place, word in enumerate(words) if not word.startswith("-")), len(words))
     flags, script = set(words[:start]), words[start:]
-    if script and Path(script[0]).match(_ADOPTING):  # `--adopt` put it there, and the word behind it
+    if script and Path(script[0]).match(ADOPTING):  # `--adopt` put it there, and the word behind it
         return {*flags, f"--adopt={script[1]}"}, script[2:]
     return flags, script
 

@@ -3,8 +3,7 @@
 import time
 
 from rollback.facts.training import Hung, StuckAtExit
-from rollback.rundir.failure_class import in_order_of_blame, merely_noticed
-from rollback.rundir.failures import read_failures
+from rollback.rundir.failures import in_order_of_blame, merely_noticed, read_failures
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.hang import GONE, HangLimits, HangWatch, suspect
 from rollback.supervisor.nodes.nodes import Nodes

@@ -14,7 +14,7 @@ from rollback.errors import ExitCode, RingUnavailable
 from rollback.facts.training import Attached, Committed, DrainFailed, Fetched, Restored
 from rollback.inspect.ring.verify import verify
 from rollback.ring.url import store as storing
-from rollback.ring.url.store import Store
+from rollback.ring.url.store import Source, Store
 from rollback.train.catalogue import draining
 
 BUCKET = "checkpoints"
@@ -79,7 +79,7 @@ def test_a_large_shard_goes_up_and_comes_down_in_parts(s3: S3Server, tmp_path: P
     written = Written(len(data), hash_of(memoryview(data)))
     store = Store(URL)
     s3.refuses = lambda request: len(s3.requests) % 2 == 0
-    store.put_file("large", tmp_path / "large", written)
+    store.put_files("large", [(0, Source(tmp_path / "large", written))])
     store.get_file("large", tmp_path / "back", written)
     assert (tmp_path / "back").read_bytes() == data
     assert len([request for request in s3.requests if request.startswith("PUT")]) > 2

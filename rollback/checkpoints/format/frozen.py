@@ -46,7 +46,7 @@ def read_digests(metadata: Mapping[str, str]) -> dict[str, str]:
 
 def describe(pieces: Sequence[ShardPiece]) -> FrozenRecord:
     """The file that these weights make."""
-    written = hash_shard(pieces, {})
+    written = hash_shard(pieces)
     return FrozenRecord(size=written.size, hash=written.digest)
 
 

@@ -53,10 +53,10 @@ def write_shard(path: Path, pieces: Iterable[ShardPiece], metadata: Mapping[str,
     return write_hashed(path, fd, _blocks(pieces, metadata), write_all, 4 * _CHUNK)
 
 
-def hash_shard(pieces: Iterable[ShardPiece], metadata: Mapping[str, str]) -> Written:
-    """What `write_shard` would return, without a file."""
+def hash_shard(pieces: Iterable[ShardPiece]) -> Written:
+    """What `write_shard` would return without metadata, and without a file."""
     digest, size = ShardHash(), 0
-    for block in _blocks(pieces, metadata):
+    for block in _blocks(pieces, {}):
         size += block.nbytes
         for chunk in _chunks(block, 4 * _CHUNK):
             digest.update(chunk)

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from rollback.facts import training as facts
-from rollback.facts.history import Case, History, fold, merge_windows
+from rollback.facts.history import Case, History, merge_windows
 from rollback.facts.supervisor import ABOUT_NODES
 from rollback.inspect.audit import report
-from rollback.inspect.audit.cost import Costs, reckon, rounded
-from rollback.inspect.audit.deaths import is_reach_known
+from rollback.inspect.audit.cost import Costs, is_reach_known, reckon, rounded
 from rollback.inspect.audit.ending import NO_END, confirmed, ending_of, lacks_its_end
 from rollback.inspect.audit.incidents import put_together
 from rollback.inspect.audit.metrics import last_judged
@@ -26,10 +25,10 @@ from rollback.system.collector import no_collection
 
 @no_collection()
 def compile_ledger(material: Material) -> report.AuditReport:
-    """The report of a run. Raises JournalDamaged where facts contradict each other."""
+    """The report of a run."""
     records, told = material.records, of_kinds(material.records, facts.TOLD)
-    history = fold(records)
-    costs = reckon(records, material.progress)
+    history = material.history
+    costs = reckon(records, history.reached, material.progress)
     notices = list(material.notices)
     passed = _passed_over(material, told)
     last_passed = passings(told, sorted({line.batch for lines in material.skipped.values() for line in lines}))

@@ -1,4 +1,4 @@
-"""The cost of incidents and deaths, in steps and in wall-clock seconds.
+"""The cost of incidents and deaths, in steps and in wall-clock seconds, and why no more was left by a death. Pure.
 
 A restore undoes the time since the run was first at the restored checkpoint. A *restore* at time `r` to a checkpoint
 that was taken at time `c` undoes the interval `[c, r]`. The *death* of an attempt at time `d` undoes `[c, d]`, if the
@@ -14,15 +14,25 @@ was set back, an interval that ends before it begins costs nothing.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
+from pydantic import Field
+
 from rollback.facts import training as facts
-from rollback.rundir.journal.journal import of_kind, of_kinds
+from rollback.inspect.audit.reading import by_attempt
+from rollback.inspect.audit.report import ReportItem
+from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
+from rollback.terminal.quantities import at_least
 
 _PRICED = frozenset({facts.Planned, facts.Restored, facts.Attached, facts.Hung, facts.AttemptEnded})
-_POSITIONS = _PRICED - {facts.Hung} | {facts.Committed, facts.Incident, facts.Finished, facts.Stopped}
+
+TELLING: frozenset[type[facts.Fact]] = frozenset({
+    facts.Attached, facts.Planned, facts.Restored, facts.Stopped, facts.AttemptEnded, facts.LastSnapshotMade,
+    facts.NoLastSnapshot,
+})  # fmt: skip
+"""Facts by which deaths are told, where an attempt's end is on record."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +94,15 @@ class Charged:
         return free
 
 
-def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[int, int]]) -> Costs:
-    """The costs of a run.
+def reckon(
+    records: Sequence[facts.JournalEntry], reached: Mapping[int, int], progress: Mapping[int, tuple[int, int]]
+) -> Costs:
+    """The costs of a run. The steps need no lines of commits, the seconds do.
 
-    records: in merged order. progress: by attempt, the timeline and step of its last judged step, from the metrics.
+    records: in merged order. reached: of their history. progress: by attempt, the timeline and step of its last judged
+    step, from the metrics.
     """
-    costs = Costs(reached=_reached(records, progress))
+    costs = Costs(reached=_reached(records, reached, progress))
     charged = Charged()
     taken = _Taken(records)
     began: float | None = None
@@ -157,21 +170,14 @@ def rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
-def _reached(records: Iterable[facts.JournalEntry], progress: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+def _reached(
+    records: Sequence[facts.JournalEntry], told: Mapping[int, int], progress: Mapping[int, tuple[int, int]]
+) -> dict[int, int]:
     """By attempt, the step in progress at its last sign of life."""
-    reached: dict[int, int] = {}
+    reached = {**told}
     timelines: dict[int, int] = {}  # of attempts that planned to go back: the furthest step of such a one says nothing
-    for record in of_kinds(records, _POSITIONS):
+    for record in of_kinds(records, {facts.AttemptEnded, facts.Planned}):
         match record.fact:
-            case (
-                facts.Committed(step=step)
-                | facts.Incident(step=step)
-                | facts.Finished(step=step)
-                | facts.Stopped(step=step)
-            ):
-                reached[record.attempt] = max(step, reached.get(record.attempt, 0))
-            case facts.Attached(step=step) | facts.Restored(step=step):
-                reached[record.attempt] = step
             case facts.AttemptEnded(step=int(step)) if (
                 record.attempt not in progress or record.attempt not in timelines
             ):
@@ -182,3 +188,70 @@ def _reached(records: Iterable[facts.JournalEntry], progress: Mapping[int, tuple
         if timeline >= timelines.get(attempt, 0):
             reached[attempt] = max(step + 1, reached.get(attempt, 0))
     return reached
+
+
+class Death(ReportItem):
+    """The end of an attempt that has undone steps."""
+
+    attempt: int
+    steps_lost: int
+    at_least: bool = Field(description="how many more it had done is not on record")
+    checkpoint: str | None = Field(description="to which the run goes back; null: it begins anew")
+    step: int = Field(description="of that checkpoint")
+    went_back: bool = Field(description="false: the next start does")
+    why_not_kept: str | None = Field(description="null: last_snapshot tells")
+
+    def in_words(self) -> str:
+        steps = f"{at_least(str(self.steps_lost), self.at_least)} step{'s' if self.steps_lost != 1 else ''}"
+        went = "the run went back" if self.went_back else "the next start goes back"
+        where = f"to {self.checkpoint}, step {self.step}" if self.checkpoint else "to the beginning"
+        why = f"; nothing newer is left ({self.why_not_kept})" if self.why_not_kept else ""
+        return f"{steps} of attempt {self.attempt}: {went} {where}{why}"
+
+
+def deaths(
+    records: Sequence[facts.JournalEntry],
+    reached: Mapping[int, int],
+    progress: Mapping[int, tuple[int, int]],
+    next_start: tuple[str, int] | None,
+) -> dict[int, Death]:
+    """The deaths that have undone steps, by attempt.
+
+    next_start: the checkpoint, and its step, with which the next start goes on; None: the last attempt still runs, or
+    that is not known. The others: as for `reckon`.
+    """
+    costs, own = reckon(records, reached, progress), by_attempt(records)
+    attached = reversed(of_kind(records, facts.Attached))  # the first one of each attempt counts
+    trained = {record.attempt: (fact.checkpoint, fact.step) for record, fact in attached}
+    kept = {fact.checkpoint for _, fact in of_kind(records, facts.LastSnapshotMade) if fact.checkpoint}
+    found, order = {}, sorted(trained)
+    for attempt, back in zip(order, [*(trained[later] for later in order[1:]), next_start], strict=False):
+        stopped = last_fact(own[attempt], facts.Stopped)
+        if back is None or (stopped is not None and stopped.reason != "preempted"):  # given up, which is no death
+            continue
+        went_back = attempt != order[-1]
+        lost = costs.deaths[attempt].steps or 0 if went_back else costs.reached[attempt] - back[1]
+        if lost > 0:
+            found[attempt] = Death(
+                attempt=attempt, steps_lost=lost, at_least=not is_reach_known(own[attempt]), checkpoint=back[0],
+                step=back[1], went_back=went_back,
+                why_not_kept=None if back[0] in kept else _why_not_kept(own[attempt]),
+            )  # fmt: skip
+    return found
+
+
+def is_reach_known(own: Sequence[facts.JournalEntry]) -> bool:
+    """Whether it is on record, to the step, how far an attempt that died had come."""
+    ended, kept = last_fact(own, facts.AttemptEnded), last_fact(own, facts.LastSnapshotMade)
+    # A rank that raised has recorded its step, and its peers cannot have done another one without it. Who counts what
+    # is lost at a last snapshot has the marks of all steps.
+    raised = ended is not None and ended.fingerprint is not None
+    counted = kept is not None and kept.steps_lost is not None
+    return raised or counted or last_fact(own, facts.Stopped) is not None
+
+
+def _why_not_kept(own: Sequence[facts.JournalEntry]) -> str | None:
+    if last_fact(own, facts.LastSnapshotMade) is not None:
+        return None
+    none = last_fact(own, facts.NoLastSnapshot)
+    return none.in_words() if none is not None else "no rank was left that could keep it"

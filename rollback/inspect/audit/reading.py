@@ -11,21 +11,21 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.resume import beyond_the_record
 from rollback.checkpoints.tiers import locate
 from rollback.errors import RunDirectoryError, UsageError, reporting
+from rollback.facts.history import History, fold
 from rollback.facts.training import (
     Accepted,
     Answered,
-    Attached,
     AttemptStarted,
-    Committed,
     Fetched,
     Incident,
     JournalEntry,
     NoLastSnapshot,
     StuckAtExit,
 )
-from rollback.inspect.audit.lost_lines import lost_lines
 from rollback.inspect.audit.metrics import LINES
 from rollback.inspect.audit.requests import handed_in
 from rollback.rundir import seal
@@ -42,9 +42,11 @@ from rollback.rundir.requests import Request
 from rollback.system.collector import no_collection
 from rollback.system.files import size_of
 from rollback.system.processes import is_alive
+from rollback.wording import first_few
 
 REMARKS = (Accepted, NoLastSnapshot, Fetched, StuckAtExit)
 """Facts that reports tell of an attempt in words, besides those of how it began and how it ended."""
+_SHOWN = 3  # names
 _WITH_EVIDENCE = 500  # incidents
 _SKIP_RECORD = re.compile(r"rank-([0-9]+)\.jsonl")
 _SKIPS = 32 << 20  # bytes of skip records that are read into memory
@@ -57,6 +59,7 @@ class Material:
     identity: Identity | None
     records: list[JournalEntry]
     """The facts of both journals in merged order."""
+    history: History
     skipped: dict[int, list[SkippedBatch]] = field(default_factory=dict)
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By attempt, the timeline and step of its last judged step."""
@@ -127,7 +130,9 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
     paths = require_run_directory(root)
     notices: list[str] = []
     records = read_records(paths, notices)
-    notices += _lost_lines(paths, records)
+    history = fold(records)
+    with contextlib.suppress(OSError, RunDirectoryError):  # of a ring that cannot be read, others tell
+        notices += lost_lines(paths, history, [place.manifest for place in locate(paths)])
     identity = read_identity(paths)
     if identity is None:
         notices.append("there is no run.json: the ranks never agreed to start, or it was removed")
@@ -145,6 +150,7 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
         str(root),
         identity,
         records,
+        history,
         skipped,
         progress.by_attempt,
         notices,
@@ -157,12 +163,27 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
     )
 
 
-def _lost_lines(paths: RunPaths, records: Sequence[JournalEntry]) -> list[str]:
-    committed = {fact.checkpoint for _, fact in of_kind(records, Committed)}
-    last_attempt = max((record.attempt for record, _ in of_kind(records, Attached)), default=0)
-    with contextlib.suppress(OSError, RunDirectoryError):  # of a ring that cannot be read, others tell
-        return lost_lines(paths, committed, last_attempt, [place.manifest for place in locate(paths)])
-    return []
+def lost_lines(paths: RunPaths, history: History, taken: Sequence[Manifest]) -> list[str]:
+    """A notice where there is what the ranks' journal must once have named, or none. taken: the checkpoints that are
+    there. Nothing else would show that it lacks lines, since those that are left are sound."""
+    holder = read_holder(paths)
+    if holder is not None and is_alive(holder.get("pid"), holder.get("host"), holder.get("start")) != "no":
+        return []  # where its disk takes nothing, it has the lines in its memory
+    beyond, last_attempt = beyond_the_record(history, taken), max(history.reached, default=0)
+    judged = next(iter(read_last_metrics(paths.metrics, 1)), None)
+    if not beyond and judged is not None and judged.attempt > last_attempt:
+        beyond = [f"the metrics of attempt {judged.attempt}"]
+    if not beyond:
+        return []
+    journal = paths.train_journal
+    how = f"lacks lines: it ends in front of {first_few(beyond, _SHOWN)}"
+    if not last_attempt:
+        how = f"{'is empty' if journal.exists() else 'is missing'}, and there is {first_few(beyond, _SHOWN)}"
+    return [
+        f"{journal} {how}. Incidents, what was skipped, and which checkpoints are good are not known from there on. "
+        "`rollback launch` goes on from the newest checkpoint as if they were nothing, and says "
+        "so: if there is a copy of the journal, put it back before that"
+    ]
 
 
 def _is_abandoned(paths: RunPaths) -> bool:

@@ -24,8 +24,7 @@ from rollback.errors import (
 from rollback.facts.history import History
 from rollback.facts.training import Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
-from rollback.inspect.audit.lost_lines import lost_lines
-from rollback.inspect.audit.reading import require_run_directory
+from rollback.inspect.audit.reading import lost_lines, require_run_directory
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
@@ -118,7 +117,7 @@ def read_listing(root: Path) -> Listing:
         raise RunDirectoryError(f"reading {error.filename or root}: {error.strerror or error}") from error
     if history is not None:
         all_there = [*in_ring, *(place.manifest for place in slots.usable)]
-        notices += lost_lines(paths, history.committed, history.last_attempt, all_there)
+        notices += lost_lines(paths, history, all_there)
     fast, durable = {place.name: place.manifest for place in slots.usable}, {m.name: m for m in in_ring}
     sound = fast | durable
     present = {m.name for m in of_present_timeline(history, list(sound.values()))} if history else set()

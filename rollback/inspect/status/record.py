@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from rollback.facts import training as facts
 from rollback.facts.history import History, fold, merge_windows
-from rollback.inspect.audit.deaths import TELLING
+from rollback.inspect.audit.cost import TELLING
 from rollback.inspect.audit.ending import TURNS, ending_of, lacks_its_end
 from rollback.inspect.audit.reading import merge
 from rollback.inspect.audit.report import Ending, Point

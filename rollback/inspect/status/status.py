@@ -22,12 +22,10 @@ from rollback.errors import RunDirectoryError, message_of
 from rollback.facts.fact import InitialState
 from rollback.facts.history import History
 from rollback.facts.training import TOLD, Attached, JournalEntry, Restored, Tier
-from rollback.inspect.audit.cost import seconds_since_epoch
-from rollback.inspect.audit.deaths import Death, deaths
+from rollback.inspect.audit.cost import Death, deaths, seconds_since_epoch
 from rollback.inspect.audit.ending import confirmed
-from rollback.inspect.audit.lost_lines import lost_lines
 from rollback.inspect.audit.metrics import LINES, last_judged
-from rollback.inspect.audit.reading import read_progress, require_run_directory, torn_notice
+from rollback.inspect.audit.reading import lost_lines, read_progress, require_run_directory, torn_notice
 from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem, said
 from rollback.inspect.audit.requests import open_requests
 from rollback.inspect.status.record import RunRecord
@@ -35,7 +33,7 @@ from rollback.rundir import seal
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.folded_journal import fold_journal
-from rollback.rundir.journal.journal import JournalTail, of_kind, read_entries
+from rollback.rundir.journal.journal import JournalTail, read_entries
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
 from rollback.rundir.records import Heartbeat, read_last_metrics
@@ -165,6 +163,7 @@ class StatusReader:
         self._deaths_of: tuple[int, bool] | None = None
         self.deaths: dict[int, Death] = {}
         """Those that have undone steps, by attempt, as of the last call."""
+        self._held: bool | None = None
         self._ring: list[HeldCheckpoint] = []
         self._unseen: list[str] = []
         self.news: list[JournalEntry] = []
@@ -175,15 +174,16 @@ class StatusReader:
     def read(self) -> Status:
         """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
         paths = require_run_directory(self._root)
-        first = not self._tails
         self.news = self._past.take_in(*(tail.new() for tail in self._tails)) if self._tails else self._begin(paths)
         self._seals += sum(tail.seals for tail in self._tails)
-        if self.news or first:
+        holder, before = _holder(paths), self._held
+        self._held = holder is not None and holder.alive != "no"
+        if self.news or self._held != before:  # what its memory had, of a disk that took nothing, is lost with it
             self._look_into_ring(paths)
         journals = (paths.train_journal, paths.supervisor_journal)
         torn = [(path, tail.torn_bytes) for path, tail in zip(journals, self._tails, strict=True)]
         notices = [torn_notice(path, size) for path, size in torn if size] + seal.in_words(self._seals) + self._unseen
-        status = _status(self._root, paths, self._past, self._ring, notices)
+        status = _status(self._root, paths, self._past, holder, self._ring, notices)
         self._look_for_deaths(paths, status)
         return status.model_copy(update={"death": self.deaths[max(self.deaths)] if self.deaths else None})
 
@@ -196,17 +196,14 @@ class StatusReader:
         if far is not None and far.checkpoint not in {None, *undone} and "://" in (far.place or ""):
             there.append((str(far.checkpoint), far.step or 0))  # this host may have lost its memory since
         next_start = max(there, key=itemgetter(1), default=None) if is_over else None
-        self.deaths = deaths(self._past.told, read_progress(paths).by_attempt, next_start)
+        self.deaths = deaths(self._past.told, self._past.history.reached, read_progress(paths).by_attempt, next_start)
         self._deaths_of = known
 
     def _look_into_ring(self, paths: RunPaths) -> None:
         try:
             places = locate(paths)
-            last_attempt = max((entry.attempt for entry, _ in of_kind(self._past.told, Attached)), default=0)
-            committed, taken = self._past.history.committed, [place.manifest for place in places]
-            self._ring, self._unseen = (
-                _ring(places, self._past.history), lost_lines(paths, committed, last_attempt, taken),
-            )  # fmt: skip
+            self._unseen = lost_lines(paths, self._past.history, [place.manifest for place in places])
+            self._ring = _ring(places, self._past.history)
         except (OSError, RunDirectoryError) as error:
             self._ring, self._unseen = [], [f"which checkpoints there are cannot be told: {message_of(error)}"]
 
@@ -233,14 +230,15 @@ def _ring(places: Sequence[Located], history: History) -> list[HeldCheckpoint]:
     ]
 
 
-def _status(root: Path, paths: RunPaths, past: RunRecord, ring: list[HeldCheckpoint], notices: list[str]) -> Status:
+def _status(
+    root: Path, paths: RunPaths, past: RunRecord, holder: Holder | None, ring: list[HeldCheckpoint], notices: list[str]
+) -> Status:
     history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())
     judged = last_judged(read_last_metrics(paths.metrics, LINES), past.begun, history.timeline)
     found = read_all_heartbeats(paths)
     heartbeats = {rank: beat for rank, beat in found.items() if beat.attempt >= history.last_attempt}
-    holder = _holder(paths)
     ranks = [_rank(rank, heartbeat, now) for rank, heartbeat in sorted(heartbeats.items())]
     slowest = min(ranks, key=lambda entry: (entry.step, entry.batch), default=None)
     point = _present_point(past, judged, list(heartbeats.values()))

@@ -13,14 +13,13 @@ from pydantic import Field
 from rollback.errors import UsageError
 from rollback.facts import training as facts
 from rollback.facts.supervisor import ABOUT_NODES, Why
-from rollback.inspect.audit.deaths import Death
+from rollback.inspect.audit.cost import Death
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import REMARKS, by_attempt
 from rollback.inspect.audit.report import Document, ReportItem, said
 from rollback.inspect.status.status import Status, StatusReader
 from rollback.rundir.all_heartbeats import read_all_heartbeats
-from rollback.rundir.failure_class import in_order_of_blame
-from rollback.rundir.failures import FailureRecord, read_failures
+from rollback.rundir.failures import FailureRecord, in_order_of_blame, read_failures
 from rollback.rundir.journal.journal import last_fact, of_kind
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks

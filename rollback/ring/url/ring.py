@@ -104,7 +104,7 @@ class RingAtUrl:
         self._remains.add(name)  # until its manifest is there; for good where it turns out to be damaged
         self._write_index()
         if frozen is not None and self._store.size(frozen_key(frozen)) != frozen.size:
-            self._store.put_file(frozen_key(frozen), self._paths.frozen / frozen.file, frozen.written)
+            self._store.put_files(frozen_key(frozen), [(0, Source(self._paths.frozen / frozen.file, frozen.written))])
         with self._others.copying(manifest, directory) as shares:
             for file in own_files(manifest, shares.own):
                 put_checkpoint_file(self._store, file, manifest, directory)

@@ -182,12 +182,9 @@ class Store:
 
         self._attempt("writing", key, write)
 
-    def put_file(self, key: str, path: Path, expected: Written) -> None:
-        """Write a file in parts; nobody may change the file meanwhile. Raises as `put_files`."""
-        self.put_files(key, [(0, Source(path, expected))])
-
     def put_files(self, key: str, sources: Sequence[tuple[int, Source]]) -> None:
-        """Write files into one object, in parts: where each begins there, in order, and zeros between them.
+        """Write files into one object, in parts: where each begins there, in order, and zeros between them. Nobody may
+        change a file meanwhile.
 
         Raises CheckpointDamaged where a file cannot be read, or where its content is not what is expected: it was
         damaged, or another file has taken its place. The object is then deleted again.

@@ -31,8 +31,7 @@ from dataclasses import dataclass
 
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung
-from rollback.rundir.failure_class import NOTICED, PRECEDENCE, class_of_exception
-from rollback.rundir.failures import FailureRecord
+from rollback.rundir.failures import NOTICED, PRECEDENCE, FailureRecord, class_of_exception
 from rollback.rundir.records import LEAVING, Heartbeat
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
 

@@ -14,8 +14,8 @@ from rollback.train.last_snapshot.device import NoAnswer, as_it_is
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.held_ends import CommonEnd, HeldEnds
 from rollback.train.last_snapshot.hosts import Hosts
-from rollback.train.last_snapshot.lost_hosts import speaking_for_lost_hosts
 from rollback.train.last_snapshot.peers import POLL, in_words
+from rollback.train.last_snapshot.stand_in import speaking_for_lost_hosts
 from rollback.train.last_snapshot.write import Foreseen, LastWrite, NotProved, digests_of_parameters, together
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots

@@ -3,27 +3,32 @@
 What only these ranks knew lies in the host's memory, and the parameters are on the other hosts. So it offers every end
 of a step of which all its ranks have left marks, goes along with the others, and writes shards with what its ranks
 alone knew. It decides nothing: on some host a rank has to live. For a host that is lost with its memory, a rank of
-its buddy does so (`lost_hosts`), by the copies of the marks that are there.
+its buddy does so, by the copies of the marks that are there (`--replicas 2`).
 """
 
+import contextlib
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rollback.checkpoints.fast_tier import end_marks, last_locks
+from rollback.checkpoints.fast_tier import end_marks, last_locks, mark_copies
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.checkpoints.fast_tier.last_account import LastAccount, read_accounts, write_account
+from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.system.small_json import sound_model
 from rollback.train.last_snapshot.early import of_gone
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
-from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob
+from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, StoreGone
 from rollback.train.last_snapshot.peers import all_ends, in_words
 from rollback.train.last_snapshot.write import Foreseen, NotProved
 
 _LIMIT = 1 << 20
 _REST = 1.0  # seconds, for the account
+_LOOK = 0.02
+_HEARD = 0.8  # seconds in which a host that lives has heard the bell; who decides waits two for somebody to be there
 
 
 def job_of(paths: EndMarkPaths) -> HostsOfJob | None:
@@ -78,6 +83,53 @@ def _keep(
 
 def _foresee(sent: Sequence[bytes]) -> Foreseen:
     raise NotProved("nobody is left here who could judge the last step")
+
+
+@contextlib.contextmanager
+def speaking_for_lost_hosts(hosts: Hosts | None, tier: SlotPaths, seconds: float) -> Iterator[None]:
+    """In the block, which is left when all is said: a host of this job of whose marks there are copies here, and which
+    has gone silent, has somebody who speaks for it.
+
+    All ranks of the buddy that keep a last snapshot call it; one of them speaks. seconds: for all of it. hosts: None
+    where there is one host.
+    """
+    over = threading.Event()
+    deadline = time.monotonic() + seconds
+    copied = mark_copies.all_copied(tier) if hosts is not None else []
+    threads = [
+        threading.Thread(target=_speak, args=(hosts, each, deadline, over), name="rollback-lost-host", daemon=True)
+        for each in copied
+    ]
+    with contextlib.suppress(RuntimeError):  # no thread can be made: then nobody speaks for it
+        for thread in threads:
+            thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+def _speak(hosts: Hosts, copied: CopiedMarks, deadline: float, over: threading.Event) -> None:
+    with contextlib.suppress(OSError, StoreGone):
+        silent: float | None = None
+        while silent is None or time.monotonic() < silent + _HEARD:
+            if over.wait(_LOOK):
+                return
+            silent = None if copied.is_fed() else silent or time.monotonic()
+        job = job_of(copied.marks)
+        if job is not None and _is_lost(job, hosts, copied):
+            stand_in(copied.marks, silent, deadline, copied.last_alive())
+
+
+def _is_lost(job: HostsOfJob, hosts: Hosts, copied: CopiedMarks) -> bool:
+    """Whether these marks are of a host of this attempt of which nobody answers. Raises StoreGone."""
+    of_this_job = (job.place, job.keys, [*job.hosts]) == (hosts.place, hosts.keys, hosts.hosts)
+    of_another_host = job.own in hosts.hosts and job.own == min(job.ranks, default=None) and job.own != hosts.own
+    left = all(end_marks.has_left(copied.marks, rank) for rank in job.ranks)
+    return of_this_job and of_another_host and not left and not hosts.answers(job.own)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ last snapshot", has the proof that what it keeps is the state at the end of one 
 """
 
 import contextlib
+import marshal
 import os
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +26,10 @@ from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
 from rollback.train.last_snapshot.device import Device
 from rollback.train.last_snapshot.early import EarlyMarks
-from rollback.train.last_snapshot.end_of_step import content_of, told_at_end
 from rollback.train.last_snapshot.held_ends import HeldEnds
 from rollback.train.last_snapshot.hosts import StoreGone
 from rollback.train.last_snapshot.keeper import Keeper
-from rollback.train.last_snapshot.small_state import SmallStateReader
+from rollback.train.last_snapshot.small_state import KEPT, LocalState, SmallStateReader
 from rollback.train.last_snapshot.write import Foreseen, digest_of_large_state
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots
@@ -220,3 +221,22 @@ class LastSnapshot:
             with contextlib.suppress(StoreGone):
                 self._hosts.tell_stopped(f"rank {rank}: {why}")
         self.leave()
+
+
+def content_of(
+    sent: bytes | Tensor, local: LocalState, at_end: Mapping[str, Any], on_gpu: Sequence[Tensor]
+) -> tuple[bytes, Sequence[Tensor]]:
+    """A mark's content without what stays, and what a GPU puts in place of its last bytes.
+
+    sent: `Pulse.sent`. at_end: see `told_at_end`. on_gpu: the last bytes of `local`, which the host does not have yet.
+    """
+    if isinstance(sent, Tensor):
+        return local.body(at_end, bytes(sent.nbytes)), (*on_gpu, sent)
+    return local.body(at_end, sent), on_gpu
+
+
+def told_at_end(state: TrainingState) -> dict[str, Any]:
+    """What a rank knows at a step's end alone, as JSON: what the cursor says of the next batch, and sums and the like
+    of the script (`ToldAtEnd`)."""
+    of_next, kept = state.cursor.of_next(), state.kept.at_end()
+    return {**of_next, KEPT: marshal.dumps(kept).hex()} if kept else of_next

@@ -259,8 +259,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
         record.advise_of(JOURNAL_GONE, [chosen.name])
     if history.attached:
         known = [manifest for manifest in found.manifests if manifest.name not in found.ahead]  # else told above
-        beyond = beyond_the_record(history.committed, history.last_attempt, known)
-        record.advise_of(JOURNAL_CUT, beyond)
+        record.advise_of(JOURNAL_CUT, beyond_the_record(history, known))
     if chosen is not None and not is_on_record(history, chosen, found.ahead):
         record.advise_of(SKIPS_UNKNOWN, [chosen.name])
     ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None

@@ -5,8 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.optim import Optimizer
 
 from rollback.errors import RollbackError
-from rollback.rundir.failure_class import class_of_exception
-from rollback.rundir.failures import qualified_name, text_of
+from rollback.rundir.failures import class_of_exception, qualified_name, text_of
 from rollback.train.state.optimizer_state import load_optimizer
 from rollback.wording import first_few
 

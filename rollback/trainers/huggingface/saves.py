@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rollback.rundir.failure_class import class_of_exception
-from rollback.rundir.failures import qualified_name
+from rollback.rundir.failures import class_of_exception, qualified_name
 from rollback.train.comm.recorder import say
 
 _PARTS = "save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"

@@ -24,6 +24,7 @@ from rollback.errors import (
     RunDoesNotFit,
     UsageError,
 )
+from rollback.facts.history import fold
 from rollback.facts.probes import NotProbed, Probed
 from rollback.facts.training import (
     Advice,
@@ -664,7 +665,7 @@ def test_whatever_a_journal_holds_there_is_a_ledger_and_a_text_or_it_is_called_d
         JournalEntry(seq=seq, at=at, attempt=attempt, fact=fact) for seq, (fact, at, attempt) in enumerate(lines)
     ]
     try:
-        ledger = compile_ledger(Material("run", None, records))
+        ledger = compile_ledger(Material("run", None, records, fold(records)))
     except JournalDamaged:
         return
     assert json.loads(ledger.to_json())["schema"] == 1

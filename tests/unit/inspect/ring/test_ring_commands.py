@@ -34,8 +34,9 @@ from rollback.facts.training import BecameGood, Committed, Evicted, Quarantined
 from rollback.inspect.audit.reading import read_material
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.ring.verify import verify
-from rollback.inspect.status.status import read_status
+from rollback.inspect.status.status import StatusReader, read_status
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.rundir.seal import ENV_SEAL
@@ -614,7 +615,10 @@ def test_lines_that_the_ranks_journal_has_lost_are_told_by_all_who_read_it(
     for told in (read_listing(paths.root), read_status(paths.root), read_material(paths.root)):
         assert [f"{paths.train_journal} {said}{OLD}, {MIDDLE}, {NEW}. " in notice for notice in told.notices] == [True]
     hold(paths, alive=True)  # it may have the lines in its memory, for a disk that takes none
-    assert read_listing(paths.root).notices == []
+    reader = StatusReader(paths.root)
+    assert read_listing(paths.root).notices == reader.read().notices == []
+    hold(paths, alive=False)  # they are lost with it, and nothing says so
+    assert [NEW in notice for notice in reader.read().notices] == [True]
 
 
 def test_what_a_crash_leaves_without_its_line_is_no_lost_line(paths: RunPaths) -> None:
@@ -623,4 +627,5 @@ def test_what_a_crash_leaves_without_its_line_is_no_lost_line(paths: RunPaths) -
     tell(paths, attached(None, 0), Committed(checkpoint=OLD, step=10, batch=20, timeline=0, bytes=1, seconds=0.1))
     for told in (read_listing(paths.root), read_status(paths.root), read_material(paths.root)):
         assert told.notices == []
-    assert beyond_the_record([OLD], 1, [manifest_of(1, 20).model_copy(update={"attempt": 2})]) == [MIDDLE]
+    history = fold_journal(paths.train_journal).history
+    assert beyond_the_record(history, [manifest_of(1, 20).model_copy(update={"attempt": 2})]) == [MIDDLE]

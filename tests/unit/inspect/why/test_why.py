@@ -24,7 +24,7 @@ from rollback.facts.training import (
     Window,
 )
 from rollback.inspect.audit.compile import compile_ledger
-from rollback.inspect.audit.deaths import deaths
+from rollback.inspect.audit.cost import Death, deaths
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import read_material
 from rollback.inspect.audit.text import print_ledger
@@ -221,13 +221,18 @@ def death_in(text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith("lost")).removeprefix("lost").strip()
 
 
+def deaths_of(run: RecordedRun, next_start: tuple[str, int]) -> dict[int, Death]:
+    material = read_material(run.paths.root)
+    return deaths(material.records, material.history.reached, {}, next_start)
+
+
 def test_what_a_death_has_undone_is_told_by_why_and_status_as_by_audit(run: RecordedRun) -> None:
     run.commit(2, "c000000-s00000000", 0)
     run.commit(4, "c000001-s00000050", 50)
     run.tell(5, AttemptEnded(status=1, cause="rank 0 was killed", step=63, seconds=9.0, why="signal", rank=0))
     told = "at least 13 steps of attempt 1: {} to c000001-s00000050, step 50; nothing newer is left ({})"
     nobody = "no rank was left that could keep it"
-    next_start = deaths(read_material(run.paths.root).records, {}, ("c000001-s00000050", 50))
+    next_start = deaths_of(run, ("c000001-s00000050", 50))
     assert next_start[1].in_words() == told.format("the next start goes back", nobody)
     run.attach(6, 2, "c000001-s00000050", 50)
     run.tell(6, NoLastSnapshot(reason="it is switched off"), 2)
@@ -249,6 +254,17 @@ def test_what_a_death_has_undone_is_told_by_why_and_status_as_by_audit(run: Reco
     assert death_in(shown(run, 1)) == said
 
 
+def test_a_checkpoint_that_is_on_record_and_was_lost_tells_status_and_audit_alike_how_far_it_had_come(
+    run: RecordedRun,
+) -> None:
+    run.commit(2, "c000000-s00000050", 50)
+    run.commit(4, "c000001-s00000070", 70)
+    run.attach(6, 2, "c000000-s00000050", 50)
+    death = read_status(run.paths.root).death
+    ledger = compile_ledger(read_material(run.paths.root))
+    assert (death and death.steps_lost) == ledger.attempts[0].steps_lost == 20
+
+
 def test_what_is_given_up_and_what_a_later_attempt_says_was_kept_is_no_loss_without_a_reason(run: RecordedRun) -> None:
     run.commit(2, "c000001-s00000050", 50)
     run.tell(5, AttemptEnded(status=1, cause="rank 0 was killed", step=63, seconds=9.0, why="signal", rank=0))
@@ -256,7 +272,7 @@ def test_what_is_given_up_and_what_a_later_attempt_says_was_kept_is_no_loss_with
     run.tell(6, LastSnapshotMade(reason="asked", checkpoint="c000002-s00000060", step=60, rank=0, steps_lost=3), 2)
     given_up = Stopped(reason="structural", step=90, batch=90, checkpoint=None, account="it came back")
     run.tell(7, given_up, 2)
-    found = deaths(read_material(run.paths.root).records, {}, ("c000002-s00000060", 60))
+    found = deaths_of(run, ("c000002-s00000060", 60))
     assert {attempt: death.why_not_kept for attempt, death in found.items()} == {1: None}
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from open_files import open_below
 
-from rollback.rundir.failure_class import class_of_exception
+from rollback.rundir.failures import class_of_exception
 from rollback.system.processes import name_process
 from rollback.train.comm import host_sums
 from rollback.train.comm.host_sums import HostSums, _make, _open, _rows_begin, share

@@ -14,7 +14,6 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.sentinel import Sentinel
 from rollback.train.data import rng
 from rollback.train.data.cursor import cursor_for
-from rollback.train.last_snapshot.end_of_step import told_at_end
 from rollback.train.last_snapshot.small_state import (
     LocalState,
     SharedState,
@@ -23,6 +22,7 @@ from rollback.train.last_snapshot.small_state import (
     same_but_for_next,
     split,
 )
+from rollback.train.last_snapshot.survivor import told_at_end
 from rollback.train.last_snapshot.write import SLOTS, HostWrite, NotProved
 from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree

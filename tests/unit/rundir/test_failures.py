@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollback.rundir.failure_class import class_of_exception
-from rollback.rundir.failures import qualified_name
+from rollback.rundir.failures import class_of_exception, qualified_name
 
 
 def saved_by_python() -> None:
