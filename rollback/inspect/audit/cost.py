@@ -22,7 +22,9 @@ from rollback.facts import training as facts
 from rollback.rundir.journal.journal import of_kind, of_kinds
 
 _PRICED = frozenset({facts.Planned, facts.Restored, facts.Attached, facts.Hung, facts.AttemptEnded})
-_POSITIONS = _PRICED - {facts.Hung} | {facts.Committed, facts.Incident, facts.Finished, facts.Stopped}
+_POSITIONS = _PRICED - {facts.Hung} | {
+    facts.Committed, facts.Incident, facts.Finished, facts.Stopped, facts.LastSnapshotMade,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ def _reached(records: Iterable[facts.JournalEntry], progress: Mapping[int, tuple
                 | facts.Incident(step=step)
                 | facts.Finished(step=step)
                 | facts.Stopped(step=step)
+                | facts.LastSnapshotMade(step=int(step))
             ):
                 reached[record.attempt] = max(step, reached.get(record.attempt, 0))
             case facts.Attached(step=step) | facts.Restored(step=step):
