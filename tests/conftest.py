@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from faulty import Bucket
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported here, and for the processes that tests start
-# torch asks for the name of whoever connects to a store; where a name server loses a question, that takes 5 s by default.
+# torch asks for the name of whoever connects to a store. Where a name server loses a question, that takes 5 s else.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 os.environ["ROLLBACK_FAST_TIER"] = "off"  # unless a test says otherwise: most look into the run directory's ring
 if "TESTS_REGISTER" not in os.environ:  # of processes that are forked warm: see warm.py

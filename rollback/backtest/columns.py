@@ -37,6 +37,7 @@ _NOT_TRAINING = re.compile(r"(^|_)(val|valid|validation|eval|evaluation|test|dev
 _HINTS = {name.lower(): hint for name, hint in Hint.__members__.items() if hint is not Hint.NONE}
 
 _STEPS = 1 << 52  # what is planned goes on behind the last one
+_RESUMES = 10  # more of them, and more than one in as many rows, are none: all would be excused, and little called
 
 Overrides = dict[str, str | None]
 """Names of columns that the user gave, by meaning; None leaves the guess alone."""
@@ -101,6 +102,12 @@ def observations(path: Path, table: Table, columns: Columns) -> tuple[list[Obser
     rows = [row for row, loss in enumerate(losses) if loss is not None or (norms and norms[row] is not None)]
     begun = _begun([epochs[row] for row in rows] if epochs else [])
     counted = counted_on([given[row] for row in rows], begun)
+    if (back := len(counted.resumes - counted.restarts)) > max(_RESUMES, len(rows) // _RESUMES):
+        raise UsageError(
+            f"the rows of {path} are not in the order of column {columns.step!r}: it goes back {back} times in "
+            f"{len(rows)} rows",
+            hint="sort the rows by it, or choose another column with --step",
+        )
     for number, row in enumerate(rows):
         hints = _named_hints(path, named[row]) if named else Hint.NONE
         if rates and rates[row] is not None:

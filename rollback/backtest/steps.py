@@ -18,6 +18,8 @@ class StepColumn:
     """Rows with which an epoch begins."""
     resumes: frozenset[int] = frozenset()
     """Rows with which the run goes on from an earlier step."""
+    restarts: frozenset[int] = frozenset()
+    """Those of them that go back to the column's start, as another run in the same log does."""
     told: bool = False
     """The log itself says where epochs begin."""
 
@@ -35,6 +37,11 @@ class StepColumn:
                 f"column {column!r} goes back: taken as a resume {_times(self.resumes)}, so a step may stand for "
                 "several rows"
             )
+        if self.restarts:
+            words.append(
+                f"column {column!r} goes back to its start {_times(self.restarts)}, and no epochs were seen in that: "
+                "if another run begins there, give it a log of its own"
+            )
         return words
 
 
@@ -50,13 +57,14 @@ def counted_on(given: Sequence[int], begun: frozenset[int] = frozenset()) -> Ste
     forward = [after - before for before, after in itertools.pairwise(given) if after > before]
     stride = int(median(forward)) if forward else 1
     told = begun.intersection(back)
-    begins = told or _alike(given, [row for row in back if given[row] <= min(given) + stride])
+    to_start = [row for row in back if given[row] <= min(given) + stride]
+    begins = told or _alike(given, to_start)
     steps, before = [], 0
     for row, step in enumerate(given):
         if row in begins:
             before += given[row - 1] - step + stride
         steps.append(before + step)
-    return StepColumn(steps, begins, frozenset(back) - begins, bool(told))
+    return StepColumn(steps, begins, frozenset(back) - begins, frozenset(to_start) - begins, bool(told))
 
 
 def _alike(given: Sequence[int], wraps: list[int]) -> frozenset[int]:

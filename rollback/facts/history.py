@@ -29,6 +29,7 @@ from rollback.facts.training import (
     Finished,
     Incident,
     JournalEntry,
+    LastSnapshotMade,
     LeftDurableRing,
     PhaseAnnounced,
     Planned,
@@ -178,7 +179,7 @@ class _Contradiction(Exception):
 _Reaching = Attached | Committed | Finished | FinalStateLost | ScriptLeft | Stopped
 _REACHING = frozenset(get_args(_Reaching))  # to look a type up is several times as fast as `isinstance`
 _SETTING_OUT = frozenset({Attached, Restored})
-_POSITIONS = _SETTING_OUT | {Committed, Incident, Finished, Stopped}
+_POSITIONS = _SETTING_OUT | {Committed, Incident, LastSnapshotMade, Finished, Stopped}
 history_as_json: TypeAdapter[History] = TypeAdapter(History)
 
 
@@ -191,9 +192,9 @@ def fold(records: Iterable[JournalEntry], history: History | None = None) -> His
         history.last_attempt = max(history.last_attempt, record.attempt)
         if kind in _REACHING:
             history.furthest = max(cast(_Reaching, fact).step, history.furthest or 0)
-        if kind in _POSITIONS:
+        if kind in _POSITIONS and (step := cast(_Reaching | LastSnapshotMade, fact).step) is not None:
             before = 0 if kind in _SETTING_OUT else history.reached.get(record.attempt, 0)
-            history.reached[record.attempt] = max(cast(_Reaching, fact).step, before)
+            history.reached[record.attempt] = max(step, before)
         try:
             if kind in _NOTED:
                 _NOTED[kind](history, fact)

@@ -239,7 +239,8 @@ class HostLaunch:
             yield Nodes()
             return
         with membership(self.order.paths, self.place):
-            yield Leader(self.order.paths, self.place, self.say, meeting, ledger.note, self.buddy)
+            ring = self.order.settings.ring
+            yield Leader(self.order.paths, self.place, self.say, meeting, ledger.note, self.buddy, ring)
 
 
 @contextmanager

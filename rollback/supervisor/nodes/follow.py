@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from rollback.errors import ExitCode, NodesMissing, RunInUse
+from rollback.errors import ExitCode, NodesMissing, RunInUse, UsageError
 from rollback.ring.helper import Helper
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.rundir.elsewhere import write_elsewhere
@@ -110,6 +110,7 @@ class Follower:
         while time.monotonic() < deadline:
             orders = self._tower.look().get(ORDERS)
             if orders is not None and self._meeting.is_led_by(orders):
+                self._require_same_ring(orders)
                 return orders
             if self._meeting.is_leaderless():
                 return None
@@ -122,6 +123,16 @@ class Follower:
             f"whoever leads has been silent for {patience:.0f} s, and still holds {self._meeting.words}",
             hint="see to its host; the same command on all nodes goes on where the run was",
         ) from in_use
+
+    def _require_same_ring(self, orders: Orders) -> None:
+        """Before anything is said to who leads: in a job that trains this host would take the place of its namesake."""
+        if self._meeting.apart and orders.ring is not None and orders.ring != self._ring:
+            raise UsageError(
+                f"{orders.host} leads at {self._meeting.words}, and its job has --ring {orders.ring} where this one "
+                f"has {self._ring}",
+                hint="give each job an --rdzv-endpoint of its own, on its first host; and all hosts of one the same "
+                "--ring",
+            )
 
     def _obey(self, beacon: Beacon[NodeReport]) -> RunResult | None:
         while True:

@@ -51,6 +51,7 @@ class Leader(Nodes):
         meeting: Meeting,
         note: Callable[[Fact], None] = lambda fact: None,
         buddy: Buddy | None = None,
+        ring: str | None = None,
     ) -> None:
         self._paths, self._place, self._say, self._meeting, self._note = paths, place, say, meeting, note
         self._copies = Copies(paths, place, buddy, note, say)
@@ -70,7 +71,8 @@ class Leader(Nodes):
         self._running: set[str] = set()
         self._told_to_end: float | None = None
         self._overtaken, self._namesakes, self._unlike = False, Namesakes(), Unlike(place)
-        orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=str(paths.root.absolute()))
+        directory, ring = str(paths.root.absolute()), ring if meeting.apart else None
+        orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=directory, ring=ring)
         self._beacon = Beacon(meeting.transport, ORDERS, orders, say)
 
     @property

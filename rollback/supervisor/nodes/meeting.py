@@ -225,7 +225,7 @@ def find_meeting(
     hint = "raise the limits of processes and open files (ulimit -u, ulimit -n), or make room in memory"
     with reporting(NodesMissing, f"starting the process that reaches the store at {place.endpoint.host}", hint):
         store = StoreTransport(place.endpoint)
-    own = Orders(leader=place.launch, host=place.host, pid=place.pid)
+    own = Orders(leader=place.launch, host=place.host, pid=place.pid, ring=ring)
     beacon, other = Beacon(shared.transport, ORDERS, own, say), None
     chosen: tuple[Meeting, bool] | None = None
     patience, unreached = Patience(place.timeout, say, nothing_left, again=again), ""

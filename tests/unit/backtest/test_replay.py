@@ -373,6 +373,24 @@ def test_a_step_column_that_goes_back_otherwise_is_a_resume(steps: list[int]) ->
     assert len(column.resumes) in (1, 2)
 
 
+def test_another_run_in_the_same_log_is_asked_about(tmp_path: Path, run: Run) -> None:
+    log = write_csv(tmp_path / "log.csv", {"step": [*range(200)] * 2, "loss": [*descent(200)] * 2})
+    told = " ".join(run(log)[1].split())
+    assert "column 'step' goes back to its start once, and no epochs were seen in that: if another run begins" in told
+
+
+@pytest.mark.parametrize("order", ["newest first", "some rows late"])
+def test_rows_in_another_order_than_that_of_their_steps_are_refused(tmp_path: Path, run: Run, order: str) -> None:
+    """Each would be a resume, and all would be excused."""
+    steps = list(range(199, -1, -1)) if order == "newest first" else [step ^ (step % 8 < 2) for step in range(200)]
+    losses = raised(descent(200), 150, 1.6)
+    log = write_csv(tmp_path / "log.csv", {"step": steps, "loss": [losses[step] for step in steps]})
+    code, _, told = run(log)
+    assert code == 2
+    times = 197 if order == "newest first" else 24  # but for the one that goes back to the start
+    assert f"the rows of {log} are not in the order of column 'step': it goes back {times} times in 200 rows" in told
+
+
 def test_a_number_that_is_no_step_is_refused_in_words(tmp_path: Path, run: Run) -> None:
     times = [1_764_000_000_000_000_000 + 10**9 * row for row in range(200)]
     log = write_csv(tmp_path / "log.csv", {"step": times, "loss": LOSSES})

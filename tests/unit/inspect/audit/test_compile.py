@@ -40,6 +40,7 @@ from rollback.facts.training import (
     Finished,
     Hung,
     JournalEntry,
+    LastSnapshotMade,
     PassedOver,
     Planned,
     Quarantined,
@@ -341,6 +342,15 @@ def test_without_metrics_the_journal_alone_tells_what_it_can(run: RecordedRun) -
     run.tell(35, AttemptEnded(status=1, cause="a rank died", step=33, seconds=35.0))
     run.attach(60, 2, C1, 20)
     assert ledger_of(run).attempts[0].steps_lost == 13
+
+
+def test_what_was_kept_and_lost_with_its_host_was_undone(run: RecordedRun) -> None:
+    """The leader's host was lost behind it, and with it the record of these steps: the bucket has the one up to 35."""
+    run.judge(0, 34)
+    run.tell(60, LastSnapshotMade(reason="rank 1 is gone", checkpoint="c000009-s00000060", step=60, steps_lost=40))
+    run.attach(61, 2, C1, 20)
+    ledger = ledger_of(run)
+    assert (ledger.attempts[0].reached, ledger.attempts[0].steps_lost, ledger.totals.steps_lost) == (60, 40, 40)
 
 
 def test_what_was_trained_after_the_last_line_of_a_run_that_was_killed_is_not_claimed_to_be_known(

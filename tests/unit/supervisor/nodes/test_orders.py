@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollback.errors import ExitCode, NodesMissing, RunDirectoryError
+from rollback.errors import ExitCode, NodesMissing, RunDirectoryError, UsageError
 from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.lock import RunLock, read_holder
 from rollback.rundir.paths import RunPaths
@@ -216,6 +216,22 @@ def test_how_long_who_leads_was_silent_is_told_as_it_was_waited_for(
     follower = Follower(paths, place(), SimpleNamespace(), 1.0, StopSignals(), print, meeting)  # type: ignore[arg-type]
     with pytest.raises(NodesMissing, match="whoever leads has been silent for 2 s, and still holds the store"):
         follower.follow()
+
+
+def test_a_host_of_another_job_at_the_same_endpoint_says_nothing_to_its_leader(paths: RunPaths) -> None:
+    """By the name of its node it would take the place of one that trains."""
+    meeting = SimpleNamespace(
+        apart=True, transport=SharedDirectory(paths.nodes), words="the store at h:1", is_led_by=lambda orders: True
+    )
+    leader = Leader(paths, place(), print, meeting, ring="s3://b/run")  # type: ignore[arg-type]
+    given = paths, place(), SimpleNamespace(), 1.0, StopSignals(), print, meeting, "s3://b/other"
+    follower = Follower(*given)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(UsageError, match="the store at h:1, and its job has --ring s3://b/run where this one has"):
+            follower.follow()
+        assert not paths.node(place().name).exists()
+    finally:
+        leader._beacon.put_out()
 
 
 @pytest.mark.parametrize("phase", ["end", "stop"])
