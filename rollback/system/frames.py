@@ -23,6 +23,11 @@ def is_own(filename: str) -> bool:
     return not filename.startswith((*_LIBRARIES, "<")) and "-packages" + os.sep not in filename
 
 
+def is_of_own_file(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and is_own(file)
+
+
 def own_callers() -> Iterator[FrameType]:
     """The frames of the user's own files in which this is called, innermost first."""
     frame: FrameType | None = sys._getframe(1)
@@ -54,8 +59,7 @@ def _held_by(thing: Any) -> list[tuple[str, Any]]:
     if type(thing) in (list, tuple, dict):  # others, as of lazy imports, may do something when they are asked
         items = thing.items() if type(thing) is dict else enumerate(thing)
         return [(f"[{key!r}]", held) for key, held in items] if len(thing) <= _FEW else []
-    file = getattr(sys.modules.get(type(thing).__module__), "__file__", None)
-    if file is None or not is_own(file) or not type(thing).__dictoffset__:
+    if not is_of_own_file(type(thing)) or not type(thing).__dictoffset__:
         return []
     return [(f".{name}", held) for name, held in vars(thing).items()]
 

@@ -11,25 +11,35 @@ persist are looked for among all objects, once.
 import functools
 import gc
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from rollback.system.frames import is_of_own_file
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators, is_generator
 from rollback.train.data.own_generators import generators_of_script
+from rollback.train.sharded import local_of
 from rollback.train.state.module_buffers import storage_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
-from rollback.train.updates.own_attributes import OwnAttributes, tells_itself
-from rollback.train.updates.script_tensors import copies_of_script, tensors_in, tensors_of_script
+from rollback.train.updates.own_attributes import OwnAttributes, goes_on, tells_itself
+from rollback.train.updates.script_tensors import (
+    copies_of_script,
+    modules_of_script,
+    tensors_in,
+    tensors_of,
+    tensors_of_script,
+)
 
+_LOOKS = 5  # in all of which a count must go on
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
 
 _WATCHING: "list[weakref.ref[Unkept]]" = []
@@ -79,6 +89,11 @@ class Unkept:
         copies = copies_of_script(state.model, handed, variables)
         self._copies = {name: (held, _marks_of(held)) for name, held in copies.items()}
         """Each with what tells of a write to it."""
+        had = (*state.modules.values(), *(value for item in handed for value in _attributes(item)))
+        modules = modules_of_script(had, variables)
+        self._modules = {name: (weakref.ref(item), _marks_within(item)) for name, item in modules.items()}
+        self._numbers: dict[str, deque[float]] = {}
+        """Of the modules, at the last looks."""
         known = {id(item) for held in copies.values() for item in tensors_in(held)}
         others = tensors_of_script((name, item) for name, item in variables if id(item) not in known)
         self._tensors = {name: (weakref.ref(item), item._version) for name, item in others.items()}
@@ -114,16 +129,36 @@ class Unkept:
         return [name for name, (thing, then) in unkept.items() if _state_of(thing) != then]
 
     def copies(self) -> list[str]:
-        """Names of copies of the model's weights, as of an average, that the script holds and writes to."""
-        return [name for name, (held, then) in self._copies.items() if _marks_of(held) != then]
+        """Names of copies of the model's weights, as of an average, and of modules, which the script writes to."""
+        written = [name for name, (held, then) in self._copies.items() if _marks_of(held) != then]
+        alive = ((name, reference(), then) for name, (reference, then) in self._modules.items())
+        return written + [name for name, module, then in alive if module is not None and self._lacks_of(module, then)]
+
+    def _lacks_of(self, module: nn.Module, then: Mapping[str, object]) -> bool:
+        """Whether it has other values than then in what no checkpoint has."""
+        now, tensors = _marks_within(module), tensors_of(module)
+        written = [tensors[name] for name in now if now[name] != then.get(name)]
+        kept = self._memory_kept() if written else ()
+        trained = {id(item) for optimizer in self._seen for item in _trained_by(optimizer)}  # it is named itself
+        return any(storage_of(item) not in kept and id(item) not in trained for item in written)
 
     def tensors(self) -> list[str]:
         """Names of other tensors of the script's that are written to, as a queue of features is."""
         alive = ((name, reference(), then) for name, (reference, then) in self._tensors.items())
         written = [(name, item) for name, item, then in alive if item is not None and item._version != then]
-        kept = {storage_of(item) for item in self._state.image(data=False).tensors} if written else ()
+        kept = self._memory_kept() if written else ()
         gradients = {storage_of(p.grad) for p in self._state.trained if p.grad is not None} if written else ()
         return [name for name, item in written if storage_of(item) not in {*kept, *gradients}]
+
+    def numbers(self) -> list[str]:
+        """Names of numbers which the script's own modules have as attributes, and which go on in each update, as counts
+        do. Ask it once in each."""
+        for name, value in _numbers_of(self._state.modules):
+            self._numbers.setdefault(name, deque(maxlen=_LOOKS)).append(value)
+        return [name for name, values in self._numbers.items() if len(values) == _LOOKS and goes_on(values)]
+
+    def _memory_kept(self) -> set[object]:
+        return {storage_of(item) for item in self._state.image(data=False).tensors}
 
     def in_its_place(self) -> str | None:
         """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
@@ -194,6 +229,28 @@ def _state_of(generator: Any) -> int:
 
 def _marks_of(held: Any) -> list[tuple[int, int]]:
     return [(id(item), item._version) for item in tensors_in(held)]
+
+
+def _numbers_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
+    """But for those of modules that hand out more than their tensors."""
+    for owner, module in modules.items():
+        for prefix, part in module.named_modules():
+            kind = type(part)
+            if is_of_own_file(kind) and kind.get_extra_state is nn.Module.get_extra_state:
+                named = [(name, value) for name, value in vars(part).items() if type(value) in (int, float)]
+                yield from ((".".join(filter(None, (owner, prefix, name))), value) for name, value in named)
+
+
+def _marks_within(module: nn.Module) -> dict[str, object]:
+    """By name. A write to `item.data` shows in values alone: of these there are a few, of one tensor."""
+    tensors = tensors_of(module)
+    marks: dict[str, object] = {
+        name: (id(item), item.is_inference() or item._version, storage_of(item)) for name, item in tensors.items()
+    }
+    if tensors:
+        name, last = [*tensors.items()][-1]
+        marks[name] = marks[name], str(local_of(last).detach().flatten()[:8].tolist())
+    return marks
 
 
 def generators_beside(state: TrainingState, loader: Any, variables: Iterable[tuple[str, Any]]) -> dict[str, Any]:

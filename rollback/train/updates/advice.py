@@ -17,6 +17,17 @@ from rollback.sentinel import Kind, Verdict
 from rollback.train.comm.beat import Beat
 from rollback.train.updates.habits import Habit
 from rollback.train.updates.layers import Layers
+from rollback.train.updates.unkept_advice import (
+    ATTRIBUTES_NOT_KEPT,
+    COPIES_NOT_KEPT,
+    EVALUATION_DRAWS,
+    GENERATOR_NOT_KEPT,
+    GROUP_ADDED,
+    NUMBERS_NOT_KEPT,
+    OPTIMIZER_NOT_KEPT,
+    SCHEDULER_NOT_KEPT,
+    VARIABLES_NOT_KEPT,
+)
 
 PLAIN_EPOCH_LOOP = (
     "plain-epoch-loop",
@@ -156,56 +167,6 @@ EVALUATED = (
     "epoch of the training, and what it takes counts as trained on. Evaluate over a loader; loop over the guard to "
     "train",
 )
-OPTIMIZER_NOT_KEPT = (
-    "optimizer-not-kept",
-    "an optimizer of the kind {kind} trains in the loop, and the guard was not handed all that it keeps and trains: no "
-    "checkpoint has that, so a rollback leaves it as it is and a resume begins it anew. Hand it over by a name of its "
-    "own, and its module too: Guard(..., other_optimizer=..., other_model=...)",
-)
-ATTRIBUTES_NOT_KEPT = (
-    "optimizer-attributes",
-    "each update changes {names} of the optimizer {kind}, attributes of its own that are not in its state_dict: no "
-    "checkpoint has them, so a rollback leaves them as they are and a resume begins them anew. Where updates depend on "
-    "them, as a bias correction or a momentum does, keep them in self.state[parameter], or a number in its group: "
-    'group["t"] += 1',
-)
-GENERATOR_NOT_KEPT = (
-    "generator-not-kept",
-    "in the training {names} draws random numbers, a generator that no checkpoint has: a rollback leaves it as it is, "
-    "and a resume begins it anew. If it makes no data, have it kept, in front of the loop: "
-    "guard.keep(noise=generator). One that the script seeds in each batch needs nothing",
-)
-COPIES_NOT_KEPT = (
-    "copies-not-kept",
-    "the training writes to {names}, copies of the model's weights as an average of them has, and no checkpoint has "
-    "these: a rollback leaves them as they are, and a resume begins them anew. Hand over an object with state_dict and "
-    "load_state_dict that has them, by a name of its own: Guard(..., average=average)",
-)
-VARIABLES_NOT_KEPT = (
-    "variables-not-kept",
-    "the training writes to {names}, tensors of the script's that no checkpoint has: a rollback leaves them as they "
-    "are, and a resume begins them anew. If a later batch reads what is written there, as from a queue of features, "
-    'make them buffers of a module that is handed over: bank.register_buffer("queue", queue), Guard(..., bank=bank)',
-)
-SCHEDULER_NOT_KEPT = (
-    "scheduler-not-kept",
-    "a scheduler changes the learning rate, and the guard was not handed it: after a resume it begins with its first "
-    "step, and a rollback does not bring it back. Guard(..., scheduler=scheduler)",
-)
-GROUP_ADDED = (
-    "group-added",
-    "the optimizer has got a parameter group since the guard was made (add_param_group), as for layers that are "
-    "unfrozen: a rollback to before that ends the attempt, and the next start is refused behind it. Make the optimizer "
-    "with all its groups before the guard is made (lr=0 for one whose time comes later): where this job ends, the same "
-    "command then goes on",
-)
-EVALUATION_DRAWS = (
-    "evaluation-draws",
-    "another loader than the guard's, with persistent_workers=True, is read in the training: only its first pass draws "
-    "a seed, from the random states that the training draws from. Behind a resume, or a rollback to before that pass, "
-    "the run goes on with other random numbers. Give it a generator of its own: DataLoader(..., "
-    "generator=torch.Generator())",
-)
 REPLICAS_DIFFER = (
     "replicas-differ",
     "the ranks no longer have the same state, and no checkpoint is taken of that. Stop the job and run the same "
@@ -261,6 +222,8 @@ class NotHandedOver(Protocol):
     def copies(self) -> Collection[str]: ...
 
     def tensors(self) -> Collection[str]: ...
+
+    def numbers(self) -> Collection[str]: ...
 
     def in_its_place(self) -> str | None: ...
 
@@ -329,6 +292,8 @@ class Advisor:
             said.append(_filled(COPIES_NOT_KEPT, names=", ".join(names)))
         if self._looks <= _FIRST and (names := self._unkept.tensors()):
             said.append(_filled(VARIABLES_NOT_KEPT, names=", ".join(names)))
+        if self._looks <= _FIRST and (names := self._unkept.numbers()):
+            said.append(_filled(NUMBERS_NOT_KEPT, names=", ".join(names)))
         said += [SCHEDULER_NOT_KEPT] * self._unkept.scheduler() + [GROUP_ADDED] * self._unkept.group()
         return said + [EVALUATION_DRAWS] * self._unkept.evaluation()
 

@@ -8,7 +8,7 @@ counts and powers of a beta do; and tensors that change in each update and are a
 import itertools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -73,7 +73,7 @@ class OwnAttributes:
         known = changed if self._changing is None else self._changing
         self._before, self._changing = {}, {name: changed[name] for name in known if name in changed}
         if not self._left:
-            going_on = [name for name, values in self._numbers.items() if _goes_on(values)]
+            going_on = [name for name, values in self._numbers.items() if goes_on(values)]
             self._found = sorted([*going_on, *_as_large_as_the_parameters(self._changing, optimizer)])
 
 
@@ -119,7 +119,8 @@ def _is_print_of(before: _Print | None, items: list[Tensor]) -> bool:
     return all(ref() is item and version == item._version for (ref, version), item in zip(before, items, strict=True))
 
 
-def _goes_on(values: list[float]) -> bool:
+def goes_on(values: Sequence[float]) -> bool:
+    """Whether they change by the same amount or the same factor each time."""
     pairs = [*itertools.pairwise(values)]
     if any(after == before for before, after in pairs):
         return False

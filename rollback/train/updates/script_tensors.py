@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 Variables = Iterable[tuple[str, Any]]
 
@@ -47,6 +48,23 @@ def copies_of_script(model: nn.Module, others: Collection[Any], variables: Varia
             found[name] = held
             known |= {id(held), *map(id, tensors_in(held))}
     return found
+
+
+def modules_of_script(others: Iterable[Any], variables: Variables) -> dict[str, nn.Module]:
+    """Modules, by their names, with parameters or buffers that none of the others has, as an average of the model."""
+    known = {id(item) for other in others if isinstance(other, nn.Module) for item in tensors_of(other).values()}
+    found = dict[str, nn.Module]()
+    for name, held in variables:
+        if issubclass(type(held), nn.Module) and not (own := {*map(id, tensors_of(held).values())}) <= known:
+            found[name] = held
+            known |= own
+    return found
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Its buffers and its parameters, by name."""
+    named = (*module.named_buffers(), *module.named_parameters())
+    return {name: item for name, item in named if not is_lazy(item)}
 
 
 def tensors_of_script(variables: Variables) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Setup mistakes are noticed, and what looks like them is not. Each mistake is trained beside its correct twin."""
 
+import copy
 import os
 import random
 import sys
@@ -16,6 +17,7 @@ from sharding import fully_sharded, one_rank
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from warm_server import run_warm
 
@@ -405,6 +407,110 @@ def test_an_average_by_hand_that_was_not_handed_over_is_named(tmp_path: Path, fo
     said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
     codes = [fact.code for fact in said if isinstance(fact, Advice)]
     assert codes == ["copies-not-kept"] * (follows and not handed_over)
+
+
+class Centered(nn.Module):
+    """A loss with a buffer, as of self-distillation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+
+    def follow(self, model: nn.Module) -> None:
+        self.center = self.center * 0.9 + model.bias.detach() * 0.1
+
+
+class Copied(nn.Module):
+    """A copy of a model that follows it as scripts write that: by `data`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model)
+
+    def follow(self, model: nn.Module) -> None:
+        for item, other in zip(self.module.parameters(), model.parameters(), strict=True):
+            item.data.mul_(0.9).add_(other.data, alpha=0.1)
+
+
+@pytest.mark.parametrize("kind", ["average", "copy", "loss", "model", "around the model"])
+@pytest.mark.parametrize("handed_over", [False, True, "within an object"])
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_module_beside_the_model_that_the_training_writes_to_is_named(
+    tmp_path: Path, kind: str, follows: bool, handed_over: bool | str
+) -> None:
+    model = nn.Linear(2, 1)
+    beside: Any = {
+        "average": lambda: AveragedModel(model), "copy": lambda: Copied(model), "loss": Centered,
+        "model": lambda: model, "around the model": lambda: nn.Sequential(model, nn.BatchNorm1d(1).eval()),
+    }[kind]()  # fmt: skip
+    within = SimpleNamespace(held=beside, state_dict=beside.state_dict, load_state_dict=beside.load_state_dict)
+    others = {"beside": beside if handed_over is True else within} if handed_over and kind != "model" else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 6, run=tmp_path, **others)
+    for x in guard:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        guard.observe(loss)
+        if follows and kind == "average":
+            beside.update_parameters(model)
+        elif follows and kind in ("copy", "loss"):
+            beside.follow(model)
+    guard.close()
+    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    codes = [fact.code for fact in said if isinstance(fact, Advice)]
+    assert codes == ["copies-not-kept"] * (follows and not handed_over and kind in ("average", "copy", "loss"))
+
+
+class Cooling(nn.Module):
+    """A temperature that falls, or a count, as an attribute; with a state of its own, or as a buffer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind, self.t, self.seen = nn.Linear(2, 1), kind, 1.0, 0
+        self.register_buffer("heat", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "falls":
+            self.t *= 0.9
+        elif self.kind in ("counts", "hands out"):
+            self.seen += 1
+        elif self.kind == "buffer":
+            self.heat *= 0.9
+        else:
+            self.seen = len(x)
+        out: Tensor = self.layer(x) * self.t * self.heat
+        return out
+
+
+class HandsOut(Cooling):
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("falls", "model.1.t"), ("counts", "model.1.seen"), ("buffer", None), ("stays", None), ("hands out", None)],
+)
+def test_a_number_of_a_module_that_goes_on_in_each_update_is_named(
+    tmp_path: Path, kind: str, named: str | None
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), (HandsOut if kind == "hands out" else Cooling)(kind))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 12, run=tmp_path)
+    for x in guard:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        guard.observe(loss)
+    guard.close()
+    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    told = [fact for fact in said if isinstance(fact, Advice)]
+    assert [fact.code for fact in told] == ["numbers-not-kept"] * bool(named)
+    assert all(f"changes {named}, numbers" in fact.text for fact in told)
 
 
 @pytest.mark.parametrize("held", ["variable", "buffer", "view of a weight", "gradients", "batch", "read alone"])
