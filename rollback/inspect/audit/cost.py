@@ -172,9 +172,7 @@ def _reached(records: Iterable[facts.JournalEntry], progress: Mapping[int, tuple
                 reached[record.attempt] = max(step, reached.get(record.attempt, 0))
             case facts.Attached(step=step) | facts.Restored(step=step):
                 reached[record.attempt] = step
-            case facts.AttemptEnded(step=int(step)) if (
-                record.attempt not in progress or record.attempt not in timelines
-            ):
+            case facts.AttemptEnded(step=int(step)):
                 reached[record.attempt] = max(step, reached.get(record.attempt, 0))
             case facts.Planned() as fact:
                 timelines[record.attempt] = fact.timeline
