@@ -124,9 +124,9 @@ class Attempts:
                 return self._finish(end, evidence, first)
             records, before = self._journal.records(attempt), self._journal.records(attempt - 1)
             told = read_journal(self._paths.supervisor_journal).records
-            further = got_further(records, evidence.step, best, before=before)
+            further = got_further(records, evidence.furthest, best, before=before)
             progressed = further and not comes_again(first, attempt, told)
-            best = max((step for step in (best, evidence.step) if step is not None), default=None)
+            best = max((step for step in (best, evidence.furthest) if step is not None), default=None)
             blamed = self._blame(first, attempt, told)
             self._nodes.failed(first.rank if first is not None and not blamed else None, progressed=progressed)
             decision: Restart | GiveUp
@@ -332,7 +332,7 @@ class Attempts:
         """Raise the ranks' refusal, unless the job fits another number of nodes. It is journalled only if this launch
         has a journal already. best: the furthest step of the attempts before."""
         assert evidence.refusal is not None
-        error = evidence.refusal.as_error(reached=max(evidence.step or 0, best or 0))
+        error = evidence.refusal.as_error(reached=max(evidence.furthest or 0, best or 0))
         if evidence.refusal.refuses == "ranks" and (told := self._nodes.take_another_number()) is not None:
             self._say(f"{error.message}\n{told}")
             return

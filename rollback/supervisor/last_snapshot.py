@@ -48,11 +48,11 @@ def kept_on_host(paths: RunPaths, attempt: int | None = None) -> KeptOnHost | No
     kept = [account for account in accounts if account.checkpoint in here or account.tier == "durable"]
     account = next((account for account in kept if account.checkpoint is not None), accounts[0])
     is_there = account in kept
-    ends = [end.step for rank in end_marks.ranks_of(marks) for end in end_marks.read_ends(marks, rank)]
+    ends = [end for rank in end_marks.ranks_of(marks) for end in end_marks.read_ends(marks, rank)]
     return KeptOnHost(
         attempt=account.attempt, reason=account.reason, checkpoint=account.checkpoint if is_there else None,
         step=account.step if is_there else None, rank=account.rank, seconds=account.seconds, why_not=account.why_not,
-        furthest=max(ends, default=None),
+        furthest=max(ends).step if ends else None,  # of the attempt's newest return to a checkpoint
     )  # fmt: skip
 
 

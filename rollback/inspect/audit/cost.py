@@ -178,9 +178,7 @@ def _reached(
     timelines: dict[int, int] = {}  # of attempts that planned to go back: the furthest step of such a one says nothing
     for record in of_kinds(records, {facts.AttemptEnded, facts.Planned}):
         match record.fact:
-            case facts.AttemptEnded(step=int(step)) if (
-                record.attempt not in progress or record.attempt not in timelines
-            ):
+            case facts.AttemptEnded(step=int(step)):
                 reached[record.attempt] = max(step, reached.get(record.attempt, 0))
             case facts.Planned() as fact:
                 timelines[record.attempt] = fact.timeline

@@ -1,6 +1,6 @@
 """The evidence about an attempt, from the run directory, rank 0 and torchrun's process. Writes nothing."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from rollback.facts.training import (
     Hung,
     JournalEntry,
     LastSaveFailed,
+    Restored,
     Stopped,
 )
 from rollback.rundir.all_heartbeats import read_all_heartbeats
@@ -120,6 +121,7 @@ def gather(
     told = furthest_of(records)
     if unrecorded is not None:
         told = max(told or 0, unrecorded.step)
+    furthest = furthest_step(paths, told, attempt)
     return AttemptEvidence(
         status=left.status,
         told_to_stop=told_to_stop,
@@ -133,11 +135,25 @@ def gather(
         failures=left.failures,
         oom_killed=left.oom_kills > 0,
         lost_nodes=left.lost_nodes,
-        step=furthest_step(paths, told, attempt),
+        step=_step_since_rollback(paths, records, attempt, left.kept, furthest),
+        furthest=furthest,
         hung=hung,
         guarded=left.guarded,
         unrecorded=f"{paths.train_journal}: {unrecorded.why}" if unrecorded is not None else None,
     )
+
+
+def _step_since_rollback(
+    paths: RunPaths, records: Sequence[JournalEntry], attempt: int, kept: KeptOnHost | None, furthest: int | None
+) -> int | None:
+    """How far an attempt had come at its end. A heartbeat may be from before a rollback in it; a failure record and the
+    newest end mark are not."""
+    for at, record in reversed([*enumerate(records)]):
+        if isinstance(record.fact, Restored) and record.fact.route == "in_process":
+            steps = [failure.step for failure in read_failures(paths.failures(attempt)).values()]
+            marked = kept.furthest if kept is not None else None
+            return max(record.fact.step, furthest_of(records[at:]) or 0, marked or 0, *steps)
+    return furthest
 
 
 def newest_there(paths: RunPaths, history: History) -> int | None:

@@ -164,7 +164,9 @@ class AttemptEvidence:
     stopped: Stopped | None
     failures: Failures | None
     step: int | None
-    """The furthest step that a rank is known to have reached."""
+    """The furthest step that a rank is known to have reached since the last rollback."""
+    furthest: int | None = None
+    """The same, with what a rollback has undone."""
     hung: Hung | None = None
     oom_killed: bool = False
     """Whether the kernel's OOM killer struck on a host of the job."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollback.checkpoints.fast_tier import end_marks, last_account, last_locks
-from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths
+from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths, StepEnd
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.facts.training import Finished, LastSnapshotMade
@@ -57,6 +57,17 @@ def test_where_nobody_speaks_for_them_nobody_is_waited_for_long(marks: EndMarkPa
     began = time.monotonic()
     last_snapshot.ask_for_last_snapshot(RunPaths(Path("run")), 1, b"e")
     assert time.monotonic() - began < (5 * last_snapshot._ANSWER if hosts else last_snapshot._ANSWER)
+
+
+def test_how_far_ranks_had_come_is_counted_since_their_last_rollback(marks: EndMarkPaths) -> None:
+    mark = EndMark(marks, 1)
+    mark.write(StepEnd(1, 0, 18, 18, 0, 0), b"before")
+    mark.write(StepEnd(1, 1, 3, 3, 0, 1), b"behind")
+    last_account.write_account(marks, LastAccount(attempt=1, rank=1, reason="rank 0 is gone"))
+    kept = last_snapshot.kept_on_host(RunPaths(Path("run")))
+    mark.close()
+    assert kept is not None
+    assert kept.furthest == 3
 
 
 def test_of_a_complete_run_no_last_snapshot_is_missed(tmp_path: Path) -> None:

@@ -332,10 +332,11 @@ def test_a_death_after_a_rollback_counts_steps_from_where_the_rollback_left_it(r
     run.tell(35, rollback_plan(1, C1, 20, (40, 89)))
     run.tell(36, Restored(incident=1, checkpoint=C1, step=20, batch=40, steps_lost=15, seconds=1, route="in_process"))
     run.judge(20, 24, timeline=1)
+    run.tell(38, AttemptEnded(status=1, cause="rank 0 was killed", step=27, seconds=38.0, why="signal", rank=0))
     run.attach(60, 2, C1, 20)
     ledger = ledger_of(run)
-    assert ledger.attempts[0].steps_lost == 5
-    assert ledger.totals.steps_lost == 20
+    assert ledger.attempts[0].steps_lost == 7
+    assert ledger.totals.steps_lost == 22
 
 
 def test_without_metrics_the_journal_alone_tells_what_it_can(run: RecordedRun) -> None:
