@@ -4,7 +4,9 @@ SCENARIOS is a JSON file with a list of scenarios, each with `name`, `toy` (a Tr
 (default: the supervisor's; null: unprotected), `skips_of` (a run whose skip list is given from the start), `kill`
 (`[rank, batch]`: that rank kills itself there, in the first attempt), `told` (`[rank, batch, how]`: there that rank has
 the job stopped, in the first attempt: `SIGTERM` to the supervisor, or `rollback stop`), `die` (`[fact, n]`: rank 0
-kills itself before the n-th fact of that kind is journalled; with `behind`, behind that) and `log` (of another name).
+kills itself before the n-th fact of that kind is journalled; with `behind`, behind that), `dies` (`[rank, event,
+step]`: that rank kills itself in that event of a Trainer's callbacks, behind so many steps, in the first attempt) and
+`log` (of another name).
 Each rank writes `<name>-<rank>.json` beside it: its `portrait`. Consumed samples are logged to `<name>-<rank>.log`,
 over all attempts.
 """
@@ -142,6 +144,7 @@ class Job:
         first = os.environ.get("ROLLBACK_ATTEMPT", "1") == "1"
         self.kill = scenario.get("kill") if first else None
         self.told = scenario.get("told") if first else None
+        self.dies = scenario.get("dies") if first else None
         self.guard: Any = None
         self.poisoned = False
         self.micro = 0
@@ -355,7 +358,16 @@ class Job:
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 control.should_training_stop = control.should_training_stop or state.global_step == job.stop_at
 
-        trainer: Any = Watched(callbacks=[Stopping()], **given)
+        class Dying(transformers.TrainerCallback):  # type: ignore[misc]
+            pass
+
+        def die(_: Any, args: Any, state: Any, *more: Any, **others: Any) -> None:
+            if [rank, step] == [watched.rank, state.global_step]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        rank, event, step = self.dies or (None, "never", 0)
+        setattr(Dying, event, die)
+        trainer: Any = Watched(callbacks=[Stopping(), Dying()], **given)
         self.scale(trainer.accelerator)
         if self.run is not None:
             rollback.protect(trainer, **self.settings())

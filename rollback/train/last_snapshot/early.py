@@ -72,9 +72,8 @@ class EarlyMarks:
     def _in_backward(self, *_: object) -> None:
         """Called by the telltale's own hook, before DDP learns that its gradient is there."""
         self._present = None
-        if (end := self._coming()) is None:
+        if (end := self._coming()) is None or (local := self._small_state.coming()) is None:
             return
-        local = self._small_state.local(in_step=True)
         now = time.monotonic_ns(), time.process_time_ns()
         self._present = present = _Present(end, local, *now, self._versions())
         patience, effort = 2 * self._longest + _LATITUDE, 2 * self._most + _LATITUDE
@@ -126,7 +125,7 @@ class EarlyMarks:
         if (present := self._present) is None:
             return
         try:
-            same = self._small_state.local(in_step=True) == present.local and self._versions() == present.buffers
+            same = self._small_state.coming() == present.local and self._versions() == present.buffers
         except Exception:  # noqa: BLE001 - another exception ends this rank, and that one is to be shown
             same = False
         if same:

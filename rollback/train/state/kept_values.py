@@ -57,7 +57,8 @@ class SharedText:
 
     @property
     def lines(self) -> int:
-        raise NotImplementedError
+        """0: at a step's end no rank has more than others."""
+        return 0
 
     def state_dict(self) -> str:
         raise NotImplementedError
@@ -83,6 +84,9 @@ class KeptByScript:
         self._generators: dict[str, KeptGenerator] = {}
         self._of_rank: dict[str, Any] = {}
         """Objects that are neither of the following two."""
+        self._foretelling: dict[str, Any] = {}
+        """Those of them with `coming_state_dict`: in a backward, what `state_dict` will be at that step's end; None: it
+        is not known."""
         self._texts: dict[str, SharedText] = {}
         self._at_end: dict[str, ToldAtEnd] = {}
         self._restored: dict[str, Any] = {}
@@ -108,6 +112,7 @@ class KeptByScript:
         self._generators.update(generators)
         apart = SharedText, ToldAtEnd
         self._of_rank.update({name: item for name, item in objects.items() if not isinstance(item, apart)})
+        self._foretelling.update({name: item for name, item in objects.items() if hasattr(item, "coming_state_dict")})
         self._texts.update({name: item for name, item in objects.items() if isinstance(item, SharedText)})
         self._at_end.update({name: item for name, item in objects.items() if isinstance(item, ToldAtEnd)})
         self._load_objects(objects)
@@ -135,6 +140,11 @@ class KeptByScript:
         for name, text in self._texts.items():
             told[name] = text.lines
         return told
+
+    def coming(self) -> dict[str, Any] | None:
+        """`of_rank` as it will be at the end of the step whose backward is under way; None: that is not known."""
+        coming = {name: item.coming_state_dict() for name, item in self._foretelling.items()}
+        return None if None in coming.values() else {**self.of_rank(), **coming}
 
     def at_end(self) -> dict[str, dict[str, Any]]:
         """What marks have at a step's end alone."""

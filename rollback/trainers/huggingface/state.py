@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,18 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState, TrainerCallback
 
 from rollback.train.comm.recorder import say
 from rollback.train.state.kept_values import SharedText
 from rollback.trainers.huggingface.trl import adapted
 from rollback.trainers.saved_files import rename_undone
 
-_STATE = (
-    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",
-    "best_model_checkpoint",
-)  # fmt: skip
-"""Of TrainerState, with its `log_history`; what else it has follows from arguments."""
+_COUNTED = "epoch", "global_step", "num_input_tokens_seen"
+"""Of TrainerState, what another update changes: alike on all ranks, since of tokens it gathers how many all have."""
+_STATE = "total_flos", "best_metric", "best_global_step", "best_model_checkpoint"
+"""The rest, with its `log_history`; what else it has follows from arguments."""
 _BEST: dict[str, Any] = {"best_metric": None, "best_global_step": None, "best_model_checkpoint": None}
 """Of TrainerState, before the first evaluation."""
 _LOOP = (
@@ -45,8 +45,7 @@ class RunMark(TrainerCallback, ExportableState):  # type: ignore[misc]
 class LoopState:
     """Kept by the guard on each rank. moved: whether training has been put elsewhere since that was last looked at.
 
-    asked_for_more: whether a run that a callback had stopped is to go on behind that. last_update: its gradient's norm,
-    and the learning rate that it was made with.
+    asked_for_more: whether a run that a callback had stopped is to go on behind that.
     """
 
     def __init__(self, trainer: Any, mark: RunMark) -> None:
@@ -54,8 +53,9 @@ class LoopState:
         self._mark = mark
         self.moved = False
         self.asked_for_more = False
-        self.last_update: tuple[Any, Any] = None, None
+        self.counts = Counts(trainer)
         self.logs = Logs(trainer)
+        self.sums = StepSums(trainer)
         self._generation = dict(self._of_generation)
         """How the model makes texts in front of all evaluations, as the script has set it."""
         self._first: dict[int, dict[str, Any]] = {}
@@ -71,7 +71,6 @@ class LoopState:
             "callbacks": [[type(item).__name__, *self._of_callback(item)] for item in self._exportable()],
             "loop": {name: of_trainer[name] for name in (*_LOOP, *adapted(trainer)) if name in of_trainer},
             "loss": trainer._tr_loss.item(),
-            "last_update": tuple(map(_number, self.last_update)),
             "generation": self._changed_generation(),
             "metrics": {
                 mode: {name: list(map(_number, values)) for name, values in gathered.items()}
@@ -79,7 +78,15 @@ class LoopState:
             },
         }
 
+    def coming_state_dict(self) -> dict[str, Any] | None:
+        """`state_dict` at the end of the step whose backward is under way, if that is known."""
+        if (sums := self.sums.at_steps_end()) is None:
+            return None
+        state, (loss, flos) = self.state_dict(), sums
+        return {**state, "loss": loss, "loop": {**state["loop"], "current_flos": flos}}
+
     def load_state_dict(self, kept: dict[str, Any]) -> None:
+        """Load `counts` first."""
         trainer, state = self._trainer, self._trainer.state
         for name, value in kept["state"].items():
             setattr(state, name, value)
@@ -93,7 +100,6 @@ class LoopState:
         for name in kept["loop"].keys() & {*_LOOP, *adapted(trainer)}:
             setattr(trainer, name, kept["loop"][name])
         trainer._tr_loss.fill_(kept["loss"])
-        self.last_update = kept["last_update"]
         self._put_generation(kept.get("generation"))
         for gathered in self._gathered().values():
             gathered.clear()
@@ -186,6 +192,78 @@ class LoopState:
     def _exportable(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks
         return [item for item in callbacks if isinstance(item, ExportableState) and item is not self._mark]
+
+
+class Counts(SharedText):
+    """What each update changes behind the sum of its gradients, alike on all ranks.
+
+    last_update: its gradient's norm, and the learning rate that it was made with.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.last_update: tuple[Any, Any] = None, None
+
+    def state_dict(self) -> str:
+        of_state = vars(self._trainer.state)
+        counted = {name: of_state[name] for name in _COUNTED if name in of_state}
+        return json.dumps([counted, *map(_number, self.last_update)], default=_in_json)
+
+    def load_state_dict(self, text: str) -> None:
+        counted, *last_update = json.loads(text)
+        vars(self._trainer.state).update(counted)
+        self.last_update = tuple(last_update)
+
+
+class StepSums:
+    """What the Trainer adds up behind each backward, as known in the last one of an update: of this rank's losses since
+    the last log, and of its operations. Two methods here stand in the place of others."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._backward, self._operations = trainer.accelerator.backward, trainer.floating_point_ops
+        self._batch: Any = None
+        self._loss: Tensor | None = None
+        self._counted: tuple[Any, Any] | None = None
+        self._sums: list[tuple[float, float] | None] = []
+        """Of this backward, once they were asked for."""
+
+    def begin(self, batch: Any) -> None:
+        self._batch, self._loss, self._sums = batch, None, []
+
+    def backward(self, loss: Tensor, **given: Any) -> None:
+        self._loss = loss.detach()
+        self._backward(loss, **given)
+
+    def floating_point_ops(self, batch: Any) -> Any:
+        """It goes through all parameters: once for each batch."""
+        counted, self._counted, self._batch = self._counted, None, None
+        return counted[1] if counted is not None and counted[0] is batch else self._operations(batch)
+
+    def at_steps_end(self) -> tuple[float, float] | None:
+        """None: not known, as where the Trainer logs at the step's end, which begins them anew, or evaluates."""
+        if not self._sums:
+            self._sums.append(self._foretold())
+        return self._sums[0]
+
+    def _foretold(self) -> tuple[float, float] | None:
+        trainer = self._trainer
+        if self._loss is None or not trainer.accelerator.sync_gradients or self._ends_with_more():
+            return None
+        total = trainer._tr_loss.clone()
+        total += self._loss
+        if not math.isfinite(loss := total.item()):  # of another one the Trainer adds something else, if so set
+            return None
+        self._counted = self._batch, self._operations(self._batch)
+        return loss, trainer.current_flos + float(self._counted[1])
+
+    def _ends_with_more(self) -> bool:
+        """Whether the Trainer logs, evaluates or saves at the end of this step, unless a callback wants that there."""
+        trainer = self._trainer
+        state, control = copy.copy(trainer.state), copy.copy(trainer.control)
+        state.global_step += 1
+        control = DefaultFlowCallback().on_step_end(trainer.args, state, control)
+        return bool(control.should_log or control.should_evaluate or control.should_save)
 
 
 class Logs(SharedText):

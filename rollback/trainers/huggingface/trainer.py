@@ -9,7 +9,7 @@ entered again. What it knows besides its place (`TrainerState`, the loss since t
     _prepare_for_training            then the guard is made, of what that has prepared
     _run_epoch, for the first epoch  all epochs, from where the run stands
     its batches                      the guard's; a batch from another place ends `_run_epoch` by `_Moved`
-    training_step                    then the guard is told the loss
+    training_step                    then the guard is told the loss; its backward, what will be added up behind it
     _maybe_log_save_evaluate         what it is given of the last update, if `_run_epoch` was entered behind that
     _evaluate                        the one on start only where the run begins
     _save_checkpoint                 lives with a full disk, as the guard does
@@ -106,6 +106,9 @@ class _GuardedLoop:
             "_evaluate", "get_eval_dataloader",
         ):  # fmt: skip
             self._originals.replace(self._trainer, name, getattr(self, name))
+        sums = self._state.sums
+        self._originals.replace(self._trainer, "floating_point_ops", sums.floating_point_ops)
+        self._originals.replace(self._trainer.accelerator, "backward", sums.backward)
         self._originals.replace(self._trainer, "_save_checkpoint", self._saves.save)
         self._originals.replace(self._trainer, "_load_rng_state", lambda _: None)  # the guard has put them back
         self._trainer.callback_handler.callbacks.insert(0, self._callback)
@@ -174,7 +177,10 @@ class _GuardedLoop:
     def _run_epoch(self, **given: Any) -> None:
         """All epochs. The Trainer, which has called this for its first one, is told to stop behind the last."""
         trainer, announced = self._trainer, True
-        self.guard.keep(trainer=self._state, trainer_logs=self._state.logs, trainer_evaluated=self._evaluated)
+        state = self._state
+        self.guard.keep(
+            trainer_counts=state.counts, trainer=state, trainer_logs=state.logs, trainer_evaluated=self._evaluated
+        )
         self._has_moved()  # a resume has
         if self._state.stopped_early:
             self._end_again(**given)
@@ -208,9 +214,10 @@ class _GuardedLoop:
         trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
         self._maybe_log_save_evaluate(trainer._tr_loss, None, model, trial, epoch, ignore_keys_for_eval, start_time)
 
-    def training_step(self, *given: Any, **others: Any) -> Any:
+    def training_step(self, model: Any, inputs: Any, *given: Any, **others: Any) -> Any:
         self._drawn = []
-        loss = self._originals["training_step"](*given, **others)
+        self._state.sums.begin(inputs)
+        loss = self._originals["training_step"](model, inputs, *given, **others)
         self.guard.observe(loss)
         return loss
 
@@ -218,8 +225,8 @@ class _GuardedLoop:
         self, tr_loss: Any, grad_norm: Any, *given: Any, learning_rate: Any = None, **others: Any
     ) -> None:
         if learning_rate is not None:
-            self._state.last_update = grad_norm, learning_rate
-        grad_norm, learning_rate = self._state.last_update
+            self._state.counts.last_update = grad_norm, learning_rate
+        grad_norm, learning_rate = self._state.counts.last_update
         with self._saves.without_what_is_left_out():
             self._originals["_maybe_log_save_evaluate"](
                 tr_loss, grad_norm, *given, learning_rate=learning_rate, **others

@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 from compared_runs import PHASES, TOLD, require_undisturbed
 from job_results import Scenarios
+from selection import soak
+from toy import facts, require_same
 from trainer_job import JOB, LIMIT, MODULES, TrainerJob
+
+from rollback.facts.training import Attached
 
 TRAINER = TrainerJob(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=3, save=4)
 ACCELERATE = TrainerJob(loop="accelerate", bad_at=(32,), bad_rank=1, samples=76, accumulate=2)
@@ -14,6 +18,40 @@ ACCELERATE = TrainerJob(loop="accelerate", bad_at=(32,), bad_rank=1, samples=76,
 def test_a_rank_that_is_killed_in_a_rollback_costs_nothing(tmp_path: Path) -> None:
     """In the second epoch, while the rollback goes back into the first one."""
     require_undisturbed(tmp_path, TRAINER.but(samples=44), ["in the middle of the rollback"])
+
+
+BEHIND_THE_SUM = TrainerJob(samples=30, accumulate=2, evaluate=6, save=14, settings={"snapshot_every": 50})
+"""15 batches in an epoch: the last of 8 updates has one. It logs in every fifth step."""
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [(1, "on_pre_optimizer_step", 6, 7), (0, "on_step_end", 11, 11), (1, "on_save", 14, 0)],
+        *soak([(0, "on_optimizer_step", 8, 9), (0, "on_step_end", 5, 0), (1, "on_evaluate", 12, 0)]),
+        *soak([(1, "on_step_end", 8, 0)]),
+    ],
+    ids=["within an epoch", "others", "in an epoch's last step"],
+)
+def test_a_rank_that_is_killed_behind_the_sum_of_gradients_costs_no_step(
+    tmp_path: Path, deaths: list[tuple[int, str, int, int]]
+) -> None:
+    """At steps that the Trainer neither logs nor evaluates nor saves, within an epoch. At others the run goes on from
+    its checkpoint, and ends as undisturbed, too."""
+    undisturbed = Scenarios(tmp_path, JOB, MODULES, LIMIT)
+    undisturbed.add("undisturbed", BEHIND_THE_SUM)
+    undisturbed.torchrun(2)
+    for rank, event, step, resumed in deaths:
+        killed = Scenarios(tmp_path / f"{event} {step}", JOB, MODULES, LIMIT)
+        killed.folder.mkdir()
+        killed.add("killed", BEHIND_THE_SUM, dies=[rank, event, step])
+        run, memory = killed.run("killed"), killed.folder / "memory"
+        memory.mkdir()
+        code, output = killed.launch(run, "--fast-tier", str(memory))
+        assert code == 0, output[-8000:]
+        assert [fact.step for fact in facts(run, Attached)] == [0, resumed], output[-8000:]
+        for each in (0, 1):
+            require_same(killed.portrait("killed", each), undisturbed.portrait("undisturbed", each), event)
 
 
 @pytest.mark.soak

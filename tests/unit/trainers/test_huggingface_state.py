@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 
 def kept_of(trainer: Any) -> Any:
@@ -25,6 +26,8 @@ def trainer_with(rows: list[dict[str, Any]]) -> Any:
         state=state, callback_handler=SimpleNamespace(callbacks=[]), _tr_loss=torch.zeros(()),
         control=SimpleNamespace(should_training_stop=False), _step=8, _last_loaded_step=7,
         args=SimpleNamespace(should_save=False), model=SimpleNamespace(),
+        accelerator=SimpleNamespace(backward=Tensor.backward, sync_gradients=True),
+        floating_point_ops=lambda batch: 6 * batch.numel(), current_flos=100.0,
     )  # fmt: skip
 
 
@@ -189,8 +192,81 @@ def test_of_the_folder_of_the_best_model_those_ranks_know_that_save(saves: bool,
     best = {"best_metric": 2.5, "best_global_step": 5, "best_model_checkpoint": str(tmp_path / "checkpoint-5")}
     vars(trainer.state).update(best)
     trainer.args.should_save = saves
-    trainer.accelerator = SimpleNamespace(
+    vars(trainer.accelerator).update(
         device=torch.device("cpu"), is_main_process=saves, reduce=lambda value, reduction: value
     )
     kept_of(trainer).forget_lost_best()
     assert {name: vars(trainer.state)[name] for name in best} == (dict.fromkeys(best) if saves else best)
+
+
+def trainer_in_a_step(**set_otherwise: Any) -> Any:
+    """Its 8th. It logs in the 10th, evaluates in the 15th and saves in the 20th."""
+    pytest.importorskip("transformers")
+    from transformers.trainer_callback import TrainerControl
+
+    trainer = trainer_with([])
+    vars(trainer.state).update({"logging_steps": 10, "eval_steps": 15, "save_steps": 20, **set_otherwise})
+    trainer.args = SimpleNamespace(
+        logging_strategy="steps", logging_first_step=False, eval_strategy="steps", eval_delay=0, save_strategy="steps"
+    )
+    trainer.control, trainer._tr_loss = TrainerControl(), torch.tensor(0.7)
+    return trainer
+
+
+def trained(kept: Any, trainer: Any, loss: float) -> tuple[Any, Any]:
+    """What was told in the backward, and what there is once the Trainer has added to its sums."""
+    weight, batch = torch.ones((), requires_grad=True), torch.ones(5)
+    found = []
+    weight.register_hook(lambda _: found.append(kept.coming_state_dict()))
+    kept.sums.begin(batch)
+    kept.sums.backward(weight * loss)
+    trainer._tr_loss += torch.tensor(loss)
+    trainer.current_flos += float(kept.sums.floating_point_ops(batch))
+    trainer.state.global_step += 1
+    return found[0], kept.state_dict()
+
+
+def test_in_an_updates_last_backward_it_is_known_what_the_trainer_adds_to_behind_it() -> None:
+    trainer, counted = trainer_in_a_step(), []
+    trainer.floating_point_ops = lambda batch: counted.append(batch) or 6 * batch.numel()
+    kept = kept_of(trainer)
+    trainer.accelerator.sync_gradients = False
+    assert trained(kept, trainer, 0.1)[0] is None, "another batch of that update comes behind it"
+    trainer.accelerator.sync_gradients = True
+    trainer.state.global_step = 7
+    told, at_end = trained(kept, trainer, 0.3)
+    assert told == at_end == {**at_end, "loss": torch.tensor(0.7).add(0.1).add(0.3).item()}
+    assert at_end["loop"] == {"current_flos": 160.0, "_step": 8}
+    assert len(counted) == 2, "once for each batch"
+    assert kept.coming_state_dict() == at_end, "also where an exception ends the step behind that"
+
+
+@pytest.mark.parametrize(
+    ("set_otherwise", "loss"),
+    [({name: 8}, 0.5) for name in ("logging_steps", "eval_steps", "save_steps", "max_steps")]
+    + [({}, math.nan), ({}, -math.inf)],
+)
+def test_it_is_not_known_where_the_trainer_logs_evaluates_or_saves_nor_of_a_loss_that_is_not_finite(
+    set_otherwise: dict[str, Any], loss: float
+) -> None:
+    """Which the Trainer may leave out of the sum (`logging_nan_inf_filter`)."""
+    trainer = trainer_in_a_step(**set_otherwise)
+    kept = kept_of(trainer)
+    assert trained(kept, trainer, loss)[0] is None
+    trainer._tr_loss.zero_()
+    trainer.state.max_steps = 90
+    told, at_end = trained(kept, trainer, 0.5)
+    assert told == at_end, "the next one"
+
+
+def test_what_each_update_changes_on_all_ranks_alike_comes_back_and_is_in_no_mark() -> None:
+    trainer, other = trainer_with([]), trainer_with([])
+    kept, counts = kept_of(trainer), kept_of(trainer).counts
+    counts.last_update = torch.tensor(0.1), 1e-3
+    before = kept.state_dict()
+    vars(trainer.state).update(epoch=1 / 3, global_step=9, num_input_tokens_seen=2**60 + 1)
+    assert kept.state_dict() == before
+    again = kept_of(other).counts
+    again.load_state_dict(counts.state_dict())
+    assert vars(other.state) == vars(trainer.state)
+    assert (again.last_update, again.lines) == ((torch.tensor(0.1).item(), 1e-3), 0)

@@ -156,7 +156,8 @@ def test_a_position_that_moves_behind_the_backward_is_told_as_it_is_at_the_steps
     reader, cursor = SmallStateReader(state), state.cursor
     cursor.open_epoch()
     cursor.next()
-    early = reader.local(in_step=True)
+    early = reader.coming()
+    assert early is not None
     cursor.end_epoch()
     at_end = reader.local()
     told = [SmallState.of(of_rank(local)).trees["cursor"] for local in (early, at_end)]

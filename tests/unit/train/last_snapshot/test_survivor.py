@@ -250,7 +250,7 @@ def test_a_buffer_that_the_next_step_has_made_is_not_in_what_is_kept(tmp_path: P
 
     def act(guard: rollback.Guard) -> None:
         guard._state.model.register_buffer("late", torch.rand(2))
-        guard._last._small_state.local(in_step=True)
+        guard._last._small_state.coming()
         keep(guard)
         (place,) = [path.parent for path in memory.glob("*/*/slot-9*/manifest.json")]
         with ring.open_shards(place, read_manifest(place, in_slot=True))[0] as shard:
@@ -929,6 +929,46 @@ def test_there_are_early_marks_only_after_steps_in_which_nothing_changed(tmp_pat
     assert [early.end.step for early in found[first:] if early is not None] == list(range(first, len(found)))
 
 
+class Foretelling:
+    """What a training adds to behind its backward. It does not know of step 8 what that is, and is wrong of step 12."""
+
+    total = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def coming_state_dict(self) -> dict[str, Any] | None:
+        coming = self.total + 1
+        return None if coming == 8 else {"total": 99 if coming == 12 else coming}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_what_an_object_foretells_of_a_steps_end_is_in_early_marks_until_it_was_wrong(
+    tmp_path: Path, memory: Path
+) -> None:
+    kept, found = Foretelling(), set()
+
+    def behind(guard: rollback.Guard) -> None:
+        if (early := newest_early(guard._last._paths, 0)) is not None:
+            found.add(early.end.step)
+            if early.end.step == guard.step + 1:
+                told = SmallState.of(split(early.body)[1]).trees["kept"]["total"]
+                assert told == kept.coming_state_dict()
+        kept.total += 1
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        if guard is not None and position == 0:
+            tell_early(guard)
+            guard.keep(total=kept)
+            guard._state.optimizer.register_step_post_hook(lambda *_: behind(guard))
+
+    train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
+    assert kept.total > 12
+    assert found == {*range(TRIED + 1, 13)} - {8}
+
+
 def test_the_last_step_of_an_epoch_has_no_early_mark_and_the_work_behind_it_ends_none(
     tmp_path: Path, memory: Path
 ) -> None:
@@ -1055,8 +1095,7 @@ def test_where_there_can_be_no_last_snapshot_the_journal_says_so_at_the_start(
 class Reader:
     on_gpu: tuple[torch.Tensor, ...] = ()
 
-    def local(self, *, in_step: bool) -> LocalState:
-        assert in_step
+    def coming(self) -> LocalState:
         return LocalState("[]", b"")
 
 

@@ -209,3 +209,28 @@ def test_a_generator_draws_what_it_drew_behind_a_restore_and_anew_from_before_it
     assert [draw(generator), draw(generator)] == then
     script.load_state_dict({})
     assert draw(generator) == first
+
+
+class Foretelling:
+    """A sum that a training adds to behind its backward."""
+
+    total, coming = 1.0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def coming_state_dict(self) -> dict[str, Any] | None:
+        return None if self.coming is None else {"total": self.coming}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+def test_in_a_backward_an_object_may_know_its_state_at_the_steps_end() -> None:
+    script, total = KeptByScript(), Foretelling()
+    assert script.coming() == script.of_rank()
+    script.add({"best": 0.5, "total": total})
+    assert script.coming() is None
+    total.coming = 3.5
+    assert script.coming() == {"best": 0.5, "total": {"total": 3.5}}
+    assert script.of_rank() == {"best": 0.5, "total": {"total": 1.0}}
