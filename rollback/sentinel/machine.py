@@ -234,8 +234,8 @@ class Sentinel:
         """The rule that calls it now."""
         if not self._measures_progress() and evidence.least > (bound := self._seen.loss_beyond(scale.noise)):
             return Found("loss-beyond-seen", bound)
-        clipped = self._norm.at_ceiling()
-        return excursion.judged(evidence, self._preset, scale, self._excuse(excursion), clipped=clipped)
+        excuse = self._excuse(excursion)
+        return excursion.judged(evidence, self._preset, scale, excuse, clipped=self._norm.at_ceiling())
 
     def _call(self, verdict: Verdict, reading: MeasuredObservation, scale: Scale) -> Verdict:
         """Demand action, once: what follows belongs to the same incident.
@@ -245,7 +245,8 @@ class Sentinel:
         if verdict.rule not in BEYOND_SEEN and not self._measures_progress():
             if self._excursion is not None:
                 self._excursion.advised = True
-            return explain.advice(verdict, self._move(Event.CALM if self._excursion is None else Event.HIGH))
+            kind = self._move(Event.CALM if self._excursion is None else Event.HIGH)
+            return explain.advice(verdict, kind, self._seen.objective)
         self._seen.teeth.call()
         self._move(Event.CALL)
         self._fading.restart()
@@ -284,8 +285,7 @@ class Sentinel:
         return PERSISTS_AFTER[self._state]
 
     def _excuse(self, excursion: Excursion) -> Excuse:
-        excuse = Excuse.EXPLAINED if excursion.explained else Excuse.NEAR
-        return excuse if self._excused else Excuse.NONE
+        return (Excuse.EXPLAINED if excursion.explained else Excuse.NEAR) if self._excused else Excuse.NONE
 
     def _heed(self, hints: Hint) -> None:
         if Hint.EPOCH in hints:

@@ -148,7 +148,7 @@ class Seen:
     """What a run's losses and norms have been like so far, those of incidents left out but for their `Teeth`."""
 
     def __init__(self, objective: Objective) -> None:
-        self._objective = objective
+        self.objective = objective
         self._measured_before = False
         self._largest = self._next_largest = 0.0  # losses, by their distance from zero
         self._unlike_zero = 0
@@ -207,8 +207,8 @@ class Seen:
         critic's, which says how well two nets are told apart. start: the typical first loss. level, noise: of the loss
         now.
         """
-        if self._objective != "auto":
-            return self._objective == "supervised"
+        if self.objective != "auto":
+            return self.objective == "supervised"
         if self._measured_before or (low := self._climbs.low) is None:
             return True
         noise, lowest = self._noise or noise, min(self._losses.lowest, level)  # medians lag behind a descent

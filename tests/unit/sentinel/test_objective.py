@@ -8,6 +8,7 @@ import random
 import pytest
 from curves import descent, norms, observations, raised, verdicts
 
+from rollback.config import Objective
 from rollback.errors import UsageError
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
 
@@ -137,6 +138,19 @@ def test_who_says_what_the_loss_is_of_is_believed(objective: str) -> None:
     assert called(verdicts(seen, Sentinel(objective=objective))) == []  # type: ignore[arg-type]
     swings = observations(WITHOUT_PROGRESS["waves"])
     assert called(verdicts(swings, Sentinel(objective="supervised")))
+
+
+@pytest.mark.parametrize("objective", ["auto", "adversarial", "rl"])
+def test_who_has_said_what_the_loss_is_of_is_not_asked_to(objective: Objective) -> None:
+    said = [
+        verdict.advice
+        for verdict in verdicts(observations(WITHOUT_PROGRESS["waves"]), Sentinel(objective=objective))
+        if verdict.advice
+    ]
+    assert said
+    for text in said:
+        assert ("say so: --objective supervised" in text) == (objective == "auto")
+        assert (f"objective '{objective}' was told" in text) == (objective != "auto")
 
 
 def test_non_finite_values_of_such_a_loss_are_called() -> None:
