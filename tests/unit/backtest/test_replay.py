@@ -573,6 +573,17 @@ def test_missing_files_and_directories_are_refused(tmp_path: Path, run: Run) -> 
     assert "is a directory" in err
 
 
+def test_of_a_directory_of_tensorboard_the_event_files_are_named(tmp_path: Path, run: Run) -> None:
+    events = [tmp_path / name / f"events.out.tfevents.17{i}.host" for i, name in enumerate("abcd")]
+    for event in events:
+        event.parent.mkdir()
+        event.touch()
+    assert f"name the event file: {events[0]}" in run(events[0].parent)[2].replace("\n", "")
+    err = run(tmp_path)[2]
+    assert all(str(event) in err for event in events[:3])
+    assert "and 1 more" in err
+
+
 def test_many_logs_give_one_line_each_in_order_and_a_bad_one_spoils_none(tmp_path: Path, run: Run) -> None:
     logs = [write_csv(tmp_path / f"{i}.csv", {"step": STEPS, "loss": LOSSES}) for i in range(4)]
     (tmp_path / "bad.csv").write_text("")
