@@ -328,9 +328,10 @@ _OLDEST = "the oldest good checkpoint"
 
 def _structural(back: Planned, undone: int, settings: Settings) -> str:
     # Answers that a suspected sample excused are not among the harder ones.
+    without_progress = "; if the loss need not go down, as in reinforcement learning, say so: --objective rl"
     again = f"{back.escalation + 1} rollbacks" if back.escalation else "going back"
     return (
         f"the answers to this trouble would undo {undone} updates together, and max_undone allows "
         f"{settings.max_undone}; {again} did not cure it, so the cause is not in the skipped data: look at the "
-        "learning rate, the precision, the model or the code"
+        f"learning rate, the precision, the model or the code{without_progress if settings.objective == 'auto' else ''}"
     )

@@ -23,6 +23,7 @@ _SUPPORTED = "CSV, TSV, JSON lines, Hugging Face trainer_state.json, TensorBoard
 _SIZE_LIMIT = 2 << 30
 _SNIFFED = 4096
 _AT_ONCE = 1 << 20
+_FILES_NAMED = 3
 
 
 def read_table(path: Path) -> Table:
@@ -55,7 +56,7 @@ def _content(path: Path) -> bytearray:
     content = bytearray()
     try:
         if path.is_dir():
-            raise UsageError(f"{path} is a directory", hint="name the log files in it, for example DIR/*.csv")
+            raise UsageError(f"{path} is a directory", hint=_files_in(path))
         too_long = path.stat().st_size > _SIZE_LIMIT
         with path.open("rb") as file:
             while not too_long and (part := file.read(_AT_ONCE)):
@@ -70,6 +71,15 @@ def _content(path: Path) -> bytearray:
     if too_long:
         raise UsageError(f"{path} has more than {_SIZE_LIMIT >> 30} GiB", hint="cut it down to the metrics")
     return content
+
+
+def _files_in(directory: Path) -> str:
+    """Which file to name: TensorBoard is given directories, and writes the event files some levels below."""
+    events = sorted(directory.rglob("*tfevents*"))
+    if not events:
+        return f"name the log files in it, for example {directory}/*.csv"
+    more = f", and {len(events) - _FILES_NAMED} more" if len(events) > _FILES_NAMED else ""
+    return f"name the event file: {', '.join(map(str, events[:_FILES_NAMED]))}{more}"
 
 
 def _unreadable(path: Path, error: OSError) -> UsageError:

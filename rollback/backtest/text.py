@@ -23,10 +23,8 @@ def describe(replay: Replay, width: int) -> str:
         lines.append("nothing that would have demanded action")
     for verdict in replay.advice[:_ADVICE_SHOWN]:
         lines += [f"  advice at step {verdict.step} ({verdict.rule})", *_wrapped(verdict.advice, width)]
-    if replay.advice:
-        more = len(replay.advice) - _ADVICE_SHOWN
-        lines += [f"  and {more} more of such advice (--json has them all)"] if more > 0 else []
-        lines.append("  if this loss does measure progress, say so: --objective supervised")
+    if (more := len(replay.advice) - _ADVICE_SHOWN) > 0:
+        lines.append(f"  and {more} more of such advice (--json has them all)")
     for step, question in replay.questions[:_PROBES_SHOWN]:
         text = f"{question.in_words()}. A running job would hand out a probe batch here; a log has no model to ask"
         lines += [f"  a probe at step {step}", *_wrapped(text, width)]

@@ -76,7 +76,7 @@ rise. An infinite norm in a step that GradScaler skipped is routine.
 **Losses that measure no progress** (`objective`): adversarial objectives and reinforcement learning. Rules that rest on
 a level give advice there. Only non-finite values, losses far beyond all seen (``loss-beyond-seen``) and norms far
 beyond all seen (``grad-norm-beyond-seen``) are called. Such a loss is recognised by climbs that are large compared to
-the progress, or told.
+the progress: one that was not called, or three that were and came down by themselves. Or it is told.
 
 **Hints** explain a rise that begins with them (`machine.COMES_WITH_HINT`): only a loss that undoes three quarters of
 the progress is called then (``loss-beyond-start``), and a new level is accepted after 16 observations. A rise that

@@ -2,6 +2,7 @@
 
 import math
 
+from rollback.config import Objective
 from rollback.sentinel.excursion import Excursion, ExcursionEvidence, Found, MeasuredObservation, Scale
 from rollback.sentinel.slow import Slow
 from rollback.sentinel.verdict import NORM_COLLAPSE, Blip, Kind, Verdict
@@ -89,9 +90,14 @@ def norm_beyond(step: int, onset: int, log_norm: float, bound: float, window: tu
     return Verdict(Kind.SPIKE, step, onset, "grad-norm-beyond-seen", "grad_norm", value, threshold, text, window)
 
 
-def advice(verdict: Verdict, kind: Kind) -> Verdict:
-    """What a rule says that rests on a level, where the loss has none."""
-    text = f"{verdict.explanation}; not called, since this loss does not seem to measure progress"
+def advice(verdict: Verdict, kind: Kind, objective: Objective) -> Verdict:
+    """What a rule says that rests on a level, where the loss has none. objective: as it was told."""
+    why = (
+        "this loss does not seem to measure progress (if it does, say so: --objective supervised)"
+        if objective == "auto"
+        else f"objective {objective!r} was told: such a loss measures no progress"
+    )
+    text = f"{verdict.explanation}; not called, since {why}"
     return Verdict(kind, verdict.step, verdict.onset, verdict.rule, advice=text)
 
 

@@ -54,11 +54,11 @@ _FIRST_LOSSES = 8
 _RISING = 2.0  # noise units; an excursion reaches back over the steps just before it that were at least this high
 _NORM_IS_LOW = -1.0
 _LEAST_NORM_NOISE = 0.03  # in the logarithm: 3 %
-_SCHEMA = 7
+_SCHEMA = 8
 _READ = range(1, _SCHEMA + 1)
 """What is read: 1 knows less of the noise, and not with what an excursion began; 2 does not know what was seen; 3 does
 not know of gradients that fade; 4 does not know of forerunners; 5 does not know what held on the way back; 6
-does not know how large a mostly zero loss was."""
+does not know how large a mostly zero loss was; 7 does not know which calls came back by themselves."""
 
 
 class Sentinel:
@@ -108,6 +108,7 @@ class Sentinel:
         if loss is None or (hints is not Hint.NONE and Hint.SCALER_SKIPPED in hints):
             return Verdict(Kind.HEALTHY, step)
         log_norm = math.log(norm) if norm is not None and norm > 0 else None
+        self._seen.note(loss)
         if self._state is State.LEARNING:
             self._accept(loss, log_norm)
             return Verdict(self._move(Event.READY if self._loss.ready else Event.CALM), step)
@@ -233,8 +234,8 @@ class Sentinel:
         """The rule that calls it now."""
         if not self._measures_progress() and evidence.least > (bound := self._seen.loss_beyond(scale.noise)):
             return Found("loss-beyond-seen", bound)
-        clipped = self._norm.at_ceiling()
-        return excursion.judged(evidence, self._preset, scale, self._excuse(excursion), clipped=clipped)
+        excuse = self._excuse(excursion)
+        return excursion.judged(evidence, self._preset, scale, excuse, clipped=self._norm.at_ceiling())
 
     def _call(self, verdict: Verdict, reading: MeasuredObservation, scale: Scale) -> Verdict:
         """Demand action, once: what follows belongs to the same incident.
@@ -244,7 +245,9 @@ class Sentinel:
         if verdict.rule not in BEYOND_SEEN and not self._measures_progress():
             if self._excursion is not None:
                 self._excursion.advised = True
-            return explain.advice(verdict, self._move(Event.CALM if self._excursion is None else Event.HIGH))
+            kind = self._move(Event.CALM if self._excursion is None else Event.HIGH)
+            return explain.advice(verdict, kind, self._seen.objective)
+        self._seen.teeth.call()
         self._move(Event.CALL)
         self._fading.restart()
         if self._excursion is None:
@@ -270,10 +273,8 @@ class Sentinel:
 
     def _relearn(self, excursion: Excursion) -> None:
         """Make the level of the excursion the new baseline."""
-        self._loss.restart()
-        self._norm.restart()
-        self._drift.restart()
-        self._fading.restart()
+        for learned in (self._loss, self._norm, self._drift, self._fading):
+            learned.restart()
         for reading in excursion.recent:
             self._accept(reading.loss, reading.log_norm)
 
@@ -284,9 +285,7 @@ class Sentinel:
         return PERSISTS_AFTER[self._state]
 
     def _excuse(self, excursion: Excursion) -> Excuse:
-        if not self._excused:
-            return Excuse.NONE
-        return Excuse.EXPLAINED if excursion.explained else Excuse.NEAR
+        return (Excuse.EXPLAINED if excursion.explained else Excuse.NEAR) if self._excused else Excuse.NONE
 
     def _heed(self, hints: Hint) -> None:
         if Hint.EPOCH in hints:
@@ -298,10 +297,11 @@ class Sentinel:
                 self._explaining = COMES_WITH_HINT
                 if self._excursion is not None and self._excursion.count <= COMES_BEFORE_HINT:
                     self._excursion.explained = True
+        if Hint.RESUMED in hints:
+            self._seen.teeth.cut()
         if hints & NEW_REFERENCE:
-            self._drift.restart()
-            self._collapse.restart()
-            self._fading.restart()
+            for slow in (self._drift, self._collapse, self._fading):
+                slow.restart()
         if Hint.ANNOUNCED in hints:
             self._begin_phase()
 

@@ -111,6 +111,7 @@ def test_a_repeat_goes_further_back_and_skips_twice_as_much_until_it_has_undone_
     assert (fourth.action, fourth.escalation, fourth.skip, fourth.checkpoint) == ("stop", 3, None, None)
     assert "structural" not in fourth.reason
     assert fourth.giving_up == "structural"
+    assert "say so: --objective rl" in fourth.reason
     assert "would undo 686 updates together, and max_undone allows 685" in fourth.reason
     assert "3 rollbacks" in fourth.reason
     assert story.meets(389).action == "rollback"

@@ -114,8 +114,7 @@ NOT_KEPT = (
 )
 NO_PROGRESS = (
     "no-progress",
-    "step {step}: {text}. The loss is taken for that of an adversarial objective or of reinforcement learning: only "
-    "what is far beyond all seen is called. If it does measure progress, say so: --objective supervised",
+    "step {step}: {text}. Only what is far beyond all seen is called, as for adversarial and reinforcement learning",
 )
 JOURNAL_GONE = (
     "journal-gone",

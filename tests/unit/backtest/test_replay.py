@@ -444,7 +444,8 @@ def test_what_is_advice_of_a_loss_without_progress_is_called_if_it_is_said_to_be
     assert told["calls"]
     assert told["advice"] == []
     assert set(result["advice"][0]) == {"onset", "step", "rule", "text"}
-    assert "say so: --objective supervised" in run(log)[1]
+    text = run(log)[1]
+    assert "say so: --objective supervised" in " ".join(text.split())
 
 
 def test_where_a_job_would_have_asked_its_model_is_told_and_that_a_log_has_none(tmp_path: Path, run: Run) -> None:
@@ -570,6 +571,17 @@ def test_missing_files_and_directories_are_refused(tmp_path: Path, run: Run) -> 
     code, _, err = run(tmp_path)
     assert code == 2
     assert "is a directory" in err
+
+
+def test_of_a_directory_of_tensorboard_the_event_files_are_named(tmp_path: Path, run: Run) -> None:
+    events = [tmp_path / name / f"events.out.tfevents.17{i}.host" for i, name in enumerate("abcd")]
+    for event in events:
+        event.parent.mkdir()
+        event.touch()
+    assert f"name the event file: {events[0]}" in run(events[0].parent)[2].replace("\n", "")
+    err = run(tmp_path)[2]
+    assert all(str(event) in err for event in events[:3])
+    assert "and 1 more" in err
 
 
 def test_many_logs_give_one_line_each_in_order_and_a_bad_one_spoils_none(tmp_path: Path, run: Run) -> None:

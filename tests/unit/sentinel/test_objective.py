@@ -1,5 +1,6 @@
 """Losses that measure no progress: what of them is called, and what is advice."""
 
+import itertools
 import json
 import math
 import random
@@ -7,6 +8,7 @@ import random
 import pytest
 from curves import descent, norms, observations, raised, verdicts
 
+from rollback.config import Objective
 from rollback.errors import UsageError
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
 
@@ -30,6 +32,23 @@ def critic(count: int, seed: int = 0) -> list[float]:
     return [-1.2 * math.sin(math.pi * min(i, 300) / 300) + chance.gauss(0, 0.05) for i in range(count)]
 
 
+def new_targets(count: int, period: int, decay: float, seed: int = 0, start: float = 0.5) -> list[float]:
+    """Each new target takes the loss up at once, and it is learned: deep Q between two syncs, or PPO in an update."""
+    chance = random.Random(seed)
+    highest = [start, *(min(0.5, start + 0.1 * i) for i in range(1, count // period + 1))]
+    falls = [0.02 + highest[i // period] * math.exp(-(i % period) / decay) for i in range(count)]
+    return [fallen * math.exp(chance.gauss(0, 0.15)) for fallen in falls]
+
+
+TEETH = {
+    "deep Q": (200, 60.0, 0.5),
+    "deep Q, quick": (200, 25.0, 0.5),
+    "deep Q, rewards come late": (200, 50.0, 0.02),
+    "PPO": (64, 16.0, 0.5),
+    "PPO, 32 minibatches": (32, 4.0, 0.5),
+}
+
+
 def called(said: list[Verdict]) -> list[tuple[int, str]]:
     return [(verdict.step, verdict.rule) for verdict in said if verdict.kind in (Kind.SPIKE, Kind.NONFINITE)]
 
@@ -43,6 +62,54 @@ def test_a_loss_that_measures_no_progress_is_recognised_and_its_swings_are_not_c
     made = {"waves": lambda: waves(900, 1.0, 0.4, 260, seed=seed), "saw-teeth": lambda: saw_teeth(900, seed)}
     losses = made.get(kind, lambda: critic(900, seed))()
     assert called(verdicts(observations(losses, norms(900, seed)))) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", TEETH)
+def test_calls_that_come_back_by_themselves_again_and_again_are_the_teeth_of_a_saw(kind: str, seed: int) -> None:
+    period, decay, start = TEETH[kind]
+    losses = new_targets(8 * period + 2000, period, decay, seed, start)
+    said = called(verdicts(observations(losses)))
+    assert len(said) <= 5
+    assert all(step < 10 * period for step, _ in said)
+    seen = observations(raised(losses, len(losses) - 20, 9.0))
+    assert called(verdicts(seen))[-1][1] == "loss-beyond-seen"
+
+
+DIVERGENCE = raised(descent(600, noise=0.05), 400, 3.0)
+
+
+def test_a_divergence_that_a_rollback_answers_is_called_each_time() -> None:
+    sentinel = Sentinel()
+    verdicts(observations(DIVERGENCE)[:350], sentinel)
+    before = sentinel.state_dict()
+    for _ in range(6):
+        sentinel.load_state_dict(before)
+        assert called(verdicts(observations(DIVERGENCE)[350:], sentinel)) == [(404, "loss-high")]
+
+
+def test_a_divergence_that_ends_with_a_resume_is_called_each_time() -> None:
+    again = [
+        Observation(step, DIVERGENCE[step], None, Hint.RESUMED if step == 300 else Hint.NONE)
+        for step in range(300, 480)
+    ]
+    said = called(verdicts([*observations(DIVERGENCE)[:480], *again * 5]))
+    assert said == [(404, "loss-high")] * 6
+
+
+def test_calls_of_all_heights_that_come_back_are_no_teeth() -> None:
+    losses = descent(1500, noise=0.05)
+    for at, height in (300, 2.0), (500, 9.0), (700, 4.0), (900, 2.0), (1100, 25.0):
+        losses = raised(losses, at, height, length=60, decay=15.0)
+    said = called(verdicts(observations(raised(losses, 1300, 2.5))))
+    assert [step for step, _ in said] == [304, 504, 704, 904, 1104, 1304]
+
+
+def test_stretches_that_were_not_called_are_no_teeth() -> None:
+    losses = descent(3000, noise=0.05)
+    for at in range(300, 2700, 130):
+        losses = raised(losses, at, 2.5, length=4)
+    assert called(verdicts(observations(raised(losses, 2800, 2.5)))) == [(2804, "loss-high")]
 
 
 def test_what_would_have_been_called_is_advice_with_its_reason() -> None:
@@ -71,6 +138,19 @@ def test_who_says_what_the_loss_is_of_is_believed(objective: str) -> None:
     assert called(verdicts(seen, Sentinel(objective=objective))) == []  # type: ignore[arg-type]
     swings = observations(WITHOUT_PROGRESS["waves"])
     assert called(verdicts(swings, Sentinel(objective="supervised")))
+
+
+@pytest.mark.parametrize("objective", ["auto", "adversarial", "rl"])
+def test_who_has_said_what_the_loss_is_of_is_not_asked_to(objective: Objective) -> None:
+    said = [
+        verdict.advice
+        for verdict in verdicts(observations(WITHOUT_PROGRESS["waves"]), Sentinel(objective=objective))
+        if verdict.advice
+    ]
+    assert said
+    for text in said:
+        assert ("say so: --objective supervised" in text) == (objective == "auto")
+        assert (f"objective '{objective}' was told" in text) == (objective != "auto")
 
 
 def test_non_finite_values_of_such_a_loss_are_called() -> None:
@@ -102,13 +182,23 @@ def test_in_a_screen_only_what_is_far_beyond_all_seen_stands_out() -> None:
 
 
 def test_what_was_seen_survives_json() -> None:
-    for cut in (10, 40, 333):
+    curves = WITHOUT_PROGRESS["saw-teeth"], new_targets(900, 64, 16.0)
+    for cut, losses in itertools.product((10, 40, 199, 333), curves):
         whole, first, second = Sentinel(), Sentinel(), Sentinel()
-        seen = observations(WITHOUT_PROGRESS["saw-teeth"], norms(900))
+        seen = observations(losses, norms(900))
         expected = verdicts(seen, whole)
         before = verdicts(seen[:cut], first)
         second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
         assert before + verdicts(seen[cut:], second) == expected
+
+
+def test_a_state_that_is_loaded_replaces_all_that_was_seen() -> None:
+    fresh, used = Sentinel(), Sentinel()
+    seen = observations(new_targets(900, 64, 16.0), norms(900))
+    verdicts(seen[:40], fresh)
+    verdicts(seen, used)
+    used.load_state_dict(fresh.state_dict())
+    assert used.state_dict() == fresh.state_dict()
 
 
 def test_an_unknown_objective_is_refused_by_name() -> None:

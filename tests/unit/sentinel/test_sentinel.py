@@ -437,13 +437,15 @@ def test_an_unknown_sensitivity_is_refused_by_name() -> None:
         Sentinel("paranoid")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schema", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("schema", [1, 2, 3, 4, 5, 6, 7])
 def test_the_state_of_a_sentinel_that_knew_less_is_read(schema: int) -> None:
     older, newer = Sentinel(), Sentinel()
     for step in range(100):
         older.update(Observation(step, 3.0 + 0.01 * (step % 7), 1.0))
     state = older.state_dict() | {"schema": schema}
-    del state["seen"]["largest"], state["seen"]["unlike_zero"]
+    del state["seen"]["teeth"]
+    if schema < 7:
+        del state["seen"]["largest"], state["seen"]["unlike_zero"]
     if schema < 5:
         del state["forerunner"]
     if schema < 4:
