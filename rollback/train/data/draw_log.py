@@ -137,7 +137,10 @@ def _compare(before: Drawn, now: Drawn) -> None:
     if before.opening != now.opening:
         return
     if before.order and now.order and before.order != now.order:
-        what = "its samples are other ones (the sampler gives other indices)"
+        what = (
+            "its samples are other ones (the sampler gives other indices; where the model or the loop draws from the "
+            "very generator that the loader was given, give the loader one of its own)"
+        )
     elif before.content and now.content and before.past == now.past and before.content != now.content:
         what = "it holds other data" + (" (the sampler gives the same indices)" if now.order else "")
     else:
