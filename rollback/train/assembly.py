@@ -112,7 +112,7 @@ class GuardAssembly:
     def __init__(
         self, run: AttachedRun, state: TrainingState, model: nn.Module, loader: Any, max_steps: int | None
     ) -> None:
-        self._run, self._state = run, state
+        self._run, self._state, self._model = run, state, model
         self.departure = Departure()
         cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
         stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
