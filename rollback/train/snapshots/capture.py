@@ -5,10 +5,11 @@ thread may copy them while the next forward and backward run, until the optimize
 what other objects keep) are copied at once. If a still tensor is written to before the optimizer begins, its version
 counter tells, and the capture is torn. No counter tells of writes to `parameter.data`: `unseen_writes` looks for them.
 
-For `drift` a rank digests all parameters, and of what other objects keep a sample, another one for each snapshot: an
-average of the weights is as large as they are. Of a sharded model it also digests what the optimizer keeps in plain
-tensors, and all that other objects keep in tensors of a part's shape: one rank stores them for all, and where each of
-them has its own part of a state in such a tensor, the others' would be lost.
+For `drift` a rank digests all parameters, and of what the optimizer and other objects keep a sample, another one for
+each snapshot: an average of the weights is as large as they are. Ranks that average parameters from time to time, and
+no gradients, have the same ones then, and each has another state of the optimizer. Of a sharded model it also digests
+what the optimizer keeps in plain tensors, and all that other objects keep in tensors of a part's shape: one rank stores
+them for all, and where each of them has its own part of a state in such a tensor, the others' would be lost.
 
 Tensors that the rank stores are digested in the copy, at any time. The others are digested in place, before the
 optimizer begins. Parameters that nothing trains are not copied: see `frozen`.
@@ -39,13 +40,16 @@ from rollback.train.state.image import PARAMETERS, STILL, Image
 from rollback.train.state.nonfinite import FiniteCheck, NonFiniteKind
 
 _MASK = (1 << 64) - 1
+_OF_OPTIMIZER = 3
+"""Tensors of its state that are compared with a snapshot: of Adam's, one moment at least."""
 
 
 @dataclass(frozen=True)
 class Share:
     """What one rank stores of an image.
 
-    replicas: what all ranks have alike and compare: parameters, and of a sharded model what is kept beside them in
+    replicas: what all ranks have alike and compare: parameters, and a few of the optimizer's tensors or, of a sharded
+    model, what is kept beside them in
     plain tensors; empty if there is one rank. parts: this rank's parts of the sharded parameters, and where they lie in
     the whole. sharded: the tensors that the parts belong to. frozen: the parameters that no rank stores. sample: of
     what other objects keep, what is compared this time; empty if there is one rank.
@@ -84,7 +88,7 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
             metadata[METADATA_FROZEN] = write_digests(frozen)
     if image.parts:
         metadata[METADATA] = write_parts({name: part for name, part in image.parts.items() if name in stored})
-    compared = _compared(shared, image) if ranks.world_size > 1 else {}
+    compared = _compared(shared, image, turn) if ranks.world_size > 1 else {}
     others = {name: item for name, item in shared.items() if name not in compared and not name.startswith(STILL)}
     sample = drift.sample(others, turn) if ranks.world_size > 1 else ()
     parts = {
@@ -94,11 +98,13 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
     return Share(stored, compared, metadata, parts, image.sharded, image.finite, still, sample)
 
 
-def _compared(shared: Mapping[str, Tensor], image: Image) -> dict[str, Tensor]:
+def _compared(shared: Mapping[str, Tensor], image: Image, turn: int) -> dict[str, Tensor]:
     """What all ranks have alike and compare. Of a sharded model, what has the shape of a rank's part of something may
     be just that."""
     if not image.parts:
-        return {name: item for name, item in shared.items() if name.startswith(PARAMETERS)}
+        of_optimizer = sorted(name for name in shared if _is_still(name) and not name.startswith(PARAMETERS))
+        few = drift.of_turn(of_optimizer, turn, _OF_OPTIMIZER)
+        return {name: item for name, item in shared.items() if name.startswith(PARAMETERS) or name in few}
     shapes = {image.local_tensors[name].shape for name in image.parts}
     return {name: item for name, item in shared.items() if name.startswith(STILL) or item.shape in shapes}
 

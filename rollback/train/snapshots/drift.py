@@ -62,11 +62,15 @@ def sample(tensors: Mapping[str, Tensor], turn: int) -> list[Tensor]:
     """Of what other objects keep, what is compared in that turn: the beginnings of the next few tensors. What has begun
     to differ between ranks does so in all tensors of an object, as an average of the weights that is made behind
     another seed."""
-    names = sorted(tensors)
-    start = turn * _AT_ONCE % len(names) if names else 0
-    chosen = (names[start:] + names[:start])[:_AT_ONCE]
+    chosen = of_turn(sorted(tensors), turn, _AT_ONCE)
     flat = (tensors[name].detach().resolve_conj().resolve_neg().reshape(-1) for name in chosen)
     return [item[: max(1, _OF_EACH // item.element_size())] for item in flat]
+
+
+def of_turn(names: list[str], turn: int, count: int) -> list[str]:
+    """So many of the names, other ones in each turn."""
+    start = turn * count % len(names) if names else 0
+    return (names[start:] + names[:start])[:count]
 
 
 def differing(digests: Tensor) -> tuple[int, ...]:
