@@ -93,6 +93,9 @@ class Reader:
     def local(self, *, in_step: bool) -> LocalState:
         return LocalState("[]", bytes(8))
 
+    def values(self) -> dict[str, Any]:
+        return {}
+
 
 def in_place(reader: Reader) -> None:
     reader.on_gpu[0].add_(1)
