@@ -127,10 +127,10 @@ class GuardAssembly:
         generators = generators_beside(state, loader, variables)
         if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
             state.kept.keep_generators(generators)
+        self._unkept = Unkept(state, generators, variables)
         self._judge = Judge(
             run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence,
-            Advisor(state.model, optimizer, layers, Unkept(state, generators, variables)), skips, cursor.batch,
-            max_steps,
+            Advisor(state.model, optimizer, layers, self._unkept), skips, cursor.batch, max_steps,
         )  # fmt: skip
         lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
