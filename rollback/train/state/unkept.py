@@ -255,8 +255,8 @@ def _marks_within(module: nn.Module) -> dict[str, object]:
     marks: dict[str, object] = {
         name: (id(item), item.is_inference() or item._version, storage_of(item)) for name, item in tensors.items()
     }
-    if tensors:
-        name, last = [*tensors.items()][-1]
+    if there := [(name, item) for name, item in tensors.items() if not item.is_meta]:  # a skeleton has no values
+        name, last = there[-1]
         marks[name] = marks[name], str(local_of(last).detach().flatten()[:8].tolist())
     return marks
 
