@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from rollback.checkpoints import tiers
 from rollback.config import Settings
-from rollback.errors import RollbackError
+from rollback.errors import RingUnavailable, RollbackError
 from rollback.facts.history import History, in_durable_ring
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.url.store import Store
@@ -22,16 +22,26 @@ _WORTH_A_WORD = 2.0
 _LAST_WORDS = 5.0  # seconds for the record, where the time for checkpoints is up already
 
 
-def reach(url: str | None, *, writing: bool) -> Store | None:
+def reach(
+    url: str | None, *, writing: bool, expected: float = 0.0, say: Callable[[str], None] = lambda line: None
+) -> Store | None:
     """The store at the ring's URL, once it has answered. writing: also write and read an object.
 
+    expected: seconds for which other nodes wait for this one: so long it is asked again where that may help.
     Raises UsageError or RingUnavailable.
     """
     if url is None:
         return None
     store = Store(url, patience=_PATIENCE_AT_START)
-    store.probe(writing=writing)
-    return store
+    until = time.monotonic() + expected
+    while True:
+        try:
+            store.probe(writing=writing)
+            return store
+        except RingUnavailable as error:
+            if store.refused or (left := until - time.monotonic()) <= 0:
+                raise
+            say(f"{error.message}; other nodes may wait for this one, so it is tried again for {left:.0f} s")
 
 
 class Draining:

@@ -62,7 +62,8 @@ def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> R
             hint="leave it out, or say with --nnodes how many there are",
         )
     with _until_told(signals, f"{order.settings.ring} was looked at"):
-        store = reach(order.settings.ring, writing=place is None)
+        expected = 0.0 if place is None else place.timeout
+        store = reach(order.settings.ring, writing=place is None, expected=expected, say=audience.say)
     with _private_directory() as private:
         claim: Claim | None = None
         environment = dict(os.environ)

@@ -112,7 +112,7 @@ class GuardAssembly:
     def __init__(
         self, run: AttachedRun, state: TrainingState, model: nn.Module, loader: Any, max_steps: int | None
     ) -> None:
-        self._run, self._state = run, state
+        self._run, self._state, self._model = run, state, model
         self.departure = Departure()
         cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
         stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
@@ -127,10 +127,10 @@ class GuardAssembly:
         generators = generators_beside(state, loader, variables)
         if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
             state.kept.keep_generators(generators)
+        self._unkept = Unkept(state, generators, variables)
         self._judge = Judge(
             run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence,
-            Advisor(state.model, optimizer, layers, Unkept(state, generators, variables)), skips, cursor.batch,
-            max_steps,
+            Advisor(state.model, optimizer, layers, self._unkept), skips, cursor.batch, max_steps,
         )  # fmt: skip
         lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)

@@ -295,7 +295,9 @@ class Guard(ScriptSide):
     def _attend(self) -> bool:
         """Carry out the requests of operators. True: training is at another position now."""
         if self._requests.starting:
-            self._state.check()  # once more: the script may have sharded the model since, or exchanged parameters
+            # Once more: the script may have sharded the model since, exchanged parameters, or registered a hook.
+            self._state.check()
+            arguments.check_averaging(self._model, self._state.objects)
         moved = False
         while decision := self._requests.carry_out(self.step, may_stop=self._may_stop()):
             moved |= self._act(decision)

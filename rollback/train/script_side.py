@@ -1,7 +1,7 @@
 """The methods of the guard for the script, in the loop's body and elsewhere."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -97,6 +97,11 @@ class ScriptSide(GuardAssembly):
         """Never hand out a probe batch: for loops that count what they are handed. The first time that one would have
         been of use, the journal has the reason."""
         self._prober.refuse(why)
+
+    def watch(self, variables: Sequence[tuple[str, Any]]) -> None:
+        """Have advice look at these, too, pairs of a name and a value: for what is in no variable of the script's that
+        the guard sees, as the attributes of a Trainer's callback. Advice names those that no checkpoint has."""
+        self._unkept.watch(variables)
 
     def judge_first(self) -> None:
         """Judge each update before the next batch is handed out, and not beside that batch: for loops that cannot go

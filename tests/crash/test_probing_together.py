@@ -8,6 +8,7 @@ import pytest
 
 from rollback.errors import RingUnavailable
 from rollback.ring.url.store import Store
+from rollback.supervisor import draining
 from rollback.supervisor.draining import reach
 
 NODES = 8
@@ -35,3 +36,18 @@ def test_a_node_that_follows_writes_nothing_to_see_whether_the_url_answers(bucke
     bucket.fail(1, "for ever")
     with pytest.raises(RingUnavailable):
         Store("faulty://shared/run", patience=0.05).probe(writing=False)
+
+
+def test_a_node_that_others_may_wait_for_asks_longer_where_that_may_help(
+    bucket: faulty.Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "_PATIENCE_AT_START", 0.01)
+    bucket.delay, said = 0.0, list[str]()
+    bucket.fail(1, "for ever")
+
+    def say(line: str) -> None:
+        said.append(line)
+        bucket.heal()
+
+    assert reach("faulty://shared/run", writing=False, expected=60.0, say=say) is not None
+    assert "it is tried again for 60 s" in said[0]

@@ -173,6 +173,19 @@ def test_a_communication_hook_that_remembers_is_refused(tmp_path: Path, kind: ty
     assert error.exit_code == 2
 
 
+def test_a_communication_hook_that_is_registered_behind_the_guard_is_looked_at_when_its_loop_begins(
+    tmp_path: Path,
+) -> None:
+    with one_rank():
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+        guard = make(tmp_path / "run", model=model)
+        model.register_comm_hook(PowerSGDState(None), allreduce_hook)
+        with pytest.raises(UsageError, match="whose PowerSGDState remembers"):
+            next(iter(guard))
+        guard.close()
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
 @pytest.mark.parametrize("state", ["none", "a group", "constants", "handed over"])
 def test_a_communication_hook_that_remembers_nothing_else_is_taken(tmp_path: Path, state: str) -> None:
     with one_rank():

@@ -160,6 +160,11 @@ class Store:
         """Cancel the present operation as soon as its current request has ended, and refuse all later ones."""
         self._given_up.set()
 
+    @property
+    def refused(self) -> bool:
+        """Whether trying again would not have mended what the last failure was."""
+        return self._refused
+
     def probe(self, *, writing: bool = True) -> None:
         """Raise RingUnavailable unless objects can be read, written and deleted there.
 

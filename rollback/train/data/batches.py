@@ -35,6 +35,7 @@ class Batches:
         # Batches of other ranks, or of other data, cannot be compared.
         afresh = run.settings.accept_data_change or run.ranks_before is not None
         self._log = DrawLog(run.paths.draws(run.ranks.rank), afresh=afresh)
+        self._accepts_change = run.settings.accept_data_change
         cursor.witness = self
         self._tried = (0, 0)
         """The batch that could not be read last, and how often it was tried."""
@@ -85,7 +86,8 @@ class Batches:
 
     def knows(self, batch: int) -> bool:
         """As the cursor's witness: whether a batch that is read and dropped can be compared."""
-        return self._log.knows(batch, self.skips.digest_before(batch))
+        accepted = self._accepts_change or self.skips.window_at(batch) is not None
+        return not accepted and self._log.knows(batch, self.skips.digest_before(batch))
 
     def check(self, batch: int, data: Any) -> None:
         """As the cursor's witness: raise RunDoesNotFit where the batch was another one."""

@@ -137,7 +137,10 @@ def _compare(before: Drawn, now: Drawn) -> None:
     if before.opening != now.opening:
         return
     if before.order and now.order and before.order != now.order:
-        what = "its samples are other ones (the sampler gives other indices)"
+        what = (
+            "its samples are other ones (the sampler gives other indices; where the model or the loop draws from the "
+            "very generator that the loader was given, give the loader one of its own)"
+        )
     elif before.content and now.content and before.past == now.past and before.content != now.content:
         what = "it holds other data" + (" (the sampler gives the same indices)" if now.order else "")
     else:
@@ -150,10 +153,11 @@ def _other_data(batch: int, what: str) -> RunDoesNotFit:
         f"batch {batch} has been drawn before in this run, and now that it is drawn again {what}: going on would "
         "train on some samples twice and on others never. It was not trained on",
         hint="the loader, or what it reads, depends on something that does not come back after a restart: a data set "
-        "that was changed, a split or a random generator without a seed, a counter of its own. Seed it, or give the "
-        "loader a state_dict and load_state_dict. Samples that the script chooses anew for each epoch must follow from "
-        "its number, in the body of `for epoch in guard.epochs(n):` (with --adopt of `for epoch in range(n):`), which "
-        "is begun again there. To go on with the data as they are now: --accept-data-change",
+        "that was changed, a split or a random generator without a seed, a counter of its own, a value that the loop "
+        "sets on the data set at each step. Seed it, or give the loader a state_dict and load_state_dict. Samples that "
+        "the script chooses anew for each epoch must follow from its number, in the body of `for epoch in "
+        "guard.epochs(n):` (with --adopt of `for epoch in range(n):`), which is begun again there. To go on with the "
+        "data as they are now: --accept-data-change",
     )
 
 

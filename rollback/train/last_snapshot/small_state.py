@@ -190,6 +190,10 @@ class SmallStateReader:
         alike = {**self._buffer_trees, "broadcasts": state.broadcasts.told()}
         return SharedState({**told, "groups": groups}, state.kept.shared_texts(), alike)
 
+    def values(self) -> dict[str, Any]:
+        """Of what is kept, what the script itself changes."""
+        return self._state.kept.values()
+
     def forget(self) -> None:
         """The cursor was put elsewhere, and the random states were restored."""
         self._position = None

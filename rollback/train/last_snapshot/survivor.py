@@ -25,7 +25,7 @@ from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
 from rollback.train.last_snapshot.device import Device
-from rollback.train.last_snapshot.early import EarlyMarks
+from rollback.train.last_snapshot.early import VALUES_BEHIND, EarlyMarks
 from rollback.train.last_snapshot.held_ends import HeldEnds
 from rollback.train.last_snapshot.hosts import StoreGone
 from rollback.train.last_snapshot.keeper import Keeper
@@ -113,7 +113,7 @@ class LastSnapshot:
             self._device.add(part, end, late)
         self._held.add(end, shared, digest)
         if self._early is not None:
-            self._early.at_end(end, local, part)
+            self._run.record.advise_of(VALUES_BEHIND, self._early.at_end(end, local, part))
 
     def _end_of(self, step: int) -> StepEnd:
         cursor = self._state.cursor

@@ -5,8 +5,8 @@ thread may copy them while the next forward and backward run, until the optimize
 what other objects keep) are copied at once. If a still tensor is written to before the optimizer begins, its version
 counter tells, and the capture is torn. No counter tells of writes to `parameter.data`: `unseen_writes` looks for them.
 
-For `drift` a rank digests all parameters, and of what other objects keep a sample, another one for each snapshot: an
-average of the weights is as large as they are. Of a sharded model it also digests what the optimizer keeps in plain
+For `drift` a rank digests all parameters, and of what the optimizer and other objects keep a sample, another one for
+each snapshot: that is larger than the parameters. Of a sharded model it also digests what the optimizer keeps in plain
 tensors, and all that other objects keep in tensors of a part's shape: one rank stores them for all, and where each of
 them has its own part of a state in such a tensor, the others' would be lost.
 
@@ -48,7 +48,7 @@ class Share:
     replicas: what all ranks have alike and compare: parameters, and of a sharded model what is kept beside them in
     plain tensors; empty if there is one rank. parts: this rank's parts of the sharded parameters, and where they lie in
     the whole. sharded: the tensors that the parts belong to. frozen: the parameters that no rank stores. sample: of
-    what other objects keep, what is compared this time; empty if there is one rank.
+    the rest, what is compared this time; empty if there is one rank.
     """
 
     tensors: Mapping[str, Tensor]
@@ -85,8 +85,8 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
     if image.parts:
         metadata[METADATA] = write_parts({name: part for name, part in image.parts.items() if name in stored})
     compared = _compared(shared, image) if ranks.world_size > 1 else {}
-    others = {name: item for name, item in shared.items() if name not in compared and not name.startswith(STILL)}
-    sample = drift.sample(others, turn) if ranks.world_size > 1 else ()
+    rest = {name: item for name, item in shared.items() if name not in compared}
+    sample = drift.sample(rest, turn) if ranks.world_size > 1 else ()
     parts = {
         name: (part, image.local_tensors[name]) for name, part in image.parts.items() if name.startswith(PARAMETERS)
     }
@@ -172,7 +172,7 @@ class Capture:
         return drift.narrowed(xxhash.xxh3_64_intdigest(write_parts(places).encode())), self._digest_of(self._parts)
 
     def sample_digest(self) -> int:
-        """The digest of the sample of what other objects keep. Call it after `finish`."""
+        """The digest of the sample. Call it after `finish`."""
         return drift.narrowed((self._of_sample ^ int(self._on_device[2])) & _MASK)
 
     def _digest_of(self, tensors: Mapping[str, Tensor]) -> int:

@@ -19,7 +19,8 @@ from rollback.train.state import tree
 from rollback.train.state.image import STILL, Image, tensor_in_words
 from rollback.wording import ranks_in_words
 
-_AT_ONCE, _OF_EACH = 16, 1 << 18  # tensors of other objects that are compared with a snapshot, and bytes of each
+_OF_OPTIMIZER, _OF_OBJECTS = 3, 16  # tensors that are compared with a snapshot: of Adam's, one moment at least
+_OF_EACH = 1 << 18  # bytes of each
 BITS = 52  # of a digest: a whole number that a float64 of the pulse carries exactly
 _MASK = (1 << BITS) - 1
 
@@ -59,14 +60,21 @@ def _kind_in_words(kind: list[Any] | None) -> str:
 
 
 def sample(tensors: Mapping[str, Tensor], turn: int) -> list[Tensor]:
-    """Of what other objects keep, what is compared in that turn: the beginnings of the next few tensors. What has begun
-    to differ between ranks does so in all tensors of an object, as an average of the weights that is made behind
-    another seed."""
+    """Of what the optimizer and other objects keep, what is compared in that turn: the beginnings of the next few
+    tensors. What has begun to differ between ranks does so in all tensors of an object, as an average of the weights
+    that is made behind another seed; or the moments of ranks that average parameters from time to time, and no
+    gradients: their parameters are alike then."""
     names = sorted(tensors)
-    start = turn * _AT_ONCE % len(names) if names else 0
-    chosen = (names[start:] + names[:start])[:_AT_ONCE]
+    of_optimizer = [name for name in names if name.startswith(STILL)]
+    of_objects = [name for name in names if not name.startswith(STILL)]
+    chosen = (*_of_turn(of_optimizer, turn, _OF_OPTIMIZER), *_of_turn(of_objects, turn, _OF_OBJECTS))
     flat = (tensors[name].detach().resolve_conj().resolve_neg().reshape(-1) for name in chosen)
     return [item[: max(1, _OF_EACH // item.element_size())] for item in flat]
+
+
+def _of_turn(names: list[str], turn: int, count: int) -> list[str]:
+    start = turn * count % len(names) if names else 0
+    return (names[start:] + names[:start])[:count]
 
 
 def differing(digests: Tensor) -> tuple[int, ...]:
@@ -104,7 +112,7 @@ def parts_in_words(ranks: Sequence[int]) -> str:
 PARAMETERS = "the parameters"
 PLAIN = "the plain tensors (parameters that are not sharded, the state of the optimizer and of objects)"
 """Of a sharded model."""
-OBJECTS = "the tensors of named objects (an average of the weights, for instance)"
+OBJECTS = "the tensors of the optimizer or of named objects (an average of the weights, for instance)"
 
 
 def in_words(ranks: Sequence[int], world_size: int, what: str = PARAMETERS) -> str:

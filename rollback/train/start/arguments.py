@@ -79,7 +79,7 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
             "those of torch have",
             hint=_in_place_of(optimizer),
         )
-    _check_averaging(model, objects)
+    check_averaging(model, objects)
     check_devices(parameter.device for parameter in model.parameters())
 
 
@@ -114,7 +114,7 @@ def check_whole(item: object, name: str) -> None:
         )
 
 
-def _check_averaging(model: nn.Module, objects: Mapping[str, object]) -> None:
+def check_averaging(model: nn.Module, objects: Mapping[str, object]) -> None:
     """Raise UsageError where DDP averages gradients by a hook with a state that no checkpoint would have.
 
     What such a state remembers differs between ranks, and lies there in the order of DDP's buckets. A new process makes

@@ -120,6 +120,10 @@ class KeptByScript:
         self._values.update({name: self._restored.get(name, value) for name, value in checked.items()})
         return self._kept
 
+    def values(self) -> dict[str, Any]:
+        """The script's numbers, texts, lists and dicts as they are now, by name: a shallow copy."""
+        return {**self._values}
+
     def state_dict(self) -> dict[str, Any]:
         """The values for a checkpoint; also values of an earlier one that the script has not asked for yet."""
         return plain(self.told())

@@ -86,19 +86,27 @@ class Unkept:
         self._groups = len(state.optimizer.param_groups)
         self._generators = {name: (thing, _state_of(thing)) for name, thing in generators.items()}
         """Each with its state now."""
-        copies = copies_of_script(state.model, handed, variables)
-        self._copies = {name: (held, _marks_of(held)) for name, held in copies.items()}
+        self._handed = handed
+        self._copies: dict[str, tuple[Any, list[tuple[int, int]]]] = {}
         """Each with what tells of a write to it."""
-        had = (*state.modules.values(), *(value for item in handed for value in _attributes(item)))
-        modules = modules_of_script(had, variables)
-        self._modules = {name: (weakref.ref(item), _marks_within(item)) for name, item in modules.items()}
+        self._modules: dict[str, tuple[weakref.ref[nn.Module], dict[str, object]]] = {}
         self._numbers: dict[str, deque[float]] = {}
         """Of the modules, at the last looks."""
-        known = {id(item) for held in copies.values() for item in tensors_in(held)}
-        others = tensors_of_script((name, item) for name, item in variables if id(item) not in known)
-        self._tensors = {name: (weakref.ref(item), item._version) for name, item in others.items()}
+        self._tensors: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self.watch(variables)
         _WATCHING.append(weakref.ref(self, _WATCHING.remove))
         _watch_all_steps()
+
+    def watch(self, variables: Sequence[tuple[str, Any]]) -> None:
+        """Watch these from now on, too."""
+        copies = copies_of_script(self._state.model, self._handed, variables)
+        self._copies |= {name: (held, _marks_of(held)) for name, held in copies.items()}
+        had = (*self._state.modules.values(), *(value for item in self._handed for value in _attributes(item)))
+        modules = modules_of_script(had, variables)
+        self._modules |= {name: (weakref.ref(item), _marks_within(item)) for name, item in modules.items()}
+        known = {id(item) for held in copies.values() for item in tensors_in(held)}
+        others = tensors_of_script((name, item) for name, item in variables if id(item) not in known)
+        self._tensors |= {name: (weakref.ref(item), item._version) for name, item in others.items()}
 
     def stepped(self, optimizer: Optimizer) -> None:
         if optimizer is self._state.optimizer or any(optimizer is item for item in self._state.objects.values()):
@@ -247,8 +255,8 @@ def _marks_within(module: nn.Module) -> dict[str, object]:
     marks: dict[str, object] = {
         name: (id(item), item.is_inference() or item._version, storage_of(item)) for name, item in tensors.items()
     }
-    if tensors:
-        name, last = [*tensors.items()][-1]
+    if there := [(name, item) for name, item in tensors.items() if not item.is_meta]:  # a skeleton has no values
+        name, last = there[-1]
         marks[name] = marks[name], str(local_of(last).detach().flatten()[:8].tolist())
     return marks
 

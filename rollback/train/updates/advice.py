@@ -178,9 +178,10 @@ REPLICAS_DIFFER = (
 NEVER_ALIKE = (
     "no checkpoint can be taken of that, and it seems to be how the script trains. Where nothing averages gradients, "
     "each rank trains a model of its own: wrap the model in DistributedDataParallel, or average them in front of "
-    "optimizer.step(); models that are to differ are jobs of their own, each of one rank. An optimizer or object of "
-    "your own that keeps something for each rank's part of a sharded parameter must keep it in DTensors, as "
-    "torch.zeros_like(parameter) makes them. If it is neither, suspect a rank's machine"
+    "optimizer.step(), for what the optimizer keeps must be alike, too; models that are to differ are jobs of their "
+    "own, each of one rank. An optimizer or object of your own that keeps something for each rank's part of a sharded "
+    "parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them. If it is neither, suspect a rank's "
+    "machine"
 )
 """The hint, where the ranks have never made an update alike."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rollback.errors import UsageError
+from rollback.system.frames import is_of_own_file
 from rollback.train.state.module_buffers import KEPT_ELSEWHERE
 from rollback.trainers.logged_rows import LoggedRows
 from rollback.trainers.saved_files import SavedAt, SavedFiles
@@ -288,3 +289,9 @@ def _unpacked(value: Any, device: torch.device | None = None) -> Any:
         return {key: _unpacked(item, device) for key, item in value["dict"].items()}
     dtype = getattr(torch, value["dtype"])
     return torch.tensor(value["tensor"], dtype=dtype, device=device).reshape(value["shape"])
+
+
+def attributes_of_callbacks(trainer: Any) -> list[tuple[str, Any]]:
+    """Of the script's own that have no state: what they keep comes back by nothing."""
+    own = [item for item in trainer.callbacks if is_of_own_file(type(item)) and not item.state_dict()]
+    return [(f"{type(item).__name__}.{name}", held) for item in own for name, held in vars(item).items()]

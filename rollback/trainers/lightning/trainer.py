@@ -31,7 +31,7 @@ from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.lightning.limits import refuse_unknown_callbacks, require_known, require_known_module
-from rollback.trainers.lightning.state import FitState
+from rollback.trainers.lightning.state import FitState, attributes_of_callbacks
 from rollback.trainers.refusals import require_first_training, require_unprotected, say_left_aside
 from rollback.trainers.replaced import Replaced
 from rollback.trainers.saved_files import SavedFiles
@@ -171,7 +171,6 @@ class _GuardedFit:
             module._select_data_fetcher = original  # type: ignore[attr-defined]
 
     def run(self) -> None:
-        """All epochs."""
         loop = self._loop
         loop.setup_data()
         if loop.skip:
@@ -182,6 +181,7 @@ class _GuardedFit:
         except UsageError as error:
             attach.refuse(error)
         loop.on_run_start()
+        self.guard.watch(attributes_of_callbacks(self._trainer))
         was_stopped, goes_on = self._was_stopped(), self._state.asked_for_more
         if was_stopped:
             loop.on_advance_start()

@@ -24,10 +24,10 @@ class Witness(Protocol):
         """Raises RunDoesNotFit if `data` is not the batch that had this number before."""
 
 
-def require_same_last(batch: int, last_under: Callable[[str], Any], witness: Witness) -> None:
+def require_same_last(batch: int, last_under: Callable[[str], Any], witness: Witness | None) -> None:
     """The batch before number `batch` is what it was, though the random states that it was read under are not known.
 
-    last_under: reads it under random states that are made of a key.
+    last_under: reads it under random states that are made of a key. witness: None where it may be another one by now.
 
     It is read twice under one made-up state and once under another. If the first two differ, the data depend on
     something that cannot be restored: RunDoesNotFit. If only the third differs, random states matter and nothing can be
@@ -40,9 +40,10 @@ def require_same_last(batch: int, last_under: Callable[[str], Any], witness: Wit
             f"cannot go on at batch {batch} of the data: read twice under the same random states, the batch before it "
             "is not the same, so the data set depends on something that does not come back",
             hint="let data set and collate_fn draw from the global random states, or from a generator that is one of "
-            "their attributes; or go on with the data as they are now by --accept-data-change",
+            "their attributes, not of a closure's or the loader's own; and let a sample follow from its index and the "
+            "epoch, not from a count of what was read; or go on with the data as they are now by --accept-data-change",
         )
-    if first == other:
+    if witness is not None and first == other:
         witness.check(batch - 1, read[0])
 
 

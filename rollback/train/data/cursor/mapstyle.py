@@ -56,10 +56,8 @@ class MapStyleCursor(Cursor):
         self._base_seed: int | None = None
         self._seeding: torch.Tensor | None = None
         """State of the generator before the base seed is drawn from it. The workers' seeds follow from it."""
-        self._fresh = True
-        """Whether this process has not read anything yet."""
         self._unproven = False
-        """Whether the batch before the position must be read again, to see that the data have not changed."""
+        """Whether the batch before the position must be read again, to see that the data come back."""
         self._before_epoch: list[int] | None = None
         """Indices of the previous epoch's last batch, until this epoch has returned or skipped one."""
         self._unfit: RunDoesNotFit | None = None
@@ -123,7 +121,7 @@ class MapStyleCursor(Cursor):
     def _open(self) -> None:
         epochs = self._epoch_setters.at_opening(self.epoch)
         self._end_workers_of_epoch()
-        self._unfit, self._unproven, self._fresh = None, False, False
+        self._unfit, self._unproven = None, False
         self._opening = {
             "rng": rng.capture(cuda=False),
             "generators": self._generators.states(),
@@ -221,7 +219,7 @@ class MapStyleCursor(Cursor):
 
     def _pass_over(self) -> Indices:
         self._refuse_unfit()
-        self._unproven = False  # it might be a batch that must not be read
+        self._prove()  # now: the batch that is passed over might be one that must not be read
         indices = _as_indices(self._feed.peek())
         if self._feed.reading and not self._feed.is_planned():
             self._reader = None  # workers are at it: they are told to begin again behind it
@@ -267,8 +265,7 @@ class MapStyleCursor(Cursor):
             self._epoch_setters.give(self.epoch, self._opening["epochs"])
             order = self._make_order()
         self._put_back()
-        self._unproven = self._unproven or self._fresh
-        self._fresh = False
+        self._unproven = True
         try:
             self._begin(order, self._move_to_position(order, state))
             self._compare_next(state)
@@ -288,7 +285,8 @@ class MapStyleCursor(Cursor):
         nothing to compare with.
         """
         if not self.offset:
-            return self._before_epoch if self._loader.num_workers == 0 else None
+            read = self._feed.last.indices if self._feed.last and self.batch == 0 else None  # any: none comes before it
+            return None if self._loader.num_workers else read or self._before_epoch
         now = self._order_from
         other_data = self.accepts_other_length and state["length"] != now["length"]
         order.seek(self.offset - 1)
@@ -312,8 +310,7 @@ class MapStyleCursor(Cursor):
 
     def _last_of(self, share: list[int | None] | None) -> Any:
         """Indices before the position in the order of another rank, of another number of ranks."""
-        order = order_of_share(self._index_sampler, share)
-        if order is None:
+        if (order := order_of_share(self._index_sampler, share)) is None:
             raise self._does_not_fit("the samples are shared out among the ranks in another way")
         with rng.preserved():
             order.begin()
@@ -342,31 +339,36 @@ class MapStyleCursor(Cursor):
         return order
 
     def _start_reading(self) -> Iterator[Any]:
-        if self._clone_epoch != self.epoch:
-            self._end_workers_of_epoch()
-        if self._clone is None:
-            self._clone = clone_of(self._loader, self._feed, self._seeding)
-            self._clone_epoch = self.epoch
-        witness = self.witness if self._unproven and self._feed.last is not None else None
-        if witness is not None and witness.knows(self.batch - 1):
-            self._unproven = False
-            self._read_last_again(witness)
+        self._prove()
         # With workers this drops what they had read ahead and sets them to work at the position. They are not started
         # anew, as the clone's workers always persist: only the cursor ends them.
         if self._reader is None:
-            self._reader = iter(self._clone)
+            self._reader = iter(self._present_clone())
         return self._reader
 
+    def _present_clone(self) -> DataLoader[Any]:
+        if self._clone_epoch != self.epoch:
+            self._end_workers_of_epoch()
+        if self._clone is None:
+            self._clone, self._clone_epoch = clone_of(self._loader, self._feed, self._seeding), self.epoch
+        return self._clone
+
+    def _prove(self) -> None:
+        """Once at a position that was gone to. Behind a rollback, too, hardly a batch comes that was drawn before."""
+        unproven, self._unproven = self._unproven and self._feed.last is not None, False
+        if unproven and (witness := self.witness) is not None and (self.batch == 0 or witness.knows(self.batch - 1)):
+            self._read_last_again(witness)
+
     def _read_last_again(self, witness: Witness) -> None:
-        """In a resumed process: checks that the batch before the position is what it was. A worker reads it under the
-        random states of that time. Without workers those states are not known."""
+        """Checks that the batch before the position is what it was: one of the epoch before may differ by now. A worker
+        reads it under the random states of that time. Without workers those states are not known."""
         if self._loader.num_workers > 0:
             self._reader = self._from_last()
             witness.check(self.batch - 1, next(self._reader))
             return
         states = self._of_reading().states()
         with rng.preserved():
-            require_same_last(self.batch, self._last_under, witness)
+            require_same_last(self.batch, self._last_under, witness if self.offset else None)
         self._of_reading().restore(states)  # those that this has made are owed
 
     def _last_under(self, key: str) -> Any:
@@ -378,7 +380,7 @@ class MapStyleCursor(Cursor):
 
     def _from_last(self) -> Iterator[Any]:
         self._feed.repeat_last()
-        return iter(self._clone)  # type: ignore[arg-type] # it is there
+        return iter(self._present_clone())
 
     def _does_not_fit(self, difference: str) -> RunDoesNotFit:
         return RunDoesNotFit(

@@ -12,6 +12,7 @@ from disks import disk_of, fill, may_mount
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollback.config import Settings
 from rollback.errors import RunInUse, UsageError
 from rollback.facts.training import LastSnapshotMade
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, SharedDirectory, Watchtower, read_in_place, write_in_place
@@ -19,7 +20,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import Failures, KeptOnHost, Left, RankFailure, Refusal, Unrecorded
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
-from rollback.supervisor.nodes.membership import membership, place_among_nodes
+from rollback.supervisor.nodes.membership import command_of, differences, membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import (
     NodeReport,
     Orders,
@@ -31,6 +32,7 @@ from rollback.supervisor.nodes.protocol import (
     must_end,
     ready,
 )
+from rollback.supervisor.torchrun.command import LaunchedJob
 
 LAUNCH = "b:1:1.0"
 
@@ -343,3 +345,13 @@ def test_nobody_is_the_same_node_twice(tmp_path: Path) -> None:
         with membership(paths, place_among_nodes({"nnodes": "2", "node-rank": "0"})):
             pass
     assert not paths.nodes.exists()
+
+
+def test_a_number_of_nodes_that_another_node_does_not_have_is_told_as_other_arguments_are(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("train()")
+    commands = [
+        command_of(LaunchedJob({"nnodes": nodes}, str(tmp_path / "train.py"), arguments), Settings())
+        for nodes, arguments in (("2", []), ("3", []), ("2", ["--lr", "1"]))
+    ]
+    assert differences(commands[0], commands[1]) == "--nnodes"
+    assert differences(commands[0], commands[2]) == "arguments"

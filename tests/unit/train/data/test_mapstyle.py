@@ -878,6 +878,23 @@ def test_a_generator_that_a_collator_makes_at_its_first_call_goes_with_the_posit
     resumed.close()
 
 
+def test_it_is_read_twice_and_compared_with_itself_behind_an_epoch_s_end() -> None:
+    """A data set that follows the epoch's number gives another one by now."""
+    for data, refusal in (Told(8), contextlib.nullcontext()), (Counting(8), pytest.raises(RunDoesNotFit)):
+        cursor, witness = cursor_for(DataLoader(data, 2)), Recorded()
+        cursor.witness = witness
+        cursor.open_epoch()
+        for batch in range(4):
+            witness.digests[batch] = Digest(cursor.next()).value
+        with pytest.raises(StopIteration):
+            cursor.next()
+        cursor.open_epoch()
+        data.by = 1.0
+        cursor.load_state_dict(cursor.state_dict())
+        with refusal:
+            cursor.next()
+
+
 def test_it_is_that_of_the_epoch_before_also_where_the_run_went_back_to_between_two_epochs() -> None:
     """And not the last one of a later epoch, of which nothing counts any more."""
 
@@ -897,27 +914,71 @@ def test_it_is_that_of_the_epoch_before_also_where_the_run_went_back_to_between_
     cursor = loader()
     read_epoch()
     between = cursor.state_dict()
+    last_of_first = between["before_epoch"]
     read_epoch()
     cursor.load_state_dict(between)
     cursor.open_epoch()
-    resumed = loader()
-    resumed.load_state_dict(cursor.state_dict())
-    resumed.next()
-    assert witness.asked == [3]
+    assert cursor.state_dict()["before_epoch"] == last_of_first
+
+
+class Counting(Numbers):
+    reads = 0
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        return index * self.reads
+
+
+class InClosure(Numbers):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = np.random.default_rng(5)
+        self.draw = lambda: float(generator.normal())
+
+    def __getitem__(self, index: int) -> Any:
+        return index + self.draw()
+
+
+class Told(Numbers):
+    by = 0.0
+
+    def __getitem__(self, index: int) -> Any:
+        return index + self.by
+
+
+@pytest.mark.parametrize("passes_over", [False, True])
+@pytest.mark.parametrize(("data", "back_to"), [(Counting, 0), (Counting, 3), (InClosure, 0), (InClosure, 3), (Told, 3)])
+def test_data_that_do_not_come_back_are_refused_behind_a_rollback(
+    data: Callable[[], Any], back_to: int, passes_over: bool
+) -> None:
+    """Where all batches up to the incident are passed over, the draw log knows none of those that come."""
+    told, witness = data(), Recorded()
+    cursor = cursor_for(DataLoader(told, 2))
+    cursor.witness = witness
+    cursor.open_epoch()
+    for batch in range(5):
+        if batch == back_to:
+            state = cursor.state_dict()
+        told.by = batch / 9
+        witness.digests[batch] = Digest(cursor.next()).value
+    cursor.load_state_dict(state)
+    with pytest.raises(RunDoesNotFit):
+        cursor.skip() if passes_over else cursor.next()
 
 
 def test_a_batch_that_was_passed_over_is_not_read_again() -> None:
     cursor = cursor_for(DataLoader(Numbers(forbidden=frozenset({4})), 2))
     cursor.open_epoch()
     for _ in range(2):
-        cursor.next()
+        last = cursor.next()
     state = cursor.state_dict()
-    resumed = cursor_for(DataLoader(Numbers(forbidden=frozenset({2, 4})), 2))
+    resumed = cursor_for(DataLoader(Numbers(forbidden=frozenset({4})), 2))
     resumed.witness = Recorded()
-    resumed.witness.digests[1] = 0
+    resumed.witness.digests |= {1: Digest(last).value, 2: 0}
     resumed.load_state_dict(state)
     resumed.skip()
     assert resumed.next().tolist() == [6, 7]
+    assert resumed.witness.asked == [1]
 
 
 @pytest.mark.parametrize("wrap", [lambda part: part, lambda part: ConcatDataset([part])])

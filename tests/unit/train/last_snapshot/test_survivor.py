@@ -32,7 +32,7 @@ from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, Hold, Ste
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.facts.training import NoLastSnapshot
+from rollback.facts.training import Advice, NoLastSnapshot
 from rollback.rundir.paths import shard_name
 from rollback.sentinel import Kind, Sentinel
 from rollback.train.comm.beat import FIELDS, beat_of
@@ -914,6 +914,38 @@ def test_where_a_survivor_has_drawn_behind_its_update_no_early_mark_counts(
     assert "changed what only it knows" in (account.why_not or "")
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_kept_value_that_changes_behind_the_backward_is_named_once_and_ends_early_marks(
+    tmp_path: Path, memory: Path, other: int, behind: bool
+) -> None:
+    kept_values = list[Any]()
+
+    def count(step: int) -> None:
+        kept_values[0].tokens += 8
+
+    def begin(guard: rollback.Guard | None, position: int) -> None:
+        if guard is None or position:
+            return
+        tell_early(guard)
+        kept_values.append(guard.keep(tokens=0, best=0.5))
+        register = (
+            guard._state.optimizer.register_step_post_hook if behind else guard._state.model.register_forward_hook
+        )
+        register(lambda *_: count(guard.step))
+
+    def at(guard: rollback.Guard) -> None:
+        as_one_of_two(guard, other, ended=False)
+        kill(other)
+        keep(guard)
+        guard._run.ranks.world_size = 1
+
+    (account,) = kept(tmp_path / "run", memory, at, TOY, begin)
+    assert (account.checkpoint is None) is behind, account.why_not
+    told = [fact.text for fact in facts(tmp_path / "run", Advice) if fact.code == "values-behind-backward"]
+    assert len(told) == behind
+    assert all("changes 'tokens', which" in text for text in told)
+
+
 def test_there_are_early_marks_only_after_steps_in_which_nothing_changed(tmp_path: Path, memory: Path) -> None:
     found: list[end_marks.EarlyMark | None] = []
 
@@ -1097,6 +1129,9 @@ class Reader:
 
     def coming(self) -> LocalState:
         return LocalState("[]", b"")
+
+    def values(self) -> dict[str, Any]:
+        return {}
 
 
 def test_a_rank_that_leaves_no_marks_any_more_is_in_the_journal(tmp_path: Path, memory: Path, other: int) -> None:

@@ -1,12 +1,18 @@
 """Replicas that differ: who is named, and that a single bit shows."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
+from rollback.train.snapshots.capture import share_of
 from rollback.train.snapshots.in_flight import Letter, Letters, Written
+from rollback.train.state.image import Image
 
 
 @pytest.mark.parametrize(
@@ -60,6 +66,21 @@ def test_all_tensors_of_objects_have_their_turn_and_no_turn_takes_long(sizes: li
     places = {int(item[0]) for turn in turns for item in turn if len(item)}
     assert places == {place for place, size in enumerate(sizes) if size}
     assert all(len(turn) <= 16 and sum(item.nbytes for item in turn) <= 4 << 20 for turn in turns)
+
+
+@pytest.mark.parametrize("turn", range(7))
+def test_what_the_optimizer_keeps_is_compared_too_a_few_tensors_in_turn(turn: int) -> None:
+    """Ranks that average parameters every few updates, and no gradients, have the same ones then."""
+    kept = ("exp_avg", "exp_avg_sq", "step")
+    tensors = {f"shared/optimizer/state/{place}/{name}": torch.ones(2) for place in range(5) for name in kept}
+    tensors |= {"shared/model/weight": torch.ones(2), "shared/objects/average/weight": torch.ones(2)}
+    two = cast(Ranks, SimpleNamespace(rank=0, world_size=2, first=True))
+    share = share_of(Image({}, {}, tensors, {}, {}, {}), two, turn=turn)
+    assert [*share.replicas] == ["shared/model/weight"]
+    names = [name for item in share.sample for name, one in tensors.items() if one.data_ptr() == item.data_ptr()]
+    assert "shared/objects/average/weight" in names
+    assert len(names) == 4
+    assert any("exp_avg" in name for name in names)
 
 
 @given(st.integers(8, 2**52), st.integers(0, 2**128 - 1), *[st.integers(0, 2**52 - 1)] * 3)

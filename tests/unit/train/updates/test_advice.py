@@ -409,6 +409,33 @@ def test_an_average_by_hand_that_was_not_handed_over_is_named(tmp_path: Path, fo
     assert codes == ["copies-not-kept"] * (follows and not handed_over)
 
 
+def test_an_average_that_is_in_no_variable_is_named_where_a_trainer_tells_of_it(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    held = SimpleNamespace(average=[item.detach().clone() for item in model.parameters()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 6, run=tmp_path)
+    guard.watch([("Average.held", held.average)])
+    for x in guard:
+        model(x).sum().backward()
+        optimizer.step()
+        for mean, item in zip(held.average, model.parameters(), strict=True):
+            mean.lerp_(item.detach(), 0.1)
+    guard.close()
+    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    told = [fact.text for fact in said if isinstance(fact, Advice) and fact.code == "copies-not-kept"]
+    assert len(told) == 1
+    assert "writes to Average.held, " in told[0]
+
+
+def test_a_module_without_values_is_among_the_variables_of_a_script(tmp_path: Path) -> None:
+    model, skeleton = nn.Linear(2, 1), nn.Linear(2, 1, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 2, run=tmp_path)
+    assert "skeleton" in guard._unkept._modules
+    assert skeleton.weight.is_meta
+    guard.close()
+
+
 class Centered(nn.Module):
     """A loss with a buffer, as of self-distillation."""
 
