@@ -555,7 +555,7 @@ def _(again: bool) -> Any:
     return Fed(DataLoader(data, batch_size=SIZE, shuffle=True, num_workers=1), at_epoch=data.set_epoch)
 
 
-@kind("data set that remembers what it has read", REFUSED, alone=EXACT)
+@kind("data set that remembers what it has read", REFUSED)
 def _(again: bool) -> Any:
     """Repeats are dimmed: an epoch or a replay later, the same sample is another one."""
 

@@ -1,5 +1,6 @@
 """The base of all cursors: a position in the data stream that can be saved and restored."""
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -45,6 +46,15 @@ def require_same_last(batch: int, last_under: Callable[[str], Any], witness: Wit
         )
     if witness is not None and first == other:
         witness.check(batch - 1, read[0])
+
+
+def as_indices(batch: Any) -> Indices:
+    """What a sampler gave for one batch, as plain integers; None if it is anything else."""
+    entries = batch if isinstance(batch, (list, tuple)) else [batch]
+    try:
+        return tuple(map(operator.index, entries))
+    except TypeError:
+        return None
 
 
 class Cursor(ABC):

@@ -16,7 +16,6 @@ order is drawn twice at the opening of a run, and a sampler that gives two diffe
 that finds other indices than before is refused as well.
 """
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
-from rollback.train.data.cursor.base import Cursor, Indices, Witness, require_same_last
+from rollback.train.data.cursor.base import Cursor, Indices, Witness, as_indices, require_same_last
 from rollback.train.data.cursor.description import description_of, length_of, samplers_of
 from rollback.train.data.cursor.digest import digest_of_indices, hex_digest_of
 from rollback.train.data.cursor.feed import Feed
@@ -57,7 +56,7 @@ class MapStyleCursor(Cursor):
         self._seeding: torch.Tensor | None = None
         """State of the generator before the base seed is drawn from it. The workers' seeds follow from it."""
         self._unproven = False
-        """Whether the batch before the position must be read again, to see that the data come back."""
+        """Whether the batch before is to be read again, to see that the data come back."""
         self._before_epoch: list[int] | None = None
         """Indices of the previous epoch's last batch, until this epoch has returned or skipped one."""
         self._unfit: RunDoesNotFit | None = None
@@ -84,7 +83,7 @@ class MapStyleCursor(Cursor):
 
     def in_hand(self, reading: bool) -> Indices:
         try:
-            return _as_indices(self._feed.peek()) if reading else self._indices
+            return as_indices(self._feed.peek()) if reading else self._indices
         except StopIteration:
             return None
 
@@ -121,7 +120,7 @@ class MapStyleCursor(Cursor):
     def _open(self) -> None:
         epochs = self._epoch_setters.at_opening(self.epoch)
         self._end_workers_of_epoch()
-        self._unfit, self._unproven = None, False
+        self._unfit, self._unproven = None, self.batch == 0 and self._loader.num_workers == 0
         self._opening = {
             "rng": rng.capture(cuda=False),
             "generators": self._generators.states(),
@@ -174,7 +173,7 @@ class MapStyleCursor(Cursor):
 
     def _end_epoch(self) -> None:
         super()._end_epoch()
-        indices = _as_indices(self._feed.last.indices) if self._feed.last is not None else None
+        indices = as_indices(self._feed.last.indices) if self._feed.last is not None else None
         self._before_epoch = None if indices is None else list(indices)
         self._end_workers_of_epoch()
 
@@ -188,7 +187,7 @@ class MapStyleCursor(Cursor):
         if self._feed.is_planned():  # said to be skipped, and wanted after all
             self._feed.planned.clear()
             self._reader = None
-        reader = self._start_reading() if self._reader is None else self._reader
+        reader = self._start_reading() if self._reader is None or self._unproven else self._reader
         owed = not self._put_back()  # never of workers
         before = (self._random.read(), self._of_reading().states()) if self._loader.num_workers == 0 else None
         try:
@@ -201,7 +200,7 @@ class MapStyleCursor(Cursor):
             if not isinstance(error, StopIteration):
                 self._unread(before)
             raise
-        self._owed, self._indices = [], _as_indices(self._feed.pop())
+        self._owed, self._indices = [], as_indices(self._feed.pop())
         return data
 
     def _unread(self, before: tuple[Any, list[Any]] | None) -> None:
@@ -220,7 +219,7 @@ class MapStyleCursor(Cursor):
     def _pass_over(self) -> Indices:
         self._refuse_unfit()
         self._prove()  # now: the batch that is passed over might be one that must not be read
-        indices = _as_indices(self._feed.peek())
+        indices = as_indices(self._feed.peek())
         if self._feed.reading and not self._feed.is_planned():
             self._reader = None  # workers are at it: they are told to begin again behind it
             self._feed.reading = 0
@@ -354,10 +353,20 @@ class MapStyleCursor(Cursor):
         return self._clone
 
     def _prove(self) -> None:
-        """Once at a position that was gone to. Behind a rollback, too, hardly a batch comes that was drawn before."""
-        unproven, self._unproven = self._unproven and self._feed.last is not None, False
-        if unproven and (witness := self.witness) is not None and (self.batch == 0 or witness.knows(self.batch - 1)):
-            self._read_last_again(witness)
+        """Once at a position gone to (behind a rollback hardly a batch comes that was drawn), and in a new run."""
+        if not self._unproven or self._feed.last is None:
+            return
+        self._unproven = False
+        if (witness := self.witness) is not None and (self.batch == 0 or witness.knows(self.batch - 1)):
+            try:
+                self._read_last_again(witness)
+            except RunDoesNotFit as error:
+                if self._indices is None:  # it was gone to
+                    raise
+                told = "the first batch of this run is another one when it is read again: the data depend on something "
+                raise UsageError(
+                    f"{told}that does not come back behind a crash or a rollback", hint=error.hint
+                ) from None
 
     def _read_last_again(self, witness: Witness) -> None:
         """Checks that the batch before the position is what it was: one of the epoch before may differ by now. A worker
@@ -366,7 +375,7 @@ class MapStyleCursor(Cursor):
             self._reader = self._from_last()
             witness.check(self.batch - 1, next(self._reader))
             return
-        states = self._of_reading().states()
+        states, self._reader = self._of_reading().states(), None
         with rng.preserved():
             require_same_last(self.batch, self._last_under, witness if self.offset else None)
         self._of_reading().restore(states)  # those that this has made are owed
@@ -389,12 +398,3 @@ class MapStyleCursor(Cursor):
             hint="the data set, the batch size or the sampler has changed, or the sampler's order depends on more than "
             "random states and set_epoch(): then give the loader a state_dict/load_state_dict of its own",
         )
-
-
-def _as_indices(batch: Any) -> Indices:
-    """What a sampler gave for one batch, as plain integers; None if it is anything else."""
-    entries = batch if isinstance(batch, (list, tuple)) else [batch]
-    try:
-        return tuple(map(operator.index, entries))
-    except TypeError:
-        return None
