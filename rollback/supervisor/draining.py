@@ -42,6 +42,7 @@ def reach(
             if store.refused or (left := until - time.monotonic()) <= 0:
                 raise
             say(f"{error.message}; other nodes may wait for this one, so it is tried again for {left:.0f} s")
+            time.sleep(min(1.0, left))  # what fails at once is not to be asked in a loop
 
 
 class Draining:

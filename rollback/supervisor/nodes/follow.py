@@ -126,7 +126,8 @@ class Follower:
 
     def _require_same_ring(self, orders: Orders) -> None:
         """Before anything is said to who leads: in a job that trains this host would take the place of its namesake."""
-        if self._meeting.apart and orders.ring is not None and orders.ring != self._ring:
+        other = (orders.ring or "").rstrip("/") != (self._ring or "").rstrip("/")
+        if self._meeting.apart and orders.ring is not None and other:
             raise UsageError(
                 f"{orders.host} leads at {self._meeting.words}, and its job has --ring {orders.ring} where this one "
                 f"has {self._ring}",

@@ -117,7 +117,8 @@ def command_of(job: LaunchedJob, settings: Settings) -> dict[str, str]:
     versions = {"Python": platform.python_version(), "rollback": rollback.__version__}
     with contextlib.suppress(metadata.PackageNotFoundError):
         versions["torch"] = metadata.version("torch")
-    nodes = {"--nnodes": str(job.flags.get("nnodes", "1"))}
+    least, most = _range(str(job.flags.get("nnodes", "1")))
+    nodes = {"--nnodes": f"{least}:{most}"}
     return {"script": conditions["script"] or "", **digests, **versions, **nodes}
 
 

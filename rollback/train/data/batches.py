@@ -33,9 +33,9 @@ class Batches:
         self.resumes_between = False
         """Whether a run may resume behind an epoch's last batch: the script says so."""
         # Batches of other ranks, or of other data, cannot be compared.
-        afresh = run.settings.accept_data_change or run.ranks_before is not None
-        self._log = DrawLog(run.paths.draws(run.ranks.rank), afresh=afresh)
-        self._accepts_change = run.settings.accept_data_change
+        accepted = run.settings.accept_data_change
+        afresh = accepted or run.ranks_before is not None
+        self._log = DrawLog(run.paths.draws(run.ranks.rank), afresh=afresh, contents=not accepted)
         cursor.witness = self
         self._tried = (0, 0)
         """The batch that could not be read last, and how often it was tried."""
@@ -86,8 +86,7 @@ class Batches:
 
     def knows(self, batch: int) -> bool:
         """As the cursor's witness: whether a batch that is read and dropped can be compared."""
-        accepted = self._accepts_change or self.skips.window_at(batch) is not None
-        return not accepted and self._log.knows(batch, self.skips.digest_before(batch))
+        return self.skips.window_at(batch) is None and self._log.knows(batch, self.skips.digest_before(batch))
 
     def check(self, batch: int, data: Any) -> None:
         """As the cursor's witness: raise RunDoesNotFit where the batch was another one."""

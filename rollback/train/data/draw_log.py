@@ -45,11 +45,12 @@ class DrawLog:
     """The draw log of one rank. Nothing here is collective.
 
     path: its file. afresh: ignore the entries of earlier attempts, because the data were changed on purpose, or the
-    ranks share them out in another way.
+    ranks share them out in another way. contents: compare what batches hold; else their order alone.
     """
 
-    def __init__(self, path: Path, *, afresh: bool) -> None:
+    def __init__(self, path: Path, *, afresh: bool, contents: bool = True) -> None:
         self._path = path
+        self._contents = contents
         self._failing = False
         self._file: int | None = None
         self._open_one: tuple[Drawn, Digest] | None = None
@@ -74,7 +75,7 @@ class DrawLog:
         if known is None and not digest.settled:
             self._open_one = Drawn(batch, opening, order or 0, 0, past), digest
             return
-        drawn = Drawn(batch, opening, order or 0, digest.value or 0, past)
+        drawn = Drawn(batch, opening, order or 0, self._content_of(digest), past)
         if known is not None:
             _compare(known, drawn)
         self._add(drawn)
@@ -93,7 +94,11 @@ class DrawLog:
     def compare(self, batch: int, data: Any, past: int) -> None:
         """As `check`, for a batch that is drawn again and dropped: adds nothing."""
         if (known := self._known(batch)) is not None:
-            _compare(known, Drawn(batch, known.opening, 0, Digest(data).value or 0, past))
+            _compare(known, Drawn(batch, known.opening, 0, self._content_of(Digest(data)), past))
+
+    def _content_of(self, digest: Digest) -> int:
+        """0: not known, or not to be compared."""
+        return (digest.value or 0) if self._contents else 0
 
     def _known(self, batch: int) -> Drawn | None:
         known = self._entries.get(batch % ENTRIES)
@@ -110,7 +115,7 @@ class DrawLog:
     def _settle(self, drawn: Drawn, digest: Digest) -> None:
         """Add the last batch, whose digest was still to come: it is on the host by now."""
         self._open_one = None
-        self._add(drawn._replace(content=digest.value or 0))
+        self._add(drawn._replace(content=self._content_of(digest)))
 
     def _add(self, drawn: Drawn) -> None:
         """Write an entry."""

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -255,9 +256,10 @@ def _marks_within(module: nn.Module) -> dict[str, object]:
     marks: dict[str, object] = {
         name: (id(item), item.is_inference() or item._version, storage_of(item)) for name, item in tensors.items()
     }
-    if there := [(name, item) for name, item in tensors.items() if not item.is_meta]:  # a skeleton has no values
-        name, last = there[-1]
-        marks[name] = marks[name], str(local_of(last).detach().flatten()[:8].tolist())
+    if tensors:
+        name, last = [*tensors.items()][-1]
+        begins = local_of(last).detach().flatten()[:8].resolve_conj().resolve_neg()
+        marks[name] = marks[name], str(begins.view(torch.uint8).tolist())
     return marks
 
 

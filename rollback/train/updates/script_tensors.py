@@ -7,6 +7,7 @@ variables: see `rollback.system.frames.own_variables`.
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -64,7 +65,12 @@ def modules_of_script(others: Iterable[Any], variables: Variables) -> dict[str, 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Its buffers and its parameters, by name."""
     named = (*module.named_buffers(), *module.named_parameters())
-    return {name: item for name, item in named if not is_lazy(item)}
+    return {name: item for name, item in named if _has_values(item)}
+
+
+def _has_values(item: Tensor) -> bool:
+    """And not those of a sparse or quantized tensor, of which no checkpoint is made."""
+    return not is_lazy(item) and item.layout == torch.strided and not item.is_quantized and not item.is_meta
 
 
 def tensors_of_script(variables: Variables) -> dict[str, Tensor]:

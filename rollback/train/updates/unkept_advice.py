@@ -21,9 +21,10 @@ GENERATOR_NOT_KEPT = (
 )
 COPIES_NOT_KEPT = (
     "copies-not-kept",
-    "the training writes to {names}, as to an average of the model's weights or to a module of its own, and no "
-    "checkpoint has these: a rollback leaves them as they are, and a resume begins them anew. Hand over the module, or "
-    "an object with state_dict and load_state_dict that has them, by a name of its own: Guard(..., average=average)",
+    "the script writes to {names}, copies of the model's weights or a module of its own, and no checkpoint has these: "
+    "a rollback leaves them as they are, and a resume begins them anew. Where something depends on them later, as on "
+    "an average of the weights, hand over the module, or an object with state_dict and load_state_dict that has them, "
+    "by a name of its own: Guard(..., average=average). A copy that is filled anew before each use needs nothing",
 )
 VARIABLES_NOT_KEPT = (
     "variables-not-kept",

@@ -25,10 +25,10 @@ class Witness(Protocol):
         """Raises RunDoesNotFit if `data` is not the batch that had this number before."""
 
 
-def require_same_last(batch: int, last_under: Callable[[str], Any], witness: Witness | None) -> None:
+def require_same_last(batch: int, last_under: Callable[[str], Any], witness: Witness) -> None:
     """The batch before number `batch` is what it was, though the random states that it was read under are not known.
 
-    last_under: reads it under random states that are made of a key. witness: None where it may be another one by now.
+    last_under: reads it under random states that are made of a key.
 
     It is read twice under one made-up state and once under another. If the first two differ, the data depend on
     something that cannot be restored: RunDoesNotFit. If only the third differs, random states matter and nothing can be
@@ -44,7 +44,7 @@ def require_same_last(batch: int, last_under: Callable[[str], Any], witness: Wit
             "their attributes, not of a closure's or the loader's own; and let a sample follow from its index and the "
             "epoch, not from a count of what was read; or go on with the data as they are now by --accept-data-change",
         )
-    if witness is not None and first == other:
+    if first == other:
         witness.check(batch - 1, read[0])
 
 

@@ -29,8 +29,8 @@ class DrawnCursor(Cursor):
 
     Four things cannot be restored here: a generator that walks through files, a counter in a closure, a
     `torch.Generator` of the callable's own, and a draw on a GPU. To find them early, `open_epoch` draws the first batch
-    of a run twice from the same random states; if the two differ, it raises UsageError. Who goes to a position draws
-    the last batch before it again; if it differs, RunDoesNotFit is raised.
+    of a run twice from the same random states; if the two differ, it raises UsageError. A process that resumes draws
+    the last batch before its position again; if it differs, RunDoesNotFit is raised.
 
     once: whether `draw` cannot repeat what it gave (an iterator). A batch that is drawn only to be compared would then
     be lost, so batches that cannot be compared are refused.
@@ -122,9 +122,9 @@ class DrawnCursor(Cursor):
         return {"stream": self._stream.state_dict() if self._stream else None, "last": last}
 
     def _seek(self, state: dict[str, Any]) -> None:
-        stream, self._last = state["stream"], None
+        fresh, stream, self._last = self._stream is None, state["stream"], None
         self._stream = rng.RandomStream.from_state_dict(stream) if stream is not None else None
-        if state["last"] is not None and not self.accepts_other_length:
+        if fresh and state["last"] is not None and not self.accepts_other_length:
             self._compare_with(state["last"])
 
     def _compare_with(self, last: dict[str, Any]) -> None:

@@ -57,8 +57,6 @@ class MapStyleCursor(Cursor):
         """State of the generator before the base seed is drawn from it. The workers' seeds follow from it."""
         self._unproven = False
         """Whether the batch before is to be read again, to see that the data come back."""
-        self._before_epoch: list[int] | None = None
-        """Indices of the previous epoch's last batch, until this epoch has returned or skipped one."""
         self._unfit: RunDoesNotFit | None = None
         """What is wrong with the position, if the script's next `set_epoch` may still put it right."""
         self._owed: list[Any] = []  # states of generators that the first read of this process is yet to make
@@ -173,8 +171,6 @@ class MapStyleCursor(Cursor):
 
     def _end_epoch(self) -> None:
         super()._end_epoch()
-        indices = as_indices(self._feed.last.indices) if self._feed.last is not None else None
-        self._before_epoch = None if indices is None else list(indices)
         self._end_workers_of_epoch()
 
     def _end_workers_of_epoch(self) -> None:
@@ -234,7 +230,6 @@ class MapStyleCursor(Cursor):
             # Between two epochs nothing will draw the order again: the generators are all there is to put back.
             "generators": None if self.opened else self._generators.states(),
             "last_indices": self._feed.last.hex_digest if self.offset and self._feed.last is not None else None,
-            "before_epoch": self._before_epoch if not self.offset else None,
             **self._order_from,
         }
 
@@ -249,7 +244,7 @@ class MapStyleCursor(Cursor):
         self._random.forget()
         self._reader, self._indices, self._unfit = None, None, None
         self._base_seed, self._seeding = state["base_seed"], state["seeding"]
-        self._before_epoch, self._owed = state["before_epoch"], state["data_generators"]
+        self._owed = state["data_generators"]
         if self.batch == 0 and self._loader.num_workers == 0:
             self._of_reading().begin_anew()  # what the first read made is not in the state
         with rng.preserved():
@@ -264,7 +259,7 @@ class MapStyleCursor(Cursor):
             self._epoch_setters.give(self.epoch, self._opening["epochs"])
             order = self._make_order()
         self._put_back()
-        self._unproven = True
+        self._unproven = self.offset > 0 or self._loader.num_workers == 0
         try:
             self._begin(order, self._move_to_position(order, state))
             self._compare_next(state)
@@ -284,8 +279,7 @@ class MapStyleCursor(Cursor):
         nothing to compare with.
         """
         if not self.offset:
-            read = self._feed.last.indices if self._feed.last and self.batch == 0 else None  # any: none comes before it
-            return None if self._loader.num_workers else read or self._before_epoch
+            return None  # there is none in this epoch: its first one is read again when it has been read
         now = self._order_from
         other_data = self.accepts_other_length and state["length"] != now["length"]
         order.seek(self.offset - 1)
@@ -353,31 +347,30 @@ class MapStyleCursor(Cursor):
         return self._clone
 
     def _prove(self) -> None:
-        """Once at a position gone to (behind a rollback hardly a batch comes that was drawn), and in a new run."""
+        """Once at a position that was gone to, or behind its first batch where none comes before it in the epoch; so
+        also in a new run. Behind a rollback hardly a batch comes that was drawn before."""
         if not self._unproven or self._feed.last is None:
             return
         self._unproven = False
-        if (witness := self.witness) is not None and (self.batch == 0 or witness.knows(self.batch - 1)):
+        if (witness := self.witness) is not None and witness.knows(self.batch - 1):
             try:
                 self._read_last_again(witness)
             except RunDoesNotFit as error:
-                if self._indices is None:  # it was gone to
+                if self._indices is None or self.batch > 1:
                     raise
-                told = "the first batch of this run is another one when it is read again: the data depend on something "
-                raise UsageError(
-                    f"{told}that does not come back behind a crash or a rollback", hint=error.hint
-                ) from None
+                told = "the first batch of this run is another one when it is read again: the data depend on "
+                raise UsageError(f"{told}what does not come back behind a crash or rollback", hint=error.hint) from None
 
     def _read_last_again(self, witness: Witness) -> None:
-        """Checks that the batch before the position is what it was: one of the epoch before may differ by now. A worker
-        reads it under the random states of that time. Without workers those states are not known."""
+        """Checks that the batch before the position is what it was. A worker reads it under the random states of that
+        time. Without workers those states are not known."""
         if self._loader.num_workers > 0:
             self._reader = self._from_last()
             witness.check(self.batch - 1, next(self._reader))
             return
         states, self._reader = self._of_reading().states(), None
         with rng.preserved():
-            require_same_last(self.batch, self._last_under, witness if self.offset else None)
+            require_same_last(self.batch, self._last_under, witness)
         self._of_reading().restore(states)  # those that this has made are owed
 
     def _last_under(self, key: str) -> Any:

@@ -427,11 +427,14 @@ def test_an_average_that_is_in_no_variable_is_named_where_a_trainer_tells_of_it(
     assert "writes to Average.held, " in told[0]
 
 
-def test_a_module_without_values_is_among_the_variables_of_a_script(tmp_path: Path) -> None:
-    model, skeleton = nn.Linear(2, 1), nn.Linear(2, 1, device="meta")
+def test_modules_without_plain_values_may_be_among_the_variables_of_a_script(tmp_path: Path) -> None:
+    model, skeleton, graph = nn.Linear(2, 1), nn.Linear(2, 1, device="meta"), nn.Linear(2, 1, dtype=torch.complex64)
+    graph.register_buffer("adjacency", torch.eye(2).to_sparse())
+    graph.register_buffer("levels", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 2, run=tmp_path)
-    assert "skeleton" in guard._unkept._modules
+    assert "graph" in guard._unkept._modules
+    assert "skeleton" not in guard._unkept._modules
     assert skeleton.weight.is_meta
     guard.close()
 
