@@ -80,6 +80,7 @@ def test_a_killed_rank_costs_no_run_though_the_disk_of_another_host_is_full(tmp_
         fleet.require_as_undisturbed()
 
 
+@pytest.mark.soak
 def test_the_run_goes_on_where_the_process_that_has_the_store_is_killed(tmp_path: Path) -> None:
     """Nothing reaches the leader from then on, so it makes the store anew, and the other host comes again. What that
     host's rank had skipped by then, and seen, comes to the record all the same."""

@@ -161,7 +161,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_costs_no_step(tmp_path: Path, u
 
 @pytest.mark.parametrize(
     ("rank", "how"),
-    [(0, "kill"), (1, "raise"), (1, "hold"), *soak((1, "kill"), (0, "raise"), (1, "stop"), (1, "sleep"))],
+    [(0, "kill"), (1, "raise"), *soak((1, "kill"), (0, "raise"), (1, "hold"), (1, "stop"), (1, "sleep"))],
 )
 def test_a_rank_that_ends_in_its_update_costs_no_step(
     tmp_path: Path, undisturbed: Launched, rank: int, how: str

@@ -439,6 +439,7 @@ def test_a_loss_that_is_a_number_is_seen_as_it_is_whatever_the_script_s_default_
         torch.set_default_dtype(before)
 
 
+@pytest.mark.soak
 def test_a_script_that_its_own_workers_run_again_is_refused_by_the_reason(tmp_path: Path) -> None:
     script = tmp_path / "unprotected.py"
     script.write_text(

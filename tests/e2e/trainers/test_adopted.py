@@ -102,7 +102,8 @@ def test_a_trainer_of_a_library_is_protected_as_by_a_line_in_the_script(tmp_path
     require_undisturbed(tmp_path, Case(script=script), ["in a step"])
 
 
-@pytest.mark.parametrize("script", by_default(("by_trainer.py", "by_lightning.py"), "by_lightning.py"))
+@pytest.mark.soak
+@pytest.mark.parametrize("script", ["by_trainer.py", "by_lightning.py"])
 def test_a_second_training_by_the_same_trainer_goes_on_unprotected(tmp_path: Path, script: str) -> None:
     """And behind a kill the first one stays as it was."""
     job = Job(tmp_path, Case(script=script, words=("--again",)), 1)

@@ -96,8 +96,7 @@ FEW = {
     1: ["trainer, accumulation", "accelerate, stream", "trainer, in the middle", "trainer, at an epoch's tail"],
     2: [
         "trainer, best of several", "trainer, over an epoch's start", "accelerate, over an epoch's start",
-        "accelerate, seedable, evaluated", "accelerate, stateful, evaluated", "trainer, first evaluation undone",
-        "trainer, sharded",
+        "accelerate, seedable, evaluated", "trainer, first evaluation undone", "trainer, sharded",
     ],
 }  # fmt: skip
 

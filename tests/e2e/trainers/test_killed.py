@@ -111,6 +111,7 @@ def test_a_new_process_tells_the_samplers_of_accelerate_which_epoch_follows(tmp_
     require_undisturbed(tmp_path, job, ["in a step"])
 
 
+@pytest.mark.soak
 def test_what_accelerate_saves_under_numbers_has_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     """Behind a kill and behind a rollback: no number is left out, and none is met again."""
     require_undisturbed(tmp_path, ACCELERATE.but(evaluate=1, save=4), ["in a step"])

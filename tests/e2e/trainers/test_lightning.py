@@ -81,8 +81,7 @@ KILLED = LIGHTNING.but(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evalu
 FEW = {
     1: ["accumulation", "a generator of the loader's own", "in the middle", "over an epoch's start"],
     2: [
-        "best of several", "at an epoch's tail", "epochs left early", "validated within an update",
-        "first validation undone", "sharded",
+        "best of several", "at an epoch's tail", "epochs left early", "first validation undone", "sharded",
     ],
 }  # fmt: skip
 
