@@ -1,5 +1,7 @@
 """The loop `lightning` of trainer_job.py: a GPT-2 in a LightningModule, with all that Lightning logs and saves."""
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -96,6 +98,17 @@ class Stopping(Callback):
         self.ends, self.began = state["ends"], state["began"]
 
 
+class Dying(Callback):
+    """Kills its rank in that event, behind so many updates."""
+
+    def __init__(self, event: str, updates: int) -> None:
+        setattr(self, event, lambda trainer, *_: self.die(trainer.global_step == updates))
+
+    def die(self, now: bool) -> None:
+        if now:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Config:
     """What a LightningCLI parses its config with, as far as that is saved."""
 
@@ -112,10 +125,12 @@ def train(job: "Job") -> dict[str, str]:
     stopping, timer = Stopping(given.stop_at), Timer()
     callbacks: list[Any] = [
         stopping,
-        timer,
+        *([timer] if more.get("timer", True) else []),
         LearningRateMonitor("epoch"),  # a row at each epoch's start
         ModelCheckpoint(job.output / "saved", save_last=True, **{"save_top_k": -1, **saving, **more.get("saving", {})}),
     ]
+    if job.dies is not None and job.dies[0] == job.rank:
+        callbacks.append(Dying(*job.dies[1:]))
     if "patience" in more:
         callbacks.append(EarlyStopping("evaluated", min_delta=more.get("delta", 0.0), patience=more["patience"]))
     scaled: Any = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if more.get("scaled") else []

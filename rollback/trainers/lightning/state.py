@@ -8,6 +8,7 @@ put in its place.
 
 import builtins
 import functools
+import json
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter, is_
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from rollback.errors import UsageError
 from rollback.system.frames import is_of_own_file
+from rollback.train.state.kept_values import SharedText
 from rollback.train.state.module_buffers import KEPT_ELSEWHERE
 from rollback.trainers.logged_rows import LoggedRows
 from rollback.trainers.saved_files import SavedAt, SavedFiles
@@ -40,6 +42,7 @@ _OF_SOME = {
 """The same of torchmetrics' own, by their classes. What else a metric has may be a setting."""
 _CHECKPOINT = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
 """Of ModelCheckpoint, besides its `state_dict`."""
+_SAVING = "ModelCheckpoint", "model_checkpoint"
 _STOPPING = "EarlyStopping", "early_stopping"
 
 
@@ -55,6 +58,7 @@ class FitState:
         self._trainer = trainer
         self._rows = [LoggedRows(logger) for logger in trainer.loggers if LoggedRows.fits(logger)]
         self._metrics = _Metrics()
+        self.counts = LoopCounts(self._loop)
         self._loaded: dict[str, Any] | None = None
         self.saved: SavedFiles | None = None
         self.ending = False
@@ -63,15 +67,29 @@ class FitState:
 
     def state_dict(self) -> dict[str, Any]:
         """Raises UsageError for what of it cannot be kept."""
-        trainer, loop, connector = self._trainer, self._loop, self._trainer._logger_connector
+        return self._told({name: getattr(self._trainer._logger_connector, name) for name in _CONNECTOR})
+
+    def coming_state_dict(self) -> dict[str, Any] | None:
+        """`state_dict` at the end of the step whose backward is under way; None: there will be none, or it is not
+        known, as where Lightning logs, validates or saves."""
+        if self._ends_with_more():
+            return None
+        connector = self._trainer._logger_connector
+        new = connector.metrics  # which the batch's end takes over
+        of_kinds = {
+            "_callback_metrics": new["callback"], "_logged_metrics": new["log"], "_progress_bar_metrics": new["pbar"],
+        }  # fmt: skip
+        told = {name: getattr(connector, name) for name in _CONNECTOR}
+        return self._told(told | {name: {**told[name], **metrics} for name, metrics in of_kinds.items()})
+
+    def _told(self, connector: dict[str, Any]) -> dict[str, Any]:
+        trainer = self._trainer
         return {
-            "progress": {name: _counts(attrgetter(name)(loop)) for name in _PROGRESS},
             "epoch": trainer.current_epoch,
-            "stepped": loop._batches_that_stepped,
             "should_stop": trainer.should_stop,
             "limits": _asked_for(trainer),
-            "connector": _packed({name: getattr(connector, name) for name in _CONNECTOR}, "what was logged"),
-            "logged": {key: self._of_logged(item) for key, item in loop._results.items()},
+            "connector": _packed(connector, "what was logged"),
+            "logged": {key: self._of_logged(item) for key, item in self._loop._results.items()},
             "metrics": {name: _of_metric(item) for name, item in self._metrics.of(trainer.lightning_module)},
             "callbacks": [
                 [
@@ -84,7 +102,23 @@ class FitState:
             "rows": [rows.state_dict() for rows in self._rows] if trainer.is_global_zero else [],
         }
 
+    def _ends_with_more(self) -> bool:
+        """Whether behind this backward comes no update, or more than one, unless a callback wants that there."""
+        trainer, loop = self._trainer, self._loop
+        updates = trainer.global_step + 1
+        return bool(
+            loop._should_accumulate()
+            or loop._num_ready_batches_reached()  # the epoch ends
+            or 0 <= trainer.max_steps <= updates
+            or trainer._logger_connector.should_update_logs
+            or loop._should_check_val_fx(None)
+            or any(_saves_at(updates, item) for item in trainer.callbacks if _is(item, *_SAVING))
+        )
+
     def load_state_dict(self, kept: dict[str, Any]) -> None:
+        """Load `counts` first."""
+        if "progress" in kept:  # as an earlier version kept them
+            self.counts.load_state_dict(json.dumps({name: kept[name] for name in ("progress", "stepped")}))
         self._loaded, self.ending, self.epoch = kept, False, kept.get("epoch")
         self.asked_for_more = _asks_for_more(self._trainer, kept.get("limits", {}))
         self.put_again()
@@ -102,7 +136,7 @@ class FitState:
         """Training goes on. Whether it was put elsewhere since it last did."""
         moved = self._loaded is not None
         self.put_again()
-        self._loaded = None
+        self._loaded = self.counts.loaded = None
         return moved
 
     def put_again(self) -> None:
@@ -110,10 +144,8 @@ class FitState:
         callbacks may have logged that again."""
         if (kept := self._loaded) is None:
             return
-        trainer, loop, connector = self._trainer, self._loop, self._trainer._logger_connector
-        for name, state in kept["progress"].items():
-            attrgetter(name)(loop).load_state_dict(state)
-        loop._batches_that_stepped = kept["stepped"]
+        trainer, connector = self._trainer, self._trainer._logger_connector
+        self.counts.put_again()
         trainer.should_stop = kept["should_stop"]
         vars(connector).update(self._unpacked(kept["connector"]))
         self._put_logged(kept["logged"])
@@ -175,6 +207,30 @@ class FitState:
 
     def _unpacked(self, value: Any) -> Any:
         return _unpacked(value, self._trainer.strategy.root_device)
+
+
+class LoopCounts(SharedText):
+    """Where the loop over an epoch's batches stands: what each update changes behind the sum of its gradients, alike on
+    all ranks. loaded: what was put there last, until training goes on."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self.loaded: dict[str, Any] | None = None
+
+    def state_dict(self) -> str:
+        progress = {name: _counts(attrgetter(name)(self._loop)) for name in _PROGRESS}
+        return json.dumps({"progress": progress, "stepped": self._loop._batches_that_stepped})
+
+    def load_state_dict(self, text: str) -> None:
+        self.loaded = json.loads(text)
+        self.put_again()
+
+    def put_again(self) -> None:
+        if self.loaded is None:
+            return
+        for name, state in self.loaded["progress"].items():
+            attrgetter(name)(self._loop).load_state_dict(state)
+        self._loop._batches_that_stepped = self.loaded["stepped"]
 
 
 class _Metrics:
@@ -243,6 +299,12 @@ def _of_this_process(item: Any) -> dict[str, Any]:
 def _is(item: Any, name: str, module: str) -> bool:
     """Whether it is a callback of that name from Lightning's module."""
     return any(kind.__name__ == name and kind.__module__.endswith(f"callbacks.{module}") for kind in type(item).__mro__)
+
+
+def _saves_at(updates: int, callback: Any) -> bool:
+    """Whether a ModelCheckpoint may save behind so many updates, within an epoch."""
+    every = callback._every_n_train_steps
+    return callback._train_time_interval is not None or (every >= 1 and updates % every == 0)
 
 
 def _asked_for(trainer: Any) -> dict[str, float]:

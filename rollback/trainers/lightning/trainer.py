@@ -277,7 +277,7 @@ class _GuardedFit:
         )  # fmt: skip
         self.guard.without_probes("the Trainer counts every batch as one of its own")
         self._state.saved = SavedFiles(self.guard.run)
-        self.guard.keep(lightning=self._state, lightning_evaluated=self._evaluated)
+        self.guard.keep(lightning_counts=self._state.counts, lightning=self._state, lightning_evaluated=self._evaluated)
 
     def _loader(self) -> DataLoader[Any]:
         """The one that is trained on, as far as Lightning is to read it. Raises UsageError for what cannot be kept."""

@@ -22,29 +22,32 @@ def test_a_rank_that_is_killed_in_a_rollback_costs_nothing(tmp_path: Path) -> No
 
 BEHIND_THE_SUM = TrainerJob(samples=30, accumulate=2, evaluate=6, save=14, settings={"snapshot_every": 50})
 """15 batches in an epoch: the last of 8 updates has one. It logs in every fifth step."""
+IN_LIGHTNING = BEHIND_THE_SUM.but(loop="lightning", more={"timer": False})
 
 
 @pytest.mark.parametrize(
-    "deaths",
+    ("job", "deaths"),
     [
-        [(1, "on_pre_optimizer_step", 6, 7), (0, "on_step_end", 11, 11), (1, "on_save", 14, 0)],
-        *soak([(0, "on_optimizer_step", 8, 9), (0, "on_step_end", 5, 0), (1, "on_evaluate", 12, 0)]),
-        *soak([(1, "on_step_end", 8, 0)]),
+        (BEHIND_THE_SUM, [(1, "on_pre_optimizer_step", 6, 7), (0, "on_step_end", 11, 11), (1, "on_save", 14, 0)]),
+        *soak((BEHIND_THE_SUM, [(0, "on_optimizer_step", 8, 9), (0, "on_step_end", 5, 0), (1, "on_evaluate", 12, 0)])),
+        *soak((BEHIND_THE_SUM, [(1, "on_step_end", 8, 0)])),
+        (IN_LIGHTNING, [(1, "on_before_optimizer_step", 6, 7), (0, "on_train_batch_end", 12, 12)]),
+        *soak((IN_LIGHTNING, [(0, "on_train_batch_end", 5, 0), (1, "on_validation_start", 11, 0)])),
     ],
-    ids=["within an epoch", "others", "in an epoch's last step"],
+    ids=["within an epoch", "others", "in an epoch's last step", "in Lightning", "others in Lightning"],
 )
 def test_a_rank_that_is_killed_behind_the_sum_of_gradients_costs_no_step(
-    tmp_path: Path, deaths: list[tuple[int, str, int, int]]
+    tmp_path: Path, job: TrainerJob, deaths: list[tuple[int, str, int, int]]
 ) -> None:
     """At steps that the Trainer neither logs nor evaluates nor saves, within an epoch. At others the run goes on from
     its checkpoint, and ends as undisturbed, too."""
     undisturbed = Scenarios(tmp_path, JOB, MODULES, LIMIT)
-    undisturbed.add("undisturbed", BEHIND_THE_SUM)
+    undisturbed.add("undisturbed", job)
     undisturbed.torchrun(2)
     for rank, event, step, resumed in deaths:
         killed = Scenarios(tmp_path / f"{event} {step}", JOB, MODULES, LIMIT)
         killed.folder.mkdir()
-        killed.add("killed", BEHIND_THE_SUM, dies=[rank, event, step])
+        killed.add("killed", job, dies=[rank, event, step])
         run, memory = killed.run("killed"), killed.folder / "memory"
         memory.mkdir()
         code, output = killed.launch(run, "--fast-tier", str(memory))
