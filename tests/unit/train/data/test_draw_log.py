@@ -74,6 +74,18 @@ def test_where_other_batches_were_skipped_before_it_only_indices_are_compared(tm
         again.check(3, 7, torch.tensor([3]), ONE)
 
 
+def test_where_other_data_are_accepted_their_order_alone_is_compared(tmp_path: Path) -> None:
+    """Of what an attempt before wrote, and of what this one did, which may go back."""
+    written(tmp_path)
+    accepted = DrawLog(tmp_path / "draws" / "rank-00000.bin", afresh=False, contents=False)
+    accepted.check(2, 102, torch.tensor([9]), NOTHING)
+    accepted.check(2, 102, torch.tensor([8]), NOTHING)
+    accepted.compare(2, torch.tensor([7]), NOTHING)
+    assert not accepted.knows(2, NOTHING)
+    with pytest.raises(RunDoesNotFit, match="other indices"):
+        accepted.check(3, 7, torch.tensor([3]), NOTHING)
+
+
 def test_nothing_is_compared_where_the_data_were_changed_on_purpose(tmp_path: Path) -> None:
     written(tmp_path)
     log(tmp_path, afresh=True).check(2, 7, torch.tensor([9]), NOTHING)
