@@ -6,6 +6,7 @@ Each rank has its own values, as with any variable of the script. A checkpoint k
 import copy
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -132,11 +133,12 @@ class KeptByScript:
         """The same as the script and its objects tell it: neither copied nor looked at."""
         return {**self.of_rank(), **self.at_end(), **self.shared_texts()}
 
-    def of_rank(self) -> dict[str, Any]:
-        """`told` without what is told `at_end`, and with the number of lines in place of each shared text."""
+    def of_rank(self, coming: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """`told` without what is told `at_end`, and with the number of lines in place of each shared text. coming: what
+        is foretold in the place of what objects tell now."""
         told = {**self._restored, **self._values}
         for name, item in self._of_rank.items():
-            told[name] = item.state_dict()
+            told[name] = coming[name] if name in coming else item.state_dict()
         if self.phase is not None:
             told[_PHASE] = self.phase
         for name in self._at_end:
@@ -148,7 +150,7 @@ class KeptByScript:
     def coming(self) -> dict[str, Any] | None:
         """`of_rank` as it will be at the end of the step whose backward is under way; None: that is not known."""
         coming = {name: item.coming_state_dict() for name, item in self._foretelling.items()}
-        return None if None in coming.values() else {**self.of_rank(), **coming}
+        return None if None in coming.values() else self.of_rank(coming)
 
     def at_end(self) -> dict[str, dict[str, Any]]:
         """What marks have at a step's end alone."""
