@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollback.source.carried import Turn, dotted
-from rollback.source.nodes import Function, Loop, parameters_of
-from rollback.source.scopes import Scopes
+from rollback.source.carried import Turn
+from rollback.source.nodes import Function, Loop, dotted, parameters_of
+from rollback.source.script_file import ScriptFile
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class ChangedByCalls:
     """found: what it carries that way, each with the line that changes it, as the loop's own function calls it:
     `stopper.count` for `self.count` in a method. rebound: those of them that are not changed in place alone."""
 
-    def __init__(self, tree: ast.Module, scopes: Scopes, loop: Loop, function: Function | None) -> None:
+    def __init__(self, file: ScriptFile, loop: Loop) -> None:
         self.found: dict[str, int] = {}
         self.rebound: set[str] = set()
-        self._scopes, self._function = scopes, function
+        self._scopes, self._function, tree = file.scopes, file.function_of(loop), file.tree
         self._classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
         methods = [item for kind in self._classes.values() for item in kind.body]
         functions = (node for node in ast.walk(tree) if isinstance(node, Function) and node not in methods)
@@ -36,7 +36,7 @@ class ChangedByCalls:
         self._kinds = dict(_objects_made(tree, self._classes))
         self._kinds.update(("self", kind) for kind in self._classes.values() if loop in ast.walk(kind))
         self._entered: set[tuple[int, frozenset[tuple[str, str]]]] = set()
-        self._look_into(_Body(loop.body, function), ())
+        self._look_into(_Body(loop.body, self._function), ())
 
     def _look_into(self, body: _Body, around: tuple[Function, ...]) -> None:
         """around: the functions that are being looked into."""

@@ -7,7 +7,7 @@ goes down, a mean of losses, a patience. A rollback and a resume leave it as it 
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
-from rollback.source.nodes import Loop, last_name, of_scope
+from rollback.source.nodes import Loop, dotted, last_name, of_scope
 
 _CHANGES = frozenset((
     "append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear", "add", "discard",
@@ -71,17 +71,6 @@ def targets_in(target: ast.expr) -> Iterator[ast.expr]:
             yield from targets_in(value)
         case _:
             yield target
-
-
-def dotted(node: ast.AST) -> str | None:
-    """`self.cfg.beta`; None: it is no chain of names."""
-    match node:
-        case ast.Name(id=name):
-            return name
-        case ast.Attribute(attr=attribute, value=value):
-            owner = dotted(value)
-            return None if owner is None else f"{owner}.{attribute}"
-    return None
 
 
 def _changes(method: str, of: ast.expr) -> bool:

@@ -19,9 +19,7 @@ from collections.abc import Callable
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops
 from rollback.source.losses import told_losses
-from rollback.source.nodes import Function, last_name, parameters_of, range_of
-
-Scope = ast.Module | Function
+from rollback.source.nodes import Function, Scope, blocks_in, last_name, parameters_of, range_of
 
 
 def diff_of(source: str, name: str) -> str:
@@ -55,8 +53,7 @@ class _Script:
         self._lines = _lines_of(source)
         self._line_end = "\r\n" if source.partition("\n")[0].endswith("\r") else "\n"
         self._loops = ScriptLoops(source)
-        scopes = (node for node in ast.walk(self._loops.tree) if isinstance(node, Scope))
-        self._scopes = {node: scope for scope in scopes for node in ast.walk(scope)}  # the innermost one comes last
+        self._scopes = self._loops.scope_of
         self._own = _own_names(self._loops.tree)
         self._guard = next(name for name in ("guard", "run_guard", "rollback_guard") if name not in self._own)
         self._put: list[tuple[int, str]] = []  # lines, to be put behind that one
@@ -272,8 +269,7 @@ class _Script:
 
     def _behind_registering(self, prepared: ast.Assign, register: str, batches: ast.For) -> int:
         """The number of the line behind which all is prepared, and registered for Accelerate's checkpoints."""
-        blocks = (vars(node).get(name, ()) for node in ast.walk(self._loops.tree) for name in _BLOCKS)
-        block = next(block for block in blocks if isinstance(block, list) and prepared in block)
+        block = next(block for block in blocks_in(self._loops.tree) if prepared in block)
         found: ast.stmt = prepared
         for statement in block[block.index(prepared) + 1 :]:
             inside = [*ast.walk(statement)]
@@ -336,7 +332,6 @@ class _Script:
         return "".join(lines)
 
 
-_BLOCKS = "body", "orelse", "finalbody"
 _BLOCK = re.compile(r"\s*(if|elif|else|for|while|with|try|except|finally|async|def|class|case)\b")
 _LOADER = re.compile(r"load|batches|_dl\b|\bdl_|_dl_", re.IGNORECASE)
 _AVERAGE = re.compile(r"deepcopy|Averag|EMA|Ema(?![a-z])|^ema(?![a-z])")

@@ -11,9 +11,10 @@ taken there, and has no batch that the script holds.
 """
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from rollback.source.nodes import blocks_in, is_step, put_in_list, takes_or_names
+from rollback.source.script_file import ScriptFile
 
 _LEAVES = ast.Continue, ast.Break, ast.Return
 
@@ -34,36 +35,23 @@ def lists_taken(names: Collection[str], nodes: list[ast.AST], gathers: Callable[
     )
 
 
-def gathers_updates(
-    tree: ast.Module,
-    loop: ast.For,
-    lists: Collection[str],
-    inner: ast.For,
-    reached: Callable[[Sequence[ast.AST]], Iterable[ast.AST]],
-) -> bool:
+def gathers_updates(file: ScriptFile, loop: ast.For, lists: Collection[str], inner: ast.For) -> bool:
     """Whether a loop gathers its batches for another loop that it comes to. lists: what that one goes over, as this one
-    may call it. reached: all that statements come to, by way of functions too."""
+    may call it."""
     return bool(lists) and any(
-        any(node is inner for node in reached([part]))
-        and all(_is_emptied(tree, loop, block, place, name, reached) for name in lists)
+        any(node is inner for node in file.reached_by([part]))
+        and all(_is_emptied(file, loop, block, place, name) for name in lists)
         for block in blocks_in(ast.Module(loop.body, []))
         for place, part in enumerate(block)
     )
 
 
-def _is_emptied(
-    tree: ast.Module,
-    loop: ast.For,
-    block: list[ast.stmt],
-    place: int,
-    name: str,
-    reached: Callable[[Sequence[ast.AST]], Iterable[ast.AST]],
-) -> bool:
+def _is_emptied(file: ScriptFile, loop: ast.For, block: list[ast.stmt], place: int, name: str) -> bool:
     """Whether the list of that name is given each batch by one statement, in front of the update at this place of a
     block; is made empty behind it, and by what has it last in front of the loop; and nothing but this block makes
     updates. What the update does to the list is gone with it."""
-    around = next((each for each in blocks_in(tree) if any(part is loop for part in each)), [])
-    before = around[: next((at for at, part in enumerate(around) if part is loop), 0)]
+    around = next((each for each in blocks_in(file.tree) if loop in each), [])
+    before = around[: around.index(loop)] if around else []
     last = next((part for part in reversed(before) if _has(part, name)), None)
     behind = next((at for at in range(place + 1, len(block)) if _empties(block[at], name)), None)
     fills = [at for at, part in enumerate(loop.body) if _fills(part, name)]
@@ -75,13 +63,13 @@ def _is_emptied(
     leaves = any(isinstance(node, _LEAVES) for part in block[place:behind] for node in ast.walk(part))
     inside = {id(node) for part in block for node in ast.walk(part)}
     calls = [node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.Call)]
-    elsewhere = reached([call for call in calls if id(call) not in inside])
-    updates_here = any(map(is_step, reached(block))) and not any(map(is_step, elsewhere))
+    elsewhere = file.reached_by([call for call in calls if id(call) not in inside])
+    updates_here = any(map(is_step, file.reached_by(block))) and not any(map(is_step, elsewhere))
     empties = (node for node in ast.walk(loop) if _empties(node, name))
     ours = {id(node) for part in (filled, *empties) for node in ast.walk(part)} | {
-        id(node) for node in reached([update])
+        id(node) for node in file.reached_by([update])
     }
-    others = any(id(node) not in ours for node in _changes(reached(loop.body), name))
+    others = any(id(node) not in ours for node in _changes(file.reached_by(loop.body), name))
     return not leaves and not others and updates_here and filled.lineno < update.lineno
 
 

@@ -5,10 +5,11 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rollback.source.called import ChangedByCalls
-from rollback.source.carried import dotted, has_part_in, names_in, place_of, set_by_head, targets_in, turn_of
+from rollback.source.carried import has_part_in, names_in, place_of, set_by_head, targets_in, turn_of
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import (
     Loop,
+    dotted,
     is_backward,
     is_call_of,
     is_step,
@@ -104,7 +105,7 @@ class CarriedByLoop:
     """
 
     def __init__(self, loops: ScriptLoops, loop: Loop) -> None:
-        called = ChangedByCalls(loops.tree, loops.scopes, loop, loops.function_of(loop))
+        called = ChangedByCalls(loops, loop)
         nodes = [node for part in loop.body for node in (part, *of_scope(part))]
         timed = (item for node in nodes if _is_clock(_value_of(node)) for item in _set_by(node))
         clocks = {*map(dotted, timed)}

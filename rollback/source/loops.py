@@ -5,11 +5,10 @@ them, or over `x.chunk(2)`. What other files do is not known here.
 """
 
 import ast
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Iterator, KeysView
 
 from rollback.source.gathered import gathers_updates, lists_taken
 from rollback.source.nodes import (
-    Function,
     Loop,
     begins_at,
     calls_at,
@@ -21,10 +20,9 @@ from rollback.source.nodes import (
     names_epochs,
     names_update,
     of_scope,
-    parameters_of,
     range_of,
 )
-from rollback.source.scopes import Scopes
+from rollback.source.script_file import ScriptFile
 from rollback.source.turns import turning_loop
 
 _WRAPPERS = "enumerate", "tqdm"
@@ -34,14 +32,10 @@ _DIVIDE = "chunk", "split", "tensor_split", "unbind"
 _COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp
 _GATHER = "list", "tuple", "set", "dict", "sorted", "sum", "min", "max"
 """What makes one thing of all batches."""
-_AGAIN = *_COMPREHENSIONS, ast.GeneratorExp, ast.Lambda, ast.For, ast.AsyncFor, ast.While
-"""What may do again and again what is in it."""
 _PASSES_ON = (ast.Yield, ast.YieldFrom)
-_OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
-"""Methods that models and optimizers have: `model.train()` does not mean the script's own of that name."""
 
 
-class ScriptLoops:
+class ScriptLoops(ScriptFile):
     """The loops of one file. Raises SyntaxError where `source` is not Python.
 
     batches: the loops over batches, in their order. epochs: the loop over `range(...)` around each, None without one.
@@ -50,15 +44,8 @@ class ScriptLoops:
     """
 
     def __init__(self, source: str, *, is_script: bool = True) -> None:
-        self.tree, self.scopes = ast.parse(source), Scopes(source)
-        self._functions: dict[str, list[Function]] = {}
-        self._methods: set[str] = set()
+        super().__init__(source)
         self._reached: dict[Loop, KeysView[ast.AST]] = {}
-        for node in ast.walk(self.tree):
-            if isinstance(node, Function):
-                self._functions.setdefault(node.name, []).append(node)
-            if isinstance(node, ast.ClassDef):
-                self._methods |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
         self._all = [node for node in ast.walk(self.tree) if isinstance(node, Loop)]
         self._loops = [loop for loop in self._all if isinstance(loop, ast.For)]
         mentioned = "backward" in source  # else nothing of what follows is found, and a large file takes seconds
@@ -81,7 +68,7 @@ class ScriptLoops:
             for loop in training
             if not self._goes_over_numbers(loop)
             and all(map(self._goes_over_numbers, inner[loop]))
-            and not self._has_taken(loop.iter, self._scope_of(loop), {})
+            and not self._has_taken(loop.iter, self.scope_of[loop], {})
         ]
         around = [loop for loop in training if range_of(loop) is not None]
         self.drawing = [
@@ -109,7 +96,7 @@ class ScriptLoops:
         turns = [
             found for loop, outer in around_each
             if all(each in self.drawing for each in outer)
-            and (found := turning_loop(self.tree, loop, outer, self.reached_by, once=self.runs_once(loop)))
+            and (found := turning_loop(self, loop, outer))
         ]  # fmt: skip
         alone = len(turns) == 1 and not (self.batches or self.turning)
         self.by_turns = [each for each in turns if each.in_epochs or alone]
@@ -159,30 +146,6 @@ class ScriptLoops:
         """All loops by which this one is begun anew each time, also by way of functions."""
         return [other for other in self._all if other is not loop and loop in self.reached(other)]
 
-    def function_of(self, loop: Loop) -> Function | None:
-        """The function that has it; None: it is in none."""
-        scope = self._scope_of(loop)
-        return scope if isinstance(scope, Function) else None
-
-    def runs_once(self, node: ast.AST) -> bool:
-        """Whether it does, but for the loops around it in its function, as far as the file tells: it is in no function,
-        or in one that is named once, where it is called in no loop, by what runs once."""
-        entered: list[ast.AST] = []
-        while (function := self._scope_of(node)) is not self.tree:
-            name = getattr(function, "name", "")
-            named = [
-                item for item in ast.walk(self.tree)
-                if (isinstance(item, ast.Name) and item.id == name)
-                or (isinstance(item, ast.Attribute) and item.attr == name)
-            ]  # fmt: skip
-            calls = [item for item in ast.walk(self.tree) if isinstance(item, ast.Call) and item.func in named]
-            again = {id(item) for part in ast.walk(self.tree) if isinstance(part, _AGAIN) for item in ast.walk(part)}
-            if len(named) != 1 or len(calls) != 1 or id(calls[0]) in again or function in entered:
-                return False
-            entered.append(function)
-            node = calls[0]
-        return True
-
     def iterated(self, loop: ast.For) -> ast.expr:
         """What a loop goes over, without `enumerate` and `tqdm`, also where they are in a variable: a progress bar."""
         found, where = loop.iter, loop.lineno
@@ -224,7 +187,7 @@ class ScriptLoops:
         where a function without backward() does, as an evaluation at its end."""
         loops = (loop for loop in self.batches if begins_at(loop, line))
         found = (node for loop in loops for node in self.reached(loop) if is_train(node))
-        return any(any(map(is_backward, ast.walk(self._scope_of(node)))) for node in found)
+        return any(any(map(is_backward, ast.walk(self.scope_of[node]))) for node in found)
 
     def _may_train_on(self, taken: ast.Call) -> bool:
         """Whether a batch that is taken here, and not iterated, is in a loop that may train, or beside a backward()."""
@@ -234,7 +197,7 @@ class ScriptLoops:
                 any(map(is_backward, reached)) or (self.trains_elsewhere and any(map(names_update, reached)))
             ):
                 return True
-        function = self._scope_of(taken)
+        function = self.scope_of[taken]
         loops = [loop for loop in ast.walk(function) if isinstance(loop, Loop)]
         apart = {id(node) for loop in loops for node in ast.walk(loop)}
         beside = (node for node in ast.walk(function) if id(node) not in apart)
@@ -293,17 +256,12 @@ class ScriptLoops:
 
     def _given(self, name: str, where: ast.AST) -> Iterator[ast.expr]:
         """What a variable is set to, by `=` and `with ... as`, in the function of `where`, or outside of all."""
-        for node in of_scope(self._scope_of(where)):
+        for node in of_scope(self.scope_of[where]):
             match node:
                 case ast.Assign(targets=[ast.Name(id=given)], value=value) if given == name:
                     yield value
                 case ast.withitem(context_expr=value, optional_vars=ast.Name(id=given)) if given == name:
                     yield value
-
-    def _scope_of(self, where: ast.AST) -> ast.AST:
-        functions = [function for named in self._functions.values() for function in named]
-        around = [function for function in functions if any(node is where for node in ast.walk(function))]
-        return max(around, key=lambda function: function.lineno, default=self.tree)
 
     def _divides(self, loop: ast.For) -> bool:
         """Whether a loop goes over parts of a tensor: those of a batch, where it is inside of a loop over batches."""
@@ -318,15 +276,15 @@ class ScriptLoops:
 
     def _is_of_update(self, loop: ast.For, inner: ast.For) -> bool:
         """Whether a loop goes over a list in which the other one has gathered the batches of an update."""
-        over, scope, within = self.iterated(inner), self._scope_of(inner), set(self.reached(loop))
+        over, scope, within = self.iterated(inner), self.scope_of[inner], set(self.reached(loop))
         given = {
             ast.unparse(value.value)
-            for call, value in self._arguments(scope)
+            for call, value in self.arguments(scope)
             if call in within and ast.unparse(value.targets[0]) == ast.unparse(over)
         }
-        here = isinstance(over, ast.Attribute) or scope is self._scope_of(loop)
+        here = isinstance(over, ast.Attribute) or scope is self.scope_of[loop]
         lists = given | ({ast.unparse(over)} if here else set())
-        return gathers_updates(self.tree, loop, lists, inner, self.reached_by)
+        return gathers_updates(self, loop, lists, inner)
 
     def _has_taken(self, value: ast.expr, scope: ast.AST, known: dict[tuple[ast.AST, str], bool | None]) -> bool | None:
         """Whether a list of batches that were taken by `next`, those of one update, is in `value`, also as all calls
@@ -337,27 +295,15 @@ class ScriptLoops:
             return True
         for name in names - {name for where, name in known if where is scope}:
             known[scope, name] = None
-            given = [
-                (call, each.value) for call, each in self._arguments(scope) if ast.unparse(each.targets[0]) == name
-            ]
-            told = {self._has_taken(item, self._scope_of(call), known) for call, item in given}
+            given = [(call, each.value) for call, each in self.arguments(scope) if ast.unparse(each.targets[0]) == name]
+            told = {self._has_taken(item, self.scope_of[call], known) for call, item in given}
             known[scope, name] = False if not told or False in told else True if True in told else None
         answers = {known[scope, name] for name in names}
         return True in answers or (None if None in answers else False)
 
-    def _arguments(self, function: ast.AST) -> Iterator[tuple[ast.Call, ast.Assign]]:
-        """The calls of a function of this file, each with one of its arguments as an assignment to that name."""
-        if not isinstance(function, ast.FunctionDef):
-            return
-        names = [name for name in parameters_of(function) if name != "self"]
-        for call in ast.walk(self.tree):
-            if isinstance(call, ast.Call) and self.called(call) == function.name:
-                given = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
-                yield from ((call, ast.Assign([ast.Name(name, ast.Store())], value)) for name, value in given if name)
-
     def _gathers(self, value: ast.AST) -> bool:
         """Whether it calls a function of the file that makes a list of what `next` gives."""
-        called = self._functions.get(self.called(value) or "", [])
+        called = self.functions.get(self.called(value) or "", [])
         bodies = [node for function in called for node in ast.walk(function)]
         gives = any(isinstance(node, _PASSES_ON) or is_backward(node) for node in bodies)
         return not gives and any(is_call_of(node, "next") for node in bodies)
@@ -371,28 +317,5 @@ class ScriptLoops:
             self._reached[loop] = dict.fromkeys(self.reached_by(loop.body)).keys()
         return self._reached[loop]
 
-    def reached_by(self, statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
-        """These, and the bodies of what they call in this file."""
-        pending: list[ast.AST] = list(statements)
-        entered: set[int] = set()
-        while pending:
-            for node in ast.walk(pending.pop()):
-                yield node
-                for function in self._functions.get(self.called(node) or "", []):
-                    if id(function) not in entered:
-                        entered.add(id(function))
-                        pending += function.body
-
     def _has_optimizer(self, loop: ast.For) -> bool:
         return any(names_update(node) for node in self.reached(loop))
-
-    def called(self, node: ast.AST) -> str | None:
-        """The name of the function of this file that a call may mean."""
-        match node:
-            case ast.Call(func=ast.Name(id=name)):
-                return name
-            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id="self"))):
-                return name
-            case ast.Call(func=ast.Attribute(attr=name)) if name in self._methods and name not in _OF_MODULES:
-                return name
-        return None

@@ -6,6 +6,7 @@ from typing import TypeGuard
 
 Loop = ast.For | ast.While
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Scope = ast.Module | Function
 
 
 def range_of(loop: ast.For) -> ast.Call | None:
@@ -67,6 +68,17 @@ def put_in_list(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     return None
 
 
+def dotted(node: ast.AST) -> str | None:
+    """`self.cfg.beta`; None: it is no chain of names."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(attr=attribute, value=value):
+            owner = dotted(value)
+            return None if owner is None else f"{owner}.{attribute}"
+    return None
+
+
 def last_name(call: ast.Call) -> str:
     """`step` of `self.optimizer.step()`."""
     return ast.unparse(call.func).rpartition(".")[2]
@@ -86,16 +98,27 @@ def takes_or_names(value: ast.expr, names: Collection[str] = ()) -> bool:
 
 def cycles_at(tree: ast.AST, line: int) -> bool:
     """Whether `itertools.cycle` goes over something at `line`. In a `zip` it may be what goes beside a loader."""
-    names = {
-        f"{module.asname or module.name}.cycle" if isinstance(node, ast.Import) else module.asname or module.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module == "itertools")
-        for module in node.names
-        if module.name == ("itertools" if isinstance(node, ast.Import) else "cycle")
-    }
-    calls = calls_at(tree, line)
+    names, calls = names_of_imports(tree), calls_at(tree, line)
     zipped = {id(node) for call in calls if is_call_of(call, "zip") for node in ast.walk(call)}
-    return any(ast.unparse(call.func) in names and id(call) not in zipped for call in calls)
+    return any(full_name(call.func, names) == "itertools.cycle" and id(call) not in zipped for call in calls)
+
+
+def names_of_imports(tree: ast.AST) -> dict[str, str]:
+    """Names that imports give to something else, and what that is."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                found |= {alias.asname: alias.name for alias in aliases if alias.asname}
+            case ast.ImportFrom(module=str(module), names=aliases, level=0):
+                found |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in aliases}
+    return found
+
+
+def full_name(called: ast.expr, names: dict[str, str]) -> str:
+    """`itertools.cycle` of `it.cycle`, by the names of imports; empty: it is no chain of names."""
+    root, dot, rest = (dotted(called) or "").partition(".")
+    return names.get(root, root) + dot + rest
 
 
 def comes_to(tree: ast.AST, loop: Loop | None, line: int) -> bool:

@@ -5,6 +5,7 @@ training too early behind a rollback, and too late behind a resume.
 """
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -31,8 +32,10 @@ class OwnCounter:
     loop: Loop | None = field(default=None, compare=False, repr=False)
 
 
+@functools.cache
 def own_counters(loops: ScriptLoops) -> list[OwnCounter]:
-    """Of the training loops: what their turns carry, and what limits them from outside."""
+    """Of the training loops: what their turns carry, and what limits them from outside. Of a large file that takes
+    seconds."""
     found: dict[tuple[str, bool], OwnCounter] = {}
     for counter in (*_limiting(loops), *_numbered(loops), *_carried(loops), *_stopping(loops)):
         found.setdefault((counter.name, counter.led), counter)

@@ -7,10 +7,11 @@ that the random states are put back.
 """
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollback.source.nodes import Loop, is_call_of, is_step, last_name, range_of
+from rollback.source.script_file import ScriptFile
 
 _NESTED = (
     ast.For, ast.AsyncFor, ast.While, ast.If, ast.IfExp, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
@@ -36,34 +37,27 @@ class TurningLoop:
     in_epochs: bool
 
 
-def turning_loop(
-    tree: ast.Module,
-    loop: ast.For,
-    around: list[Loop],
-    reached: Callable[[Sequence[ast.AST]], Iterable[ast.AST]],
-    *,
-    once: bool,
-) -> TurningLoop | None:
+def turning_loop(file: ScriptFile, loop: ast.For, around: list[Loop]) -> TurningLoop | None:
     """What a loop over a range is that trains and calls `next`, if it is such a loop. around: all loops that come to
-    it, also by way of functions. reached: all that statements come to, by way of functions too. once: whether the file
-    shows that it is begun once, but for the loops around it."""
+    it, also by way of functions."""
     takes, several = _takes(loop), False
-    if takes is None and _updates_behind_takes(loop, reached):
+    if takes is None and _updates_behind_takes(file, loop):
         takes, several = _takes(loop, several=True), True
-    block = next((block for block in _blocks(tree) if any(part is loop for part in block)), None)
+    block = next((block for block in _blocks(file.tree) if loop in block), None)
     before_takes = [*_before_takes(loop.body)]
-    if takes is None or block is None or len(around) > 1 or any(map(_draws, reached(before_takes))):
+    if takes is None or block is None or len(around) > 1 or any(map(_draws, file.reached_by(before_takes))):
         return None
     if several and _carries_size(loop, before_takes):
         return None
     # of a loop that is begun again, by what the file does not show, the places go on where it had all of its turns
-    if not (around or once) and (several or any(isinstance(node, ast.Break | ast.Return) for node in ast.walk(loop))):
+    all_turns = not several and not any(isinstance(node, ast.Break | ast.Return) for node in ast.walk(loop))
+    if not (all_turns or around or file.runs_once(loop)):
         return None
     taken = ast.unparse(takes[0].args[0])
-    before = block[: next(place for place, part in enumerate(block) if part is loop)]
+    before = block[: block.index(loop)]
     made = [part for part in before if isinstance(part, ast.Assign) and taken in map(ast.unparse, part.targets)]
     inside = {id(node) for node in ast.walk(loop)}
-    uses = [node for node in ast.walk(tree) if isinstance(node, ast.expr) and ast.unparse(node) == taken]
+    uses = [node for node in ast.walk(file.tree) if isinstance(node, ast.expr) and ast.unparse(node) == taken]
     elsewhere = [node for node in uses if id(node) not in inside and not _is_stored(node)]
     anew = [node for node in uses if id(node) in inside and _is_stored(node)]
     if len(made) != 1 or elsewhere or (around and anew) or not _begins_alike(loop):
@@ -112,15 +106,15 @@ def _draws(node: ast.AST) -> bool:
     return False
 
 
-def _updates_behind_takes(loop: ast.For, reached: Callable[[Sequence[ast.AST]], Iterable[ast.AST]]) -> bool:
+def _updates_behind_takes(file: ScriptFile, loop: ast.For) -> bool:
     """Whether each turn makes one update, for all that the file shows: behind the statements that take batches, or in
     what the last of them gives these batches to, `update([next(batches) for _ in range(4)])`."""
     takes = [at for at, part in enumerate(loop.body) if any(is_call_of(node, "next") for node in ast.walk(part))]
-    updates = [at for at, part in enumerate(loop.body) if any(map(is_step, reached([part])))]
+    updates = [at for at, part in enumerate(loop.body) if any(map(is_step, file.reached_by([part])))]
     if takes and updates and max(takes) == min(updates):
         match loop.body[max(takes)]:
             case ast.Expr(value=ast.Call() as call) | ast.Assign(value=ast.Call() as call):
-                return not any(map(is_step, reached([*call.args, *call.keywords])))
+                return not any(map(is_step, file.reached_by([*call.args, *call.keywords])))
     return bool(takes and updates) and max(takes) < min(updates)
 
 

@@ -7,6 +7,7 @@ back with a rollback, and that a batch is the last of its epoch is known from th
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,11 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     guard.keep(accelerator=counts, accelerator_evaluated=_told_of_passes(accelerator, loader))
     accelerator.save_state = folders.save_state
     optimizer.register_step_pre_hook(lambda *_: _require_averaged(found["model"], guard))
-    accelerator.backward = _told(guard, accelerator.backward)
-    accelerator.register_for_checkpointing = _of_known([*known, *registered], accelerator.register_for_checkpointing)
-    for name, why in _GUARD_S_OWN.items():
-        setattr(accelerator, name, _while_training(guard, getattr(accelerator, name), why))
+    accelerator.backward = partial(_backward, accelerator.backward, guard)
+    register = accelerator.register_for_checkpointing
+    accelerator.register_for_checkpointing = partial(_register, register, [*known, *registered])
+    for name in _GUARD_S_OWN:
+        setattr(accelerator, name, partial(_refuse_while_training, getattr(accelerator, name), guard, name))
     return tuple(GuardedLoader(loader, guard, counts) if item is loader else item for item in prepared)
 
 
@@ -113,27 +115,19 @@ def _told_of_passes(accelerator: Any, trained: Any) -> EvaluatedLoaders:
     }
     evaluated = EvaluatedLoaders({name: loader.base_dataloader for name, loader in others.items()})
     for name, loader in others.items():
-        loader.begin = _begun(evaluated, name, loader)
+        loader.begin = partial(_begin, loader.begin, evaluated, name, loader.base_dataloader)
     return evaluated
 
 
-def _begun(evaluated: EvaluatedLoaders, name: str, loader: Any) -> Callable[[], None]:
-    begin = loader.begin
-
-    def begun() -> None:
-        begin()
-        evaluated.begin(name, loader.base_dataloader)
-
-    return begun
+def _begin(original: Callable[[], None], evaluated: EvaluatedLoaders, name: str, loader: DataLoader[Any]) -> None:
+    original()
+    evaluated.begin(name, loader)
 
 
-def _told(guard: Guard, backward: Callable[..., Any]) -> Callable[..., Any]:
-    def told(loss: Any, *more: Any, **others: Any) -> Any:
-        result = backward(loss, *more, **others)
-        guard.observe(loss)
-        return result
-
-    return told
+def _backward(original: Callable[..., Any], guard: Guard, loss: Any, *more: Any, **others: Any) -> Any:
+    result = original(loss, *more, **others)
+    guard.observe(loss)
+    return result
 
 
 def _require_averaged(model: nn.Module, guard: Guard) -> None:
@@ -158,39 +152,31 @@ def _is_among(known: Iterable[Any], item: Any) -> bool:
     return any(item is other for other in known)
 
 
-def _of_known(known: list[Any], register: Callable[..., None]) -> Callable[..., None]:
+def _register(original: Callable[..., None], known: list[Any], *objects: Any) -> None:
     """What the script registers for Accelerate's checkpoints is part of its training: the guard has to keep it too."""
-
-    def registered(*objects: Any) -> None:
-        if late := [type(item).__name__ for item in objects if not _is_among(known, item)]:
-            attach.refuse(
-                UsageError(
-                    f"accelerator.register_for_checkpointing() of a {late[0]} behind rollback.protect, which keeps "
-                    "what was registered before it",
-                    hint="register it in front of rollback.protect, or hand it over by a name: rollback.protect(..., "
-                    "ema=ema)",
-                )
+    if late := [type(item).__name__ for item in objects if not _is_among(known, item)]:
+        attach.refuse(
+            UsageError(
+                f"accelerator.register_for_checkpointing() of a {late[0]} behind rollback.protect, which keeps what "
+                "was registered before it",
+                hint="register it in front of rollback.protect, or hand it over by a name: rollback.protect(..., "
+                "ema=ema)",
             )
-        register(*objects)
+        )
+    original(*objects)
 
-    return registered
 
-
-def _while_training(guard: Guard, method: Callable[..., Any], why: str) -> Callable[..., Any]:
-    """It is refused until the training is over: a script may load its best folder then, for a test."""
-
-    def refused(*given: Any, **others: Any) -> Any:
-        if not guard.finished:
-            attach.refuse(
-                UsageError(
-                    f"accelerator.{method.__name__}() behind rollback.protect",
-                    hint=f"take it out: {why}. Behind the training it may be called if the guard knows that this is "
-                    "over: for epoch in loader.guard.epochs(n)",
-                )
+def _refuse_while_training(original: Callable[..., Any], guard: Guard, name: str, *given: Any, **others: Any) -> Any:
+    """Until the training is over: a script may load its best folder then, for a test."""
+    if not guard.finished:
+        attach.refuse(
+            UsageError(
+                f"accelerator.{name}() behind rollback.protect",
+                hint=f"take it out: {_GUARD_S_OWN[name]}. Behind the training it may be called if the guard knows that "
+                "this is over: for epoch in loader.guard.epochs(n)",
             )
-        return method(*given, **others)
-
-    return refused
+        )
+    return original(*given, **others)
 
 
 class _NumberedFolders:

@@ -16,6 +16,11 @@ class Replaced(dict[str, Callable[..., Any]]):
         self[name], self._owners[name] = getattr(owner, name), owner
         setattr(owner, name, instead)
 
+    def replace_by(self, ours: Any, owner: Any, *names: str) -> None:
+        """The same, by what `ours` has of these names."""
+        for name in names:
+            self.replace(owner, name, getattr(ours, name))
+
     def put_back(self) -> None:
         for name, owner in self._owners.items():
             delattr(owner, name)

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from job_results import LAUNCH
 from toy import flat, require_same
-from warm_server import run_torch_alone, run_warm
+from warm_server import ENV_MODULES, run_torch_alone, run_warm
 
 PLAIN = Path(__file__).parents[1] / "e2e" / "trainers" / "plain"
 LIMIT = 600.0
+WARM = {"by_trainer.py": "transformers.modeling_utils datasets peft"}
+"""By script: what its library imports, but for the module that is watched when a script imports it."""
 SETTINGS = ("--snapshot-every", "5", "--rewind", "5", "--skip-after", "3", "--probation", "8", "--max-skipped", "100%")
 OWN_POLICY = ("--snapshot-every", "5", "--probation", "8", "--max-skipped", "100%")
 
@@ -34,7 +36,8 @@ class Job:
     def __init__(self, folder: Path, case: Case, ranks: int) -> None:
         self.folder, self.case, self.ranks = folder, case, ranks
         folder.mkdir(exist_ok=True)
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        warm = WARM.get(case.script, "")
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", ENV_MODULES: warm}
         self.spoilt: tuple[str, ...] = ()
 
     def plain(self, name: str) -> None:

@@ -1,10 +1,12 @@
 """Hosts of one job. They share nothing but a bucket: each has a disk, a memory and a run directory of its own. Or they
 share the run directory."""
 
+import functools
 import json
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,17 +113,23 @@ class Fleet:
         outputs = sorted(self.folder.glob("output-*"))
         return "\n".join(f"== {path.name}\n{path.read_text()[-6000:]}" for path in outputs)
 
-    def require_as_undisturbed(self, **more: object) -> None:
+    def require_as_undisturbed(self) -> None:
         """The ranks have what they would have without any supervisor and any trouble."""
-        undisturbed = Scenarios(self.folder / "undisturbed")
-        undisturbed.folder.mkdir()
-        undisturbed.add("job", self.toy, **more)
-        undisturbed.torchrun(self.ranks)
-        for rank in range(self.ranks):
-            require_same(self.scenarios.portrait("job", rank), undisturbed.portrait("job", rank), f"rank {rank}")
+        for rank, undisturbed in enumerate(_undisturbed(self.toy.to_json(), self.ranks)):
+            require_same(self.scenarios.portrait("job", rank), undisturbed, f"rank {rank}")
 
     def results(self) -> list[dict[str, object]]:
         return [json.loads((self.folder / f"job-{rank}.json").read_text()) for rank in range(self.ranks)]
+
+
+@functools.cache
+def _undisturbed(toy: str, ranks: int) -> list[dict[str, str]]:
+    """The portraits of a job's ranks. Many tests have the same job."""
+    with tempfile.TemporaryDirectory() as folder:
+        scenarios = Scenarios(Path(folder))
+        scenarios.add("job", Toy.from_json(toy))
+        scenarios.torchrun(ranks)
+        return [scenarios.portrait("job", rank) for rank in range(ranks)]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from a register that every fork enters itself into.
 
 import atexit
 import contextlib
-import importlib
+import importlib.util
 import io
 import itertools
 import os
@@ -46,6 +46,8 @@ _OF_COMMANDS = (
     "rollback.inspect.status.text", "rollback.inspect.why.text", "rollback.control.asking",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "encodings.idna",
 )  # fmt: skip
+_OF_SCRIPTS = [name for name in ("boto3",) if importlib.util.find_spec(name) is not None]
+"""Two thirds of what it takes to import Accelerate, which is watched itself when a script does."""
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
 ENV_REGISTER = "TESTS_REGISTER"
 _register = Path(os.environ.get(ENV_REGISTER) or tempfile.gettempdir())
@@ -58,7 +60,7 @@ def warm_up(register: Path) -> None:
     _register = register
     name_methods_quickly()  # the more modules there are, the dearer: 0.7 s of each torchrun
     import_ahead()  # no more: an optimizer's step asks a GPU whether it is recording, and ends its use in forks
-    for module in (*_OF_COMMANDS, *os.environ.get(ENV_MODULES, "").split()):
+    for module in (*_OF_COMMANDS, *_OF_SCRIPTS, *os.environ.get(ENV_MODULES, "").split()):
         importlib.import_module(module)
 
 

@@ -3,7 +3,6 @@
     loader iterated      if it is trained on, the guard is made here, before the first batch is drawn
     its batches          the guard's
     backward             its scalar is the loss of the batch
-    clip_grad_norm_      the norm before clipping, of the losses told since the last one
     optimizer updates    those of another optimizer than the guard's are a sign that the guard does not see all
     end of the script    the guard ends with it
     a library's Trainer  is given to `rollback.protect` when it begins to train, and has its own guard
@@ -38,12 +37,12 @@ from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, m
 from rollback.trainers.adopt.carried import CarriedVariables
 from rollback.trainers.adopt.counts import Turned, TurningLoops
 from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
-from rollback.trainers.adopt.epochs import CountedPasses, EpochLoop, EpochLoops, EpochMoved
-from rollback.trainers.adopt.losses import UntoldLosses
-from rollback.trainers.adopt.objects import MadeObjects, applies_gradients
+from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved, in_place_of
+from rollback.trainers.adopt.losses import ScriptLosses
+from rollback.trainers.adopt.objects import MadeObjects, applies_gradients, optimizers_of
 from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.plan import Adopted, plan_for
-from rollback.trainers.adopt.script_pass import OtherBatches, ScriptPass, described
+from rollback.trainers.adopt.script_pass import ScriptPass, described
 from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
 from rollback.trainers.protect import protect_once
@@ -54,7 +53,7 @@ class Adoption:
 
     def __init__(self, *, strict: bool) -> None:
         self.made = MadeObjects()
-        self.losses = UntoldLosses()
+        self.losses = ScriptLosses()
         self._signs = ScriptSigns(strict=strict)
         self._state = AdoptionState.WATCHED
         self._adopted: Adopted | None = None
@@ -64,21 +63,19 @@ class Adoption:
         """Whether it is the guard that iterates, not the script."""
         self._handed = HandedOut()
         self.own_resume = OwnResume(self._handed, self._signs)
-        self._counted = CountedPasses()
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
-        self._loops = EpochLoops(self.made.note)
-        self._carried = CarriedVariables(self._handed, self._loops.begun, self._signs.carries, self._signs.misses)
+        self._loops: dict[tuple[str, int] | None, EpochLoop] = {}
+        """Those over epochs that the script has begun last, by where they are."""
+        self._passes_before = 0
+        """How many passes over its loader Lightning Fabric had counted in front of the training."""
+        self._carried = CarriedVariables(self._handed, self._loops, self._signs.carries, self._signs.misses)
         self._sources = ScriptSources(self._carried.add)
         self._steered: EpochLoop | None = None
         """The one that the guard leads."""
 
     def _move(self, event: ScriptEvent) -> None:
         self._state = moved(self._state, event)
-
-    @property
-    def _guarded(self) -> Adopted | None:
-        return self._adopted if self._state.guarded else None
 
     # The script ------------------------------------------------------------------------------------------------------
 
@@ -87,17 +84,22 @@ class Adoption:
         turns = TurningLoops(self._handed, self._carried.count_of, self._sources.demands)
         vars(builtins).update({
             steering.ENUMERATE: partial(numbered, self._handed), steering.LIMIT: partial(limit, self._handed),
-            steering.EPOCHS: self._loops.epochs, steering.MOVED: EpochMoved, steering.RAISED: self._note_raised,
+            steering.EPOCHS: self._epochs, steering.MOVED: EpochMoved, steering.RAISED: self._note_raised,
             steering.BY_BATCH: self._carried.by_batch, steering.BY_EPOCH: self._carried.by_epoch,
             steering.TURNS: turns.turns, steering.TAKE: turns.take, steering.TURNED: Turned,
         })  # fmt: skip
         self._sources.watch_imports()
         return self._sources.read_script(source, filename)
 
+    def _epochs(self, numbers: Any, filename: str, line: int) -> Any:
+        """What the script goes over in place of `numbers`, in the loop of that line."""
+        begun = partial(self._loops.__setitem__, (filename, line))
+        return in_place_of(numbers, lambda found: EpochLoop(found, begun))[0]
+
     @property
     def _loop(self) -> EpochLoop | None:
         """The loop over epochs that the script is in."""
-        return self._loops.begun.get(self._sources.epochs_at())
+        return self._loops.get(self._sources.epochs_at())
 
     def end(self) -> None:
         """The script is through, or leaves its process group. Collective inside a pass; nothing where it raised."""
@@ -114,7 +116,6 @@ class Adoption:
         guard, breaks_off = adopted.guard, state is AdoptionState.IN_PASS and not self._handed.limited
         if state is AdoptionState.IN_PASS:
             self._signs.share()
-            self.losses.tell(guard)
             stays = self._with_guard(guard.finish, "the script's own end of its loop")
             left = f"the script has left its loop by itself, at step {guard.step}"
             if not stays:
@@ -125,7 +126,8 @@ class Adoption:
         given_up = state is AdoptionState.ELSEWHERE and bool(self._given_up_by)
         loop = None if breaks_off or given_up or self._sources.ends_by_what_is_led() else self._steered
         if loop is not None and loop.place + 1 < len(loop):
-            self._signs.say(signs.left_epochs(loop.place + 1, len(loop)))
+            left = f"the script has left its loop over epochs by itself, in epoch {loop.place + 1} of {len(loop)}"
+            self._signs.say(f"{left}. {signs.LEFT_BEHIND}")
         guard.close(given_up=given_up)
 
     def leave_group(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
@@ -167,9 +169,15 @@ class Adoption:
         return original(loader) if self._reading else self.iterate_prepared(original, loader)
 
     def iterate_counted(self, original: Callable[..., Any], loader: Any) -> Any:
-        """`iter(loader)` of a loader that Lightning Fabric has set up: it iterates the script's, behind `set_epoch`."""
-        if self._adopted is None or loader._dataloader is self._adopted.loader:
-            self._counted.begin(loader, self._steered.place if self._steered is not None else None)
+        """`iter(loader)` of a loader that Lightning Fabric has set up: it iterates the script's, behind `set_epoch`.
+
+        Fabric counts the passes, and tells the sampler that count as the epoch. A process that resumes has had none,
+        and one that was sent back has had more than the training as it counts.
+        """
+        if self._steered is None:
+            self._passes_before = loader._num_iter_calls
+        elif self._adopted is not None and loader._dataloader is self._adopted.loader:
+            loader._num_iter_calls = self._passes_before + self._steered.place
         return original(loader)
 
     def iterate_prepared(self, original: Callable[..., Any], loader: Any) -> Any:
@@ -180,7 +188,8 @@ class Adoption:
             return original(loader)
         whole = self.own_resume.whole(loader, guarded=self._adopted is not None)
         if self._adopted is not None and whole is not self._adopted.loader:
-            return OtherBatches(self.strange_batch, original(loader), loader)
+            others = original(loader)
+            return ScriptPass(lambda: (others, loader), self._next_of_other)
         if self._sources.trains() is False or not self.made.are_trained(in_any_mode=self._sources.sets_mode()):
             return original(loader)
         if self._adopted is None:
@@ -239,7 +248,7 @@ class Adoption:
         other = self._other or None
         if self._steered is not None and (self._steered.over or self._loop is not self._steered):
             other = "trains on its loader again, behind its loop over epochs"
-        elif adopted.prepared is None and len(self.made.optimizers()) > 1:
+        elif adopted.prepared is None and len(optimizers_of(self.made.alive())) > 1:
             other = "trains on its loader again, with another optimizer"
         self._signs.agree({"another training": other, "the error before it": other and self._given_up_by})
         return other
@@ -247,9 +256,10 @@ class Adoption:
     def _look_for_schedulers(self, adopted: Adopted) -> None:
         """Whether the script has made one since. Raises RollbackError in a first epoch that begins again: what its body
         makes is kept by the guard of an attempt that begins there."""
-        if (made := adopted.scheduler_made_since(self.made)) is None:
+        since = [each for each in self.made.schedulers_of(adopted.optimizer) if each not in adopted.schedulers]
+        if not since:
             return
-        kind, loop = type(made).__name__, self._steered
+        kind, loop = type(since[0]).__name__, self._steered
         if loop is not None and loop.place == 0 and loop.again:
             raise signs.scheduler_made_anew(kind)
         self._signs.note(f"makes a {kind} in its loop over epochs, which the guard does not keep", adopted.guard.step)
@@ -260,14 +270,9 @@ class Adoption:
         rehearse = None if self._sources.gathers_updates() else lambda: next(iter(loader))
         places = adopted.guard.epochs(epochs, rehearse=rehearse)
         try:
-            yield from iter(lambda: self._next_place(adopted.guard, places), None)
+            yield from iter(partial(self._with_guard, next, places, None), None)
         except UsageError as error:
             self._signs.refuse(error)
-
-    def _next_place(self, guard: Guard, places: Iterator[int]) -> int | None:
-        self.losses.tell(guard)  # the script may have left its loop over the batches, and this may end the training
-        place: int | None = self._with_guard(next, places, None)
-        return place
 
     def _begin_pass(self, adopted: Adopted) -> tuple[Iterator[Any], int]:
         """A pass over the guard: its batches, and the number of its epoch."""
@@ -289,7 +294,6 @@ class Adoption:
         guard.departure.require_none()
         if self._steered is not None and self._steered.place != epoch:
             self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
-        self.losses.tell(guard)
         try:
             batch = self._with_guard(next, batches)
         except StopIteration:
@@ -326,10 +330,12 @@ class Adoption:
         finally:
             self._reading = before
 
-    def strange_batch(self, loader: Any) -> None:
-        """The script takes a batch of another loader. Whether it trains on it, backward says."""
+    def _next_of_other(self, batches: Iterator[Any], loader: Any) -> Any:
+        """A batch of another loader. Whether the script trains on it, backward says."""
+        batch = next(batches)
         if torch.is_grad_enabled() and self._adopted is not None and self._adopted.model.training:
             self._stranger = loader
+        return batch
 
     # Losses and updates ----------------------------------------------------------------------------------------------
 
@@ -337,19 +343,13 @@ class Adoption:
         self._move(ScriptEvent.BACKWARD)
         self._handed.untrained = False
         self.own_resume.trained()
-        if (adopted := self._guarded) is None:
+        if (adopted := self._adopted) is None or not self._state.guarded:
             return original(tensors, *given, **others)
         if self._stranger is not None:
             self._sign(f"trains on two loaders: {described(adopted.loader, self._stranger)}", adopted.guard.step)
         if adopted.prepared is not None:  # Accelerate's backward tells the guard
             return original(tensors, *given, **others)
-        return self.losses.backward(original, tensors, *given, **others)
-
-    def clip(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
-        """clip_grad_norm_."""
-        if (adopted := self._guarded) is not None:
-            original = partial(self.losses.clip, original, adopted.guard, adopted.optimizer)
-        return original(*given, **others)
+        return self.losses.backward(original, adopted.guard.observe, tensors, *given, **others)
 
     def before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to make an update."""

@@ -9,6 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from rollback.trainers.adopt.carried_values import (
     is_same,
     put,
     state_of,
+    value_of,
 )
 from rollback.trainers.adopt.counts import Count
 from rollback.trainers.adopt.enumeration import HandedOut
@@ -80,13 +82,11 @@ class Carried(ABC):
 class CarriedByBatches(Carried):
     """In a training loop: what it is at each time."""
 
-    def __init__(self, handed: HandedOut, *, in_place: bool = False, attribute: str = "") -> None:
-        super().__init__(handed, in_place=in_place, attribute=attribute)
-        self._read: Read | None = None
-        self._first: dict[str, Any] = {}
-        """As the script of this process had it first."""
-        self._loaded_at = 0
-        """How many times the script had asked for a batch."""
+    _read: Read | None = None
+    _first: Mapping[str, Any] = MappingProxyType({})
+    """As the script of this process had it first."""
+    _loaded_at = 0
+    """How many times the script had asked for a batch."""
 
     def state_dict(self) -> dict[str, Any]:
         if self._owed is not None:
@@ -128,11 +128,7 @@ class CarriedBeside(CarriedByBatches, ToldAtEnd):
         return super().asked(read)
 
     def _told(self, read: Read) -> dict[str, Any]:
-        try:
-            value = read()
-        except ABSENT:
-            return {}
-        match value:
+        match value := value_of(read):
             case bool() | int() | float() | np.number():
                 return state_of(lambda: value)
             case Tensor() if value.numel() == 1:
@@ -145,9 +141,7 @@ class CarriedBeside(CarriedByBatches, ToldAtEnd):
 class CarriedByEpochs(Carried):
     """In a loop over epochs: what it was at the top of the epoch, by the epoch's place in the loop."""
 
-    def __init__(self, handed: HandedOut, *, in_place: bool = False, attribute: str = "") -> None:
-        super().__init__(handed, in_place=in_place, attribute=attribute)
-        self._present: dict[str, Any] = {}
+    _present: Mapping[str, Any] = MappingProxyType({})
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._present if self._owed is None else self._owed)
@@ -228,10 +222,7 @@ class CarriedVariables:
         return given
 
     def _tell_missed(self, variable: LedVariable, filename: str, read: Read) -> None:
-        try:
-            value = read()
-        except ABSENT:
-            value = None
+        value = value_of(read)
         if variable.steers:
             self._unkept(variable, filename, value)
         elif not self._is_models(value):
@@ -246,10 +237,7 @@ class CarriedVariables:
         """Tell of it once, if it is lost."""
         if (filename, name) in self._lost:
             return
-        try:
-            value = read()
-        except ABSENT:
-            return
+        value = value_of(read)
         if is_lost(value, steers=(variable := self._known[filename, name][0]).steers):
             self._lost.add((filename, name))
             if not self._is_models(value):

@@ -49,6 +49,14 @@ def _has_tensors(value: dict[Any, Any]) -> bool:
     return any(isinstance(item, Tensor) or (isinstance(item, dict) and _has_tensors(item)) for item in value.values())
 
 
+def value_of(read: Read) -> Any:
+    """None also where it is not there."""
+    try:
+        return read()
+    except ABSENT:
+        return None
+
+
 def state_of(read: Read) -> dict[str, Any]:
     """A value as a checkpoint has it; empty where it cannot be kept, or is not there."""
     try:

@@ -20,33 +20,29 @@ class Count:
     """The number of a turn that has begun, on one rank, from 0."""
 
     def __init__(self) -> None:
-        self._value = 0
+        self.value = 0
         """As the script has it now; behind a load, as it is to have it with the next batch."""
         self.owed = False
         """Whether there was a load that the script does not know of yet."""
 
-    @property
-    def value(self) -> int:
-        return self._value
-
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self._value}
+        return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._value, self.owed = state["value"], True
+        self.value, self.owed = state["value"], True
 
     def begin_anew(self) -> None:
         self.load_state_dict({"value": 0})
 
     def set(self, value: int) -> None:
         """The script has this now, unless it is owed another value."""
-        self._value = self._value if self.owed else value
+        self.value = self.value if self.owed else value
 
     def with_batch(self, present: int) -> int:
         """What the script has with the batch in hand. present: what it has without a load."""
         self.set(present)
         self.owed = False
-        return self._value
+        return self.value
 
 
 class Turned(BaseException):

@@ -61,7 +61,12 @@ class HandedOut:
     def require_none_stale(self) -> None:
         """Behind a draw. Raises RollbackError where the script's list has batches of an update that is undone."""
         if self._stale:
-            raise _holds_stale()
+            raise RollbackError(
+                "going back led behind batches that the script has gathered for its next update: it holds them in a "
+                "list, from which this process cannot take them",
+                hint="a new attempt begins with an empty list: `rollback launch` starts one, else run the same command "
+                "again",
+            )
 
     def script_begins_pass(self, *, holds: bool) -> None:
         self.passes, self.holds = self.passes + 1, holds
@@ -176,23 +181,11 @@ def _limited(handed: HandedOut, items: Iterable[Any], numbers: range, *, behind:
             yield numbers[place], item
         if place >= len(numbers) - 1 + behind:
             if epoch_began < began:
-                raise _ends_in_earlier_epoch(len(numbers))
+                raise RollbackError(
+                    f"going back led into an earlier epoch, of which the script takes {len(numbers)} batches: its loop "
+                    "over epochs has begun a later one, and cannot be sent back in this process",
+                    hint="`for epoch in range(n):` in the training loop's own file is sent back. A new attempt goes on "
+                    "from there, too: `rollback launch` starts one, else run the same command again",
+                )
             handed.limited = True
             return
-
-
-def _holds_stale() -> RollbackError:
-    return RollbackError(
-        "going back led behind batches that the script has gathered for its next update: it holds them in a list, from "
-        "which this process cannot take them",
-        hint="a new attempt begins with an empty list: `rollback launch` starts one, else run the same command again",
-    )
-
-
-def _ends_in_earlier_epoch(count: int) -> RollbackError:
-    return RollbackError(
-        f"going back led into an earlier epoch, of which the script takes {count} batches: its loop over epochs has "
-        "begun a later one, and cannot be sent back in this process",
-        hint="`for epoch in range(n):` in the training loop's own file is sent back. A new attempt goes on from "
-        "there, too: `rollback launch` starts one, else run the same command again",
-    )

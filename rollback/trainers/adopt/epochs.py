@@ -1,7 +1,6 @@
 """The script's loop over epochs: where the guard stands in another epoch than the loop's body, that body is left."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -101,37 +100,3 @@ def _shown(loop: Iterable[int], bar: Any) -> Iterator[int]:
             bar.update()
     finally:
         bar.close()
-
-
-class EpochLoops:
-    """begun: those that the script has begun last, by where they are. note: called with each that is made."""
-
-    def __init__(self, note: Callable[[EpochLoop], None]) -> None:
-        self._note = note
-        self.begun: dict[tuple[str, int] | None, EpochLoop] = {}
-
-    def epochs(self, numbers: Any, filename: str, line: int) -> Any:
-        """What the script goes over in place of `numbers`, in the loop of that line."""
-        begun = partial(self.begun.__setitem__, (filename, line))
-        instead, loop = in_place_of(numbers, lambda found: EpochLoop(found, begun))
-        if loop is not None:
-            self._note(loop)
-        return instead
-
-
-class CountedPasses:
-    """The passes over a loader of Lightning Fabric, which counts them, and tells its sampler that count as the epoch.
-
-    A process that resumes has had none, and one that was sent back has had more than the training as it counts.
-    """
-
-    def __init__(self) -> None:
-        self._before = 0
-        """How many there were in front of the training."""
-
-    def begin(self, loader: Any, place: int | None) -> None:
-        """A pass begins, in the epoch of that number; None: nobody steers the loop over epochs, or does so yet."""
-        if place is None:
-            self._before = loader._num_iter_calls
-        else:
-            loader._num_iter_calls = self._before + place

@@ -1,4 +1,4 @@
-"""What is watched of a script: the objects that it makes, the loaders that it iterates, backward, clipping, updates.
+"""What is watched of a script: the objects that it makes, the loaders that it iterates, backward, updates.
 
 All stays as it is for a script that is not adopted, and for what an adoption does not concern. Ranks only; once.
 """
@@ -6,6 +6,7 @@ All stays as it is for a script that is not adopted, and for what an adoption do
 import functools
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,52 +18,42 @@ from torch.utils.data import DataLoader
 
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption import Adoption
+from rollback.trainers.adopt.epochs import EpochLoop
 
 
 def watch(adoption: Adoption) -> None:
     """From now on."""
-    for kind in (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader):
+    for kind in (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader, EpochLoop):
         _note_instances(kind, adoption.made.note)
     _replace(DataLoader, "__iter__", adoption.iterate)
     _replace(Optimizer, "load_state_dict", adoption.load)
     _replace(torch.autograd, "backward", adoption.backward)
     _replace(torch.amp.GradScaler, "scale", adoption.losses.scale)
-    for module in (nn.utils, nn.utils.clip_grad):
-        _replace(module, "clip_grad_norm_", adoption.clip)
     _replace(Guard, "__init__", adoption.script_makes_guard)
     _replace(torch.distributed, "destroy_process_group", adoption.leave_group)
     register_optimizer_step_pre_hook(lambda optimizer, *_: adoption.before_update(optimizer))
     sys.meta_path.insert(0, _WhenImported(adoption))
 
 
-def _watch_accelerate(adoption: Adoption, module: Any) -> None:
-    for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):
-        if "__iter__" in vars(kind):
-            _replace(kind, "__iter__", adoption.iterate_prepared)
-    _replace(module, "skip_first_batches", adoption.own_resume.shorten)
+_FABRIC, _FITS = {"_FabricDataLoader.__iter__": "iterate_counted"}, {"Trainer.fit": "library_trains"}
+_LIBRARIES: dict[str, dict[str, str]] = {
+    "accelerate.data_loader": {
+        "DataLoaderShard.__iter__": "iterate_prepared", "DataLoaderDispatcher.__iter__": "iterate_prepared",
+        "skip_first_batches": "own_resume.shorten",
+    },
+    "lightning.fabric.wrappers": _FABRIC, "lightning_fabric.wrappers": _FABRIC,
+    "lightning.pytorch.trainer.trainer": _FITS, "pytorch_lightning.trainer.trainer": _FITS,
+    "torchdata.stateful_dataloader.stateful_dataloader": {"StatefulDataLoader.__iter__": "iterate"},
+    "transformers.trainer": {"Trainer.train": "library_trains"},
+}  # fmt: skip
+"""By their modules: what is watched of each once it is imported, and by what of the adoption."""
 
 
-def watch_fabric(adoption: Adoption, module: Any) -> None:
-    _replace(module._FabricDataLoader, "__iter__", adoption.iterate_counted)
-
-
-def _watch_torchdata(adoption: Adoption, module: Any) -> None:
-    _replace(module.StatefulDataLoader, "__iter__", adoption.iterate)  # a DataLoader that overrides it whole
-
-
-def _watch_trainer(entry: str, adoption: Adoption, module: Any) -> None:
-    _replace(module.Trainer, entry, adoption.library_trains)
-
-
-_LIBRARIES: dict[str, Callable[[Adoption, Any], None]] = {
-    "accelerate.data_loader": _watch_accelerate,
-    **dict.fromkeys(("lightning.fabric.wrappers", "lightning_fabric.wrappers"), watch_fabric),
-    "torchdata.stateful_dataloader.stateful_dataloader": _watch_torchdata,
-    "transformers.trainer": functools.partial(_watch_trainer, "train"),
-    "lightning.pytorch.trainer.trainer": functools.partial(_watch_trainer, "fit"),
-    "pytorch_lightning.trainer.trainer": functools.partial(_watch_trainer, "fit"),
-}
-"""By their modules: what is watched of each once it is imported."""
+def watch_library(adoption: Adoption, name: str, module: Any) -> None:
+    """The module of that name is imported."""
+    for what, by in _LIBRARIES[name].items():
+        owner, _, attribute = what.rpartition(".")
+        _replace(getattr(module, owner) if owner else module, attribute, attrgetter(by)(adoption))
 
 
 def _replace(owner: Any, name: str, instead: Callable[..., Any]) -> None:
@@ -95,7 +86,7 @@ class _WhenImported:
         self._adoption = adoption
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if (watch_module := _LIBRARIES.get(name)) is None:
+        if name not in _LIBRARIES:
             return None
         finders = (finder for finder in sys.meta_path if finder is not self)
         found = next((spec for finder in finders if (spec := finder.find_spec(name, path, target)) is not None), None)
@@ -105,7 +96,7 @@ class _WhenImported:
 
         def run_and_act(module: Any) -> None:
             run(module)
-            watch_module(self._adoption, module)
+            watch_library(self._adoption, name, module)
 
         found.loader.exec_module = run_and_act  # type: ignore[method-assign]
         return found

@@ -57,9 +57,6 @@ class MadeObjects:
         self._made = [weakref.ref(thing) for thing in found]
         return found
 
-    def optimizers(self) -> list[Optimizer]:
-        return optimizers_of(self.alive())
-
     def schedulers_of(self, optimizer: Optimizer) -> list[LRScheduler]:
         """Those that set its learning rate, and their parts."""
         schedulers = (thing for thing in self.alive() if isinstance(thing, LRScheduler))

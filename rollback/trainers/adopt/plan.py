@@ -14,7 +14,7 @@ from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.updates.wrappers import outermost
 from rollback.trainers.adopt.epochs import EpochLoop
-from rollback.trainers.adopt.objects import MadeObjects, kept_besides, modules_of, trained_objects
+from rollback.trainers.adopt.objects import kept_besides, modules_of, trained_objects
 from rollback.trainers.protect import module_of
 
 
@@ -59,7 +59,8 @@ def plan_for(loader: Any, made: list[Any], loop: EpochLoop | None = None, *, str
             f"the script trains on a {type(loader).__name__}, which iterates in its own way",
             hint="a torch DataLoader; other loaders can be handed to a rollback.Guard",
         )
-    if loop is not None and len(loop) > 1 and any(thing is loader for thing in _behind(loop, made)):
+    places = {id(thing): place for place, thing in enumerate(made)}
+    if loop is not None and len(loop) > 1 and places.get(id(loop), 0) < places.get(id(loader), -1):
         raise UsageError(
             f"the script makes its {type(loader).__name__} in its loop over epochs, anew for each: the guard of the "
             "first one alone would see one epoch",
@@ -70,12 +71,6 @@ def plan_for(loader: Any, made: list[Any], loop: EpochLoop | None = None, *, str
         model, optimizer, [f"{name}: {type(thing).__name__}" for name, thing in objects.items()],
         lambda: (Guard(model=model, optimizer=optimizer, loader=loader, **objects), None),
     )  # fmt: skip
-
-
-def _behind(first: Any, made: list[Any]) -> list[Any]:
-    """What was made after it."""
-    place = next((place for place, thing in enumerate(made) if thing is first), len(made))
-    return made[place:]
 
 
 def _prepared(loader: Any, made: list[Any]) -> GuardPlan:
@@ -132,7 +127,3 @@ class Adopted:
     """Of that optimizer, at the start."""
     loader: Any
     prepared: Any
-
-    def scheduler_made_since(self, made: MadeObjects) -> LRScheduler | None:
-        """One that the script has made since: it has set the learning rate, and the guard does not keep it."""
-        return next((each for each in made.schedulers_of(self.optimizer) if each not in self.schedulers), None)

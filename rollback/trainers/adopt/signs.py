@@ -205,10 +205,6 @@ def begins_elsewhere(begun: int, first: int) -> str:
     )
 
 
-def left_epochs(epoch: int, epochs: int) -> str:
-    return f"the script has left its loop over epochs by itself, in epoch {epoch} of {epochs}. {LEFT_BEHIND}"
-
-
 def not_led(where: str) -> str:
     return (
         f"the script begins its loader anew in a loop that is not led ({where}): a rollback over an epoch's start does "

@@ -30,7 +30,6 @@ class ScriptSources:
         self._carries = carries
         self._files: dict[str, ScriptLoops] = {}
         self._script = ""
-        self._counted: dict[str, list[OwnCounter]] = {}
         self._steered: dict[str, list[str]] = {}
         """Those that are, each with the counts of turns in it."""
 
@@ -113,14 +112,9 @@ class ScriptSources:
     def counters(self) -> Iterator[tuple[str, OwnCounter]]:
         """Those of the training loops in the files that were read that are not led, and where that is."""
         for name in self._files:
-            for counter in self._counters(name):
+            for counter in own_counters(self._files[name]):
                 if not (counter.led and name in self._steered):
                     yield f"{self._where(name)}line {counter.line}", counter
-
-    def _counters(self, name: str) -> list[OwnCounter]:
-        if name not in self._counted:  # of a large file that takes seconds
-            self._counted[name] = own_counters(self._files[name])
-        return self._counted[name]
 
     def is_here(self, counter: OwnCounter) -> bool:
         """Whether it counts the batches of a loop that iterates the loader now, or that comes next."""
@@ -128,7 +122,7 @@ class ScriptSources:
 
     def ends_by_what_is_led(self) -> bool:
         """Whether it is that by which a training loop, or one over epochs, ends, for all that can be seen."""
-        ending = any(counter.ends for name in self._files for counter in self._counters(name))
+        ending = any(counter.ends for loops in self._files.values() for counter in own_counters(loops))
         return ending and not any(counter.ends for _, counter in self.counters())
 
     def counts_of_turns(self) -> Iterator[tuple[str, str]]:

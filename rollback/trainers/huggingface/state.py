@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,13 +34,20 @@ _METRICS = "_metrics", "_stored_metrics"
 _PLAIN = {type(None), bool, int, float, str}
 
 
-class RunMark(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """A callback that marks every folder that the Trainer saves, in its trainer_state.json, as one of this run."""
+class RollbackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """The first of the Trainer's callbacks. It marks every folder that the Trainer saves, in its trainer_state.json, as
+    one of this run. end_epoch: called where an epoch ends."""
 
     run: str | None = None
 
+    def __init__(self, end_epoch: Callable[[Any, Any], None]) -> None:
+        self._end_epoch = end_epoch
+
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"run": self.run}}
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._end_epoch(state, control)
 
 
 class LoopState:
@@ -48,7 +56,7 @@ class LoopState:
     asked_for_more: whether a run that a callback had stopped is to go on behind that.
     """
 
-    def __init__(self, trainer: Any, mark: RunMark) -> None:
+    def __init__(self, trainer: Any, mark: RollbackCallback) -> None:
         self._trainer = trainer
         self._mark = mark
         self.moved = False
@@ -306,7 +314,7 @@ def _in_json(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () else str(value)
 
 
-def _set_aside(output: Path, reached: int, mark: RunMark) -> None:
+def _set_aside(output: Path, reached: int, mark: RollbackCallback) -> None:
     """Rename what this run has saved of steps that are undone, so that nobody takes it for one of its checkpoints."""
     for folder in output.glob("checkpoint-*"):
         step = folder.name.removeprefix("checkpoint-")
@@ -314,7 +322,7 @@ def _set_aside(output: Path, reached: int, mark: RunMark) -> None:
             rename_undone(folder, "steps that are undone")
 
 
-def _has(folder: Path, mark: RunMark) -> bool:
+def _has(folder: Path, mark: RollbackCallback) -> bool:
     try:
         saved = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         return bool(saved["stateful_callbacks"][type(mark).__name__] == mark.state())

@@ -35,14 +35,9 @@ from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
 from rollback.trainers.huggingface.saves import FolderSaves
-from rollback.trainers.huggingface.state import LoopState, RunMark
+from rollback.trainers.huggingface.state import LoopState, RollbackCallback
 from rollback.trainers.huggingface.trl import end_update, followers, require_completions_of_one_update, samples
-from rollback.trainers.refusals import (
-    require_first_training,
-    require_none_of,
-    require_unprotected,
-    say_left_aside,
-)
+from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected, say_left_aside
 from rollback.trainers.replaced import Replaced
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from
@@ -89,7 +84,7 @@ class _GuardedLoop:
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
         self._trainer = trainer
         self._settings = settings
-        self._callback = RollbackCallback(self)
+        self._callback = RollbackCallback(self.end_epoch)
         self._state = LoopState(trainer, self._callback)
         self._saves = FolderSaves(trainer)
         self._evaluated = EvaluatedLoaders(self._evaluation_loaders())
@@ -101,14 +96,12 @@ class _GuardedLoop:
         self._originals = Replaced()
 
     def install(self) -> None:
-        for name in (
-            "train", "_prepare_for_training", "_run_epoch", "training_step", "_maybe_log_save_evaluate",
-            "_evaluate", "get_eval_dataloader",
-        ):  # fmt: skip
-            self._originals.replace(self._trainer, name, getattr(self, name))
-        sums = self._state.sums
-        self._originals.replace(self._trainer, "floating_point_ops", sums.floating_point_ops)
-        self._originals.replace(self._trainer.accelerator, "backward", sums.backward)
+        self._originals.replace_by(
+            self, self._trainer, "train", "_prepare_for_training", "_run_epoch", "training_step",
+            "_maybe_log_save_evaluate", "_evaluate", "get_eval_dataloader",
+        )  # fmt: skip
+        self._originals.replace_by(self._state.sums, self._trainer, "floating_point_ops")
+        self._originals.replace_by(self._state.sums, self._trainer.accelerator, "backward")
         self._originals.replace(self._trainer, "_save_checkpoint", self._saves.save)
         self._originals.replace(self._trainer, "_load_rng_state", lambda _: None)  # the guard has put them back
         self._trainer.callback_handler.callbacks.insert(0, self._callback)
@@ -324,16 +317,6 @@ class _GuardedLoop:
         elif control.should_epoch_stop:
             return
         self._draw()
-
-
-class RollbackCallback(RunMark):
-    """The first of the Trainer's callbacks."""
-
-    def __init__(self, loop: _GuardedLoop) -> None:
-        self._loop = loop
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._loop.end_epoch(state, control)
 
 
 @contextlib.contextmanager

@@ -120,7 +120,10 @@ class FitState:
         if "progress" in kept:  # as an earlier version kept them
             self.counts.load_state_dict(json.dumps({name: kept[name] for name in ("progress", "stepped")}))
         self._loaded, self.ending, self.epoch = kept, False, kept.get("epoch")
-        self.asked_for_more = _asks_for_more(self._trainer, kept.get("limits", {}))
+        now, before = _asked_for(self._trainer), kept.get("limits", {})  # an earlier version kept none
+        self.asked_for_more = any(
+            number != -1 and (now[name] == -1 or now[name] > number) for name, number in before.items()
+        )
         self.put_again()
         if self._trainer.is_global_zero and self.saved is not None:
             folders = (getattr(callback, "dirpath", None) for callback in self._trainer.callbacks)
@@ -316,12 +319,6 @@ def _asked_for(trainer: Any) -> dict[str, float]:
         "seconds": min((seconds for seconds in of_time if seconds is not None), default=-1),
         "patience": min((item.patience for item in trainer.callbacks if _is(item, *_STOPPING)), default=-1),
     }
-
-
-def _asks_for_more(trainer: Any, before: dict[str, float]) -> bool:
-    """Than `before`; empty: an earlier version has kept it."""
-    now = _asked_for(trainer)
-    return any(number != -1 and (now[name] == -1 or now[name] > number) for name, number in before.items())
 
 
 def _packed(value: Any, what: str) -> Any:

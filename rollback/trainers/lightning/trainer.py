@@ -73,21 +73,14 @@ class _GuardedFit:
         self.fetched, self.done, self.length = 0, False, None
 
     def install(self) -> None:
-        trainer, optimization = self._trainer, self._epoch_loop.automatic_optimization
-        for owner, name, replacement in (
-            (trainer, "fit", self.fit),
-            (trainer, "save_checkpoint", self.save_checkpoint),
-            (trainer._callback_connector, "_attach_model_callbacks", self._attach_model_callbacks),
-            (trainer._signal_connector, "register_signal_handlers", lambda: None),
-            (self._loop, "setup_data", self.setup_data),
-            (self._loop, "run", self.run),
-            (self._epoch_loop, "_accumulated_batches_reached", self._accumulated_batches_reached),
-            (self._epoch_loop, "_update_learning_rates", self._update_learning_rates),
-            (optimization, "_make_zero_grad_fn", self._make_zero_grad_fn),
-            (optimization, "_training_step", self._training_step),
-            (self._epoch_loop.val_loop, "reset", self.begin_validation),
-        ):
-            self._originals.replace(owner, name, replacement)
+        trainer, loop, originals = self._trainer, self._epoch_loop, self._originals
+        originals.replace_by(self, trainer, "fit", "save_checkpoint")
+        originals.replace_by(self, trainer._callback_connector, "_attach_model_callbacks")
+        originals.replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
+        originals.replace_by(self, self._loop, "setup_data", "run")
+        originals.replace_by(self, loop, "_accumulated_batches_reached", "_update_learning_rates")
+        originals.replace_by(self, loop.automatic_optimization, "_make_zero_grad_fn", "_training_step")
+        originals.replace(loop.val_loop, "reset", self.begin_validation)
 
     def uninstall(self) -> None:
         """The Trainer fits as if it had never been protected."""

@@ -10,7 +10,7 @@ rollback only has to put the counters back, and the loop goes on.
     should_continue_training    first the batches of the next step are drawn from the guard
     batch_generator             as it is, over the guard's batches
     train_step                  is given them; its check of the loss is left to the verdict of the guard
-    clip_grad_norm_             then the guard is told the losses of the step, and the norm
+    forward_backward_step       then the guard is told the loss
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from typing import Any
 
 import torchtitan.trainer
 from torchtitan.components.dataloader import DataloaderExhaustedError
-from torchtitan.distributed import utils as distributed
 
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
@@ -91,8 +90,6 @@ class _GuardedTraining:
         """Batches of the next step."""
         self._state = TrainState(trainer, self._drawn)
         self._batches: Iterator[Any] = iter(())
-        self._losses: list[Any] = []
-        """Of the step in progress; the guard was not told them yet."""
         self._summands = 1
         """Into how many parts torchtitan divides the loss of a step: over ranks, and over what it accumulates."""
         self._exhausted: DataloaderExhaustedError | None = None
@@ -104,12 +101,9 @@ class _GuardedTraining:
         self._originals = Replaced()
 
     def install(self) -> None:
-        trainer = self._trainer
-        for owner, name in (
-            (trainer, "train"), (trainer.checkpointer, "load"), (trainer, "should_continue_training"),
-            (trainer, "train_step"), (trainer, "forward_backward_step"),
-        ):  # fmt: skip
-            self._originals.replace(owner, name, getattr(self, name))
+        names = "train", "should_continue_training", "train_step", "forward_backward_step"
+        self._originals.replace_by(self, self._trainer, *names)
+        self._originals.replace_by(self, self._trainer.checkpointer, "load")
 
     # In the place of torchtitan's methods ----------------------------------------------------------------------------
 
@@ -169,21 +163,19 @@ class _GuardedTraining:
 
     def train_step(self, data_iterator: Any) -> None:
         try:
-            with self._watched_clipping():
-                self._originals["train_step"](self._hand_out())
+            self._originals["train_step"](self._hand_out())
         except RuntimeError as error:
             if not str(error).startswith(_NOT_FINITE):
                 raise
             if self._left is None:
                 self._left, self._left_at = error, self._trainer.step
-        self._tell()
 
     def forward_backward_step(self, **given: Any) -> Any:
         loss = self._originals["forward_backward_step"](**given)
-        self._losses.append(local_of(loss).detach() * self._summands)
+        self.guard.observe(local_of(loss).detach() * self._summands)
         return loss
 
-    # Its batches, and what the guard is told -------------------------------------------------------------------------
+    # Its batches -----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.guard)
@@ -203,11 +195,6 @@ class _GuardedTraining:
         if self._exhausted is not None:
             raise self._exhausted
 
-    def _tell(self, grad_norm: Any = None) -> None:
-        losses, self._losses = self._losses, []
-        for place, loss in enumerate(losses, 1):
-            self.guard.observe(loss, grad_norm=grad_norm if place == len(losses) else None)
-
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
         """The guard may end this rank: torch's `record`, around `train`, takes an exit with status 0 for a return."""
@@ -216,18 +203,3 @@ class _GuardedTraining:
         except SystemExit as stop:
             self._stopped = stop
             raise
-
-    @contextlib.contextmanager
-    def _watched_clipping(self) -> Iterator[None]:
-        original = distributed.clip_grad_norm_
-
-        def clip_grad_norm_(*given: Any, **others: Any) -> Any:
-            norm = original(*given, **others)
-            self._tell(norm)
-            return norm
-
-        distributed.clip_grad_norm_ = clip_grad_norm_
-        try:
-            yield
-        finally:
-            distributed.clip_grad_norm_ = original

@@ -15,9 +15,9 @@ from torch import Tensor
 
 def kept_of(trainer: Any) -> Any:
     pytest.importorskip("transformers")  # seconds, which only the worker that runs these tests should spend
-    from rollback.trainers.huggingface.state import LoopState, RunMark
+    from rollback.trainers.huggingface.state import LoopState, RollbackCallback
 
-    return LoopState(trainer, RunMark())
+    return LoopState(trainer, RollbackCallback(lambda *_: None))
 
 
 def trainer_with(rows: list[dict[str, Any]]) -> Any:

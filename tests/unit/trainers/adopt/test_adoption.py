@@ -134,7 +134,7 @@ def test_an_error_that_one_rank_catches_in_its_loop_over_epochs_does_not_take_it
         adoption._note_raised()
     adoption._sign("trains on two loaders", 150)
     assert "It goes on under guard" in capsys.readouterr().err
-    assert adoption._guarded is not None
+    assert adoption._state.guarded
 
 
 def watched_trainer(adoption: Adoption) -> Any:
@@ -170,7 +170,7 @@ def test_the_epoch_that_fabric_tells_a_sampler_is_the_one_that_the_guard_has_led
     wrappers = pytest.importorskip("lightning.fabric.wrappers")
     kind = type("_FabricDataLoader", (wrappers._FabricDataLoader,), {})
     adoption = Adoption(strict=False)
-    hooks.watch_fabric(adoption, SimpleNamespace(_FabricDataLoader=kind))
+    hooks.watch_library(adoption, "lightning.fabric.wrappers", SimpleNamespace(_FabricDataLoader=kind))
     sampler: DistributedSampler[int] = DistributedSampler([0, 1], num_replicas=1, rank=0)
     loader: DataLoader[int] = DataLoader([0, 1], sampler=sampler)  # type: ignore[arg-type]
     prepared, other = kind(loader), kind(DataLoader([0]))  # type: ignore[arg-type]

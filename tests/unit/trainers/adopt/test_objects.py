@@ -12,7 +12,13 @@ from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 
 from rollback.errors import UsageError
-from rollback.trainers.adopt.objects import CopiedWeights, MadeObjects, applies_gradients, trained_objects
+from rollback.trainers.adopt.objects import (
+    CopiedWeights,
+    MadeObjects,
+    applies_gradients,
+    optimizers_of,
+    trained_objects,
+)
 
 
 def made(*things: Any) -> list[Any]:
@@ -146,7 +152,7 @@ def test_objects_that_are_gone_are_forgotten_and_training_mode_is_that_of_a_trai
     objects.note(optimizer)
     del gone, thing
     assert objects.alive() == [model, optimizer]
-    assert objects.optimizers() == [optimizer]
+    assert optimizers_of(objects.alive()) == [optimizer]
     assert objects.are_trained()
     model.eval()
     assert not objects.are_trained()
