@@ -51,7 +51,6 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             "checkpoints/tiers.py",
             "checkpoints/fast_tier/record_marks.py",
-            "rundir/journal/journal_mark.py",
             "train/snapshots/tier_choice.py",
             "checkpoints/fast_tier/sizing.py",
         ),

@@ -3,39 +3,55 @@
 The log goes on whatever is called: nothing is rewound, so the sentinel runs on over what a real run would have undone.
 """
 
+import os
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rollback import policy
 from rollback.backtest.columns import Columns, Overrides, find_columns, observations
 from rollback.backtest.table import read_table
 from rollback.checkpoints.retention import choose_evictions
 from rollback.config import FIRST_PACE, Settings
+from rollback.errors import UsageError
 from rollback.facts.training import Incident, Planned
 from rollback.rundir.paths import CheckpointName
 from rollback.rundir.records import json_number
 from rollback.sentinel import Blip, Kind, Observation, Sentinel, Verdict
 from rollback.sentinel.probe import OpenQuestion
+from rollback.system.files import size_of
 
 SCHEMA = 1
+_WORTH_A_POOL = 4 << 20
+"""Bytes of logs from which on starting processes pays."""
 
 
 @dataclass(frozen=True)
-class Replay:
+class Judged:
+    """What the sentinel said of a log."""
+
+    calls: list[Verdict]
+    """Every verdict that demands action."""
+    blips: list[Blip]
+    """Every excursion that was left alone."""
+    advice: list[Verdict]
+    """What would have been called if the loss measured progress."""
+    questions: list[tuple[int, OpenQuestion]]
+    """Steps at which a job would have asked its model, and about what."""
+
+
+@dataclass(frozen=True)
+class Replay(Judged):
     """What would have happened on one log."""
 
     path: Path
     columns: Columns
     observations: list[Observation]
-    calls: list[Verdict]
-    blips: list[Blip]
-    advice: list[Verdict]
-    """What would have been called if the loss measured progress."""
     plan: list[Planned]
-    questions: list[tuple[int, OpenQuestion]]
-    """Steps at which a job would have asked its model, and about what."""
     assumed: list[str]
     """What was assumed to read the log so, in words."""
 
@@ -70,17 +86,25 @@ def replay(path: Path, overrides: Overrides, settings: Settings) -> Replay:
     seen, assumed = observations(path, table, columns)
     judged = judge(seen, Sentinel(settings.sensitivity, settings.objective))
     planned = plans(judged.calls, seen, settings)
-    return Replay(path, columns, seen, judged.calls, judged.blips, judged.advice, planned, judged.questions, assumed)
+    return Replay(**vars(judged), path=path, columns=columns, observations=seen, plan=planned, assumed=assumed)
 
 
-class Judged(NamedTuple):
-    """What the sentinel said of a log. `calls`: every verdict that demands action. `blips`: every excursion that was
-    left alone. `advice`: every verdict with advice. `questions`: as in `Replay`."""
+def replay_all(paths: list[Path], overrides: Overrides, settings: Settings) -> Iterator[Replay | UsageError]:
+    """The result for each log, or why there is none, in the order of the logs; over all processors where it pays."""
+    work = partial(_replay_or_error, overrides=overrides, settings=settings)
+    processors = len(os.sched_getaffinity(0))
+    if processors > 1 and len(paths) > 1 and sum(map(size_of, paths)) > _WORTH_A_POOL:
+        with ProcessPoolExecutor(min(processors, len(paths))) as pool:
+            yield from pool.map(work, paths, chunksize=max(1, min(16, len(paths) // processors)))
+    else:
+        yield from map(work, paths)
 
-    calls: list[Verdict]
-    blips: list[Blip]
-    advice: list[Verdict]
-    questions: list[tuple[int, OpenQuestion]]
+
+def _replay_or_error(path: Path, overrides: Overrides, settings: Settings) -> Replay | UsageError:
+    try:
+        return replay(path, overrides, settings)
+    except UsageError as error:
+        return error
 
 
 def judge(seen: list[Observation], sentinel: Sentinel) -> Judged:

@@ -6,7 +6,7 @@ from textwrap import TextWrapper
 from rollback.backtest.replay import Replay
 from rollback.facts.training import Planned
 from rollback.sentinel import Verdict
-from rollback.terminal.braille import BLANK, DOTS
+from rollback.terminal.curve import Bucket, draw, is_logarithmic
 
 _HEIGHT = 12  # lines of the plot
 _ADVICE_SHOWN = 3
@@ -39,28 +39,21 @@ def describe(replay: Replay, width: int) -> str:
 
 
 def plot(replay: Replay, width: int, height: int) -> list[str]:
-    """The loss over the observations in braille dots, with a line of marks below: `^` a call, `o` left alone."""
+    """The loss over the observations in braille dots, a cross where it is not finite, with a line of marks below: `^` a
+    call, `o` left alone."""
     losses = [observation.loss for observation in replay.observations]
     finite = sorted(loss for loss in losses if loss is not None and math.isfinite(loss))
     if not finite:
         return ["(no finite loss to draw)"]
-    low, high = finite[0], finite[int(0.998 * (len(finite) - 1))]
-    logarithmic = low > 0 and high > 30 * low
-    scale = (lambda loss: math.log(max(loss, low))) if logarithmic else (lambda loss: loss / 2)  # -1e308 to 1e308 too
-    bottom, top = scale(low), scale(high)
-    columns, rows = max(20, width - 12), 4 * height
-    grid = [[0] * columns for _ in range(height)]
+    bounds = low, high = finite[0], finite[int(0.998 * (len(finite) - 1))]
+    columns = max(20, width - 12)
+    buckets = [Bucket() for _ in range(2 * columns)]
     for index, loss in enumerate(losses):
-        if loss is None or not math.isfinite(loss):
-            continue
-        x = index * (2 * columns - 1) // max(1, len(losses) - 1)
-        share = (min(scale(loss), top) - bottom) / (top - bottom) if top > bottom else 0.0
-        y = rows - 1 - round(share * (rows - 1))
-        grid[y // 4][x // 2] |= DOTS[x % 2][y % 4]
-    lines = ["".join(chr(BLANK + cell) for cell in row) for row in grid]
+        if loss is not None:
+            buckets[index * (2 * columns - 1) // max(1, len(losses) - 1)].take(Bucket.of(loss))
     labels = [f"{high:10.4g} "] + [" " * 11] * (height - 2) + [f"{low:10.4g} "]
-    drawn = [label + line for label, line in zip(labels, lines, strict=True)]
-    return [*drawn, " " * 11 + _marks(replay, columns), _axis(replay, columns, logarithmic)]
+    drawn = [label + line.plain for label, line in zip(labels, draw(buckets, bounds, height), strict=True)]
+    return [*drawn, " " * 11 + _marks(replay, columns), _axis(replay, columns, is_logarithmic(bounds))]
 
 
 def _marks(replay: Replay, columns: int) -> str:

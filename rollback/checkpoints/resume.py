@@ -1,8 +1,7 @@
 """Where a run goes on: a pure function of its record and of the checkpoints on disk."""
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.history import History
@@ -10,27 +9,29 @@ from rollback.rundir.paths import CheckpointName
 from rollback.rundir.records import Metric
 from rollback.sentinel.verdict import Kind
 
-
-class Taken(Protocol):
-    """What tells where in a run a checkpoint was taken: a manifest does."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def timeline(self) -> int: ...
-
-
 _UNNAMED = 2  # checkpoints that a crash may leave without a line
-_Taken = TypeVar("_Taken", bound=Taken)
 
 
-def of_present_timeline(history: History, manifests: Sequence[_Taken]) -> list[_Taken]:
-    """The checkpoints that still belong to the run, oldest first.
+def of_present_timeline(history: History, manifests: Sequence[Manifest]) -> list[Manifest]:
+    """The checkpoints that still belong to the run, oldest first."""
+    belongs = _of_the_run(history, min((manifest.timeline for manifest in manifests), default=0))
+    return [manifest for manifest in manifests if belongs(manifest.name, manifest.timeline)]
+
+
+def on_record(history: History, names: Iterable[str]) -> list[CheckpointName]:
+    """Those of these checkpoints that belong to the run by its record, oldest first, wherever they lie: they were
+    committed, and no rollback has cut them off."""
+    timelines = {CheckpointName(name): history.committed[name].timeline for name in names if name in history.committed}
+    belongs = _of_the_run(history, min(timelines.values(), default=0))
+    return [name for name in sorted(timelines, key=lambda name: name.order) if belongs(name, timelines[name])]
+
+
+def _of_the_run(history: History, oldest: int) -> Callable[[str, int], bool]:
+    """Whether a checkpoint of this name and timeline still belongs to the run. oldest: the first timeline asked for.
 
     A rollback cuts off what its timeline had beyond the restored checkpoint. Those checkpoints are usually listed in
-    the plan, but one committed while the plan was being written is not, so the timeline in the manifest counts.
+    the plan, but one committed while the plan was being written is not, so the timeline of each counts.
     """
-    oldest = min((manifest.timeline for manifest in manifests), default=0)
     # By timeline, descending: what it and all later ones have cut off begins behind the checkpoint of this order.
     beyond: list[tuple[int, tuple[int, int]]] = []
     for case in reversed(history.cases):
@@ -42,12 +43,13 @@ def of_present_timeline(history: History, manifests: Sequence[_Taken]) -> list[_
             beyond.append((plan.timeline, min(planned.order, beyond[-1][1] if beyond else planned.order)))
     timelines = [-timeline for timeline, _ in beyond]
 
-    def is_cut_off(manifest: _Taken) -> bool:
+    def belongs(name: str, timeline: int) -> bool:
         # Not by the number alone: a last snapshot that is asked for while ranks train on has that of their next one.
-        later = bisect_left(timelines, -manifest.timeline)
-        return later > 0 and CheckpointName(manifest.name).order > beyond[later - 1][1]
+        later = bisect_left(timelines, -timeline)
+        is_cut_off = later > 0 and CheckpointName(name).order > beyond[later - 1][1]
+        return name not in history.discarded and not is_cut_off
 
-    return [item for item in manifests if item.name not in history.discarded and not is_cut_off(item)]
+    return belongs
 
 
 def candidates(history: History, manifests: Sequence[Manifest], ahead: Collection[str] = ()) -> list[Manifest]:
@@ -72,33 +74,18 @@ def candidates(history: History, manifests: Sequence[Manifest], ahead: Collectio
     return ([planned] if planned else []) + older[::-1]
 
 
-class _OnRecord(NamedTuple):
-    name: str
-    timeline: int
-
-
-def newest_on_record(history: History, count: int) -> list[str]:
-    """Names of the newest checkpoints from which a run may go on by its record, newest first, wherever they lie: they
-    were committed, and no rollback has cut them off."""
-    names = sorted(map(CheckpointName, history.committed), key=lambda name: name.order)
-    known = [_OnRecord(name, history.committed[name].timeline) for name in names]
-    return [item.name for item in of_present_timeline(history, known)[::-1][:count]]
-
-
 def newest_good_on_record(history: History) -> str | None:
     """The newest good checkpoint of the run by its record, wherever it lies.
 
     A plan discards what is held. What has left memory before is cut off as well, though its record still calls it good.
     """
     for name in reversed(history.committed):  # most often the first or second: a long run has a hundred thousand
-        if name in history.good:
-            taken = _OnRecord(name, history.committed[name].timeline)
-            if of_present_timeline(history, [taken]):
-                return name
+        if name in history.good and on_record(history, [name]):
+            return name
     return None
 
 
-def is_on_record(history: History, taken: Taken, ahead: Collection[str]) -> bool:
+def is_on_record(history: History, taken: Manifest, ahead: Collection[str]) -> bool:
     """Whether the record has what led to a checkpoint: the rollback with which its timeline began, and all that was on
     record when it was committed. Without any record of the ranks that cannot be told.
 

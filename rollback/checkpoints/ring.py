@@ -11,7 +11,7 @@ from pathlib import Path
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.pins import is_pinned
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, RollbackError
 from rollback.rundir.paths import MANIFEST, CheckpointName, RunPaths
 from rollback.system import files
 from rollback.system.durable import sync_directory, write_file
@@ -73,6 +73,15 @@ def require_sizes(manifest: Manifest, directory: Path) -> None:
                     raise CheckpointDamaged(f"{path} has nothing where the shard of rank {rank} begins")
         finally:
             os.close(fd)
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether a checkpoint is in a directory, as far as a look without reading its shards can tell."""
+    try:
+        require_sizes(read_manifest(directory), directory)
+    except (RollbackError, OSError):
+        return False
+    return True
 
 
 def abandon(paths: RunPaths, name: str, attempt: int) -> None:

@@ -1,4 +1,4 @@
-"""What commands have in common: the argument RUN, an answer as text or JSON, and what could not be read or written."""
+"""What commands have in common: RUN and --json, an answer as text or JSON, and what could not be read or written."""
 
 import os
 import sys
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer", bound="Document")
 
 RunArgument = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print as JSON (top-level `schema`: 1).")]
 
 
 def show(answer: Answer, print_text: "Callable[[Console, Answer], None]", *, json: bool) -> None:

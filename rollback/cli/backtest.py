@@ -32,8 +32,8 @@ def backtest(
     files and npz. Logs that have a line every few steps only work too.
     """
     from rollback.backtest.columns import Overrides
-    from rollback.backtest.many import replay_all
     from rollback.backtest.picture import draw
+    from rollback.backtest.replay import replay_all
     from rollback.backtest.text import describe
     from rollback.config import Settings
 

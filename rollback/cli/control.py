@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollback.cli.answers import RunArgument, answering
+from rollback.cli.answers import JsonOption, RunArgument, answering
 from rollback.cli.windows import parse_window
 from rollback.errors import UsageError
 from rollback.terminal.messages import say
@@ -19,7 +19,6 @@ CONTROL_CODES = (
 )
 _Why = Annotated[str, typer.Option("--why", metavar="TEXT", help="For the record.", show_default=False)]
 _Who = Annotated[str | None, typer.Option("--who", metavar="NAME", help="For the record (default: USER@HOST).")]
-_Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON (top-level `schema`: 1).")]
 _Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the ranks have answered.")]
 _Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait no longer than this.")]
 
@@ -32,7 +31,7 @@ def rewind(
     ] = None,
     why: _Why = "",
     who: _Who = None,
-    json: _Json = False,
+    json: JsonOption = False,
     wait: _Wait = True,
     timeout: _Timeout = 300.0,
 ) -> None:
@@ -59,7 +58,7 @@ def skip(
     release: Annotated[bool, typer.Option("--release", help="Take the samples in again.")] = False,
     why: _Why = "",
     who: _Who = None,
-    json: _Json = False,
+    json: JsonOption = False,
     wait: _Wait = True,
     timeout: _Timeout = 300.0,
 ) -> None:
@@ -84,7 +83,7 @@ def stop(
     run: RunArgument,
     why: _Why = "",
     who: _Who = None,
-    json: _Json = False,
+    json: JsonOption = False,
     wait: _Wait = True,
     timeout: _Timeout = 300.0,
 ) -> None:

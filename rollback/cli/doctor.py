@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rollback.cli.answers import show
+from rollback.cli.answers import JsonOption, show
 from rollback.cli.launch import default_run, require_script
 from rollback.cli.launch_options import GRACE
 from rollback.cli.windows import parse_size
@@ -33,20 +33,23 @@ def doctor(
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this host.", show_default=False)] = None,
     keep: Annotated[int | None, typer.Option(min=3, help="Checkpoints in the ring.", show_default="6")] = None,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds that a preempted job has.")] = GRACE,
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON (top-level `schema`: 1).")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Look whether this machine can keep the promises: memory, disks, a ring elsewhere, torch, cores, limits, clock.
 
     Flags come before the script and its arguments, as for rollback launch; nothing of the script is run.
     Takes some seconds. What is written to be measured is removed again; a run directory is not made.
     """
-    from rollback.doctor.examine import Question, examine
+    from rollback.doctor.examine import examine
     from rollback.doctor.text import print_report
 
     if script is not None:
         require_script(script, {})
     chosen = run or (default_run(script, {}) if script else Path("runs"))
     wanted = None if state_bytes is None else parse_size(state_bytes, "--state-bytes")
-    report = examine(Question(chosen, ring, wanted, nproc, keep, grace), lambda what: say(f"looking at {what}"))
+    report = examine(
+        chosen, ring=ring, state_bytes=wanted, ranks=nproc, keep=keep, grace=grace,
+        tell=lambda what: say(f"looking at {what}"),
+    )  # fmt: skip
     show(report, print_report, json=json)
     raise typer.Exit(report.exit_code)

@@ -25,10 +25,10 @@ DRILL_CODES = "Exit codes: 0 all rows passed; 1 a row failed, or the job does no
 
 DRILL_PARAMETERS = (
     parameter("script", str | None, typer.Argument(metavar="SCRIPT", help="training script, as for rollback launch")),
-    flag("only", list[str] | None, _PANEL, "FAULT", "this fault only; several times for several"),
+    flag("only", list[str], "FAULT", "this fault only; several times for several", panel=_PANEL),
     switch("listed", _PANEL, "list the faults and exit", name="--list"),
-    flag("steps", int | None, _PANEL, "N", "updates of each run (default: by pace)", least=60),
-    flag("scratch", Path | None, _PANEL, "DIR", "new directory for the runs"),
+    flag("steps", int, "N", "updates of each run (default: by pace)", panel=_PANEL, least=60),
+    flag("scratch", Path, "DIR", "new directory for the runs", panel=_PANEL),
     switch("json", _PANEL, "print the report as JSON (top-level `schema`: 1)"),
     *(given for given in LAUNCH_PARAMETERS if given.name in _PASSED_ON),
 )
@@ -52,8 +52,7 @@ def drill(
     like): leave these out. Each run has a run directory of its own below --scratch; the job's real one is not touched.
     Runs are ended in the guard, so what stands behind the script's loop is not reached; what the script writes by
     itself on the way, it writes."""
-    from rollback.drill.drill import DrillOrder, scratch_for
-    from rollback.drill.drill import drill as run_drill
+    from rollback.drill.drill import Drill, scratch_for
     from rollback.drill.faults import FAULTS, choose
     from rollback.drill.text import print_report
     from rollback.drill.trials import DrillStage
@@ -73,7 +72,7 @@ def drill(
     settings = {name: given[name] for name in Settings.model_fields if name in given}
     read_settings(settings, None)  # a setting that cannot be is refused before anything is started
     stage = DrillStage(scratch_for(script, scratch), [*as_arguments(given), _NO_RING], [script, *(arguments or [])])
-    request = DrillOrder(script, stage, faults, steps, settings, own_hang_limit=given["hang_after"] is not None)
-    report = run_drill(request, say)
+    own_hang_limit = given["hang_after"] is not None
+    report = Drill(script, stage, faults, steps, settings, say, own_hang_limit).run()
     show(report, print_report, json=json)
     raise typer.Exit(ExitCode.DONE if report.passed else ExitCode.FAILED)

@@ -44,7 +44,7 @@ from rollback.supervisor.supervise import supervise
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.flags import FLAGS, read_flags
 from rollback.supervisor.torchrun.redaction import redacted
-from rollback.terminal.messages import in_words, line_for, say
+from rollback.terminal.messages import line_for, say
 from rollback.trackers.process import trackers_beside
 
 # Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
@@ -119,7 +119,7 @@ def _run(
         except ScriptRefused as error:
             if not unprotected_if_refused:
                 raise
-            screen.say(f"not protected: {in_words(error)}")
+            screen.say(f"not protected: {error}")
             if signals.received:
                 raise RollbackError(
                     "told to stop before the script was started without protection",
@@ -164,19 +164,13 @@ def _unprotected(order: LaunchOrder) -> LaunchOrder:
 
 def _tracker_flags(tensorboard: str | None, wandb: str | None, run: Path) -> list[str]:
     """What `rollback track` is called with. Raises UsageError where a tracker cannot be had, before anything starts."""
-    if tensorboard is not None:
-        from rollback.trackers.follow import require_place
-        from rollback.trackers.tensorboard import require_tensorboard
-
-        require_place(tensorboard, run)
-        require_tensorboard()
-    if wandb is not None:
-        from rollback.trackers.wandb import require_project, require_wandb
-
-        require_project(wandb)
-        require_wandb()
     given = {"tensorboard": tensorboard, "wandb": wandb}
-    return [f"{option(name)}={value}" for name, value in given.items() if value is not None]
+    flags = [f"{option(name)}={value}" for name, value in given.items() if value is not None]
+    if flags:
+        from rollback.trackers.follow import require_trackers
+
+        require_trackers(tensorboard, wandb, run)
+    return flags
 
 
 def _audience(run: Path) -> Screen:

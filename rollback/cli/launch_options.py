@@ -6,6 +6,7 @@ torchrun's flags come from their table and the guard's settings from their model
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -67,11 +68,12 @@ def parameter(name: str, kind: Any, declaration: Any, default: Any = None) -> in
 
 
 def flag(
-    field: str, kind: Any, panel: str, metavar: str | None, text: str, *names: str, least: float | None = None
+    field: str, kind: Any, metavar: str | None, text: str, *names: str, panel: str, least: float | None = None
 ) -> inspect.Parameter:
     """A flag that is not given is None. names: its spellings; by default that of the field."""
     spelt = names or (option(field),)
-    return parameter(field, kind, typer.Option(*spelt, metavar=metavar, help=text, min=least, rich_help_panel=panel))
+    declared = typer.Option(*spelt, metavar=metavar, help=text, min=least, rich_help_panel=panel)
+    return parameter(field, kind | None, declared)
 
 
 def switch(field: str, panel: str, text: str, *, name: str | None = None) -> inspect.Parameter:
@@ -86,7 +88,7 @@ def _torchrun_parameter(row: Flag) -> inspect.Parameter:
     panel = "torchrun's flags"
     if row.metavar is None:
         return parameter(row.parameter, bool, typer.Option(*names, help=row.help, rich_help_panel=panel), False)
-    return flag(row.parameter, str | None, panel, row.metavar, row.help, *names)
+    return flag(row.parameter, str, row.metavar, row.help, *names, panel=panel)
 
 
 def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -95,11 +97,11 @@ def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     text = f"{field.description}{standard}"
     panel = "Settings of the guard, over those of the script"
     if field.annotation is bool:
-        return flag(name, bool | None, panel, None, text, f"{option(name)}/{option('no_' + name)}")
+        return flag(name, bool, None, text, f"{option(name)}/{option('no_' + name)}", panel=panel)
     kind = list[str] if name in ("skip", "skip_samples") else str
     own = field.json_schema_extra
     metavar = str(own["metavar"]) if isinstance(own, dict) else _metavar(field.annotation)
-    return flag(name, kind | None, panel, metavar, text)
+    return flag(name, kind, metavar, text, panel=panel)
 
 
 def _show(value: object) -> str:
@@ -117,11 +119,7 @@ def _metavar(kind: Any) -> str:
     return {int: "N", float: "X", str: "DIR"}.get(kind, "A:B")
 
 
-def _run_parameter(
-    name: str, kind: Any, metavar: str | None, text: str, least: float | None = None, names: Sequence[str] = ()
-) -> inspect.Parameter:
-    return flag(name, kind | None, _PANEL, metavar, text, *names, least=least)
-
+_run_flag = partial(flag, panel=_PANEL)
 
 LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
     parameter(
@@ -131,75 +129,83 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         inspect.Parameter.empty,
     ),
     parameter("arguments", list[str] | None, typer.Argument(metavar="ARGUMENTS", help="the script's own")),
-    _run_parameter("run", Path, "DIR", "run directory (default: runs/NAME OF SCRIPT)"),
-    _run_parameter(
+    _run_flag("run", Path, "DIR", "run directory (default: runs/NAME OF SCRIPT)"),
+    _run_flag(
         "adopt",
         str,
         "[=strict]",
         "protect a script that has no guard: what it makes and calls is watched. Where that cannot be exact it runs "
         "unprotected, with a notice; with =strict it is refused",
     ),
-    _run_parameter("skips_of", Path, "RUN", "pass over what is passed over in another run"),
-    _run_parameter("tensorboard", str, "DIR", "show the run in TensorBoard: event files below this directory"),
-    _run_parameter("wandb", str, "PROJECT", "show the run in this project of Weights & Biases"),
-    _run_parameter(
-        "restart_budget", int, "N", f"restarts without progress; progress refills it (default: {RESTART_BUDGET})", 0
+    _run_flag("skips_of", Path, "RUN", "pass over what is passed over in another run"),
+    _run_flag("tensorboard", str, "DIR", "show the run in TensorBoard: event files below this directory"),
+    _run_flag("wandb", str, "PROJECT", "show the run in this project of Weights & Biases"),
+    _run_flag(
+        "restart_budget",
+        int,
+        "N",
+        f"restarts without progress; progress refills it (default: {RESTART_BUDGET})",
+        least=0,
     ),
-    _run_parameter(
-        "grace", float, "SECONDS", f"time that ranks have to stop and save when told to (default: {GRACE:g})", 0.0
+    _run_flag(
+        "grace",
+        float,
+        "SECONDS",
+        f"time that ranks have to stop and save when told to (default: {GRACE:g})",
+        least=0.0,
     ),
-    _run_parameter(
+    _run_flag(
         "hang_after",
         str,
         "auto|SECONDS|off",
         "end and restart a job of which no rank shows a sign of progress for so long; with SECONDS start-up counts too "
         "(default: auto, from the length of the steps and at least 5 minutes)",
     ),
-    _run_parameter(
+    _run_flag(
         "stall_after",
         str,
         "SECONDS|off",
         "the same for a job that runs and finishes no batch: start-up, compilation and evaluation count (default: off)",
     ),
-    _run_parameter(
+    _run_flag(
         "node_timeout",
         float,
         "SECONDS",
         f"many nodes: how long one that is missing or lost is waited for (default: {NODE_TIMEOUT:g})",
-        1.0,
+        least=1.0,
     ),
-    _run_parameter(
+    _run_flag(
         "spare_nodes",
         int,
         "N",
         "many nodes: so many more than --nnodes says are started, with the same command, and wait to take the place of "
         "one that is lost or fails again and again (default: 0)",
-        0,
+        least=0,
     ),
-    _run_parameter(
+    _run_flag(
         "replicas",
         int,
         "1|2",
         "many nodes: with 2, each node sends its part of each snapshot, and its ranks' end marks, to the memory of "
         "another one, where the host that replaces a lost one gets them; takes as much memory again, and network "
         "(default: 1)",
-        1,
+        least=1,
     ),
     switch("no_hangup", _PANEL, "go on when the terminal is gone, as under nohup"),
-    _run_parameter("seal", Path, "KEYFILE", "sign the record and the checkpoints with this key, and restore no others"),
-    _run_parameter(
+    _run_flag("seal", Path, "KEYFILE", "sign the record and the checkpoints with this key, and restore no others"),
+    _run_flag(
         "secret_args",
         list[str],
         "NAME[,NAME]",
         "options of the script whose values are secret too: they are written nowhere",
     ),
-    _run_parameter(
+    _run_flag(
         "preload",
         bool,
         None,
         "fork ranks from a process that has imported torch, and keep the next one ready: restarts are seconds faster "
         "(default: on)",
-        names=["--preload/--no-preload"],
+        "--preload/--no-preload",
     ),
     *(_setting_parameter(name, field) for name, field in Settings.model_fields.items()),
     *map(_torchrun_parameter, FLAGS),

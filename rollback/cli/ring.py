@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rollback.cli.answers import RunArgument, say_notices, show
+from rollback.cli.answers import JsonOption, RunArgument, say_notices, show
 from rollback.cli.windows import parse_size
 from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.terminal.messages import say
@@ -14,7 +14,6 @@ from rollback.terminal.messages import say
 ring = typer.Typer(no_args_is_help=True, add_completion=False, help="List, verify, export and pin checkpoints.")
 
 _RunOrUrl = Annotated[str, typer.Argument(help="Run directory, or the URL of a ring.", show_default=False)]
-_Json = Annotated[bool, typer.Option("--json", help="Print as JSON (top-level `schema`: 1).")]
 _NAMES = "A checkpoint's name, `final` (of a complete run), `newest-good`, or `newest` (good or not)."
 _WRITABLE = "check the permissions and free space there"
 _VERIFY_CODES = (
@@ -23,7 +22,7 @@ _VERIFY_CODES = (
 
 
 @ring.command("list")
-def list_checkpoints(run: _RunOrUrl, json: _Json = False) -> None:
+def list_checkpoints(run: _RunOrUrl, json: JsonOption = False) -> None:
     """Show all checkpoints, oldest first: step, batch, age, size, where they are, and whether they are good.
 
     Those in the ring and those in memory of this host (the fast tier). Reads manifests only, and writes nothing; a
@@ -42,7 +41,7 @@ def list_checkpoints(run: _RunOrUrl, json: _Json = False) -> None:
 def verify(
     run: _RunOrUrl,
     names: Annotated[list[str] | None, typer.Argument(help=f"{_NAMES} Default: all.", show_default=False)] = None,
-    json: _Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Prove checkpoints readable: manifest, sizes, hashes, headers, trees, and that they are this run's model.
 

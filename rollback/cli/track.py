@@ -32,21 +32,20 @@ def track(
     the same while the run goes on.
     """
     from rollback.inspect.audit.reading import require_run_directory
-    from rollback.trackers.follow import Tracker, group_of, name_of, require_place
+    from rollback.trackers.follow import Tracker, group_of, name_of, require_trackers
     from rollback.trackers.follow import follow as tell_on
     from rollback.trackers.tensorboard import TensorBoard
-    from rollback.trackers.wandb import WeightsAndBiases, require_project
+    from rollback.trackers.wandb import WeightsAndBiases
 
     if tensorboard is None and wandb is None:
         raise UsageError("there is no tracker to tell", hint="--tensorboard DIR, --wandb PROJECT, or both")
     if not until_eof:
         require_run_directory(run)  # beside a supervisor it may not be there yet
+    require_trackers(tensorboard, wandb, run)
     trackers: list[Tracker] = []
     if tensorboard is not None:
-        require_place(tensorboard, run)
         trackers.append(TensorBoard(Path(tensorboard), name_of(run)))
     if wandb is not None:
-        require_project(wandb)
         trackers.append(WeightsAndBiases(wandb, lambda: group_of(run)))
     over = _end_of_stdin() if until_eof else (lambda: not follow)
     try:

@@ -3,7 +3,6 @@
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollback.checkpoints.fast_tier.sizing import bytes_of_tier
@@ -20,32 +19,32 @@ from rollback.doctor.machine import (
     look_at_temporary_files,
     look_at_torch,
 )
-from rollback.doctor.memory import look_at_fast_tier
-from rollback.doctor.storage import judge_save, look_at_disk, look_at_ring
+from rollback.doctor.storage import judge_save, look_at_disk, look_at_fast_tier, look_at_ring
 from rollback.errors import RollbackError
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is to be examined. run: its directory, which need not exist. state_bytes, ranks: None where not known."""
-
-    run: Path
-    ring: str | None
-    state_bytes: int | None
-    ranks: int | None
-    keep: int | None
-    grace: float
-    base: Path = field(default_factory=lambda: base_of("auto") or DEFAULT_BASE)
-
-
-def examine(question: Question, tell: Callable[[str], None] = lambda text: None) -> DoctorReport:
+def examine(
+    run: Path,
+    *,
+    ring: str | None = None,
+    state_bytes: int | None = None,
+    ranks: int | None = None,
+    keep: int | None = None,
+    grace: float,
+    base: Path | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> DoctorReport:
     """Look at everything; takes some seconds. Writes to the disk and the ring, and removes it again. Never raises for
-    what it finds: that becomes a finding."""
-    paths = RunPaths(question.run)
+    what it finds: that becomes a finding.
+
+    run: the run's directory, which need not exist. state_bytes, ranks: where they are not given, those of that run.
+    base: of fast tiers (default: as for a launch). tell: takes what is looked at next.
+    """
+    paths = RunPaths(run)
     findings: list[Finding] = []
-    state_bytes, ranks, here = question.state_bytes, question.ranks, None
+    here = None
     try:
         identity = read_identity(paths)
         ranks = ranks or (identity.job.world_size if identity else None)
@@ -58,25 +57,25 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
     except (RollbackError, OSError) as error:
         held = 0
         findings.append(fail("run", str(error), "name another one with --run DIR"))
-    keep = question.keep or Settings().keep
+    keep = keep or Settings().keep
     findings.append(judge_python(sys.version_info[:3]))
     tell("torch")
     findings.append(look_at_torch())
-    findings.append(look_at_fast_tier(question.base, here or state_bytes, keep, held=held))
+    findings.append(look_at_fast_tier(base or base_of("auto") or DEFAULT_BASE, here or state_bytes, keep, held=held))
     tell("the run directory's disk")
-    about_disk, rate = look_at_disk(question.run, state_bytes, keep)
+    about_disk, rate = look_at_disk(run, state_bytes, keep)
     findings += about_disk
-    saves = [judge_save(state_bytes, rate, question.grace, "disk")]
-    if question.ring is not None:
+    saves = [judge_save(state_bytes, rate, grace, "disk")]
+    if ring is not None:
         tell("the ring")
-        about_ring, ring_rate = look_at_ring(question.ring)
+        about_ring, ring_rate = look_at_ring(ring)
         findings.append(about_ring)
-        saves.append(judge_save(state_bytes, ring_rate, question.grace, "ring"))
+        saves.append(judge_save(state_bytes, ring_rate, grace, "ring"))
     findings += [finding for finding in saves if finding is not None]
     findings += [judge_cores(cores(), ranks), look_at_limits(), look_at_temporary_files(), look_at_clock()]
     return DoctorReport(
         host=socket.gethostname(),
-        run=str(question.run),
+        run=str(run),
         state_bytes=state_bytes,
         ranks=ranks,
         findings=findings,

@@ -15,12 +15,17 @@ from pydantic import Field
 
 from rollback.drill.faults import Expected, PlannedFault
 from rollback.drill.judge import Comparison, Difference, DrillRow, compare, differences, judge, parts
-from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
 from rollback.drill.trials import DrillStage, Trial
 from rollback.errors import ExitCode, RollbackError, UsageError, reporting
 from rollback.inspect.audit.report import Document
 from rollback.rundir.exercise import Exercise
 
+FEWEST_STEPS = 60  # the sentinel learns for about 25, a checkpoint must have become good, and life goes on afterwards
+MOST_STEPS = 120
+REHEARSAL_STEPS = 6
+_SECONDS_OF_A_RUN = 10.0
+_PARTS = 6  # checkpoints in a run
+_PROBATION = 9  # longer than the most patient sentinel, shorter than from one checkpoint to the next
 _REHEARSAL_LIMIT = 3600.0  # a large model may take long to start
 _LEAST_LIMIT = 120.0
 _LEAST_HANG = 20.0  # seconds
@@ -28,19 +33,6 @@ _LIMIT_OF_UNDISTURBED = 4.0  # a run may replay half of itself, and start twice
 _SEED = 20240229
 _LEAVES_ITS_TRACE = (Expected.CAUGHT, Expected.CAUGHT_OR_HARMLESS, Expected.FOUND)
 """Unless something was done about them."""
-
-
-@dataclass(frozen=True)
-class DrillOrder:
-    """What `rollback drill` was asked for. steps: None to choose by pace. settings: of the guard, as the user gave
-    them, by name. own_hang_limit: whether the user said when a job hangs; else runs here are short enough to say."""
-
-    script: str
-    stage: DrillStage
-    faults: Sequence[PlannedFault]
-    steps: int | None
-    settings: Mapping[str, Any]
-    own_hang_limit: bool = False
 
 
 class DrillReport(Document):
@@ -61,38 +53,43 @@ class DrillReport(Document):
         return all(row.passed for row in self.rows)
 
 
-def drill(request: DrillOrder, tell: Callable[[str], None]) -> DrillReport:
-    """Run the drill. Blocks for as long as a dozen short runs of the job take.
-
-    Raises UsageError or RollbackError where the job does not run by itself, so that there is nothing to drill.
-    """
-    return _Drill(request, tell).run()
-
-
 @dataclass
-class _Drill:
-    request: DrillOrder
+class Drill:
+    """Planned faults on a job. steps: None to choose by pace. settings: of the guard, as the user gave them, by name.
+    tell: takes a line for people. own_hang_limit: whether the user said when a job hangs; else runs here are short
+    enough to say."""
+
+    script: str
+    stage: DrillStage
+    faults: Sequence[PlannedFault]
+    steps: int | None
+    settings: Mapping[str, Any]
     tell: Callable[[str], None]
+    own_hang_limit: bool = False
     _same_skips: dict[tuple[tuple[int, int], ...], Trial] = field(default_factory=dict)
     _again: Trial | None = None
 
     def run(self) -> DrillReport:
+        """Blocks for as long as a dozen short runs of the job take.
+
+        Raises UsageError or RollbackError where the job does not run by itself, so that there is nothing to drill.
+        """
         began = time.monotonic()
-        steps = self.request.steps or self._steps_by_rehearsal()
-        self._plan = plan(steps, self.request.settings)
+        steps = self.steps or self._steps_by_rehearsal()
+        self._plan = plan(steps, self.settings)
         self.tell(f"an undisturbed run of {steps} updates")
         undisturbed = self._undisturbed = self._perform("undisturbed", None, _REHEARSAL_LIMIT)
         self._require_sound(undisturbed, steps)
         self._limit = max(_LEAST_LIMIT, _LIMIT_OF_UNDISTURBED * undisturbed.seconds)
         ranks = len(undisturbed.ends)
-        estimate = (len(self.request.faults) + 3) * 1.3 * undisturbed.seconds
+        estimate = (len(self.faults) + 3) * 1.3 * undisturbed.seconds
         self.tell(
             f"{undisturbed.seconds:.0f} s; faults strike update {self._plan.strike}; in all about {estimate:.0f} s"
         )
-        rows = [self._row(fault, ranks) for fault in self.request.faults]
+        rows = [self._row(fault, ranks) for fault in self.faults]
         return DrillReport(
-            script=self.request.script,
-            scratch=str(self.request.stage.scratch),
+            script=self.script,
+            scratch=str(self.stage.scratch),
             ranks=ranks,
             steps=steps,
             strike=self._plan.strike,
@@ -104,9 +101,9 @@ class _Drill:
 
     def _steps_by_rehearsal(self) -> int:
         self.tell(f"a rehearsal of {REHEARSAL_STEPS} updates, for the job's pace")
-        self._plan = plan(FEWEST_STEPS, self.request.settings)
+        self._plan = plan(FEWEST_STEPS, self.settings)
         exercise = Exercise(run="", steps=REHEARSAL_STEPS)
-        trial = self.request.stage.perform("rehearsal", exercise, limit=_REHEARSAL_LIMIT, flags=self._flags())
+        trial = self.stage.perform("rehearsal", exercise, limit=_REHEARSAL_LIMIT, flags=self._flags())
         self._require_sound(trial, REHEARSAL_STEPS)
         assert trial.ledger is not None
         attempt = trial.ledger.attempts[0]
@@ -142,13 +139,13 @@ class _Drill:
             lasts=plan.lasts if fault and fault.expected is Expected.LIVED_WITH else 0,
             seed=_SEED,
         )
-        return self.request.stage.perform(name, exercise, limit=limit, flags=[*self._flags(), *flags])
+        return self.stage.perform(name, exercise, limit=limit, flags=[*self._flags(), *flags])
 
     def _flags_for(self, fault: PlannedFault) -> list[str]:
         """What a fault's run needs to be one."""
         if fault.name == "full-disk":
             return ["--fast-tier=off"]  # a snapshot in memory does not meet the disk
-        if fault.name == "hung-rank" and not self.request.own_hang_limit:
+        if fault.name == "hung-rank" and not self.own_hang_limit:
             # No part of a run that went well was silent for longer than all of it took.
             return [f"--hang-after={max(_LEAST_HANG, self._undisturbed.seconds):.0f}"]
         return []
@@ -228,3 +225,36 @@ def scratch_for(script: str, given: Path | None) -> Path:
     if taken:
         raise UsageError(f"--scratch: {scratch} is not empty", hint="name a new directory")
     return scratch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """steps: updates of each run. strike: the update that a fault strikes. settings: of the guard, for so short a run.
+
+    lasts: updates for which the disk is full: long enough for a checkpoint to fail, and for one to follow.
+    """
+
+    steps: int
+    strike: int
+    lasts: int
+    settings: Mapping[str, Any]
+
+
+def steps_for(seconds_per_step: float) -> int:
+    """Updates of a run that takes about ten seconds, within bounds."""
+    return max(FEWEST_STEPS, min(MOST_STEPS, int(_SECONDS_OF_A_RUN / max(seconds_per_step, 1e-6))))
+
+
+def plan(steps: int, given: Mapping[str, Any]) -> Plan:
+    """A plan for runs of so many updates. What the user says (`given`, settings by name) stands.
+
+    Faults strike just before the fifth checkpoint: the fourth is good by then, and the fifth meets a full disk.
+    """
+    every = steps // _PARTS
+    settings = {"snapshot_every": every, "probation": _PROBATION, "rewind": 5, "skip_after": 3}
+    chosen = {name: value for name, value in settings.items() if given.get(name) in (None, "auto")}
+    every = int(given["snapshot_every"]) if "snapshot_every" not in chosen else every
+    every = every or steps
+    late = 4 * steps // _PARTS
+    at = late // every * every or late
+    return Plan(steps=steps, strike=at - 1, lasts=max(2, every // 2), settings=chosen)

@@ -12,8 +12,7 @@ from rich.text import Text
 
 from rollback.inspect.status.status import Durable, Status, Work
 from rollback.rundir.records import Metric
-from rollback.terminal.braille import draw
-from rollback.terminal.curve import Curve, extent
+from rollback.terminal.curve import Curve, draw, extent
 from rollback.terminal.messages import printable
 from rollback.terminal.quantities import duration, number
 

@@ -11,7 +11,7 @@ import json
 from datetime import datetime, timezone
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -21,7 +21,6 @@ from rollback.facts.training import Incident
 from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.reading import Material, Progress, read_material, readable, require_run_directory
 from rollback.inspect.audit.report import AuditReport
-from rollback.report.account import TimeAccount, account
 from rollback.report.cards import cards
 from rollback.report.chart import DrawnCurves, chart, curves_of
 from rollback.report.tables import blocks
@@ -55,7 +54,7 @@ def render(ledger: AuditReport, material: Material, curves: DrawnCurves | None) 
     """The page of a ledger, what it was made from, and the curves."""
     drawn, around = chart(ledger, material.records, curves) if curves is not None else (None, None)
     tables = list(blocks(ledger, material.records, RunPaths(Path(material.directory))))
-    spent, shown = account(ledger), cards(ledger, material)
+    spent, shown = _account(ledger), cards(ledger, material)
     style, script = _asset("report.css"), _asset("report.js")
     sections = [("curve", "Curve"), *([("account", "Time")] if spent else []), ("incidents", "Incidents")]
     environment = Environment(
@@ -73,7 +72,7 @@ def render(ledger: AuditReport, material: Material, curves: DrawnCurves | None) 
         sections=[*sections, *((block.anchor, block.title) for block in tables)],
         notices=ledger.notices,
         chart=around,
-        account=_shares(spent) if spent else None,
+        account=spent,
         incidents=shown,
         incidents_total=len(ledger.incidents),
         tables=tables,
@@ -150,11 +149,44 @@ def _facts(ledger: AuditReport) -> list[tuple[str, str]]:
     ]
 
 
-def _shares(spent: TimeAccount) -> dict[str, Any]:
-    """The account with what the bar needs: places from 0 to 1000."""
+class TimePart(NamedTuple):
+    """A part of a run's wall-clock time. key: for the style. what: in words. steps: updates done in it, where the
+    record tells."""
+
+    key: str
+    what: str
+    seconds: float
+    steps: int | None
+
+
+def time_parts(ledger: AuditReport) -> list[TimePart]:
+    """Where the time went, at the prices of `rollback.inspect.audit.cost`, in parts that add up to the whole; none
+    where there is no time on record."""
+    totals = ledger.totals
+    if totals.seconds is None:
+        return []
+    rewinds = sum(entry.seconds_lost or 0.0 for entry in ledger.incidents)
+    restarts = sum(entry.seconds_lost or 0.0 for entry in ledger.attempts)
+    rest = max(0.0, totals.seconds - rewinds - restarts - totals.seconds_hung - totals.seconds_down)
+    undone = sum(entry.steps_lost or 0 for entry in ledger.incidents)
+    lost = sum(entry.steps_lost or 0 for entry in ledger.attempts)
+    return [
+        TimePart("healthy", "training that counts", rest, totals.steps),
+        TimePart("rewinds", "undone by rewinds", rewinds, undone),
+        TimePart("restarts", "undone by restarts", restarts, lost),
+        TimePart("stalled", "hung: no rank made progress", totals.seconds_hung, None),
+        TimePart("down", "down between attempts", totals.seconds_down, None),
+    ]
+
+
+def _account(ledger: AuditReport) -> dict[str, Any] | None:
+    """The parts with what the bar needs: places from 0 to 1000."""
+    if not (spent := time_parts(ledger)):
+        return None
+    seconds = sum(part.seconds for part in spent)
     parts, x = [], 0.0
-    for part in spent.parts:
-        width = 1000 * part.seconds / spent.seconds if spent.seconds else 0.0
+    for part in spent:
+        width = 1000 * part.seconds / seconds if seconds else 0.0
         parts.append(
             {
                 "key": part.key,
@@ -167,11 +199,13 @@ def _shares(spent: TimeAccount) -> dict[str, Any]:
             }
         )
         x += width
-    unknown = f"The price of {spent.unknown} events is not on record; it stands under what counts."
+    unknown = sum(entry.restored is not None and entry.seconds_lost is None for entry in ledger.incidents)
+    unknown += sum(bool(entry.steps_lost) and entry.seconds_lost is None for entry in ledger.attempts)
+    note = f"The price of {unknown} events is not on record; it stands under what counts."
     return {
         "parts": parts,
-        "time": duration(spent.seconds),
-        "steps": f"{sum(part.steps or 0 for part in spent.parts):,}",
+        "time": duration(seconds),
+        "steps": f"{sum(part.steps or 0 for part in spent):,}",
         "label": "; ".join(f"{part['what']} {part['share']}" for part in parts),
-        "note": unknown if spent.unknown else "",
+        "note": note if unknown else "",
     }

@@ -9,6 +9,7 @@ from rollback.facts.ring import Drained
 from rollback.facts.supervisor import Hung
 from rollback.facts.training import JournalEntry
 from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry
+from rollback.inspect.audit.requests import asked_in_words, fate_in_words
 from rollback.inspect.status.status import place_of
 from rollback.inspect.why.why import read_process_stacks
 from rollback.rundir.journal.journal import of_kind
@@ -129,11 +130,7 @@ def _asked(ledger: AuditReport) -> Block:
         [f"skip batches {w.span.first:,} to {w.span.last:,}", w.who, w.why, f"{w.span.passed_over:,} passed over"]
         for w in ledger.user_windows
     ]
-    for entry in ledger.requests:
-        to = f" to step {entry.to:,}" if entry.to is not None else ""
-        skip = f", skip batches {entry.skip}" if entry.skip else ""
-        state = entry.state.replace("_", " ") + (f": {entry.answer}" if entry.answer else "")
-        rows.append([f"{entry.order or 'unreadable'}{to}{skip}", entry.who or "", entry.why or "", state])
+    rows += [[asked_in_words(e), e.who or "", e.why or "", fate_in_words(e)] for e in ledger.requests]
     title = "What people asked for, and what the supervisor skipped"
     return _cut("asked", title, ["what", "who", "why", "what became of it"], rows)
 

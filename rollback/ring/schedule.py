@@ -7,12 +7,13 @@ or is told to stop, the newest of all, from which the next start goes on.
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rollback.checkpoints.resume import of_present_timeline
+from rollback.checkpoints.resume import on_record
 from rollback.checkpoints.retention import choose_evictions
-from rollback.facts.history import History
+from rollback.facts.history import History, in_durable_ring
+from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName
 
 _SHARE = 20  # auto: draining takes at most one part in so many of the time
@@ -36,19 +37,6 @@ class DrainPace:
             return cls()
         number, unit = re.fullmatch(r"(\d+)([smh]?)", text).groups()  # type: ignore[union-attr]
         return cls(seconds=int(number) * _SECONDS[unit]) if unit else cls(steps=int(number))
-
-
-@dataclass(frozen=True)
-class DrainCandidate:
-    """A checkpoint as the journal describes it."""
-
-    name: str
-    step: int
-    timeline: int
-
-    @property
-    def seq(self) -> int:
-        return CheckpointName(self.name).seq
 
 
 @dataclass(frozen=True)
@@ -85,26 +73,24 @@ class Situation:
 
 def next_to_drain(now: Situation, pace: DrainPace, clock: float) -> str | None:
     """The checkpoint to copy now; None: there is nothing to do yet. clock: monotonic seconds."""
-    present = of_present(now.history, now.considered)
-    open_ = [item for item in present if item.name not in now.drained and item.name not in now.lost]
-    if now.ending and open_ and open_[-1] is present[-1]:
-        return open_[-1].name
-    for item in open_:
-        if item.name in now.pinned:
-            return item.name
-    good = [item for item in present if item.name in now.history.good]
-    drained = [item for item in present if item.name in now.drained]
-    newest = next((item for item in reversed(good) if item.name not in now.lost), None)
-    if newest is None or newest.name in now.drained or (drained and newest.seq < drained[-1].seq and not now.ending):
+    present = on_record(now.history, now.considered)
+    open_ = [name for name in present if name not in now.drained and name not in now.lost]
+    if now.ending and open_ and open_[-1] == present[-1]:
+        return open_[-1]
+    if (pinned := next((name for name in open_ if name in now.pinned), None)) is not None:
+        return pinned
+    drained = [name for name in present if name in now.drained]
+    newest = next((name for name in reversed(present) if name in now.history.good and name not in now.lost), None)
+    if newest is None or newest in now.drained or (drained and newest.seq < drained[-1].seq and not now.ending):
         return None
     if now.ending or not drained or _is_due(newest, drained[-1], now.last, pace, clock):
-        return newest.name
+        return newest
     return None
 
 
-def _is_due(item: DrainCandidate, before: DrainCandidate, last: LastCopy | None, pace: DrainPace, clock: float) -> bool:
+def _is_due(name: CheckpointName, before: CheckpointName, last: LastCopy | None, pace: DrainPace, clock: float) -> bool:
     if pace.steps is not None:
-        return item.step >= before.step + pace.steps
+        return name.step >= before.step + pace.steps
     if last is None:  # by an earlier process: how long ago it was is not known
         return True
     wait = pace.seconds if pace.seconds is not None else _SHARE * last.seconds
@@ -119,15 +105,22 @@ def to_evict(now: Situation, keep: int) -> list[tuple[str, str]]:
     """
     if now.history.pending is not None:
         return []
-    present = {item.name for item in of_present(now.history, now.drained)}
+    present = on_record(now.history, now.drained)
     free = [name for name in now.drained if name not in now.pinned]
     discarded = {name for name in free if name in now.history.committed and name not in present}
     return choose_evictions(free, now.history.good, discarded, keep)
 
 
-def of_present(history: History, names: Iterable[str]) -> list[DrainCandidate]:
-    """Those of these checkpoints that are of the present timeline, oldest first, including those that have left the
-    local ring since."""
-    facts = [history.committed[name] for name in names if name in history.committed]
-    known = [DrainCandidate(fact.checkpoint, fact.step, fact.timeline) for fact in facts]
-    return sorted(of_present_timeline(history, known), key=lambda item: item.seq)
+def good_ones_at(url: str, ranks: History, supervisor: History) -> list[PolicyCheckpoint]:
+    """The good checkpoints of the present timeline at a URL by the run's journals, oldest first: a plan never waits for
+    a network. ranks, supervisor: what their journals amount to.
+
+    One may have left since, or be lost there: the fetch finds out. One that was found damaged in the run directory is
+    included: its copy may be sound.
+    """
+    there = in_durable_ring(ranks, supervisor, place=url.rstrip("/"))
+    return [
+        PolicyCheckpoint(name, name.step, ranks.committed[name].batch, True)
+        for name in on_record(ranks, there)
+        if name in ranks.good or name in ranks.spoiled
+    ]

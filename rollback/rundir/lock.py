@@ -17,7 +17,7 @@ from rollback.errors import RunDirectoryError, RunInUse
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import write_file
-from rollback.system.processes import start_of
+from rollback.system.processes import Alive, is_alive, start_of
 from rollback.system.small_json import read_json
 
 HOLDER_LIMIT = 1 << 16
@@ -115,6 +115,12 @@ def read_holder(paths: RunPaths) -> dict[str, object] | None:
     except (OSError, ValueError):
         return None
     return body if isinstance(body, dict) else None
+
+
+def is_holder_alive(paths: RunPaths) -> Alive | None:
+    """Whether who says in holder.json that it holds the run directory is alive; None: nobody says so."""
+    holder = read_holder(paths)
+    return None if holder is None else is_alive(holder.get("pid"), holder.get("host"), holder.get("start"))
 
 
 def launch_of(paths: RunPaths) -> str | None:

@@ -13,6 +13,8 @@ from typing import Any
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from rollback.facts.fact import Count
+from rollback.rundir.beacon import read_in_place
+from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import end_of_lines, open_regular, read_tail, write_file
 from rollback.system.small_json import parse_model, sound_models
@@ -246,3 +248,24 @@ def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
     found = sound_models(directory, "rank-*.json", Heartbeat, 1 << 16)
     numbers = {name: name.removeprefix("rank-").removesuffix(".json") for name in found}
     return {int(number): found[name] for name, number in numbers.items() if number.isdecimal()}
+
+
+class HostBeats(BaseModel, frozen=True):
+    """What a supervisor's report (nodes/node-NAME.json) says of the ranks on its host."""
+
+    beats: dict[int, Heartbeat] = {}
+
+
+def read_all_heartbeats(paths: RunPaths) -> dict[int, Heartbeat]:
+    """The heartbeats of this host's ranks and, while a job on many hosts runs, of the others, as their supervisors
+    report. The newest of each rank: what a host said last that was lost lies beside what is said in its place."""
+    told: list[dict[int, Heartbeat]] = []
+    for path in sorted(paths.nodes.glob("node-*.json")) if paths.nodes.is_dir() else []:
+        with contextlib.suppress(OSError, ValueError):
+            told.append(parse_model(read_in_place(path), HostBeats).beats)
+    found: dict[int, Heartbeat] = {}
+    for beats in (*told, read_heartbeats(paths.ranks)):
+        for rank, beat in beats.items():
+            if rank not in found or (beat.attempt, beat.looked) >= (found[rank].attempt, found[rank].looked):
+                found[rank] = beat
+    return found

@@ -70,17 +70,22 @@ class Request(BaseModel, frozen=True, extra="forbid"):
         return self.order == "stop" and self.launch in (None, launch)
 
     def in_words(self) -> str:
-        match self.order:
-            case "rewind":
-                return f"rewind to step {self.to}" + (f" and skip batches {self.skip}" if self.skip else "")
-            case "skip":
-                return f"skip batches {self.skip}"
-            case "quarantine":
-                return f"leave out the samples {', '.join(map(str, self.samples))}"
-            case "release":
-                return f"take the samples {', '.join(map(str, self.samples))} in again"
-            case _:
-                return "stop"
+        return order_in_words(self.order, self.to, self.skip, self.samples)
+
+
+def order_in_words(order: Order, to: int | None, skip: Window | None, samples: Iterable[int]) -> str:
+    """What is asked for. The others: fields of a request."""
+    match order:
+        case "rewind":
+            return f"rewind to step {to}" + (f" and skip batches {skip}" if skip else "")
+        case "skip":
+            return f"skip batches {skip}"
+        case "quarantine":
+            return f"leave out the samples {', '.join(map(str, samples))}"
+        case "release":
+            return f"take the samples {', '.join(map(str, samples))} in again"
+        case _:
+            return "stop"
 
 
 def now() -> str:

@@ -14,7 +14,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import EarlierAttempts
 from rollback.supervisor.complete import fingerprint
-from rollback.supervisor.diagnosis.blamed_data import blame
+from rollback.supervisor.diagnosis.blamed_data import blame, comes_again
 from rollback.supervisor.diagnosis.evidence import (
     TrainJournal,
     furthest_step,
@@ -26,15 +26,13 @@ from rollback.supervisor.diagnosis.evidence import (
 from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, account_of, ending
-from rollback.supervisor.diagnosis.repeated import comes_again
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.last_snapshot import kept_on_host, note_kept
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RunResult
-from rollback.supervisor.signals import StopSignals
-from rollback.supervisor.stop_request import StopRequests
+from rollback.supervisor.signals import StopRequests, StopSignals
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.host import Host, Running
 from rollback.supervisor.torchrun.redaction import new_salt, redacted
@@ -115,10 +113,10 @@ class Attempts:
             end, output = ending(evidence), self._host.output
             if end != "failed" or first is None or first.rank == output.held_of:
                 output.release()  # the exception is itself the account
-            if evidence.refusal is not None:
+            if evidence.left.refusal is not None:
                 self._refuse(evidence, best)
                 continue
-            if evidence.guarded:
+            if evidence.left.guarded:
                 self._begin_record()
             if end != "failed" or (first is not None and first.is_behind(evidence.finished)):
                 return self._finish(end, evidence, first)
@@ -130,7 +128,7 @@ class Attempts:
             blamed = self._blame(first, attempt, told)
             self._nodes.failed(first.rank if first is not None and not blamed else None, progressed=progressed)
             decision: Restart | GiveUp
-            if evidence.guarded or evidence.hung is not None:
+            if evidence.left.guarded or evidence.hung is not None:
                 budget, decision = budget.after_failure(
                     progressed=progressed,
                     attached=evidence.attached,
@@ -148,7 +146,7 @@ class Attempts:
                 facts.RestartScheduled(delay=decision.delay, budget_left=budget.left, reason=decision.reason),
             )
             when = f"in {decision.delay:.0f} s" if decision.delay else "at once"
-            left = f"; {budget.left} of {budget.limit} restarts left" if evidence.guarded else ""
+            left = f"; {budget.left} of {budget.limit} restarts left" if evidence.left.guarded else ""
             self._tell_failure(evidence, f"{why}; starting another {when} ({decision.reason}{left})")
             if self._stopped_while_waiting(decision.delay):
                 return self._end(ExitCode.RESUMABLE, "told to stop between two attempts")
@@ -305,8 +303,8 @@ class Attempts:
 
     def _tell_failure(self, evidence: AttemptEvidence, account: str) -> None:
         self._say(f"attempt {self._ledger.attempt} failed: {account}")
-        if evidence.failures and evidence.failures.failures:
-            words = self._host.output.last_words(evidence.failures.failures[0].rank)
+        if (failures := evidence.left.failures) and failures.failures:
+            words = self._host.output.last_words(failures.failures[0].rank)
             if words is not None:
                 self._say(words)
         self._host.output.release(f"what rank {self._host.output.held_of} raised because of that:")
@@ -331,9 +329,10 @@ class Attempts:
     def _refuse(self, evidence: AttemptEvidence, best: int | None) -> None:
         """Raise the ranks' refusal, unless the job fits another number of nodes. It is journalled only if this launch
         has a journal already. best: the furthest step of the attempts before."""
-        assert evidence.refusal is not None
-        error = evidence.refusal.as_error(reached=max(evidence.furthest or 0, best or 0))
-        if evidence.refusal.refuses == "ranks" and (told := self._nodes.take_another_number()) is not None:
+        refusal = evidence.left.refusal
+        assert refusal is not None
+        error = refusal.as_error(reached=max(evidence.furthest or 0, best or 0))
+        if refusal.refuses == "ranks" and (told := self._nodes.take_another_number()) is not None:
             self._say(f"{error.message}\n{told}")
             return
         if evidence.attached:
@@ -358,7 +357,7 @@ class Attempts:
             return self._end(EXIT_CODES[end], evidence.stopped.account + none)
         why = cause(evidence, first)
         if end == "ended":
-            none = "; there is no checkpoint to go on from" if evidence.guarded else ""
+            none = "; there is no checkpoint to go on from" if evidence.left.guarded else ""
             return self._end(EXIT_CODES[end], f"told to stop; {why}{none}")
         if (step := evidence.goes_on_at) is not None:
             why = f"resumable at step {step} of at least {evidence.step}: {why}"

@@ -15,7 +15,6 @@ from pathlib import Path
 import xxhash
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.format.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import RollbackError
 from rollback.facts.training import Finished, RunEnded
@@ -68,7 +67,7 @@ def nothing_left(
     say: Callable[[str], None],
 ) -> str | None:
     """The reason in words why nothing is started; None: an attempt may start. Says what differs on a complete run."""
-    end = _completed(paths, past, lambda name: _is_there(paths.checkpoint(name)))
+    end = _completed(paths, past, lambda name: ring.is_complete(paths.checkpoint(name)))
     if end is None:
         return None
     told, different = _in_words(end), _difference(past, job, settings)
@@ -122,14 +121,6 @@ def _completed(paths: RunPaths, past: EarlierAttempts, is_there: Callable[[str],
     if later or not is_there(history.final) or Inbox(paths, history.answers).open(now=True):
         return None
     return history.finished
-
-
-def _is_there(checkpoint: Path) -> bool:
-    try:
-        ring.require_sizes(read_manifest(checkpoint), checkpoint)
-    except (RollbackError, OSError):
-        return False
-    return True
 
 
 def _difference(past: EarlierAttempts, job: LaunchedJob, settings: Settings) -> str | None:

@@ -1,4 +1,4 @@
-"""Stop signals of the supervisor, and how urgent they are. The handlers only note a signal; the loop acts."""
+"""What tells a launch to stop: signals, and how urgent they are, and requests in the run directory."""
 
 import contextlib
 import signal
@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from rollback.rundir.lock import launch_of
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.requests import Inbox, sound_requests
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _INSISTENT = (signal.SIGTERM, signal.SIGINT)
 _ECHO = 0.2  # seconds
 
 
 class StopSignals:
-    """Catches the stop signals inside its `with` block. A signal that was ignored before (nohup) stays ignored. One
-    that was blocked does not stay blocked: programs that wait for signals (`sigwait`, signalfd) block them, and who is
-    started by them inherits that, and would be deaf with all its ranks.
+    """Catches the stop signals inside its `with` block, and only notes them: the launch's loop acts. A signal that was
+    ignored before (nohup) stays ignored. One that was blocked does not stay blocked: programs that wait for signals
+    (`sigwait`, signalfd) block them, and who is started by them inherits that, and would be deaf with all its ranks.
 
     The second SIGTERM or SIGINT means: end now. A SIGTERM after a SIGUSR1 does not: schedulers send SIGUSR1 as a
     warning and SIGTERM at the end of that time. Nor does one within `_ECHO` of the first: Ctrl-C reaches all that runs
@@ -93,3 +97,20 @@ class StopSignals:
         if self._breaking_off:
             self._breaking_off = False  # once: what is broken off cleans up
             raise KeyboardInterrupt
+
+
+class StopRequests:
+    """Requests to stop this launch, which holds the run directory. The ranks see them, too; the supervisor enforces the
+    grace."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._launch = launch_of(paths)
+        self._inbox = Inbox(paths, ())
+
+    def take(self) -> list[str]:
+        """Who has asked since the last call."""
+        names = list(self._inbox.open())
+        for name in names:
+            self._inbox.note_answer(name)
+        return [request.who for _, request in sound_requests(self._paths, names) if request.stops(self._launch)]

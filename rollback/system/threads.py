@@ -1,6 +1,9 @@
-"""Starting a thread where the system may refuse it (`ulimit -u`, a container's limit of processes)."""
+"""Starting a thread where the system may refuse it (`ulimit -u`, a container's limit of processes), and a thread that
+does something again and again."""
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rollback.errors import RollbackError
 
@@ -15,3 +18,22 @@ def start_thread(thread: threading.Thread) -> None:
             f"starting a thread ({thread.name}): {error}",
             hint="raise the limit of processes, of which each thread is one: ulimit -u, or the container's (pids)",
         ) from error
+
+
+@contextmanager
+def beside(name: str, every: float, act: Callable[[], None]) -> Iterator[None]:
+    """In this block: a thread of this name calls `act` each time that so many seconds have passed. Once the block is
+    left, it is not called any more."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(every):
+            act()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -1,10 +1,16 @@
-"""A curve in bounded memory: buckets of steps, each with its lowest and highest value. Pure."""
+"""A curve in bounded memory: buckets of steps, each with its lowest and highest value; and its picture of braille dots,
+two columns and four rows in a character. Pure."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.text import Text
+
 CAPACITY = 1024
+_BLANK = 0x2800
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then by row from above
+_LOG_FROM = 8.0  # a curve whose highest value is this many times its lowest is drawn on a logarithmic axis
 
 
 @dataclass
@@ -14,6 +20,10 @@ class Bucket:
     low: float = math.nan
     high: float = math.nan
     nonfinite: bool = False
+
+    @classmethod
+    def of(cls, value: float) -> "Bucket":
+        return cls(value, value) if math.isfinite(value) else cls(nonfinite=True)
 
     def take(self, other: "Bucket") -> None:
         if not math.isnan(other.low):
@@ -44,7 +54,7 @@ class Curve:
             if len(self._buckets) > self._capacity:
                 self._halve()
                 place = step // self._stride - self._first
-        self._buckets[place].take(Bucket(value, value) if math.isfinite(value) else Bucket(nonfinite=True))
+        self._buckets[place].take(Bucket.of(value))
 
     def columns(self, width: int) -> list[Bucket]:
         """The curve in at most `width` columns, oldest first. A column without values has none."""
@@ -70,3 +80,64 @@ def extent(columns: Sequence[Bucket]) -> tuple[float, float] | None:
     lows = [column.low for column in columns if not math.isnan(column.low)]
     highs = [column.high for column in columns if not math.isnan(column.high)]
     return (min(lows), max(highs)) if lows else None
+
+
+def draw(columns: Sequence[Bucket], bounds: tuple[float, float] | None, height: int) -> list[Text]:
+    """Rows of a curve, `height` characters high. A column of values that are not finite is a red cross below.
+
+    bounds: the values at the lower and the upper edge, where what lies beyond them is drawn.
+    """
+    rows = 4 * height
+    places = [_place(column, bounds, rows) for column in columns]
+    lines = []
+    for line in range(height):
+        text = Text()
+        for first in range(0, len(columns), 2):
+            pair = range(first, min(first + 2, len(columns)))
+            if line == height - 1 and any(columns[each].nonfinite for each in pair):
+                text.append("×", style="bold red")
+                continue
+            dots = sum(_dots(places, each, each - first, line) for each in pair)
+            text.append(chr(_BLANK + dots), style="cyan")
+        lines.append(text)
+    return lines
+
+
+def is_logarithmic(bounds: tuple[float, float]) -> bool:
+    """Whether a curve between these values is drawn on a logarithmic axis."""
+    low, high = bounds
+    return low > 0 and high / low > _LOG_FROM
+
+
+def _half(value: float) -> float:
+    """The linear scale. From -1e308 to 1e308 it is further than a float goes."""
+    return value / 2
+
+
+def _place(column: Bucket, bounds: tuple[float, float] | None, rows: int) -> tuple[int, int] | None:
+    """The dot rows, from above, of the highest and the lowest value of a column."""
+    if bounds is None or math.isnan(column.low):
+        return None
+    low, high = bounds
+    scale = math.log if is_logarithmic(bounds) else _half
+    span = scale(high) - scale(low)
+
+    def row(value: float) -> int:
+        value = min(high, max(low, value))
+        share = (scale(value) - scale(low)) / span if span > 0 else 0.5
+        return min(rows - 1, max(0, round((1 - share) * (rows - 1))))
+
+    return row(column.high), row(column.low)
+
+
+def _dots(places: Sequence[tuple[int, int] | None], column: int, side: int, line: int) -> int:
+    """The dots of one column in one line of characters: its own range, drawn on towards the column before it."""
+    place = places[column]
+    if place is None:
+        return 0
+    top, bottom = place
+    before = places[column - 1] if column else None
+    if before is not None:
+        top, bottom = (before[1] + 1, bottom) if before[1] < top - 1 else (top, bottom)
+        top, bottom = (top, before[0] - 1) if before[0] > bottom + 1 else (top, bottom)
+    return sum(_DOTS[side][row - 4 * line] for row in range(4 * line, 4 * line + 4) if top <= row <= bottom)

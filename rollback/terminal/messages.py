@@ -20,12 +20,7 @@ def line_for(text: str) -> str:
 
 
 def show_error(error: RollbackError) -> None:
-    _write(f"{_paint(_RED, 'rollback: error:')} {printable_lines(in_words(error))}\n")
-
-
-def in_words(error: RollbackError) -> str:
-    """With what to do, in a line of its own."""
-    return f"{error.message}\n  hint: {error.hint}" if error.hint else error.message
+    _write(f"{_paint(_RED, 'rollback: error:')} {printable_lines(str(error))}\n")
 
 
 def printable(text: str) -> str:

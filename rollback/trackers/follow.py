@@ -10,6 +10,7 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric, MetricTail
+from rollback.terminal.extras import require_extra
 from rollback.trackers.story import Leg, Story
 from rollback.trackers.tensorboard import TensorBoard
 from rollback.trackers.wandb import WeightsAndBiases
@@ -79,16 +80,26 @@ def name_of(root: Path) -> str:
     return root.absolute().name
 
 
-def require_place(directory: str, run: Path) -> None:
-    """Raise UsageError where event files would lie in the directory of the run, whose files are its own, or nowhere."""
-    if not directory:
+def require_trackers(tensorboard: str | None, wandb: str | None, run: Path) -> None:
+    """Raise UsageError where a tracker that was asked for cannot be had, or is told no place of its own.
+
+    tensorboard: the directory for event files. wandb: the project. run: whose files are its own.
+    """
+    if tensorboard == "":
         raise UsageError("--tensorboard names no directory", hint="for example --tensorboard tb")
-    place, root = (Path(directory) / name_of(run)).resolve(), run.resolve()
-    if place.is_relative_to(root):
-        raise UsageError(
-            f"--tensorboard {directory}: the event files would be written to {place}, and {root} is the run directory",
-            hint="name a directory apart from it, for example --tensorboard tb",
-        )
+    if tensorboard is not None:
+        place, root = (Path(tensorboard) / name_of(run)).resolve(), run.resolve()
+        if place.is_relative_to(root):
+            raise UsageError(
+                f"--tensorboard {tensorboard}: the event files would be written to {place}, and {root} is the run "
+                "directory",
+                hint="name a directory apart from it, for example --tensorboard tb",
+            )
+        require_extra("tensorboard.summary.writer.event_file_writer", "--tensorboard needs TensorBoard", "tensorboard")
+    if wandb is not None:
+        if not wandb.strip():  # W&B would log to a project of its own choice, or fail later
+            raise UsageError("--wandb names no project", hint="for example --wandb my-project")
+        require_extra("wandb", "--wandb needs wandb", "wandb")
 
 
 def group_of(root: Path) -> str:

@@ -12,23 +12,16 @@ from typing import Any
 
 from rollback.facts.training import Fact, Incident, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
-from rollback.terminal.extras import require_extra
 from rollback.terminal.messages import printable
 from rollback.trackers.story import Leg
 
 _LIMIT = 4096  # characters of a text
 
 
-def require_tensorboard() -> None:
-    """Raise UsageError where TensorBoard's writer cannot be had."""
-    require_extra("tensorboard.summary.writer.event_file_writer", "--tensorboard needs TensorBoard", "tensorboard")
-
-
 class TensorBoard:
     """A `Tracker` that writes below `directory / name`."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        require_tensorboard()
         self._curve = _Events(directory / name)
         self._incidents = _Events(directory / name / "incidents")
         self._leg: Leg | None = None

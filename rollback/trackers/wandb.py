@@ -10,25 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rollback.errors import OutputNotWritten, UsageError
+from rollback.errors import OutputNotWritten
 from rollback.facts.training import Fact, Incident, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
-from rollback.terminal.extras import require_extra
 from rollback.trackers.story import Leg
 
 _NOT_IN_IDS = re.compile(r"[:;,#?/']|^\s")
 """What W&B takes in no id of a run. A directory's name may have it, as one that is a time."""
-
-
-def require_wandb() -> None:
-    """Raise UsageError where wandb cannot be had."""
-    require_extra("wandb", "--wandb needs wandb", "wandb")
-
-
-def require_project(project: str) -> None:
-    """Raise UsageError where there is no name of a project: W&B would log to one of its own choice, or fail later."""
-    if not project.strip():
-        raise UsageError("--wandb names no project", hint="for example --wandb my-project")
 
 
 class WeightsAndBiases:
@@ -36,7 +24,6 @@ class WeightsAndBiases:
     when there is something to log, since a run that has not begun has none."""
 
     def __init__(self, project: str, group: Callable[[], str]) -> None:
-        require_wandb()
         self._project, self._group = project, group
         self._leg: Leg | None = None
         self._run: Any = None

@@ -16,7 +16,7 @@ from warm_server import WarmPopen
 
 from rollback.cli import app
 from rollback.drill import trials
-from rollback.drill.drill import DrillOrder, DrillReport, drill
+from rollback.drill.drill import Drill, DrillReport
 from rollback.drill.faults import choose
 from rollback.drill.text import print_report
 from rollback.drill.trials import DrillStage
@@ -44,7 +44,7 @@ def drilled(
     scratch = folder / "drill"
     scratch.mkdir()
     stage = DrillStage(scratch, flags, [str(JOBS / job[0]), *job[1:]], program)
-    return drill(DrillOrder(job[0], stage, choose(faults), steps, {}), print)
+    return Drill(job[0], stage, choose(faults), steps, {}, print).run()
 
 
 @pytest.fixture

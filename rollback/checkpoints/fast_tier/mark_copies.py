@@ -16,7 +16,6 @@ import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from rollback.checkpoints.fast_tier import end_marks, last_locks, slots
@@ -61,12 +60,6 @@ class NewsOfMarks:
         except (OSError, ValueError):  # ValueError: it is shorter
             self.close()
             raise
-
-    def __enter__(self) -> "NewsOfMarks":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         for mark in self._maps.values():

@@ -8,17 +8,28 @@ skips and rollbacks no journal has. By its mark such a checkpoint is told from o
 """
 
 import contextlib
+import os
+import re
 from pathlib import Path
+from typing import BinaryIO
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from rollback.rundir.journal.journal_mark import JournalMark, has_come_to, mark_of
 from rollback.system import files
-from rollback.system.durable import write_file
+from rollback.system.durable import end_of_lines, open_regular, write_file
 from rollback.system.small_json import sound_model
 
 RECORD = "record.json"
 _LIMIT = 1 << 12
+_TAIL = 1 << 8  # bytes: of a line's end, with its chain and its seal
+_ENDS = re.compile(rb'"chain":"(\w{32})"(?:,"seal":"\w{64}")?\}\n\Z')
+
+
+class JournalMark(BaseModel, frozen=True):
+    """Where a line of a journal ends, and the chain up to there, which no other record has."""
+
+    end: int = Field(ge=1)
+    chain: str
 
 
 class _RecordMark(BaseModel, frozen=True):
@@ -32,8 +43,9 @@ def write_mark(slot: Path, checkpoint: str, journal: Path | None) -> None:
     Where no mark can be had there is none, and nothing is told by it. Raises OSError where the slot refuses.
     """
     mark = None
-    with contextlib.suppress(OSError, ValueError):
-        mark = mark_of(journal) if journal is not None else None
+    if journal is not None:
+        with contextlib.suppress(OSError, ValueError), open_regular(journal) as file:
+            mark = _mark_at(file, end_of_lines(file))
     if mark is None:
         files.unlink(slot / RECORD)
     else:
@@ -49,6 +61,15 @@ def is_ahead_of(slot: Path, checkpoint: str, journal: Path) -> bool:
     mark = sound_model(slot / RECORD, _RecordMark, _LIMIT)
     if mark is None or mark.checkpoint != checkpoint:
         return False
-    with contextlib.suppress(OSError, ValueError):
-        return not has_come_to(journal, mark.journal)
+    with contextlib.suppress(OSError, ValueError), open_regular(journal) as file:
+        return _mark_at(file, mark.journal.end) != mark.journal  # it has that line, and so all before it
     return False
+
+
+def _mark_at(file: BinaryIO, end: int) -> JournalMark | None:
+    """The mark of the line that ends there; None: there is none."""
+    if not 0 < end <= os.fstat(file.fileno()).st_size:
+        return None
+    file.seek(max(0, end - _TAIL))
+    found = _ENDS.search(file.read(min(end, _TAIL)))
+    return JournalMark(end=end, chain=found[1].decode()) if found else None

@@ -7,13 +7,12 @@ import base64
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 
 from rollback.checkpoints.format.frozen import read_digests
-from rollback.checkpoints.format.layout import ITEM_SIZE, TensorEntry
+from rollback.checkpoints.format.layout import ITEM_SIZE, TensorEntry, bytes_of
 from rollback.checkpoints.format.parts import Box, Part, cover, read_parts, whole
 from rollback.checkpoints.format.shard import ShardReader
 from rollback.errors import CheckpointDamaged
@@ -137,7 +136,7 @@ class StoredParts:
         """Of the whole tensor. It lies nowhere as a whole, so `start` means nothing."""
         (part, stored), *_ = self.parts
         dtype, shape = stored.entry.dtype, part.shape
-        return TensorEntry(dtype, shape, 0, prod(shape) * ITEM_SIZE[dtype])
+        return TensorEntry(dtype, shape, 0, bytes_of(dtype, shape))
 
     def blocks(self) -> Iterator[memoryview]:
         """The bytes of the whole tensor in order, read anew each time, while the shards are open."""

@@ -89,25 +89,26 @@ def lay_out(kinds: Mapping[str, Kind], header_space: int, size: int | None = Non
     they take more.
     """
     if size is not None:
-        surplus = size - header_space - sum(_nbytes(*kind) for kind in kinds.values())
+        surplus = size - header_space - sum(bytes_of(*kind) for kind in kinds.values())
         if surplus < 0:
             raise ValueError(f"{-surplus} bytes more than there is room for")
         kinds = {**kinds, PADDING: ("U8", (surplus,))}
     entries: dict[str, TensorEntry] = {}
     position = header_space
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: _rank(*item)):
-        nbytes = _nbytes(dtype, shape)
+        nbytes = bytes_of(dtype, shape)
         entries[name] = TensorEntry(dtype, shape, position, nbytes)
         position += nbytes
     return Layout(entries, header_space, position)
 
 
-def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Of a tensor."""
     return prod(shape) * ITEM_SIZE[dtype]
 
 
 def _rank(name: str, kind: Kind) -> tuple[bool, bool, int, str]:
-    return name == PADDING, _nbytes(*kind) % _PAGE > 0, -ITEM_SIZE[kind[0]], name
+    return name == PADDING, bytes_of(*kind) % _PAGE > 0, -ITEM_SIZE[kind[0]], name
 
 
 def header_space_for(kinds: Mapping[str, Kind], metadata: Mapping[str, str], multiple: int = 8) -> int:
@@ -145,7 +146,7 @@ def parse_header(text: bytes, size: int) -> tuple[dict[str, TensorEntry], dict[s
         shape = tuple(item["shape"])
         if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
             raise ValueError(f"tensor {name!r} has a size that is not a natural number")
-        if start != position or end - start != _nbytes(item["dtype"], shape):
+        if start != position or end - start != bytes_of(item["dtype"], shape):
             raise ValueError(f"tensor {name!r} does not lie where its dtype and shape say")
         entries[name] = TensorEntry(item["dtype"], shape, base + start, end - start)
         position = end

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rollback.checkpoints.format.contents import Stored
-from rollback.checkpoints.format.layout import DTYPE_NAME, ITEM_SIZE, TensorEntry
+from rollback.checkpoints.format.layout import DTYPE_NAME, ITEM_SIZE, TensorEntry, bytes_of
 from rollback.checkpoints.format.parts import Box, Part, cover
 from rollback.checkpoints.outside.pickled import LIMIT, Named, Persistent, read_pickled
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
@@ -208,7 +208,7 @@ def _parts(
         if place is None:
             raise ValueError(f"the part of {name!r} at {box.at} is nowhere")
         code = _CODE[dtype.name]
-        entry = TensorEntry(code, box.shape, place.offset, prod(box.shape) * ITEM_SIZE[code])
+        entry = TensorEntry(code, box.shape, place.offset, bytes_of(code, box.shape))
         parts.append((Part(shape, box), Stored(PartReader(folder, place, name, entry), name)))
     list(cover(name, [part for part, _ in parts]))
     return parts

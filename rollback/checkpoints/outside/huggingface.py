@@ -8,10 +8,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
-from rollback.checkpoints.format.layout import ITEM_SIZE, Kind
+from rollback.checkpoints.format.layout import Kind, bytes_of
 from rollback.system.small_json import parse_json
 
 MODEL = "model.safetensors"
@@ -19,22 +18,16 @@ INDEX_SUFFIX = ".index.json"
 _INDEX_LIMIT = 64 << 20
 
 
-def size_of(kind: Kind) -> int:
-    """Bytes of a tensor."""
-    dtype, shape = kind
-    return prod(shape) * ITEM_SIZE[dtype]
-
-
 def split(kinds: Mapping[str, Kind], largest: int) -> list[list[str]]:
     """The tensors of each file, in their order: as many as fit into `largest` bytes, one at least."""
     files: list[list[str]] = [[]]
     room = largest
     for name, kind in kinds.items():
-        if files[-1] and size_of(kind) > room:
+        if files[-1] and bytes_of(*kind) > room:
             files.append([])
             room = largest
         files[-1].append(name)
-        room -= size_of(kind)
+        room -= bytes_of(*kind)
     return files
 
 
@@ -60,7 +53,7 @@ def present(entry: Path) -> list[Path]:
 def write_index(path: Path, files: Mapping[str, Sequence[str]], kinds: Mapping[str, Kind]) -> None:
     """Write an index. files: the tensors of each file, by its name. Raises OSError."""
     body = {
-        "metadata": {"total_size": sum(map(size_of, kinds.values()))},
+        "metadata": {"total_size": sum(bytes_of(*kind) for kind in kinds.values())},
         "weight_map": {name: file for file, names in sorted(files.items()) for name in names},
     }
     path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")

@@ -29,15 +29,14 @@ from rollback.facts.training import (
 from rollback.inspect.audit.metrics import LINES
 from rollback.inspect.audit.requests import handed_in
 from rollback.rundir import seal
-from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.elsewhere import read_elsewhere
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.identity import Identity, read_identity, require_format
 from rollback.rundir.journal.journal import of_kind, of_kinds, read_journal
-from rollback.rundir.lock import read_holder
+from rollback.rundir.lock import is_holder_alive
 from rollback.rundir.metrics.metric_columns import last_steps, metric_pieces
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Metric, SkippedBatch, read_last_metrics, read_skipped
+from rollback.rundir.records import Metric, SkippedBatch, read_all_heartbeats, read_last_metrics, read_skipped
 from rollback.rundir.requests import Request
 from rollback.system.collector import no_collection
 from rollback.system.files import size_of
@@ -166,8 +165,7 @@ def read_material(root: Path, progress: Progress | None = None) -> Material:
 def lost_lines(paths: RunPaths, history: History, taken: Sequence[Manifest]) -> list[str]:
     """A notice where there is what the ranks' journal must once have named, or none. taken: the checkpoints that are
     there. Nothing else would show that it lacks lines, since those that are left are sound."""
-    holder = read_holder(paths)
-    if holder is not None and is_alive(holder.get("pid"), holder.get("host"), holder.get("start")) != "no":
+    if is_holder_alive(paths) not in (None, "no"):
         return []  # where its disk takes nothing, it has the lines in its memory
     beyond, last_attempt = beyond_the_record(history, taken), max(history.reached, default=0)
     judged = next(iter(read_last_metrics(paths.metrics, 1)), None)
@@ -188,11 +186,8 @@ def lost_lines(paths: RunPaths, history: History, taken: Sequence[Manifest]) -> 
 
 def _is_abandoned(paths: RunPaths) -> bool:
     """As far as this host can see: of processes elsewhere nothing is known, so they count as alive."""
-    if (holder := read_holder(paths)) is None:
-        return False
     ranks = read_all_heartbeats(paths).values()
-    alive = {is_alive(rank.pid, rank.host, rank.start) for rank in ranks}
-    return alive | {is_alive(holder.get("pid"), holder.get("host"), holder.get("start"))} == {"no"}
+    return {is_holder_alive(paths), *(is_alive(rank.pid, rank.host, rank.start) for rank in ranks)} == {"no"}
 
 
 def _skipped(paths: RunPaths, notices: list[str]) -> tuple[dict[int, list[SkippedBatch]], bool]:

@@ -4,10 +4,9 @@ from collections.abc import Collection, Iterable
 
 from rollback.facts.training import Answered, JournalEntry, Requested
 from rollback.inspect.audit.report import Point, RequestEntry
-from rollback.rundir import requests
 from rollback.rundir.journal.journal import of_kinds
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.requests import Request
+from rollback.rundir.requests import Inbox, Request, order_in_words, sound_requests
 
 _SHOWN = 8
 
@@ -41,11 +40,7 @@ def request_entries(records: Iterable[JournalEntry], handed_in: Iterable[tuple[s
 
 def handed_in(paths: RunPaths, answered: Collection[str]) -> list[tuple[str, Request]]:
     """The requests without an answer, by name, oldest first."""
-    try:
-        names = [name for name in requests.names(paths) if name not in answered]
-    except OSError:
-        return []
-    return list(requests.sound_requests(paths, names))
+    return list(sound_requests(paths, Inbox(paths, answered).open(now=True)))
 
 
 def open_requests(paths: RunPaths, answered: Collection[str]) -> list[str]:
@@ -54,3 +49,14 @@ def open_requests(paths: RunPaths, answered: Collection[str]) -> list[str]:
         f"{request.in_words()} ({request.who}{': ' + request.why if request.why else ''})"
         for _, request in handed_in(paths, answered)[:_SHOWN]
     ]
+
+
+def asked_in_words(entry: RequestEntry) -> str:
+    """What was asked for."""
+    return "unreadable" if entry.order is None else order_in_words(entry.order, entry.to, entry.skip, entry.samples)
+
+
+def fate_in_words(entry: RequestEntry) -> str:
+    """What became of it."""
+    at = f" at step {entry.taken_up.step}" if entry.taken_up else ""
+    return f"{entry.state.replace('_', ' ')}{at}" + (f"; {entry.answer}" if entry.answer else "")

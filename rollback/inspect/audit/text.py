@@ -13,6 +13,7 @@ from rollback.facts.fact import by_whom
 from rollback.inspect.audit import report
 from rollback.inspect.audit.metrics import as_observed
 from rollback.inspect.audit.quarantine import sample_in_words
+from rollback.inspect.audit.requests import asked_in_words, fate_in_words
 from rollback.terminal.escape import quoted
 from rollback.terminal.messages import printable
 from rollback.terminal.quantities import at_least, duration, number, or_unknown
@@ -22,6 +23,7 @@ SHOWN_BATCHES = 12
 _LATEST = 200  # incidents, attempts and so on, unless all are asked for: nobody reads more
 _SHOWN_VALUES = 12  # of the window before an incident
 _SHOWN_FILES = 4
+_SHOWN_WITNESSES = 16  # ranks on which an incident was seen
 _SHOWN_RANKS = 4  # of a batch, unless all are asked for
 _SHOWN_INDICES = 6  # of a batch on a rank, unless all are asked for
 
@@ -122,10 +124,11 @@ def _print_incident(console: Console, entry: report.IncidentEntry, *, continued:
     title.append(": ")
     title.append_text(quoted(f"{entry.cause} {VERDICTS[entry.verdict]}", style="bold"))
     console.print(title)
-    print_rows(console, list(_incident_rows(entry)), indent=4 if continued else 2)
+    print_rows(console, list(incident_rows(entry)), indent=4 if continued else 2)
 
 
-def _incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Text]]:
+def incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Text]]:
+    """What is known of an incident: labels and words."""
     if entry.verdict == "requested":
         yield "because", quoted(entry.explanation)
         yield "asked at", f"step {entry.detection.step}, batch {entry.detection.batch}"
@@ -140,7 +143,7 @@ def _incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Tex
         values = " ".join(number(value) for value in entry.recent[-_SHOWN_VALUES:])
         yield "before it", f"{'... ' if len(entry.recent) > _SHOWN_VALUES else ''}{values}"
     if entry.ranks:
-        yield "ranks", " ".join(map(str, entry.ranks))
+        yield "ranks", first_few([*map(str, entry.ranks)], _SHOWN_WITNESSES)
     if entry.evidence:
         yield from _evidence_rows(entry.evidence)
     yield from _answer_rows(entry)
@@ -256,18 +259,9 @@ def _print_left_alone(console: Console, ledger: report.AuditReport) -> None:
 
 
 def _request(entry: report.RequestEntry) -> str:
-    named = ", ".join(map(str, entry.samples))
-    order = {
-        "rewind": f"rewind to step {entry.to}", "skip": "", "stop": "stop", None: "unreadable",
-        "quarantine": f"leave out samples {named}", "release": f"take in samples {named} again",
-    }[entry.order]  # fmt: skip
-    skip = f"skip batches {entry.skip}" if entry.skip else ""
-    what = " and ".join(filter(None, (order, skip)))
     who = f", by {entry.who}" if entry.who else ""
     why = f": {entry.why}" if entry.why else ""
-    at = f" at step {entry.taken_up.step}" if entry.taken_up else ""
-    answer = f"; {entry.answer}" if entry.answer else ""
-    return f"{what}{who}{why}; {entry.state.replace('_', ' ')}{at}{answer}"
+    return f"{asked_in_words(entry)}{who}{why}; {fate_in_words(entry)}"
 
 
 def _attempt(entry: report.AttemptEntry) -> str:

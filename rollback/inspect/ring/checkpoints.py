@@ -27,7 +27,7 @@ from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.reading import lost_lines, require_run_directory
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.policy import PolicyCheckpoint
-from rollback.ring.recorded import good_ones_at
+from rollback.ring.schedule import good_ones_at
 from rollback.rundir import seal
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import CheckpointName, RunPaths

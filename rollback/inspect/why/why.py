@@ -13,15 +13,16 @@ from pydantic import Field
 from rollback.errors import UsageError
 from rollback.facts import training as facts
 from rollback.facts.supervisor import ABOUT_NODES, Why
+from rollback.inspect.audit import report
 from rollback.inspect.audit.cost import Death
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import REMARKS, by_attempt
 from rollback.inspect.audit.report import Document, ReportItem, said
 from rollback.inspect.status.status import Status, StatusReader
-from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.failures import FailureRecord, in_order_of_blame, read_failures
 from rollback.rundir.journal.journal import last_fact, of_kind
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_all_heartbeats
 from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
 from rollback.system.durable import read_tail
 
@@ -86,15 +87,8 @@ class AttemptAccount(Document):
     last_snapshot: str | None = Field(description="how the state was kept, and the steps lost; null: nobody tried")
     death: Death | None = Field(None, description="the steps that it has undone; null: none are on record")
     decision: str | None = Field(description="what the supervisor did then")
-    nodes: list[str] = Field(
-        default_factory=list,
-        description="in words: spares that took a node's place, what they got from another host's memory, and nodes "
-        "whose snapshots were in no other host's memory",
-    )
-    remarks: list[str] = Field(
-        default_factory=list,
-        description="in words: accepted changes of data or ranks, why there were no last snapshots, and the like",
-    )
+    nodes: list[str] = Field(default_factory=list, description=report.NODES)
+    remarks: list[str] = Field(default_factory=list, description=report.REMARKS)
     signals: list[str] = Field(description="that the supervisor was told to stop with")
     failures: list[FailureRecord] = Field(description="exceptions as ranks wrote them down, first cause first")
     last_words: LastOutput | None = Field(

@@ -10,7 +10,7 @@ from pathlib import Path
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import MANIFEST_LIMIT, FrozenRecord, Manifest, parse_manifest
-from rollback.checkpoints.format.shard import read_verified
+from rollback.checkpoints.format.shard import Written, read_verified
 from rollback.checkpoints.resume import candidates
 from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.ring.url import record
@@ -223,7 +223,9 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
             if found == count:
                 break
     for weights in needed:
-        if not _are_sound_here(paths, weights):
+        try:
+            _require_sound(paths.frozen / weights.file, weights.written)
+        except CheckpointDamaged:
             bring_frozen(store, weights, paths, say)
 
 
@@ -235,8 +237,7 @@ def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
         try:
             with tiers.held(place):
                 for shard in place.manifest.shards:
-                    for _ in read_verified(place.directory / shard.file, shard.written, shard.start):
-                        pass
+                    _require_sound(place.directory / shard.file, shard.written, shard.start)
         except CheckpointDamaged as error:
             say(f"checkpoint {name} in {place.directory} cannot be used: {error.message}")
             if place.tier == "durable":
@@ -246,14 +247,10 @@ def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
     return False
 
 
-def _are_sound_here(paths: RunPaths, needed: FrozenRecord) -> bool:
-    """Whether frozen weights are in the run directory, every bit of them."""
-    try:
-        for _ in read_verified(paths.frozen / needed.file, needed.written):
-            pass
-    except CheckpointDamaged:
-        return False
-    return True
+def _require_sound(path: Path, expected: Written, start: int | None = None) -> None:
+    """Raise CheckpointDamaged unless every bit of a file, or of a shard in a pack, is what it should be."""
+    for _ in read_verified(path, expected, start):
+        pass
 
 
 def bring_frozen(store: Store, needed: FrozenRecord, paths: RunPaths, say: Say) -> None:

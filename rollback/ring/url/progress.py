@@ -4,10 +4,11 @@ What fails there is tried again, by the file system itself as well, and that tak
 meanwhile wants to know sooner.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from rollback.system.threads import beside
 
 STUCK = 5.0
 """Seconds."""
@@ -26,18 +27,11 @@ class StoreProgress:
     @contextmanager
     def if_stuck(self, act: Callable[[], None]) -> Iterator[None]:
         """In this block: call it once, in a thread, when nothing has got through for `STUCK` seconds."""
-        self._last, over = time.monotonic(), threading.Event()
+        self._last, calls = time.monotonic(), [act]
 
         def watch() -> None:
-            while not over.wait(STUCK / 10):
-                if time.monotonic() - self._last > STUCK:
-                    act()
-                    break
+            if calls and time.monotonic() - self._last > STUCK:
+                calls.pop()()
 
-        watching = threading.Thread(target=watch, name="rollback-stuck", daemon=True)
-        watching.start()
-        try:
+        with beside("rollback-stuck", STUCK / 10, watch):
             yield
-        finally:
-            over.set()
-            watching.join()

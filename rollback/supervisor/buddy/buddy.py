@@ -11,8 +11,7 @@ from rollback.facts.training import PartBroughtBack
 from rollback.rundir import seal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.bring_back import bring_back
-from rollback.supervisor.buddy.mark_sender import MarkSender
-from rollback.supervisor.buddy.sender import BuddySender
+from rollback.supervisor.buddy.sender import BuddySender, MarkSender, ToBuddy
 from rollback.supervisor.buddy.server import BuddyServer
 from rollback.supervisor.buddy.wire import FAULTS, Buddies, in_words
 
@@ -23,7 +22,7 @@ class Buddy:
     def __init__(self, paths: RunPaths, base: Path, node: str, host: str, say: Callable[[str], None]) -> None:
         self._paths, self._base, self._node, self._say = paths, base, node, say
         self._server = BuddyServer(paths)
-        self._senders: list[BuddySender | MarkSender] = []
+        self._senders: list[ToBuddy] = []
         self.address = f"{host}:{self._server.port}"
         self.fault: str | None = None
         """Why this host's snapshots are not copied at present, in words."""

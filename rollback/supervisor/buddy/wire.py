@@ -18,10 +18,10 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, Field, field_validator
@@ -128,12 +128,6 @@ class BuddyConnection:
         self._socket, self.given_up, self.silence = made, given_up, _SILENCE
         self._next_look = 0.0
 
-    def __enter__(self) -> "BuddyConnection":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._socket.close()
-
     def say(self, said: BaseModel) -> None:
         body = said.model_dump_json().encode()
         self.send(len(body).to_bytes(4, "big") + body)
@@ -217,14 +211,15 @@ class BuddyConnection:
                     raise TimeoutError(f"nothing moved for {self.silence:.0f} s") from None
 
 
-def connect(address: str, secret: str, given_up: Callable[[], bool]) -> BuddyConnection:
+@contextmanager
+def connect(address: str, secret: str, given_up: Callable[[], bool]) -> Iterator[BuddyConnection]:
     """A connection to the buddy at HOST:PORT. Raises OSError, and ValueError for what is no address."""
     host, _, port = address.rpartition(":")
-    made = socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a mark is small, and must not wait for another one
-    connection = BuddyConnection(made, given_up)
-    connection.send(secret.encode())
-    return connection
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT) as made:
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a mark is small, and must not wait for another one
+        connection = BuddyConnection(made, given_up)
+        connection.send(secret.encode())
+        yield connection
 
 
 def in_words(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Whether a batch, or a sample in it, is to blame for an exception. Pure.
+"""Whether a batch, or a sample in it, is to blame for an exception, or whether it comes again without one. Pure.
 
 A rank that raised the same exception (by fingerprint) twice with the same sample will raise it a third time:
 
@@ -58,3 +58,17 @@ def blame(first: FirstCause | None, attempt: int, past: Iterable[JournalEntry]) 
         attempts=(before[-1], attempt),
         samples=tuple(sorted(alike[before[-1]])) if alike else (),
     )
+
+
+def comes_again(first: FirstCause | None, attempt: int, journal: Iterable[JournalEntry]) -> bool:
+    """Whether an exception with no batch in hand is that of the last attempt, and came at the same step as there.
+
+    No data are to blame for it, so nothing can be left out, and what the attempts keep on the way is no sign of
+    progress: a script that raises behind its first epoch raises there again. It may pass all the same, as what the
+    world outside raises does: so it counts as no progress, and not as a mistake of the script. journal: the
+    supervisor's, up to the end of `attempt`.
+    """
+    if first is None or first.why != "exception" or first.record is None or first.record.in_hand:
+        return False
+    ends = [line.fact for line in journal if isinstance(line.fact, AttemptEnded) and line.attempt <= attempt]
+    return len({(end.fingerprint, end.step) for end in ends[-2:]}) < len(ends[-2:])

@@ -19,17 +19,14 @@ from rollback.facts.training import (
     Restored,
     Stopped,
 )
-from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.failures import read_failures
 from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
-from rollback.rundir.records import Heartbeat
+from rollback.rundir.records import Heartbeat, read_all_heartbeats
 from rollback.supervisor.diagnosis.first_cause import RankEnd
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, KeptOnHost, Left, Refusal, Unrecorded
-from rollback.system.small_json import sound_model
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, KeptOnHost, Left, Unrecorded
 
-_LIMIT = 1 << 20
 _Fact = TypeVar("_Fact", bound=Fact)
 
 
@@ -123,22 +120,17 @@ def gather(
         told = max(told or 0, unrecorded.step)
     furthest = furthest_step(paths, told, attempt)
     return AttemptEvidence(
-        status=left.status,
+        left=left,
         told_to_stop=told_to_stop,
         attached=any(isinstance(record.fact, Attached) for record in records),
-        refusal=left.refusal,
         stopped=_last(records, Stopped),
         finished=finished,
         final_state_lost=lost,
         save_failed=_last(records, LastSaveFailed),
         kept=newest_there(paths, journal.history),
-        failures=left.failures,
-        oom_killed=left.oom_kills > 0,
-        lost_nodes=left.lost_nodes,
         step=_step_since_rollback(paths, records, attempt, left.kept, furthest),
         furthest=furthest,
         hung=hung,
-        guarded=left.guarded,
         unrecorded=f"{paths.train_journal}: {unrecorded.why}" if unrecorded is not None else None,
     )
 
@@ -195,26 +187,7 @@ def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
     ]  # fmt: skip
 
 
-def left_on_host(
-    status: int,
-    *,
-    refusal: Path,
-    failures: Path,
-    guarded: bool,
-    stopped: tuple[int, ...],
-    oom_kills: int,
-    kept: KeptOnHost | None,
-    beats: Mapping[int, Heartbeat],
-) -> Left:
-    """What rank 0 and torchrun's process recorded on this host, and what the host saw. status: torchrun's. kept: what
-    the ranks made of the last snapshot. beats: those on this host's board, which no disk holds back."""
-    return Left(
-        status=status,
-        guarded=guarded,
-        stopped=stopped,
-        oom_kills=oom_kills,
-        kept=kept,
-        unrecorded=next((Unrecorded(step=b.step, why=b.unrecorded) for b in beats.values() if b.unrecorded), None),
-        refusal=sound_model(refusal, Refusal, _LIMIT),  # who wrote it may have been killed meanwhile
-        failures=sound_model(failures, Failures, _LIMIT),
-    )
+def unrecorded_by(beats: Mapping[int, Heartbeat]) -> Unrecorded | None:
+    """What a rank has shown of a journal that could not take the end of the training. beats: those on a host's board,
+    which no disk holds back."""
+    return next((Unrecorded(step=b.step, why=b.unrecorded) for b in beats.values() if b.unrecorded), None)

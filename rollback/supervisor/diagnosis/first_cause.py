@@ -34,7 +34,9 @@ from rollback.facts.training import Finished, Hung
 from rollback.rundir.failures import NOTICED, PRECEDENCE, FailureRecord, class_of_exception
 from rollback.rundir.records import LEAVING, Heartbeat
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
+from rollback.wording import ranks_in_words
 
+_NAMED = 4  # ranks
 _OF_CODE = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError")
 """Exceptions that no data bring about."""
 
@@ -151,11 +153,11 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
     classed.sort(key=lambda item: (PRECEDENCE[item[0]], item[1].seconds, item[1].rank))
     if evidence.hung is not None:
         return _of_hang(evidence.hung, classed, ends)
-    if evidence.lost_nodes:
+    if evidence.left.lost_nodes:
         followed = tuple(sorted(end.rank for _, end in classed))
-        were = "was" if len(evidence.lost_nodes) == 1 else "were"
-        return FirstCause("node_lost", f"{', '.join(evidence.lost_nodes)} {were} lost", followed=followed)
-    if evidence.status == 0:
+        were = "was" if len(evidence.left.lost_nodes) == 1 else "were"
+        return FirstCause("node_lost", f"{', '.join(evidence.left.lost_nodes)} {were} lost", followed=followed)
+    if evidence.left.status == 0:
         return None
     if evidence.told_to_stop:
         if evidence.finished is not None:
@@ -170,9 +172,9 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
     others = [end for _, end in classed[1:] if end not in alike]
     text = _describe(why, first)
     if alike:
-        text += f"; {_enumerate([end.rank for end in alike])} raised the same"
+        text += f"; {ranks_in_words(sorted(end.rank for end in alike), _NAMED)} raised the same"
     if others:
-        text += f"; then {_enumerate([end.rank for end in others])} failed too"
+        text += f"; then {ranks_in_words(sorted(end.rank for end in others), _NAMED)} failed too"
     nobody = why in NOTICED  # also where one alone did: its peer may be killed and not yet seen by its own torchrun
     followed = tuple(sorted(end.rank for end in ([first, *others] if nobody else others)))
     if nobody:
@@ -188,7 +190,8 @@ def _left_before(ends: Sequence[RankEnd]) -> str:
     left = {end.rank: end.beat.step for end in ends if end.left_well and end.beat is not None}
     if not left:
         return ""
-    return f"; {_enumerate([*left])} had left the script at step {min(left.values())}, without an error"
+    who = ranks_in_words(sorted(left), _NAMED)
+    return f"; {who} had left the script at step {min(left.values())}, without an error"
 
 
 def _same_exception(end: RankEnd, other: RankEnd) -> bool:
@@ -212,18 +215,18 @@ def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
     """How an attempt ended, in words, as far as the evidence shows."""
     if first is not None:
         return first.text
-    if evidence.refusal is not None:
-        return f"the ranks refused to go on: {evidence.refusal.message}"
+    if evidence.left.refusal is not None:
+        return f"the ranks refused to go on: {evidence.left.refusal.message}"
     return f"the ranks stopped together: {evidence.stopped.account}" if evidence.stopped else "all ranks ended"
 
 
 def _of_torchrun(evidence: AttemptEvidence) -> str:
-    if evidence.status < 0:
-        memory = evidence.oom_killed and evidence.status == -signal.SIGKILL
-        return f"torchrun was killed by {signal_name(-evidence.status)}{_OF_CLASS['oom_kill'] if memory else ''}"
-    if evidence.failures is None:
-        return f"torchrun exited with status {evidence.status} and left no account"
-    return f"torchrun failed with {evidence.failures.error}"
+    if evidence.left.status < 0:
+        memory = evidence.left.oom_kills and evidence.left.status == -signal.SIGKILL
+        return f"torchrun was killed by {signal_name(-evidence.left.status)}{_OF_CLASS['oom_kill'] if memory else ''}"
+    if evidence.left.failures is None:
+        return f"torchrun exited with status {evidence.left.status} and left no account"
+    return f"torchrun failed with {evidence.left.failures.error}"
 
 
 def _describe(why: Why, end: RankEnd) -> str:
@@ -272,14 +275,6 @@ def _where(record: FailureRecord) -> str:
     if not record.in_hand:
         return f"step {record.step}, with no batch in hand"
     return f"step {record.step}, {'reading ' if record.doing == 'reading' else ''}batch {record.batch}"
-
-
-def _enumerate(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) <= 4:
-        return "ranks " + ", ".join(map(str, sorted(ranks)))
-    return f"{len(ranks)} other ranks"
 
 
 def signal_name(number: int) -> str:

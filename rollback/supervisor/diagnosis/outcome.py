@@ -137,7 +137,7 @@ class Left(BaseModel, frozen=True):
     status: int
     """torchrun's exit status; -N where signal N ended torchrun."""
     guarded: bool = True
-    """Whether the script is known to have a guard."""
+    """Whether the script is known to have a guard. A script without one runs as under torchrun."""
     refusal: Refusal | None = None
     failures: Failures | None = None
     stopped: tuple[int, ...] = ()
@@ -145,7 +145,7 @@ class Left(BaseModel, frozen=True):
     oom_kills: int = 0
     """How often the kernel's OOM killer struck in the memory cgroups of this host's ranks."""
     lost_nodes: tuple[str, ...] = ()
-    """The nodes that left no account."""
+    """The nodes that left no account: they fell silent, or were started anew while the attempt ran."""
     kept: KeptOnHost | None = None
     """What became of the last snapshot; None: nobody has tried to make one."""
     unrecorded: Unrecorded | None = None
@@ -155,25 +155,17 @@ class Left(BaseModel, frozen=True):
 class AttemptEvidence:
     """What is known of an attempt when all its processes are gone."""
 
-    status: int
-    """torchrun's exit status; -N where signal N ended torchrun."""
+    left: Left
+    """What it left on all hosts."""
     told_to_stop: bool
     attached: bool
     """Whether the ranks had agreed where to begin."""
-    refusal: Refusal | None
     stopped: Stopped | None
-    failures: Failures | None
     step: int | None
     """The furthest step that a rank is known to have reached since the last rollback."""
     furthest: int | None = None
     """The same, with what a rollback has undone."""
     hung: Hung | None = None
-    oom_killed: bool = False
-    """Whether the kernel's OOM killer struck on a host of the job."""
-    lost_nodes: tuple[str, ...] = ()
-    """The nodes that fell silent or were started anew while the attempt ran."""
-    guarded: bool = True
-    """Whether the script is known to have a guard. A script without one runs as under torchrun."""
     finished: Finished | None = None
     final_state_lost: FinalStateLost | None = None
     save_failed: LastSaveFailed | None = None
@@ -186,7 +178,7 @@ class AttemptEvidence:
     def goes_on_at(self) -> int | None:
         """The step with which the next start goes on, where it is known and costs steps. With a host its part of the
         newest checkpoint may be lost."""
-        if self.finished is not None or self.lost_nodes or self.kept is None or self.step is None:
+        if self.finished is not None or self.left.lost_nodes or self.kept is None or self.step is None:
             return None
         return self.kept if self.kept < self.step else None
 
@@ -197,30 +189,31 @@ class AttemptEvidence:
         A rank whose peer was killed often fails at the same moment, so SIGKILL counts for any rank. torchrun itself
         ends ranks with SIGTERM, so SIGTERM counts only for the first one.
         """
-        if self.lost_nodes:
+        if self.left.lost_nodes:
             return True
-        codes = [item.exitcode for item in self.failures.failures if not item.ended] if self.failures else []
-        first = codes[0] if codes else self.status
+        failures = self.left.failures.failures if self.left.failures else ()
+        codes = [failure.exitcode for failure in failures if not failure.ended]
+        first = codes[0] if codes else self.left.status
         return -signal.SIGKILL in codes or -first in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def ending(evidence: AttemptEvidence) -> Ending:
     """The row of the table above that holds."""
-    if evidence.refusal is not None:
+    if evidence.left.refusal is not None:
         return "refused"
-    if evidence.told_to_stop and not evidence.guarded:
+    if evidence.told_to_stop and not evidence.left.guarded:
         return "ended"
     if evidence.stopped is not None and evidence.stopped.reason != "preempted":
         return evidence.stopped.reason
-    if evidence.stopped is not None and (evidence.told_to_stop or evidence.status == 0):
+    if evidence.stopped is not None and (evidence.told_to_stop or evidence.left.status == 0):
         if evidence.stopped.checkpoint is not None:
             return "resumable"
         return "unsaved" if evidence.save_failed is not None else "ended"
-    if evidence.status == 0 and (evidence.final_state_lost is not None or evidence.unrecorded is not None):
+    if evidence.left.status == 0 and (evidence.final_state_lost is not None or evidence.unrecorded is not None):
         return "unkept"
-    if evidence.status == 0 and (evidence.finished is not None or not evidence.attached):
+    if evidence.left.status == 0 and (evidence.finished is not None or not evidence.attached):
         return "done"
-    if evidence.status == 0 and not evidence.told_to_stop:
+    if evidence.left.status == 0 and not evidence.told_to_stop:
         return "left"
     if not evidence.told_to_stop:
         return "failed"

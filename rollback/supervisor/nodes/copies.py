@@ -4,7 +4,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rollback.checkpoints.resume import newest_on_record
+from rollback.checkpoints.resume import on_record
 from rollback.facts.training import Fact, NoBuddyCopy, PartBroughtBack
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.folded_journal import fold_journal
@@ -54,11 +54,12 @@ class Copies:
         members = {report.node: (report.host, report.buddy) for report in there if report.node in seats}
         members[self._place.name] = (self._place.host, self._buddy.address)
         identity, history = read_identity(self._paths), fold_journal(self._paths.train_journal).history
+        newest = on_record(history, history.committed)[::-1][:_WANTED]
         kept = (kept_on_host(self._paths), *(report.kept for report in there))  # a new leader's host may have nothing
         return buddies.model_copy(
             update={
                 "run": identity.run_id if identity is not None else "",
-                "wanted": (*last_snapshots(kept, history.last_attempt), *newest_on_record(history, _WANTED)),
+                "wanted": (*last_snapshots(kept, history.last_attempt), *newest),
                 "addresses": addresses(seats, members),
             }
         )

@@ -13,13 +13,12 @@ from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.outcome import KeptOnHost, Left, merged_kept
 from rollback.supervisor.nodes.copies import Copies
-from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting
+from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting, first_orders
 from rollback.supervisor.nodes.membership import Namesakes, NodePlace, Unlike, differences
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
     NodeReport,
-    Orders,
     RunResult,
     leaders_move,
     merged,
@@ -71,9 +70,7 @@ class Leader(Nodes):
         self._running: set[str] = set()
         self._told_to_end: float | None = None
         self._overtaken, self._namesakes, self._unlike = False, Namesakes(), Unlike(place)
-        directory, ring = str(paths.root.absolute()), ring if meeting.apart else None
-        orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=directory, ring=ring)
-        self._beacon = Beacon(meeting.transport, ORDERS, orders, say)
+        self._beacon = Beacon(meeting.transport, ORDERS, first_orders(paths, place, ring), say)
 
     @property
     def names(self) -> tuple[str, ...]:

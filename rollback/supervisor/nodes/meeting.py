@@ -15,7 +15,6 @@ ask. One that got the lock shows its orders in both ways, and sees in which way 
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import filelock
 
@@ -36,41 +35,8 @@ _LOCKS = 60  # how often all hosts together look at the lock, in a second
 ORDERS, REPORTS = "orders.json", "node-*.json"
 
 
-class Meeting(Protocol):
-    """Where hosts meet. apart: whether every host has a run directory of its own."""
-
-    apart: bool
-
-    @property
-    def transport(self) -> Transport: ...
-
-    def is_led_by(self, orders: Orders) -> bool:
-        """Whether who gives these orders leads."""
-        ...
-
-    def is_leaderless(self) -> bool:
-        """Whether nobody leads any more. A leader may also fall silent."""
-        ...
-
-    def rival(self, own: Orders) -> Orders | None:
-        """The orders of another one that leads by now; None: this one still does. own: what it gives."""
-        ...
-
-    def keep_up(self) -> str | None:
-        """The leader's part: bring up again what has gone down of it. What is to be said of that; None: nothing has.
-
-        Raises NodesMissing where another one has taken its place meanwhile.
-        """
-        ...
-
-    @property
-    def words(self) -> str:
-        """Where the hosts meet and what they must share, for people."""
-        ...
-
-
 class SharedMeeting:
-    """All hosts share the run directory. hosts: how many they are, at most."""
+    """All hosts share the run directory; `apart`: each has one of its own. hosts: how many they are, at most."""
 
     apart = False
 
@@ -82,36 +48,40 @@ class SharedMeeting:
         self._lock_looked_at = time.monotonic()
 
     def is_led_by(self, orders: Orders) -> bool:
-        """By the launch's whole name: in containers each start of a host has the same pid, and what the last one said
-        may still be there."""
+        """Whether who gives these orders leads. By the launch's whole name: in containers each start of a host has the
+        same pid, and what the last one said may still be there."""
         holder = read_holder(self._paths) or {}
         return orders.leader == ":".join(str(holder.get(part)) for part in ("host", "pid", "start"))
 
     def is_leaderless(self) -> bool:
-        """Whether nobody holds the run directory. Checked once a second, by many hosts less often: the check takes the
-        lock for a moment."""
+        """Whether nobody leads any more: nobody holds the run directory. Checked once a second, by many hosts less
+        often: the check takes the lock for a moment. A leader may also fall silent."""
         if time.monotonic() - self._lock_looked_at < self._lock_every:
             return False
         self._lock_looked_at = time.monotonic()
         return lock_is_free(self._paths)
 
     def rival(self, own: Orders) -> Orders | None:
-        """Who has taken the lock while this one held it: this host was cut off from the directory for a while, or its
-        file system does not lock between hosts. What a leader says late that has lost its place is passed over."""
+        """The orders of another one that leads by now; None: this one still does. own: what it gives.
+
+        It has taken the lock while this one held it: this host was cut off from the directory for a while, or its file
+        system does not lock between hosts. What a leader says late that has lost its place is passed over."""
         found = Watchtower(self.transport, ORDERS, Orders).look().get(ORDERS, own)
         return None if found.leader == own.leader or self.is_led_by(own) else found
 
     def keep_up(self) -> str | None:
+        """The leader's part: bring up again what has gone down of it. What is to be said of that; None: nothing."""
         return None
 
     @property
     def words(self) -> str:
+        """Where the hosts meet and what they must share, for people."""
         kind = mount_of(self._paths.root.resolve()).kind
         return f"{self._paths.root}, which all must share; here it lies on {kind}"
 
 
 class EndpointMeeting:
-    """Every host has a run directory of its own; they meet in the store at the endpoint."""
+    """Every host has a run directory of its own; they meet in the store at the endpoint. As `SharedMeeting`."""
 
     apart = True
 
@@ -134,7 +104,9 @@ class EndpointMeeting:
 
     def keep_up(self) -> str | None:
         """The process that has the store may be killed, for want of memory or by mistake. The followers lose their
-        leader by that, and come again; this one would see them for ever as they were."""
+        leader by that, and come again; this one would see them for ever as they were.
+
+        Raises NodesMissing where another process has taken its place meanwhile."""
         if (gone := self.store.gone) is not None:
             self.store.renew()
             if self._is_lost:  # it cannot be made at present: that is tried at every look, and told once
@@ -154,6 +126,15 @@ class EndpointMeeting:
     @property
     def words(self) -> str:
         return f"the store at {self.store.place}, which all must reach"
+
+
+Meeting = SharedMeeting | EndpointMeeting
+
+
+def first_orders(paths: RunPaths, place: NodePlace, ring: str | None) -> Orders:
+    """What a supervisor shows that may lead: who it is, where its record would be, and the job's ring."""
+    directory = str(paths.root.absolute())
+    return Orders(leader=place.launch, host=place.host, pid=place.pid, directory=directory, ring=ring)
 
 
 def lock_is_free(paths: RunPaths) -> bool:
@@ -225,7 +206,7 @@ def find_meeting(
     hint = "raise the limits of processes and open files (ulimit -u, ulimit -n), or make room in memory"
     with reporting(NodesMissing, f"starting the process that reaches the store at {place.endpoint.host}", hint):
         store = StoreTransport(place.endpoint)
-    own = Orders(leader=place.launch, host=place.host, pid=place.pid, ring=ring)
+    own = first_orders(paths, place, ring)
     beacon, other = Beacon(shared.transport, ORDERS, own, say), None
     chosen: tuple[Meeting, bool] | None = None
     patience, unreached = Patience(place.timeout, say, nothing_left, again=again), ""

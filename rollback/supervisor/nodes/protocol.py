@@ -95,7 +95,7 @@ class Orders(BaseModel, frozen=True):
     directory: str = ""
     """The leader's run directory, where the record is. Other hosts write it down for people."""
     ring: str | None = None
-    """Where every host has a run directory of its own: the URL of the job's ring."""
+    """The URL of the job's ring."""
     attached: bool = False
     """The ranks of this attempt have attached: there is a record from now on."""
     stacks: bool = False

@@ -10,9 +10,8 @@ What is large stays where it is: the output of the ranks, the tensors of inciden
 import contextlib
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +28,7 @@ from rollback.supervisor.nodes.protocol import NodeReport
 from rollback.system import files
 from rollback.system.durable import end_of_lines, open_regular, read_small_file, write_file
 from rollback.system.small_json import parse_model
+from rollback.system.threads import beside
 
 _LIMIT = 1 << 18  # bytes of all files of a node together, as JSON: they go in one record
 # What comes from another host is written into the run directory, so nothing else is believed.
@@ -144,23 +144,14 @@ class RecordFiles:
         return stamps
 
 
-@contextmanager
-def handing_over(files: RecordFiles, beacon: Beacon[NodeReport], every: float) -> Iterator[None]:
+def handing_over(files: RecordFiles, beacon: Beacon[NodeReport], every: float) -> AbstractContextManager[None]:
     """A thread shows what is new: a disk that holds it up must not keep this host from saying that its ranks live."""
-    over = threading.Event()
 
     def show() -> None:
-        while not over.wait(every):
-            with contextlib.suppress(OSError):  # when the attempt is over it is tried again
-                beacon.show(files=files.new())
+        with contextlib.suppress(OSError):  # when the attempt is over it is tried again
+            beacon.show(files=files.new())
 
-    thread = threading.Thread(target=show, name="rollback-record-files", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return beside("rollback-record-files", every, show)
 
 
 class RecordKeeper:

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.format.manifest import read_manifest
 from rollback.errors import RollbackError, message_of
 from rollback.ring.drainer import lower_priority
 from rollback.ring.url.fetch import bring, read_manifest_at
@@ -54,23 +53,15 @@ class FetchAhead:
         indexes = read_indexes(self._store)
         names = map(CheckpointName, indexes[0].checkpoints) if indexes else ()
         name = max(names, key=lambda name: name.order, default=None)
-        if name is None or self._is_here(name):
+        if name is None or ring.is_complete(self._paths.checkpoint(name)):
             return
+        files.remove_directory(self._paths.checkpoint(name))
         manifest = read_manifest_at(self._store, name)
         if manifest is None:
             return  # evicted since
         files.make_directory(self._paths.ring)
         bring(self._store, manifest, self._paths, lambda text: None)
         forget_fetched(self._paths, but=name)
-
-    def _is_here(self, name: str) -> bool:
-        directory = self._paths.checkpoint(name)
-        try:
-            ring.require_sizes(read_manifest(directory), directory)
-        except (RollbackError, OSError):
-            files.remove_directory(directory)
-            return False
-        return True
 
 
 def forget_fetched(paths: RunPaths, but: str | None = None) -> None:

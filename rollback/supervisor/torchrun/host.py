@@ -18,10 +18,10 @@ from rollback.instructions import Instructions
 from rollback.rundir.heartbeat_board import HeartbeatBoard, board_if_possible
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, read_heartbeats
-from rollback.supervisor.diagnosis.evidence import left_on_host
+from rollback.supervisor.diagnosis.evidence import unrecorded_by
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.memory import OomCounters
-from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.diagnosis.outcome import Failures, Left, Refusal
 from rollback.supervisor.diagnosis.stacks import take_stacks
 from rollback.supervisor.last_snapshot import ask_for_last_snapshot, forget_last_snapshot, kept_on_host
 from rollback.supervisor.torchrun.command import (
@@ -48,11 +48,13 @@ from rollback.supervisor.torchrun.processes import (
 from rollback.supervisor.torchrun.standby import Standby
 from rollback.supervisor.torchrun.start_conditions import conditions_of
 from rollback.system.processes import name_process, state_of, ticks_computed
+from rollback.system.small_json import sound_model
 
 # After an attempt: remaining ranks have lost their peers and have nothing to save.
 _PATIENCE = 2.0
 # Ranks of a killed supervisor find out by themselves that it is gone, which takes them a few seconds.
 _PATIENCE_WITH_LEFTOVERS = 5.0
+_ACCOUNT = 1 << 20  # bytes of what rank 0 or torchrun's process tells of an end
 
 
 class Running:
@@ -70,9 +72,10 @@ class Running:
         self._paths, self._node, self._board = paths, node, board
         self._torchrun = torchrun
         self._told: set[tuple[psutil.Process, signal.Signals]] = set()
-        self._memory = OomCounters()
-        self._memory.watch()
-        self._states: dict[int, str] = {}
+        self.memory = OomCounters()
+        self.memory.watch()
+        self.states: dict[int, str] = {}
+        """Of the ranks, as they were last looked at."""
         self._computed: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self.hopeless = False
@@ -140,9 +143,9 @@ class Running:
         beats = self.beats()
         ranks = living_ranks(beats, self._paths)
         self._pids = {rank: process.pid for rank, process in ranks.items()}
-        self._memory.watch(process.pid for process in ranks.values())
+        self.memory.watch(process.pid for process in ranks.values())
         found = {rank: state for rank, process in ranks.items() if (state := state_of(process.pid)) is not None}
-        self._states.update(found)
+        self.states.update(found)
         return dict.fromkeys(dead_ranks(beats), GONE) | found
 
     def take_stacks(self) -> tuple[int, ...]:
@@ -159,14 +162,6 @@ class Running:
             ask_for_last_snapshot(self._paths, self.attempt, last)
         self._torchrun.kill()
         return self._torchrun.wait()
-
-    def stopped(self) -> tuple[int, ...]:
-        """The ranks that were SIGSTOPped when they were last looked at."""
-        return tuple(sorted(rank for rank, state in self._states.items() if state in ("T", "t")))
-
-    def oom_kills(self) -> int:
-        """How often the kernel's OOM killer struck in the memory cgroups of this host's ranks."""
-        return self._memory.kills()
 
 
 class Host:
@@ -308,13 +303,13 @@ class Host:
 
     def left(self, status: int, running: Running) -> Left:
         """What the attempt that has just ended left on this host. status: torchrun's."""
-        return left_on_host(
-            status,
-            refusal=self._refusal,
-            failures=self._failures,
+        return Left(
+            status=status,
             guarded=self.guarded,
-            stopped=running.stopped(),
-            oom_kills=running.oom_kills(),
+            refusal=sound_model(self._refusal, Refusal, _ACCOUNT),  # who wrote it may have been killed meanwhile
+            failures=sound_model(self._failures, Failures, _ACCOUNT),
+            stopped=tuple(sorted(rank for rank, state in running.states.items() if state in ("T", "t"))),
+            oom_kills=running.memory.kills(),
             kept=kept_on_host(self._paths, running.attempt),
-            beats=running.beats_in_memory(),
+            unrecorded=unrecorded_by(running.beats_in_memory()),
         )

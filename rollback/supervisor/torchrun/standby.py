@@ -25,7 +25,6 @@ class Standby:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._ready = False
 
     @property
     def waiting(self) -> list[psutil.Process]:
@@ -33,18 +32,9 @@ class Standby:
             return []
         return [psutil.Process(self._process.pid)]
 
-    @property
-    def ready(self) -> bool:
-        """Whether the process has completed its imports."""
-        if not self._ready and self._socket is not None and self.waiting:
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                self._ready = bool(self._socket.recv(16, socket.MSG_DONTWAIT))
-        return self._ready
-
     def prepare(self, environment: Mapping[str, str]) -> None:
         """Start the process; none waits. environment: the present attempt's; `take` gives the final one."""
         self.drop()
-        self._ready = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = subprocess.Popen(
@@ -67,7 +57,10 @@ class Standby:
         process, connection = self._process, self._socket
         if not self.waiting or process is None or connection is None or list(command[: len(_LAUNCHER)]) != _LAUNCHER:
             return None
-        if not self.ready:
+        ready = b""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            ready = connection.recv(16, socket.MSG_DONTWAIT)
+        if not ready:
             self.drop()
             return None
         order = {"arguments": list(command[len(_LAUNCHER) :]), "environment": dict(environment), "folder": os.getcwd()}

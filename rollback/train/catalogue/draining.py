@@ -9,13 +9,12 @@ from typing import Any
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.checkpoints.resume import candidates
+from rollback.checkpoints.resume import candidates, on_record
 from rollback.config import ENV_SUPERVISOR, Settings, settings_text
 from rollback.errors import CheckpointDamaged, RollbackError, message_of
 from rollback.facts.history import History, in_durable_ring
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import Helper
-from rollback.ring.schedule import of_present
 from rollback.ring.url.fetch import fetch, fetch_checkpoint, read_manifest_at
 from rollback.ring.url.store import Store
 from rollback.rundir.journal.folded_journal import fold_journal
@@ -82,8 +81,8 @@ def only_at_url(
         return [], None
     newest = next((manifest.seq for manifest in candidates(history, here)), -1)
     try:
-        there = of_present(history, in_durable_ring(fold_journal(paths.supervisor_journal).history))
-        wanted = [CheckpointName(item.name) for item in there if item.seq > newest]
+        there = on_record(history, in_durable_ring(fold_journal(paths.supervisor_journal).history))
+        wanted = [name for name in there if name.seq > newest]
         store = Store(settings.ring, patience=_PATIENCE_AT_START) if wanted else None
         found = [_manifest_at(store, name) for name in wanted] if store is not None else []
     except (RollbackError, OSError) as error:

@@ -16,7 +16,7 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.errors import CheckpointDamaged, RollbackError, message_of
 from rollback.facts.training import Fetched, Trouble
 from rollback.policy import PolicyCheckpoint
-from rollback.ring.recorded import good_ones_at
+from rollback.ring.schedule import good_ones_at
 from rollback.ring.url.fetch import bring, read_manifest_at
 from rollback.ring.url.store import Store
 from rollback.rundir.journal.folded_journal import fold_journal

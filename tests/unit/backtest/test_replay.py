@@ -16,8 +16,7 @@ from curves import descent, norms, raised
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from rollback.backtest.columns import Overrides, find_columns, observations
-from rollback.backtest.many import replay_all
-from rollback.backtest.replay import replay
+from rollback.backtest.replay import replay, replay_all
 from rollback.backtest.steps import counted_on
 from rollback.backtest.table import read_table
 from rollback.backtest.text import describe
@@ -601,7 +600,7 @@ def test_a_pool_of_processes_gives_what_one_gives(tmp_path: Path, monkeypatch: p
     alone = [
         found.to_json() for found in replay_all(logs, Overrides(), Settings()) if not isinstance(found, UsageError)
     ]
-    monkeypatch.setattr("rollback.backtest.many._WORTH_A_POOL", 0)
+    monkeypatch.setattr("rollback.backtest.replay._WORTH_A_POOL", 0)
     pooled = [
         found.to_json() for found in replay_all(logs, Overrides(), Settings()) if not isinstance(found, UsageError)
     ]

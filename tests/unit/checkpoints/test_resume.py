@@ -5,7 +5,7 @@ import pytest
 from checkpoints import manifest_of
 from recorded_run import attached, incident, rollback_plan
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.checkpoints.resume import candidates, healthy_before, newest_on_record, next_seq, of_present_timeline
+from rollback.checkpoints.resume import candidates, healthy_before, next_seq, of_present_timeline, on_record
 from rollback.facts.history import History, fold
 from rollback.facts.training import BecameGood, Committed, Evicted, Fact, Finished, JournalEntry, Restored
 from rollback.rundir.records import Metric
@@ -127,16 +127,16 @@ def test_checkpoints_of_the_new_timeline_belong_to_the_run() -> None:
 
 
 def test_by_the_record_a_run_may_go_on_from_what_was_committed_and_not_cut_off() -> None:
-    assert newest_on_record(History(), 9) == []
-    assert newest_on_record(history_of(), 9) == NAMES[::-1]
-    assert newest_on_record(history_of(), 2) == [NAMES[3], NAMES[2]]
+    assert on_record(History(), NAMES) == []
+    assert on_record(history_of(), NAMES[::-1]) == NAMES
+    assert on_record(history_of(), [NAMES[2], "c000099-s00000099"]) == [NAMES[2]]
     pending = history_of(incident(1, 45, 49), plan_to(1, discards=(NAMES[2],)))
-    assert newest_on_record(pending, 9) == [NAMES[1], NAMES[0]]
+    assert on_record(pending, NAMES) == NAMES[:2]
     done = history_of(incident(1, 45, 49), plan_to(1), restored(1))
     late = Committed(checkpoint="c000007-s00000060", step=60, batch=120, timeline=0, bytes=1, seconds=0.1)
     later = late.model_copy(update={"checkpoint": "c000008-s00000060", "timeline": 1})
     history = fold([JournalEntry(seq=9, at="", attempt=1, fact=fact) for fact in (late, later)], done)
-    assert newest_on_record(history, 9) == [later.checkpoint, NAMES[1], NAMES[0]], "not what was in the making then"
+    assert on_record(history, history.committed) == [*NAMES[:2], later.checkpoint], "not what was in the making then"
 
 
 def test_a_ring_that_lost_everything_has_no_candidates() -> None:

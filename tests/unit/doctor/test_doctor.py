@@ -15,18 +15,19 @@ from rollback.checkpoints import ring
 from rollback.cli import app
 from rollback.cli.windows import parse_size
 from rollback.doctor import machine, storage
-from rollback.doctor.examine import Question, examine
+from rollback.doctor.examine import examine
 from rollback.doctor.findings import DoctorReport, size
 from rollback.doctor.machine import judge_clock, judge_cores, judge_limits, judge_python, judge_torch
-from rollback.doctor.memory import judge_fast_tier, look_at_fast_tier
 from rollback.doctor.storage import (
     Disk,
     Mount,
+    judge_fast_tier,
     judge_kind,
     judge_room,
     judge_save,
     judge_syncs,
     look_at_disk,
+    look_at_fast_tier,
     look_at_ring,
     measure,
 )
@@ -186,8 +187,8 @@ def test_a_ring_that_cannot_be_used_fails_with_what_to_do(url: str) -> None:
 
 
 def test_the_whole_examination_makes_no_run_directory(tmp_path: Path) -> None:
-    question = Question(tmp_path / "runs" / "x", None, GIB, os.cpu_count(), None, 60.0, base=tmp_path)
-    report = examine(question)
+    run = tmp_path / "runs" / "x"
+    report = examine(run, state_bytes=GIB, ranks=os.cpu_count(), grace=60.0, base=tmp_path)
     assert {finding.topic for finding in report.findings} >= {
         "torch", "fast tier", "run directory", "disk space", "sync", "saving to disk", "cores", "limits", "clock"
     }  # fmt: skip
@@ -202,7 +203,7 @@ def test_memory_is_asked_for_what_the_ranks_of_this_host_store(tmp_path: Path) -
     shards = ring.manifests(paths)[0][0].shards
     assert shards[0].size == shards[1].size
     for ranks, bytes_here in ((1, shards[0].size), (2, 2 * shards[0].size), (None, 2 * shards[0].size)):
-        report = examine(Question(paths.root, None, None, ranks, None, 60.0, base=tmp_path))
+        report = examine(paths.root, ranks=ranks, grace=60.0, base=tmp_path)
         (tier,) = [finding.found for finding in report.findings if finding.topic == "fast tier"]
         assert f"a checkpoint has {size(bytes_here)}" in tier
         assert report.state_bytes == 2 * shards[0].size
@@ -210,9 +211,9 @@ def test_memory_is_asked_for_what_the_ranks_of_this_host_store(tmp_path: Path) -
 
 def test_what_a_run_directory_tells_need_not_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RecordedRun(tmp_path / "run", monkeypatch, world_size=3)
-    assert examine(Question(run.paths.root, None, None, None, None, 60.0)).ranks == 3
+    assert examine(run.paths.root, grace=60.0).ranks == 3
     run.paths.identity.write_text("{")
-    report = examine(Question(run.paths.root, None, None, None, None, 60.0))
+    report = examine(run.paths.root, grace=60.0)
     assert [finding.topic for finding in report.findings if finding.level == "fail"] == ["run"]
 
 

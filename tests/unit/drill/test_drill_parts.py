@@ -20,9 +20,9 @@ from rollback.cli import app
 from rollback.cli.launch_options import as_arguments
 from rollback.config import ENV_SETTINGS, Settings, settings_from
 from rollback.drill import drill as drilling
+from rollback.drill.drill import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.faults import FAULTS, PlannedFault
 from rollback.drill.judge import compare, differences, judge
-from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.trials import Trial
 from rollback.errors import ExitCode, UsageError
 from rollback.facts.training import Dropped, Finished, Restored
@@ -224,13 +224,13 @@ def test_checkpoints_by_their_cost_are_checkpoints_by_the_drill_s_plan() -> None
 def test_the_real_run_s_ring_is_not_written_to_whoever_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[drilling.DrillOrder] = []
+    asked: list[drilling.Drill] = []
 
-    def note(request: drilling.DrillOrder, tell: Any) -> Any:
-        asked.append(request)
+    def note(drill: drilling.Drill) -> Any:
+        asked.append(drill)
         raise UsageError("enough")
 
-    monkeypatch.setattr(drilling, "drill", note)
+    monkeypatch.setattr(drilling.Drill, "run", note)
     monkeypatch.chdir(tmp_path)
     Path("x.py").touch()
     runner = CliRunner()

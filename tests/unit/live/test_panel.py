@@ -33,15 +33,13 @@ from rollback.facts.training import (
 from rollback.inspect.status.status import Status, StatusReader, read_status
 from rollback.live.panel import Curves, panel
 from rollback.live.panel_screen import PanelScreen, above
-from rollback.live.telling import line_of
 from rollback.live.view import View
-from rollback.live.watch import standing, watch_lines
+from rollback.live.watch import line_of, standing, watch_lines
 from rollback.rundir.lock import RunLock
 from rollback.rundir.records import Heartbeat, LineWriter, Metric, metric_line, write_heartbeat
 from rollback.system.processes import start_of
-from rollback.terminal.braille import draw
 from rollback.terminal.canvas import Canvas
-from rollback.terminal.curve import CAPACITY, Bucket, Curve, extent
+from rollback.terminal.curve import CAPACITY, Bucket, Curve, draw, extent
 from rollback.terminal.messages import line_for
 
 LIMIT = 30.0
@@ -93,6 +91,12 @@ def test_a_curve_is_drawn_from_above_to_below_with_a_cross_for_what_is_not_finit
     columns = [Bucket(2.0, 2.0), Bucket(2.0, 2.0), Bucket(1.0, 1.0), Bucket(1.0, 1.0), Bucket(nonfinite=True)]
     top, bottom = (line.plain for line in draw(columns, extent(columns), 2))
     assert (top, bottom) == ("⠉⡆⠀", "⠀⣇×")
+
+
+def test_a_curve_further_than_a_float_goes_is_drawn() -> None:
+    columns = [Bucket.of(1e308), Bucket.of(-1e308)]
+    (line,) = draw(columns, extent(columns), 1)
+    assert line.plain == "⢱"
 
 
 # The picture ----------------------------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ from rollback.facts.supervisor import Hung
 from rollback.facts.training import Advice, AttemptEnded, AttemptStarted, Trouble
 from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.reading import read_material
-from rollback.report.account import account
-from rollback.report.page import make_page
+from rollback.report.page import make_page, time_parts
 from rollback.report.series import nonfinite_ranges, series, stretches, table, thin
 from rollback.rundir.metrics.metric_columns import MetricColumns, joined, last_steps, metric_pieces
 from rollback.rundir.records import LineWriter, metric_line, read_metrics
@@ -166,10 +165,8 @@ def test_the_account_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     eventful_run(tmp_path / "run", monkeypatch)
     material = read_material(tmp_path / "run")
     ledger = compile_ledger(material)
-    spent = account(ledger)
-    assert spent is not None
-    parts = {part.key: part for part in spent.parts}
-    assert sum(part.seconds for part in spent.parts) == pytest.approx(ledger.totals.seconds)
+    parts = {part.key: part for part in time_parts(ledger)}
+    assert sum(part.seconds for part in parts.values()) == pytest.approx(ledger.totals.seconds)
     assert parts["rewinds"].seconds + parts["restarts"].seconds == pytest.approx(ledger.totals.seconds_lost)
     assert parts["down"].seconds == pytest.approx(ledger.totals.seconds_down)
     assert (parts["healthy"].steps, parts["rewinds"].steps, parts["restarts"].steps) == (100, 40, 10)
@@ -192,9 +189,7 @@ def test_what_a_hang_kept_waiting_is_told_apart(tmp_path: Path, monkeypatch: pyt
     )
     write_processes(run.paths.processes(1), [seen])
     material = read_material(run.paths.root)
-    spent = account(compile_ledger(material))
-    assert spent is not None
-    assert {part.key: part.seconds for part in spent.parts} == pytest.approx(
+    assert {part.key: part.seconds for part in time_parts(compile_ledger(material))} == pytest.approx(
         {"healthy": 0, "rewinds": 0, "restarts": 20, "stalled": 60, "down": 10}
     )
     page = make_page(run.paths.root)

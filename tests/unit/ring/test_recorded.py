@@ -15,7 +15,7 @@ from rollback.facts.training import (
     Restored,
 )
 from rollback.policy import PolicyCheckpoint
-from rollback.ring.recorded import good_ones_at
+from rollback.ring.schedule import good_ones_at
 from rollback.rundir.paths import CheckpointName
 
 URL = "s3://bucket/run"

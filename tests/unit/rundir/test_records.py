@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.rundir.all_heartbeats import HostBeats, read_all_heartbeats
 from rollback.rundir.beacon import write_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import (
     Heartbeat,
+    HostBeats,
     LineWriter,
     Metric,
     SkippedBatch,
     metric_line,
+    read_all_heartbeats,
     read_heartbeats,
     read_metrics,
     read_skipped,

@@ -37,7 +37,7 @@ from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.complete import change_in_words
 from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure, Refusal, ending
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, RankFailure, Refusal, ending
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.signals import StopSignals
@@ -66,14 +66,12 @@ def evidence(
     kept: int | None = None,
 ) -> AttemptEvidence:
     return AttemptEvidence(
-        status=status,
+        left=Left(status=status, refusal=refusal, failures=failures),
         told_to_stop=told,
         attached=attached,
         finished=Finished(step=9, batch=9, checkpoint="c000001-s00000009") if finished else None,
         final_state_lost=LOST if lost else None,
-        refusal=refusal,
         stopped=stopped,
-        failures=failures,
         step=step,
         save_failed=UNSAVED if unsaved else None,
         kept=kept,
@@ -112,7 +110,7 @@ def attached_at(step: int) -> Attached:
 def test_where_the_next_start_goes_on_is_told_only_where_no_host_s_part_is_lost_and_steps_are() -> None:
     behind = evidence(step=84, kept=75, told=True)
     assert behind.goes_on_at == 75
-    assert replace(behind, lost_nodes=("node-1",)).goes_on_at is None
+    assert replace(behind, left=Left(status=0, lost_nodes=("node-1",))).goes_on_at is None
     assert replace(behind, kept=84).goes_on_at is None
     assert evidence(step=84, kept=75, finished=True).goes_on_at is None
 
@@ -176,7 +174,7 @@ class TestEnding:
         [(True, 0, "ended"), (True, 1, "ended"), (False, 0, "done"), (False, 1, "failed"), (False, -9, "failed")],
     )
     def test_a_script_without_a_guard_is_never_resumable(self, told: bool, status: int, expected: str) -> None:
-        without = replace(evidence(told=told, status=status), guarded=False, attached=False)
+        without = replace(evidence(told=told, attached=False), left=Left(status=status, guarded=False))
         assert ending(without) == expected
 
     @pytest.mark.parametrize("told", [False, True])
@@ -192,7 +190,7 @@ class TestEnding:
         """Also where it was full when the ranks attached, so that the journal does not even have that."""
         unrecorded = replace(evidence(told=told, attached=attached), unrecorded="no space left")
         assert ending(unrecorded) == "unkept"
-        assert ending(replace(unrecorded, status=1, told_to_stop=False)) == "failed"
+        assert ending(replace(unrecorded, left=Left(status=1), told_to_stop=False)) == "failed"
 
     @given(st.sampled_from([None, PREEMPTED, STRUCTURAL]), st.booleans(), st.sampled_from([0, 1, -9]))
     def test_a_refusal_comes_first(self, stopped: Stopped | None, told: bool, status: int) -> None:

@@ -700,7 +700,8 @@ def test_a_connection_passes_files_of_many_pieces(tmp_path: Path, monkeypatch: p
     (tmp_path / "file").write_bytes(data)
     one, other = socket.socketpair()
     pieces: list[int] = []
-    with BuddyConnection(one, lambda: False) as here, BuddyConnection(other, lambda: False) as there:
+    with one, other:
+        here, there = BuddyConnection(one, lambda: False), BuddyConnection(other, lambda: False)
         here.send_file(tmp_path / "file", len(data), pieces.append)
         assert there.receive(len(data)) == data
         with pytest.raises(Refused, match="shorter than its manifest says"):

@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, FedMarks, MarkPiece, NewsOfMarks
 from rollback.rundir import seal
 from rollback.rundir.paths import shard_name
-from rollback.supervisor.buddy import mark_sender, server, wire
+from rollback.supervisor.buddy import sender, server, wire
 from rollback.supervisor.buddy.sender import BuddySender
 from rollback.supervisor.buddy.wire import BuddyRequest, MarksHere, connect
 
@@ -56,8 +57,8 @@ def ends(host: HostHere, rank: int, seat: int = 0) -> list[int]:
 
 @pytest.fixture
 def both(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[HostHere, HostHere]:
-    for name in ("_BEGIN", "_AGAIN"):
-        monkeypatch.setattr(mark_sender, name, 0.02)
+    for name in ("_BEGIN", "_MARKS_AGAIN"):
+        monkeypatch.setattr(sender, name, 0.02)
     return make("first", 0), make("second", 1)
 
 
@@ -106,7 +107,7 @@ def test_a_host_that_only_says_that_it_lives_is_heard(
     both: tuple[HostHere, HostHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = both
-    monkeypatch.setattr(mark_sender, "MARKS_EVERY", 0.01)
+    monkeypatch.setattr(sender, "MARKS_EVERY", 0.01)
     Ranks(first, 0).end(1)
     begin(first, second)
     wait_for(lambda: ends(second, 0) == [1])
@@ -254,7 +255,7 @@ def told(pieces: Sequence[MarkPiece]) -> list[tuple[int, int]]:
 
 def test_only_what_is_new_and_whole_is_told(both: tuple[HostHere, HostHere]) -> None:
     ranks = Ranks(both[0], 0, 1)
-    with news(ranks.paths, 0, 1) as look:
+    with closing(news(ranks.paths, 0, 1)) as look:
         assert look.new() == []
         ranks.marks[1].write(end(1), b"body")
         (piece,) = look.new()
@@ -372,7 +373,7 @@ def test_a_run_with_a_seal_sends_no_marks_and_takes_none(
     monkeypatch.setenv(seal.ENV_SEAL, str(key))
     both = first, second = make("first", 0), make("second", 1)
     begin(first, second)
-    assert [type(sender) for sender in first.buddy._senders] == [BuddySender]
+    assert [type(one) for one in first.buddy._senders] == [BuddySender]
     with connect(second.buddy.address, of(*both).secret, lambda: False) as connection:
         connection.say(BuddyRequest(run=IDENTITY.run_id, seat=0, marks=MarksHere(ranks=(0,), hosts="{}")))
         assert "no seal" in str(connection.hear(wire.Answer).fault)

@@ -8,7 +8,7 @@ from rollback.facts.training import Fact, FinalStateLost, Finished
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat
-from rollback.supervisor.diagnosis.evidence import TrainJournal, gather, left_on_host
+from rollback.supervisor.diagnosis.evidence import TrainJournal, gather, unrecorded_by
 from rollback.supervisor.diagnosis.outcome import Left, Unrecorded, account_of, ending
 
 FULL = Unrecorded(step=9, why="No space left on device")
@@ -20,16 +20,9 @@ def beat(unrecorded: str = "") -> Heartbeat:
     return Heartbeat(pid=1, host="h", attempt=1, step=9, batch=9, doing="leaving", monotonic=1.0, unrecorded=unrecorded)
 
 
-def left(tmp_path: Path, beats: dict[int, Heartbeat]) -> Left:
-    nothing = tmp_path / "nothing"
-    return left_on_host(
-        0, refusal=nothing, failures=nothing, guarded=True, stopped=(), oom_kills=0, kept=None, beats=beats
-    )
-
-
-def test_the_board_tells_what_the_journal_could_not_take(tmp_path: Path) -> None:
-    assert left(tmp_path, {0: beat(FULL.why), 1: beat()}).unrecorded == FULL
-    assert left(tmp_path, {0: beat(), 1: beat()}).unrecorded is None
+def test_the_board_tells_what_the_journal_could_not_take() -> None:
+    assert unrecorded_by({0: beat(FULL.why), 1: beat()}) == FULL
+    assert unrecorded_by({0: beat(), 1: beat()}) is None
 
 
 @pytest.mark.parametrize(

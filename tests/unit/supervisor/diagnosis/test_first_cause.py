@@ -11,7 +11,7 @@ from rollback.facts.training import Finished, Hung, Stopped, Window
 from rollback.rundir.failures import FailureRecord, merely_noticed
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.diagnosis.first_cause import RankEnd, cause, first_cause, why_of
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure, Refusal
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, RankFailure, Refusal
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
 
@@ -21,9 +21,13 @@ def evidence(
 ) -> AttemptEvidence:
     failures = Failures(error=error, failures=()) if error else None
     return AttemptEvidence(
-        status=status, told_to_stop=told, attached=True, refusal=None, stopped=None, failures=failures, step=None,
+        left=Left(status=status, failures=failures),
+        told_to_stop=told,
+        attached=True,
+        stopped=None,
+        step=None,
         hung=hung,
-    )  # fmt: skip
+    )
 
 
 def failure(rank: int, exitcode: int, message: str | None = None, *, ended: bool = False, at: int = 5) -> RankFailure:
@@ -177,7 +181,7 @@ def test_the_earlier_of_two_is_known_also_where_torchrun_alone_saw_one(ends: lis
 )
 def test_a_node_that_was_lost_is_the_cause_whatever_its_peers_raised(nodes: tuple[str, ...], told: str) -> None:
     ends = [raised(1, "ValueError", "bad"), raised(0, "RuntimeError", GLOO), RankEnd(2)]
-    found = first_cause(replace(evidence(), lost_nodes=nodes), ends)
+    found = first_cause(replace(evidence(), left=Left(status=1, lost_nodes=nodes)), ends)
     assert found is not None
     assert (found.why, found.rank, found.followed, found.host) == ("node_lost", None, (0, 1), None)
     assert found.text == told
@@ -355,7 +359,13 @@ class TestInWords:
 
     @pytest.mark.parametrize(
         ("others", "named"),
-        [(1, "rank 1"), (2, "ranks 1, 2"), (4, "ranks 1, 2, 3, 4"), (5, "5 other ranks"), (40, "40 other ranks")],
+        [
+            (1, "rank 1"),
+            (2, "ranks 1, 2"),
+            (4, "ranks 1, 2, 3, 4"),
+            (5, "ranks 1, 2, 3, 4 and 1 more"),
+            (40, "ranks 1, 2, 3, 4 and 36 more"),
+        ],
     )
     def test_a_few_other_ranks_are_named_and_many_are_counted(self, others: int, named: str) -> None:
         first = "rank 0 (pid 10) raised ValueError: bad at step 7, batch 9"
@@ -392,12 +402,14 @@ class TestInWords:
         assert cause(exiting, first_cause(exiting, [late])) == "ended on request, after the ranks had stopped together"
 
     def test_what_the_ranks_refused_is_told_and_not_that_they_ended(self) -> None:
-        refused = replace(evidence(0), refusal=Refusal(exit_code=74, message="the journal cannot be opened"))
+        refused = replace(
+            evidence(), left=Left(status=0, refusal=Refusal(exit_code=74, message="the journal cannot be opened"))
+        )
         assert cause(refused, first_cause(refused, [])) == "the ranks refused to go on: the journal cannot be opened"
 
     def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
         assert self.told(status=-9) == "torchrun was killed by signal 9 (SIGKILL)"
-        for_memory = replace(evidence(-9), oom_killed=True)
+        for_memory = replace(evidence(), left=Left(status=-9, oom_kills=1))
         told = "torchrun was killed by signal 9 (SIGKILL) (the kernel was out of memory)"
         assert cause(for_memory, first_cause(for_memory, [])) == told
         assert self.told(status=3) == "torchrun exited with status 3 and left no account"

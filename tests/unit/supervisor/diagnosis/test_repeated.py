@@ -4,8 +4,8 @@ import pytest
 
 from rollback.facts.training import AttemptEnded, JournalEntry, Window
 from rollback.rundir.failures import FailureRecord
+from rollback.supervisor.diagnosis.blamed_data import comes_again
 from rollback.supervisor.diagnosis.first_cause import FirstCause
-from rollback.supervisor.diagnosis.repeated import comes_again
 
 
 def ended(*ends: tuple[int, str]) -> list[JournalEntry]:
