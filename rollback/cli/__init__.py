@@ -1,4 +1,4 @@
-"""The command line: thin files for the commands. Nothing here imports torch, so help is there at once."""
+"""The command line: one thin file per command. Nothing here imports torch, so help is there at once."""
 
 import sys
 from pathlib import Path
@@ -9,6 +9,7 @@ import typer
 from rollback import __version__
 from rollback.cli.adopt import adopt
 from rollback.cli.answers import answering
+from rollback.cli.audit import AUDIT_CODES, audit
 from rollback.cli.backtest import backtest
 from rollback.cli.command_line import LaunchCommand
 from rollback.cli.control import CONTROL_CODES, rewind, skip, stop
@@ -16,9 +17,11 @@ from rollback.cli.doctor import DOCTOR_CODES, doctor
 from rollback.cli.drill import DRILL_CODES, drill
 from rollback.cli.launch import launch
 from rollback.cli.launch_options import LAUNCH_CONTEXT
-from rollback.cli.reading import AUDIT_CODES, audit, report, status, why
+from rollback.cli.report import report
 from rollback.cli.ring import ring
+from rollback.cli.status import status
 from rollback.cli.track import track
+from rollback.cli.why import why
 from rollback.errors import RollbackError
 from rollback.rundir.seal import use
 from rollback.system.processes import be_told_of_children

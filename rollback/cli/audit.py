@@ -1,104 +1,21 @@
-"""`rollback status`, `why`, `audit` and `report`: what a run directory tells of a run. Nothing is written into it."""
+"""`rollback audit`: what happened to a run."""
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
 
 import typer
 
-from rollback.cli.answers import Answer, JsonOption, RunArgument, answering, say_notices, show
+from rollback.cli.answers import Answer, RunArgument, answering, say_notices
 from rollback.errors import UsageError
 from rollback.system.collector import no_collection
-from rollback.terminal.messages import say
 
 Format = Literal["text", "json", "jsonl", "csv", "parquet"]
 AUDIT_CODES = (
     "Exit codes: 0 done. With --verify: 0 everything agrees; 1 the journals are sound, but what was recorded beside "
     "them does not agree; 74 a journal is damaged, or cannot be read."
 )
-
-
-def status(
-    run: RunArgument,
-    json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until the run has ended, or until `q`.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="With --watch: lines instead of a panel.")] = False,
-) -> None:
-    """Show what a run is doing: step, loss, last good checkpoint, incidents, and whether its processes are alive.
-
-    Reads the run directory and writes nothing into it; a running run is not disturbed.
-    """
-    if watch and json:
-        raise UsageError("--watch and --json exclude each other", hint="call `rollback status --json` now and then")
-    if watch:
-        _watch(run, plain)
-        return
-    from rollback.inspect.status.status import read_status
-    from rollback.inspect.status.text import print_status
-
-    with no_collection():
-        found = read_status(run)
-        say_notices(found.notices)
-        show(found, print_status, json=json)
-
-
-def _watch(run: Path, plain: bool) -> None:
-    """The panel on stdout where that is a terminal, else lines."""
-    from rollback.inspect.audit.reading import require_run_directory
-    from rollback.live.panel_screen import terminal
-    from rollback.live.watch import watch_lines, watch_panel
-
-    require_run_directory(run)
-    console = None if plain else terminal(sys.stdout)
-    try:
-        if console is None:
-            watch_lines(run, sys.stdout)
-        else:
-            watch_panel(run, console)
-    except OSError as error:
-        say(f"the terminal is gone ({error.strerror or error})")
-
-
-@no_collection()
-def why(
-    run: RunArgument,
-    attempt: Annotated[
-        int | None, typer.Option(help="Which attempt.", show_default="the last one that failed", min=1)
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """Show why a run died: which rank, what, where, its traceback or stacks, what followed, and what was done.
-
-    Works on a running, dead or finished run, and writes nothing into it.
-    """
-    from rollback.inspect.why.text import print_account
-    from rollback.inspect.why.why import read_account
-
-    account = read_account(run, attempt)
-    say_notices(account.notices)
-    show(account, print_account, json=json)
-
-
-@no_collection()
-def report(
-    run: RunArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),
-) -> None:
-    """Make one HTML file of a run: its curve, incidents with their evidence, checkpoints, and where the time went.
-
-    The file needs no network and no other file. Reads the run directory and writes nothing into it; a running run is
-    not disturbed.
-    """
-    from rollback.report.page import make_page
-    from rollback.terminal.files import replacing
-
-    began = time.monotonic()
-    page = make_page(run).encode()
-    with replacing(output, run) as path:
-        path.write_bytes(page)
-    say(f"{output}: {len(page) / 1e6:.2f} MB, made in {time.monotonic() - began:.1f} s")
 
 
 @no_collection()
