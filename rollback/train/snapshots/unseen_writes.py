@@ -18,8 +18,7 @@ from rollback.train.snapshots import drift
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.backward import BackwardWatch
-from rollback.train.updates.closures import before_update
-from rollback.train.updates.hooks import weak_hook
+from rollback.train.updates.hooks import before_update, weak_hook
 
 FIRST_STEPS = 3
 """Steps of an attempt in which it is looked for."""

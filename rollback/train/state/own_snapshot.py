@@ -17,12 +17,13 @@ from torch import Tensor
 from rollback.facts.training import Wrapping
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import sharding_of, version_of
-from rollback.train.state.optimizer_state import tensors_of_state
 from rollback.train.state.state import TrainingState
+from rollback.train.state.stateful import tensors_of_state
 from rollback.train.updates.advice import (
     OWN_SNAPSHOT_AT_THE_START,
     OWN_SNAPSHOT_ON_RESUME,
     WRITTEN_BEHIND_GUARD,
+    filled,
 )
 
 
@@ -46,9 +47,8 @@ class Traces:
         reloaded = first_writes is not None and 0 < self.parameters <= self.writes - first_writes
         if not self.updated and not reloaded:
             return None
-        code, text = OWN_SNAPSHOT_ON_RESUME
         done = "loaded the state of its optimizer" if self.updated else "written to all parameters of the model"
-        return code, text.format(done=done, step=step)
+        return filled(OWN_SNAPSHOT_ON_RESUME, done=done, step=step)
 
 
 def traces_of(state: TrainingState) -> Traces:
@@ -74,8 +74,7 @@ class WritesBehind:
         restored = self._run.restored
         if restored is None or not any(self._run.ranks.from_each(self._then != self._versions())):
             return False
-        code, text = WRITTEN_BEHIND_GUARD
-        self._run.record.advise(code, text.format(step=restored.step))
+        self._run.record.advise(*filled(WRITTEN_BEHIND_GUARD, step=restored.step))
         return True
 
     def _versions(self) -> list[tuple[int, int]]:

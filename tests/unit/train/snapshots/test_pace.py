@@ -12,7 +12,7 @@ from toy import facts
 import rollback
 from rollback.config import FIRST_PACE
 from rollback.facts.training import Committed, Paced
-from rollback.train.snapshots.pace import CEILING, SnapshotPace
+from rollback.train.snapshots.schedule import CEILING, SnapshotPace
 
 seconds = st.floats(1e-4, 100.0)
 overheads = st.floats(0.001, 1.0)
