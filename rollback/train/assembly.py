@@ -155,4 +155,4 @@ class GuardAssembly:
             self._step_in_progress.rollback_applied, schedule.rollback_applied, lowered_rate.rollback_applied,
         ]  # fmt: skip
         if run.restored is not None:
-            self._passes.resume(left=state.counters.epoch_left, strayed=self._rewinder.written.found)
+            self._passes.resume(left=state.counters.epoch_left, strayed=self._rewinder.written)

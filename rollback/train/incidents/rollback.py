@@ -16,7 +16,7 @@ from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.held import HeldGradients, HeldState
-from rollback.train.state.own_snapshot import WritesBehind
+from rollback.train.state.own_snapshot import writes_behind
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import NOT_IN_CHECKPOINT
 from rollback.train.updates.wrappers import ddp_inside
@@ -45,7 +45,7 @@ class Rewinder:
         self.held: HeldState | None = None
         """The state before the update in progress, where that can be undone."""
         self.rehearsing = rehearsing
-        self.written = WritesBehind(run, state)
+        self.written = writes_behind(run, state)
         self.before: Callable[[], object] = lambda: None
         """Called when the live objects are about to change."""
         self.subscribers: list[Callable[[RollbackApplied], object]] = []
@@ -165,16 +165,9 @@ class Rewinder:
 
 
 def needs_rehearsal(model: nn.Module, world_size: int, resumed_at: int) -> bool:
-    """Whether the first step of a resumed process is one that does not count; the same on all ranks. All that it
-    changes is put back from the checkpoint.
-
-    DistributedDataParallel cuts its gradient buckets again after the first backward of every process, by the order of
-    the gradients (torch, `Reducer::rebuild_buckets`). With more than two ranks, the order of additions in an all-reduce
-    depends on this cut. So the first step of a resumed process would round its gradient in another way than the
-    undisturbed run, which had its final buckets long before. Doing the step, going back and doing it again gives the
-    same buckets. With two ranks a sum has only one order. Without the second cut no rehearsal is needed. At step 0 the
-    undisturbed run has the first cut too, so there is no rehearsal.
-    """
+    """Whether the first step of a resumed process is one that does not count, so that DDP has cut its gradient buckets
+    as in the undisturbed run (docs/design.md, "Rehearsal"); the same on all ranks. With two ranks a sum has only one
+    order, and at step 0 the undisturbed run has the first cut too."""
     ddp = ddp_inside(model)
     if resumed_at == 0 or world_size <= 2 or ddp is None:
         return False

@@ -96,23 +96,22 @@ class EarlyMarks:
         on_gpu = self._small_state.on_gpu
         return [*zip(map(Tensor.data_ptr, on_gpu), map(_version, on_gpu), strict=True)]
 
-    def at_end(self, end: StepEnd, local: LocalState, part: int) -> list[str]:
+    def at_end(self, end: StepEnd, local: LocalState, part: int) -> LocalState | None:
         """The step has ended, and that part of the mark tells of it. Where something has changed in it, there are no
-        early marks any more: the names of the kept values that have."""
+        early marks any more: what this rank knew in its backward."""
         present, self._present = self._present, None
         if present is None or present.end != end:
-            return []
+            return None
         changed = present.local != local or present.buffers != self._versions()
         if changed or (self._added is not None and self._was_changed_unseen(self._added)):
             self.stop()
-            before, now = present.local.kept(), local.kept()
-            return [name for name in now if before.get(name) != now[name]]
+            return present.local
         if on_gpu := self._small_state.on_gpu:
             self._added = _Added(end, self._part, part, present.at, sum(item.nbytes for item in on_gpu))
         self._tried += 1
         self._longest = max(self._longest, time.monotonic_ns() - present.at)
         self._most = max(self._most, time.process_time_ns() - present.computed)
-        return []
+        return None
 
     def _was_changed_unseen(self, added: _Added) -> bool:
         """Whether something has changed buffers behind the backward of the step before, which its host cannot see."""

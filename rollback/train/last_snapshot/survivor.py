@@ -111,9 +111,10 @@ class LastSnapshot:
         if self._device is not None:  # the part is whole once the GPU has come to this step's end itself
             self._device.add(part, end, late)
         self._held.add(end, shared, digest)
-        if self._early is not None:
-            names = [name for name in self._early.at_end(end, local, part) if self._state.kept.is_of_script(name)]
-            self._run.record.advise_of(VALUES_BEHIND, names)
+        if self._early is not None and (before := self._early.at_end(end, local, part)) is not None:
+            then, now = before.kept(), local.kept()
+            changed = [name for name in now if then.get(name) != now[name] and self._state.kept.is_of_script(name)]
+            self._run.record.advise_of(VALUES_BEHIND, changed)
 
     def _end_of(self, step: int) -> StepEnd:
         cursor = self._state.cursor

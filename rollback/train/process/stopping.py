@@ -98,9 +98,8 @@ def _is_free(number: int, before: Any) -> bool:
 
 
 def end_with_supervisor(before: Callable[[str], object]) -> None:
-    """before: called first, with what happened.
-
-    Watch the supervisor, if there is one, from a thread. End this process at once when the supervisor is gone.
+    """Watch the supervisor, if there is one, from a thread. End this process at once when the supervisor is gone.
+    before: called first, with what happened.
 
     Such a rank would write the run directory at the same time as the ranks of the next attempt. torchrun puts ranks
     into sessions of their own, so neither a hang-up nor the death of a parent ends them.

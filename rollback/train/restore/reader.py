@@ -318,13 +318,9 @@ def source_of(rank: int, ranks_then: int) -> int:
 def adopt(local: Mapping[str, Any], rank: int, ranks_then: int) -> dict[str, Any]:
     """The `local` part of a checkpoint for `rank`; unchanged if the checkpoint has a rank of this number.
 
-    The shared part is read as usual. Of the local parts (buffers, random states, cursor), rank r takes that of rank r
-    modulo the number of ranks then. Without a rank of its number it would draw the same as its source, so its random
-    states are derived from the source's and from its number; generators of the script's own are as the script makes
-    them. Local parts of ranks beyond the present number are not used.
-
-    The position in the data is the same number on all ranks. `rollback.rundir.identity` checks that a batch has as many
-    samples as before, and the cursor checks the order.
+    Of the local parts, rank r takes that of rank r modulo the number of ranks then. Without a rank of its number it
+    would draw the same as its source, so its random states are derived from the source's and from its number;
+    generators of the script's own are as the script makes them.
 
     The cursor is that of a map-style loader; other loaders refuse another number of ranks.
     """
