@@ -432,6 +432,7 @@ def test_odd_copies_of_weights_in_a_script_end_no_guard(tmp_path: Path, kind: st
     model = nn.Embedding(4, 1, sparse=kind == "beside sparse gradients")
     with torch.inference_mode(kind == "in inference mode"):
         average: list[Any] = [item.detach().clone() for item in model.parameters()]
+    queue = torch.zeros(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.tensor([1])] * 4, run=tmp_path)
     assert "average" in {each.name for each in guard._unkept._copies}
@@ -442,6 +443,7 @@ def test_odd_copies_of_weights_in_a_script_end_no_guard(tmp_path: Path, kind: st
             average[0] = None
         elif kind == "beside sparse gradients":
             average[0].lerp_(model.weight.detach(), 0.1)
+            queue[0] += 1.0
     assert guard.step == 4
     guard.close()
 
