@@ -109,7 +109,7 @@ def measured(run: Ours) -> dict[str, float]:
     began = time.perf_counter()
     run.restore()
     restored = time.perf_counter() - began
-    newest, allotted = run.guard._checkpoints.manager.newest(), run.guard._checkpoints.schedule._allotted
+    newest, allotted = run.guard._checkpoints.manager.catalogue.newest(), run.guard._checkpoints.schedule._allotted
     assert newest is not None
     assert allotted is not None
     return {

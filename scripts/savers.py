@@ -239,7 +239,7 @@ class Ours(Method):
         raise RuntimeError("the snapshot never landed")
 
     def restore(self) -> None:
-        newest = self.guard._checkpoints.manager.newest()
+        newest = self.guard._checkpoints.manager.catalogue.newest()
         assert newest is not None
         places = self.guard._checkpoints.manager.places(newest.name)
         result = restore(newest.name, places, self.guard._run.ranks, self.guard._state)

@@ -15,8 +15,7 @@ from rollback.ring.helper import Helper
 from rollback.system.frames import own_variables
 from rollback.train.catalogue.catalogue import Catalogue, HeldAtStart
 from rollback.train.catalogue.draining import start_draining
-from rollback.train.catalogue.host_copies import HostCopies
-from rollback.train.catalogue.remote import RemoteRing
+from rollback.train.catalogue.remote import HostCopies, RemoteRing
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
@@ -28,14 +27,12 @@ from rollback.train.ending import TrainingEnd
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
-from rollback.train.incidents.rollback import Rewinder
+from rollback.train.incidents.rollback import Rewinder, needs_rehearsal
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.pass_rehearsal import PassRehearsal
 from rollback.train.prober import Prober
-from rollback.train.process.departure import Departure
 from rollback.train.process.heartbeat import HeartbeatWriter
-from rollback.train.process.rehearsal import needs_rehearsal
-from rollback.train.process.stopping import StopRequest
+from rollback.train.process.stopping import Departure, StopRequest
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.manager import CheckpointManager
@@ -84,11 +81,9 @@ def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str]
     catalogue = Catalogue(settings.probation, [_as_held(run, item, in_slots.get(item.name)) for item in held])
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
     copies = HostCopies(paths, ranks, settings.ring, show) if ranks.apart else None
-    manager = CheckpointManager(paths, ranks, snapshots, catalogue, record, settings.keep, remote, copies)
+    manager = CheckpointManager(run, snapshots, catalogue, remote, copies)
     manager.wanting = bool(out_of_reach)
-    began_at = run.restored.step if run.restored is not None else None
-    schedule = SnapshotSchedule(settings, ranks, state, snapshots, manager, record, tier, began_at)
-    return CheckpointSide(snapshots, manager, schedule, drainer)
+    return CheckpointSide(snapshots, manager, SnapshotSchedule(run, state, manager, tier), drainer)
 
 
 def _as_held(run: AttachedRun, manifest: Manifest, slot: int | None) -> HeldAtStart:
@@ -129,7 +124,7 @@ class GuardAssembly:
             state.kept.keep_generators(generators)
         self._unkept = Unkept(state, generators, variables)
         self._judge = Judge(
-            run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence,
+            run, pulse, state.sentinel, state.finite, manager, evidence,
             Advisor(state.model, optimizer, layers, self._unkept), skips, cursor.batch, max_steps,
         )  # fmt: skip
         lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
@@ -145,7 +140,7 @@ class GuardAssembly:
             pulse.await_sum, self._judge.foresee, updates.telltale, self._unseen,
             lambda: self._step_in_progress.batches >= state.counters.batches_per_step, self._batches.may_be_marked,
         )  # fmt: skip
-        heartbeat.last_words.before_the_end = weak_hook(self._last.raised)
+        heartbeat.failure_recorder.before_the_end = weak_hook(self._last.raised)
         rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)
         self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
         self._pass_rehearsal = PassRehearsal(state, self._step_in_progress, self._rewinder, schedule)
@@ -160,4 +155,4 @@ class GuardAssembly:
             self._step_in_progress.rollback_applied, schedule.rollback_applied, lowered_rate.rollback_applied,
         ]  # fmt: skip
         if run.restored is not None:
-            self._passes.resume(left=state.counters.epoch_left, strayed=self._rewinder.written.found)
+            self._passes.resume(left=state.counters.epoch_left, strayed=self._rewinder.written)

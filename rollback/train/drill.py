@@ -27,15 +27,7 @@ import xxhash
 from torch import Tensor, nn
 
 from rollback.config import ENV_SUPERVISOR
-from rollback.rundir.exercise import (
-    EndState,
-    Exercise,
-    FaultName,
-    Folder,
-    Injected,
-    exercise_of,
-    read_note,
-)
+from rollback.rundir.exercise import EndState, Exercise, FaultName, Folder, Injected, exercise_of, read_note
 from rollback.system.files import WRITES
 from rollback.train.data import rng
 from rollback.train.data.skips import SkipList
@@ -110,9 +102,11 @@ class _DrilledRank:
             "gradient-x1e4": lambda batch: self._multiply_gradient(batch, 1e4),
             "corrupt-batch": self._corrupt,
             "weight-bit": self._flip_bit,
-            "killed-rank": self._die,
-            "hung-rank": self._hang,
-            "sigterm": self._be_told_to_stop,
+            "killed-rank": lambda batch: self._once(
+                batch, "SIGKILL to itself", lambda: os.kill(os.getpid(), signal.SIGKILL)
+            ),
+            "hung-rank": lambda batch: self._once(batch, "it stands still before it uses the batch", self._hang),
+            "sigterm": lambda batch: self._once(batch, "SIGTERM to the supervisor", self._be_told_to_stop),
             "full-disk": self._fill_disk,
         }
 
@@ -208,27 +202,21 @@ class _DrilledRank:
         parts = ((copies_of(parameter, size), detached(parameter)) for parameter in trained)
         return [(copies, part) for copies, part in parts if part.numel()]
 
-    def _die(self, batch: Any) -> Any:
+    def _once(self, batch: Any, what: str, strike: Callable[[], object]) -> Any:
         if self._mine and self._struck is None:
-            self._note("SIGKILL to itself")
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._note(what)
+            strike()
         return batch
 
-    def _hang(self, batch: Any) -> Any:
-        if self._mine and self._struck is None:
-            self._note("it stands still before it uses the batch")
-            while True:
-                time.sleep(3600)
-        return batch
+    def _hang(self) -> None:
+        while True:
+            time.sleep(3600)
 
-    def _be_told_to_stop(self, batch: Any) -> Any:
-        if self._mine and self._struck is None:
-            self._note("SIGTERM to the supervisor")
-            os.kill(int(os.environ[ENV_SUPERVISOR].partition(":")[0]), signal.SIGTERM)
-            deadline = time.monotonic() + _SIGNAL_PATIENCE
-            while not self._guard.stop.requested and time.monotonic() < deadline:
-                time.sleep(0.01)  # else a short job could end before the signal arrives
-        return batch
+    def _be_told_to_stop(self) -> None:
+        os.kill(int(os.environ[ENV_SUPERVISOR].partition(":")[0]), signal.SIGTERM)
+        deadline = time.monotonic() + _SIGNAL_PATIENCE
+        while not self._guard.stop.requested and time.monotonic() < deadline:
+            time.sleep(0.01)  # else a short job could end before the signal arrives
 
     def _fill_disk(self, batch: Any) -> Any:
         if self._struck is None:

@@ -8,7 +8,6 @@ when another batch is handed out. The state that is kept when the guard is close
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -23,10 +22,7 @@ from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.state.state import TrainingState
 
 _NUMBERS = itertools.count()
-_GIVING_UP: dict[GivingUp, ExitCode] = {
-    "structural": ExitCode.STRUCTURAL,
-    "no_checkpoint": ExitCode.NO_CHECKPOINT,
-}
+_GIVING_UP: dict[GivingUp, ExitCode] = {"structural": ExitCode.STRUCTURAL, "no_checkpoint": ExitCode.NO_CHECKPOINT}
 _MADE_UNDER = "_rollback_made_under"
 
 
@@ -37,16 +33,6 @@ class EndStage(Enum):
     TRAINED = "that the script has left its loop, or a possible end"
     RECORDED = "nothing: it is done"
     STOPPED = "nothing: the ranks have stopped together, and that is on record"
-
-
-@dataclass(frozen=True)
-class PossibleEnd:
-    """The end of training, unless another batch is handed out."""
-
-    by: str
-    checkpoint: str | None
-    calm: bool
-    left_over: int
 
 
 class TrainingEnd:
@@ -71,7 +57,8 @@ class TrainingEnd:
         """Called when the guard has ended the loop at `max_steps`."""
         self._keeps = run.settings.snapshot_every != 0
         self._before = run.history.finished
-        self._possible: PossibleEnd | None = None
+        self._possible: Finished | None = None
+        """The end of training, unless another batch is handed out."""
         self._given_up = False
         self._stage = EndStage.UNTRAINED
         self.unrecorded = ""
@@ -81,9 +68,8 @@ class TrainingEnd:
             # The script's loop may stand in an `except`, and a process be forked in one. That exception is marked and
             # not kept: it would keep all frames that it has passed through.
             vars(handled).setdefault(_MADE_UNDER, []).append(self._number)
-        restored = run.restored
-        if (before := self._before) is not None and restored is not None and restored.name == run.history.final:
-            self._possible = PossibleEnd(before.by, restored.name, before.calm, before.left_over)
+        if run.restored is not None and run.restored.name == run.history.final:
+            self._possible = self._before
 
     @property
     def is_due(self) -> bool:
@@ -105,7 +91,11 @@ class TrainingEnd:
         left_over: batches after the last update. left: the script has done its work after the last epoch.
         """
         calm, self._state.counters.epoch_left = self._judge.calm, left
-        self._possible = PossibleEnd(by, self._schedule.take_end(self._judge.timeline), calm, left_over)
+        kept = self._schedule.take_end(self._judge.timeline)
+        self._possible = Finished(
+            step=self._state.counters.step, batch=self._state.cursor.batch, checkpoint=kept, by=by, calm=calm,
+            left_over=left_over,
+        )  # fmt: skip
 
     def go_on(self) -> None:
         """Collective: a batch is handed out, so that was not the end."""
@@ -176,8 +166,8 @@ class TrainingEnd:
         """Whether it is journalled how the training ended, or why it stopped."""
         return self._stage in (EndStage.RECORDED, EndStage.STOPPED)
 
-    def _note_complete(self, end: PossibleEnd) -> None:
-        step, batch = self._state.counters.step, self._state.cursor.batch
+    def _note_complete(self, end: Finished) -> None:
+        step, batch = end.step, end.batch
         if end.checkpoint is not None or not self._keeps:
             notice = None
             if self._before is not None and (self._before.step, self._before.checkpoint) == (step, end.checkpoint):
@@ -188,10 +178,7 @@ class TrainingEnd:
                 notice = f"nothing was trained: each of the {batch} batches is skipped, as the run's skip list says"
             elif not step:  # else "done" would be taken for trained
                 notice = "training has ended without an update by the optimizer that the guard was handed"
-            finished = Finished(
-                step=step, batch=batch, checkpoint=end.checkpoint, by=end.by, calm=end.calm, left_over=end.left_over
-            )
-            self._record.note(finished, notice)
+            self._record.note(end, notice)
             return
         where, unsaved = self._standing()
         lost = FinalStateLost(**where, steps=unsaved, reason=self._schedule.fault)
@@ -202,7 +189,7 @@ class TrainingEnd:
 
     def _standing(self) -> tuple[dict[str, Any], int]:
         """Step, batch and newest checkpoint, as fields of a fact; and the number of updates after that checkpoint."""
-        newest, step = self._checkpoints.newest(), self._state.counters.step
+        newest, step = self._checkpoints.catalogue.newest(), self._state.counters.step
         where = {"step": step, "batch": self._state.cursor.batch, "checkpoint": newest.name if newest else None}
         return where, step - (newest.step if newest else 0)
 

@@ -222,9 +222,9 @@ class Guard(ScriptSide):
         if (raised := self._end.raised) is not None and not isinstance(raised, SystemExit):
             self._last.raised(f"rank {self._run.ranks.rank} raised {type(raised).__name__}")
         step = self._step_in_progress
-        step.heartbeat.last_words.record_exit()
+        step.heartbeat.failure_recorder.record_exit()
         self._last.leave()
-        if not step.heartbeat.last_words.spoken:
+        if not step.heartbeat.failure_recorder.script_failed:
             self._prober.abandon()
             self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)
         self._pulse.close()

@@ -1,8 +1,6 @@
 """Rehearsals of passes: a pass that has no batch left may be given one that does not count.
 
-Code behind the script's loop may need what the body sets. To leave out the whole epoch instead was rejected: the run
-that skips it while it is in its body does the work behind the loop, so the run that has the same skips from the start
-must do it too.
+Code behind the script's loop may need what the body sets (docs/design.md, "Epochs").
 
 What the batch changes is put back from a checkpoint of this very state. Where an update has begun, with batches that an
 accumulation had left over in the epoch before, there must be none: a run that resumed from it would have lost their

@@ -30,11 +30,6 @@ def local_of(item: Tensor) -> Tensor:
     return item._local_tensor if is_sharded(item) else item  # type: ignore[attr-defined]
 
 
-def whole_of(item: Tensor) -> Tensor:
-    """All of a sharded tensor. Collective where it is one; any other tensor as it is."""
-    return item.full_tensor() if is_sharded(item) else item  # type: ignore[attr-defined]
-
-
 def part_of(item: Any, name: str) -> Part:
     """Where this rank's part of the tensor `name` lies in the whole, which it is where that is not sharded. Raises
     UsageError where it is not one box of it."""
@@ -118,15 +113,11 @@ def copies_of(item: Tensor, world_size: int) -> int:
 def sharding_of(model: nn.Module) -> Sharding | None:
     """How a model is spread over the ranks; None: this rank holds all of it."""
     parameters: list[Any] = list(model.parameters())
-    sharded = [item for item in parameters if is_sharded(item) and not _is_whole(item)]
+    sharded = [p for p in parameters if is_sharded(p) and not all(each.is_replicate() for each in p.placements)]
     if not sharded:
         return None
     meshes = sorted({_in_words(item.device_mesh) for item in sharded})
     return Sharding(parameters=len(parameters), sharded=len(sharded), meshes=tuple(meshes))
-
-
-def _is_whole(item: Any) -> bool:
-    return all(placement.is_replicate() for placement in item.placements)
 
 
 def _in_words(mesh: Any) -> str:

@@ -26,7 +26,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.system.processes import name_process
 from rollback.train import run as attached
 from rollback.train.catalogue import remote
-from rollback.train.catalogue.host_copies import HostCopies
+from rollback.train.catalogue.remote import HostCopies
 
 URL = "faulty://bucket/run"
 SETTINGS = {"snapshot_every": 5, "keep": 3, "rewind": 25, "checkpoint_every": "1", "keep_durable": 20}

@@ -11,8 +11,7 @@ from torch import Tensor
 from rollback.checkpoints.format.layout import lay_out
 from rollback.system.region import Region
 from rollback.train.snapshots.capture import Capture, Share, view
-from rollback.train.snapshots.copy_stream import on_host
-from rollback.train.snapshots.pinned import pin
+from rollback.train.snapshots.copy_stream import on_host, pin
 
 pytestmark = NEEDS_GPU
 STILL, RESTLESS = "shared/model/weight", "local/buffers/mean"

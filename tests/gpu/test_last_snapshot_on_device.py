@@ -19,7 +19,7 @@ from rollback.checkpoints.fast_tier.end_marks import EndMark, StepEnd, marks_of,
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.facts.training import Attached, LastSnapshotMade, NoLastSnapshot
 from rollback.train.data import rng
-from rollback.train.data.raw_random import RawRandom, tree_of
+from rollback.train.data.rng import RawRandom, tree_of
 from rollback.train.last_snapshot import device as of_device
 from rollback.train.last_snapshot.device import Device, NoAnswer
 

@@ -10,7 +10,7 @@ from typing import Any
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, on_record
-from rollback.config import ENV_SUPERVISOR, Settings, settings_text
+from rollback.config import Settings, settings_text
 from rollback.errors import CheckpointDamaged, RollbackError, message_of
 from rollback.facts.history import History, in_durable_ring
 from rollback.ring.drainer import Drainer, Phase, drainer_for
@@ -21,6 +21,7 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
+from rollback.train.run import supervised
 
 _PATIENCE_AT_START = 30.0
 _PATIENCE_AT_THE_END = 60.0
@@ -32,7 +33,7 @@ def reach_ring(settings: Settings) -> Store | None:
     A supervisor that knows of the ring has fetched already. If only the script names the ring, it has not.
     Raises UsageError or RingUnavailable.
     """
-    if settings.ring is None or (os.environ.get(ENV_SUPERVISOR) and _is_the_operators()):
+    if settings.ring is None or (supervised() and _is_the_operators()):
         return None
     store = Store(settings.ring, patience=_PATIENCE_AT_START)
     store.probe()
@@ -103,7 +104,7 @@ def _manifest_at(store: Store, name: CheckpointName) -> Manifest | None:
 def start_draining(paths: RunPaths, settings: Settings, record: Recorder, ranks: Ranks) -> Drainer | Helper | None:
     """Called by every rank when it is attached. Without supervisors, rank 0 fills the ring from a thread, and the first
     rank of each other host copies the parts of its host."""
-    if os.environ.get(ENV_SUPERVISOR) or not ranks.first_of_host:
+    if supervised() or not ranks.first_of_host:
         return None
     if not ranks.first:
         helper = Helper(paths, f"rank-{ranks.rank:05d}", say)

@@ -45,7 +45,7 @@ class Ranks:
     """The rank, the world size, and the device of the group's collectives."""
 
     def __init__(self) -> None:
-        self.distributed = dist.is_available() and dist.is_initialized()
+        self.distributed = dist.is_initialized()
         expected = int(os.environ.get("WORLD_SIZE", "1"))
         if not self.distributed and expected > 1:
             raise UsageError(

@@ -1,9 +1,7 @@
 """The draw log: a record of what each batch was, to compare batches that are drawn again.
 
-After a resume or a rollback a rank draws batches again that it, or an earlier attempt, has drawn before. A loader that
-depends on something which is not restored (a counter, its own random numbers, a data set that has changed) gives other
-batches then. The run would train on some samples twice and on others never. So the rank keeps two hashes of each batch
-in a small file, and the first difference ends the run before that batch is trained on.
+A rank keeps two hashes of each batch in a small file, and the first difference ends the run before that batch is
+trained on: docs/design.md, "Data", says why.
 
 `order` is a hash of the data set indices, if the loader has any. `content` is a hash of the batch. `opening` is a hash
 of the epoch's number, its first batch and the random states at its opening: an epoch that is opened with other states,

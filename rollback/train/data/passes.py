@@ -25,9 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from rollback.errors import RollbackError, UsageError
 from rollback.train.data.cursor import Cursor
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.updates.advice import of_loops
+from rollback.train.updates.advice import OWN_SNAPSHOT_EPOCH, PLAIN_EPOCH_LOOP, filled
 from rollback.train.updates.wanted_gradients import WantedGradients
 
+_LATE = 2  # some count epochs from 1
 _BEHIND_THE_END = 1_000_000  # passes in a row, in some seconds: more than any script has epochs
 
 
@@ -137,8 +138,10 @@ class Passes:
 
     def advice(self) -> Iterator[tuple[str, str]]:
         """Advice about the pass that has begun: code and text."""
-        uncounted = self._loop is OuterLoop.SCRIPT and self._next > 1 and self._cursor.has_epochs
-        return of_loops(uncounted=uncounted, own_epoch=self._own_epoch, epoch=self._cursor.epoch)
+        if self._loop is OuterLoop.SCRIPT and self._next > 1 and self._cursor.has_epochs:
+            yield PLAIN_EPOCH_LOOP
+        if self._own_epoch is not None and self._own_epoch >= _LATE:
+            yield filled(OWN_SNAPSHOT_EPOCH, told=self._own_epoch, epoch=self._cursor.epoch)
 
     def end(self, *, final: bool) -> None:
         """The present pass has no more batches. final: later passes have none either."""

@@ -74,11 +74,6 @@ class _Step:
             batches = broken or batches
         return {index for own in batches for index in own or ()}
 
-    def let_go(self, why: str) -> None:
-        """Keep no batch of this step."""
-        self.left_out.append(LeftOut(name="all", reason=why))
-        self.parts, self.nbytes = [], 0
-
 
 class IncidentEvidence:
     """One rank's memory of its last updates. Nothing here is collective; only `harm` and `write` wait for the device.
@@ -96,7 +91,6 @@ class IncidentEvidence:
         self._order = {name: place for place, name in enumerate(self._names.values())}
         self._limit = limit
         self._steps: list[_Step] = []
-        self._held = 0  # bytes of their batches
         self._in_progress = _Step()
         self._suspected: int | None = None
         self._failed = False
@@ -130,12 +124,10 @@ class IncidentEvidence:
         ended, self._in_progress = self._in_progress, _Step()
         ended.step, ended.losses, ended.gradients = step, losses, gradients
         self._steps.append(ended)
-        self._held += ended.nbytes
         if self._held > self._limit:
             self._make_room()
         if len(self._steps) > _STEPS:
-            place = 1 if self._steps[0].step == self._suspected else 0
-            self._held -= self._steps.pop(place).nbytes
+            del self._steps[1 if self._steps[0].step == self._suspected else 0]
 
     def suspect(self, onset: int | None) -> None:
         """Note the step at which the sentinel suspects the trouble began; None: it suspects no step."""
@@ -146,7 +138,6 @@ class IncidentEvidence:
         if event.cause is RollbackCause.PROBE:
             return
         self._steps = [step for step in self._steps if step.step < event.step]
-        self._held = sum(step.nbytes for step in self._steps)
         self._in_progress = _Step()
         self._suspected = None
 
@@ -176,6 +167,11 @@ class IncidentEvidence:
                 say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on")
             self._failed = True
 
+    @property
+    def _held(self) -> int:
+        """Bytes of the finished steps' batches."""
+        return sum(step.nbytes for step in self._steps)
+
     def _make_room(self) -> None:
         for step in self._steps[:-1]:
             if step.parts and step.step != self._suspected:
@@ -185,8 +181,9 @@ class IncidentEvidence:
         self._let_go(self._steps[-1], "no room beside the batches of the suspected step")
 
     def _let_go(self, step: _Step, why: str) -> None:
-        self._held -= step.nbytes
-        step.let_go(why)
+        """Keep no batch of this step."""
+        step.left_out.append(LeftOut(name="all", reason=why))
+        step.parts, step.nbytes = [], 0
 
     # Writing down --------------------------------------------------------------------------------------------------
 

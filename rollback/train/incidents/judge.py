@@ -35,7 +35,6 @@ from rollback.train.incidents.kept_updates import KeptUpdates
 from rollback.train.last_snapshot.write import Foreseen, NotProved
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
-from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.nonfinite import FiniteCheck, union
 from rollback.train.updates.advice import Advisor
 from rollback.train.updates.scaler import ScaleWatch
@@ -55,7 +54,6 @@ class Judge:
         sentinel: Sentinel,
         finite: FiniteCheck,
         checkpoints: CheckpointManager,
-        snapshots: Snapshots,
         evidence: IncidentEvidence,
         advisor: Advisor,
         skips: SkipList,
@@ -66,7 +64,6 @@ class Judge:
         self._pulse = pulse
         self._sentinel = sentinel
         self._checkpoints = checkpoints
-        self._snapshots = snapshots
         self._record = run.record
         self._evidence = evidence
         self._marks: deque[StepMark] = deque(maxlen=_MARKS)
@@ -111,7 +108,7 @@ class Judge:
         decision = self.settle()
         if isinstance(decision, Rewind) or (isinstance(decision, Halt) and decision.giving_up):
             return decision
-        signs = self._snapshots.signs()
+        signs = self._checkpoints.snapshots.signs()
         signs.stop, signs.scaler_skipped, signs.announced = stop, scaler_skipped, mark.phase is not None
         signs.asked = requests_open
         signs.step_seconds, signs.missed = seconds, self._checkpoints.misses_a_candidate()
@@ -306,7 +303,7 @@ class Judge:
         self._finite.accept(found)  # a restore takes that back; who only observes is told once
         if not self._marks or self._observed:
             return None  # the script did it before its first update, or it is of a trouble that is left alone
-        manifest, newest = landing.manifest, self._checkpoints.newest()
+        manifest, newest = landing.manifest, self._checkpoints.catalogue.newest()
         since = newest.step if newest else 0
         what = self._finite.in_words(min(found))
         text = self._finite.account(found, landing.ailing, manifest.step, since)

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+from torch import nn
+
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.errors import RollbackError
 from rollback.facts.history import Case
@@ -14,9 +16,10 @@ from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.held import HeldGradients, HeldState
-from rollback.train.state.own_snapshot import WritesBehind
+from rollback.train.state.own_snapshot import writes_behind
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import NOT_IN_CHECKPOINT
+from rollback.train.updates.wrappers import ddp_inside
 
 
 class Rewinder:
@@ -42,7 +45,7 @@ class Rewinder:
         self.held: HeldState | None = None
         """The state before the update in progress, where that can be undone."""
         self.rehearsing = rehearsing
-        self.written = WritesBehind(run, state)
+        self.written = writes_behind(run, state)
         self.before: Callable[[], object] = lambda: None
         """Called when the live objects are about to change."""
         self.subscribers: list[Callable[[RollbackApplied], object]] = []
@@ -67,7 +70,7 @@ class Rewinder:
                 assert isinstance(replanned, Halt), "who only observes never goes back"
                 return replanned
             decision = replanned
-        plan, target = decision.plan, self._checkpoints.manifest(name)
+        plan, target = decision.plan, self._checkpoints.catalogue.manifest(name)
         self._checkpoints.discard(plan)
         restored = Restored(
             incident=plan.incident,
@@ -94,7 +97,7 @@ class Rewinder:
 
     def present_state(self, before: HeldState | None = None, *, data: bool = True) -> HeldState:
         """The present state, held for a while. The arguments are those of `HeldState`."""
-        return HeldState(self._state, self._checkpoints.unchanged, before, data=data)
+        return HeldState(self._state, self._checkpoints.snapshots.frozen.unchanged, before, data=data)
 
     def undo(self, decision: Undo) -> None:
         """Put back the state from before the last update, whose batches are skipped from now on."""
@@ -104,7 +107,7 @@ class Rewinder:
 
     def put_back_probe(self, held: HeldState, gradients: HeldGradients) -> None:
         """Undo a step that was none of the run's; where the data stand has not changed."""
-        self._checkpoints.fence()
+        self._checkpoints.snapshots.fence()
         self.before()
         gradients.put_back(lambda: held.put_back(self._state))
         self._publish(RollbackCause.PROBE, held)
@@ -114,7 +117,7 @@ class Rewinder:
 
         name: the checkpoint; None: the one that was restored last.
         """
-        source = self._source if name is None else self._checkpoints.manifest(name)
+        source = self._source if name is None else self._checkpoints.catalogue.manifest(name)
         assert source is not None
         if isinstance(source, HeldState):
             self._put_back(cause, source)
@@ -134,7 +137,7 @@ class Rewinder:
         self.restore_again(RollbackCause.REHEARSAL)
 
     def _put_back(self, cause: RollbackCause, held: HeldState, screened_out: Window | None = None) -> None:
-        self._checkpoints.fence()
+        self._checkpoints.snapshots.fence()
         self.before()
         held.put_back(self._state)
         self._publish(cause, held, screened_out=screened_out)
@@ -159,3 +162,13 @@ class Rewinder:
         event = RollbackApplied(cause, source.step, source.batch, name, counters.epoch_left, case, screened_out)
         for subscriber in self.subscribers:
             subscriber(event)
+
+
+def needs_rehearsal(model: nn.Module, world_size: int, resumed_at: int) -> bool:
+    """Whether the first step of a resumed process is one that does not count, so that DDP has cut its gradient buckets
+    as in the undisturbed run (docs/design.md, "Rehearsal"); the same on all ranks. With two ranks a sum has only one
+    order, and at step 0 the undisturbed run has the first cut too."""
+    ddp = ddp_inside(model)
+    if resumed_at == 0 or world_size <= 2 or ddp is None:
+        return False
+    return bool(ddp.static_graph or not ddp.find_unused_parameters)

@@ -24,8 +24,7 @@ from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.system.region import Region
 from rollback.train.snapshots.capture import bytes_of
-from rollback.train.snapshots.copy_stream import await_event, current
-from rollback.train.snapshots.pinned import pin
+from rollback.train.snapshots.copy_stream import await_event, current, pin
 from rollback.train.state.state import TrainingState
 
 _ROOM = 32 << 20  # bytes that are copied at once: large enough for the link's full speed

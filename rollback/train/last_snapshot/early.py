@@ -9,7 +9,7 @@ changes in between what only that rank knows. That is looked at in every step, b
 import time
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -22,27 +22,19 @@ from rollback.train.updates.backward import BackwardWatch
 
 TRIED = 3
 """Steps in which nothing may have changed before an early mark is left. What a GPU has is compared a step later."""
-VALUES_BEHIND = (
-    "values-behind-backward",
-    "the script changes {names}, which guard.keep keeps, behind the backward of a step: from now on a rank that is "
-    "killed between its backward and the step's end costs the steps since the newest checkpoint, and not this one "
-    "alone, for nobody can tell any more what it knew. Change such a value in front of loss.backward(), where that can "
-    "be, as a count of tokens",
-)
 _LATITUDE = 500_000_000  # nanoseconds
 _version = attrgetter("_version")
 
 
 class _Present(NamedTuple):
     """What a rank knew in its backward, and when. buffers: of its buffers on a GPU, where they lie, and the versions
-    that torch counts. values: what the script keeps by `guard.keep`."""
+    that torch counts."""
 
     end: StepEnd
     local: LocalState
     at: int
     computed: int
     buffers: list[tuple[int, int]]
-    values: dict[str, Any]
 
 
 class _Added(NamedTuple):
@@ -83,7 +75,7 @@ class EarlyMarks:
         if (end := self._coming()) is None or (local := self._small_state.coming()) is None:
             return
         now = time.monotonic_ns(), time.process_time_ns()
-        self._present = present = _Present(end, local, *now, self._versions(), self._small_state.values())
+        self._present = present = _Present(end, local, *now, self._versions())
         patience, effort = 2 * self._longest + _LATITUDE, 2 * self._most + _LATITUDE
         if self._leave(present, Hold(present.at, patience, present.computed, effort)) and self._device is not None:
             self._device.add(self._part, end, self._small_state.on_gpu, present.at)  # they are as the forward left them
@@ -104,23 +96,22 @@ class EarlyMarks:
         on_gpu = self._small_state.on_gpu
         return [*zip(map(Tensor.data_ptr, on_gpu), map(_version, on_gpu), strict=True)]
 
-    def at_end(self, end: StepEnd, local: LocalState, part: int) -> list[str]:
+    def at_end(self, end: StepEnd, local: LocalState, part: int) -> LocalState | None:
         """The step has ended, and that part of the mark tells of it. Where something has changed in it, there are no
-        early marks any more: the names of the kept values that have."""
+        early marks any more: what this rank knew in its backward."""
         present, self._present = self._present, None
         if present is None or present.end != end:
-            return []
+            return None
         changed = present.local != local or present.buffers != self._versions()
         if changed or (self._added is not None and self._was_changed_unseen(self._added)):
             self.stop()
-            now = self._small_state.values()
-            return [name for name, value in present.values.items() if now.get(name) != value]
+            return present.local
         if on_gpu := self._small_state.on_gpu:
             self._added = _Added(end, self._part, part, present.at, sum(item.nbytes for item in on_gpu))
         self._tried += 1
         self._longest = max(self._longest, time.monotonic_ns() - present.at)
         self._most = max(self._most, time.process_time_ns() - present.computed)
-        return []
+        return None
 
     def _was_changed_unseen(self, added: _Added) -> bool:
         """Whether something has changed buffers behind the backward of the step before, which its host cannot see."""

@@ -45,12 +45,7 @@ class Exchange:
     foresee: as for `LastSnapshot`. seconds: for all of it. Making it raises StoreGone, as all methods do.
     """
 
-    def __init__(
-        self,
-        hosts: Hosts,
-        foresee: Callable[[Sequence[bytes]], Foreseen],
-        seconds: float,
-    ) -> None:
+    def __init__(self, hosts: Hosts, foresee: Callable[[Sequence[bytes]], Foreseen], seconds: float) -> None:
         self._hosts, self._foresee = hosts, foresee
         self._store = hosts.connect()
         self._met = time.monotonic()  # a name server that does not answer has cost seconds until now

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from rollback.checkpoints.format.layout import ITEM_SIZE
 from rollback.checkpoints.format.shard import ShardPiece
-from rollback.train.data.raw_random import RawRandom, tree_of
+from rollback.train.data.rng import RawRandom, tree_of
 from rollback.train.last_snapshot.device import device_of
 from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree
@@ -76,6 +76,10 @@ class LocalState(NamedTuple):
         lengths = _LENGTHS.pack(len(text), len(stored))
         length = len(lengths) + len(text) + len(stored)
         return b"".join((_LENGTHS.pack(length, len(sent)), lengths, text, stored, sent))
+
+    def kept(self) -> Any:
+        """The values that are kept, as trees by name."""
+        return SmallState.of(split(self.body({}) + self.stays)[1]).trees["kept"]
 
 
 class SharedState:
@@ -189,10 +193,6 @@ class SmallStateReader:
         told = {"objects": objects, "counters": vars(state.counters), "gradients": state.gradients.told()}
         alike = {**self._buffer_trees, "broadcasts": state.broadcasts.told()}
         return SharedState({**told, "groups": groups}, state.kept.shared_texts(), alike)
-
-    def values(self) -> dict[str, Any]:
-        """Of what is kept, what the script itself changes."""
-        return self._state.kept.values()
 
     def forget(self) -> None:
         """The cursor was put elsewhere, and the random states were restored."""

@@ -25,18 +25,17 @@ from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
 from rollback.train.last_snapshot.device import Device
-from rollback.train.last_snapshot.early import VALUES_BEHIND, EarlyMarks
-from rollback.train.last_snapshot.held_ends import HeldEnds
+from rollback.train.last_snapshot.early import EarlyMarks
 from rollback.train.last_snapshot.hosts import StoreGone
-from rollback.train.last_snapshot.keeper import Keeper
+from rollback.train.last_snapshot.keeper import HeldEnds, Keeper
 from rollback.train.last_snapshot.small_state import KEPT, LocalState, SmallStateReader
 from rollback.train.last_snapshot.write import Foreseen, digest_of_large_state
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
-from rollback.train.updates.closures import before_update
-from rollback.train.updates.hooks import weak_hook
+from rollback.train.updates.advice import VALUES_BEHIND
+from rollback.train.updates.hooks import before_update, weak_hook
 
 
 class LastSnapshot:
@@ -112,8 +111,10 @@ class LastSnapshot:
         if self._device is not None:  # the part is whole once the GPU has come to this step's end itself
             self._device.add(part, end, late)
         self._held.add(end, shared, digest)
-        if self._early is not None:
-            self._run.record.advise_of(VALUES_BEHIND, self._early.at_end(end, local, part))
+        if self._early is not None and (before := self._early.at_end(end, local, part)) is not None:
+            then, now = before.kept(), local.kept()
+            changed = [name for name in now if then.get(name) != now[name] and self._state.kept.is_of_script(name)]
+            self._run.record.advise_of(VALUES_BEHIND, changed)
 
     def _end_of(self, step: int) -> StepEnd:
         cursor = self._state.cursor

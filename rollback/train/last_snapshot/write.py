@@ -42,8 +42,8 @@ from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
 from rollback.train.state.image import PARAMETERS
 from rollback.train.state.module_buffers import all_of
-from rollback.train.state.optimizer_state import tensors_of_state
 from rollback.train.state.state import TrainingState
+from rollback.train.state.stateful import tensors_of_state
 
 SLOTS = (90, 91)
 """The slots of last snapshots. They are apart from those that are written in turn: which of these is being written, a

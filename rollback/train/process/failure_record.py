@@ -1,6 +1,8 @@
 """Writes the failure record of a rank when an exception, or an exit in the loop's body, ends it
 (`rollback.rundir.failures`)."""
 
+import builtins
+import functools
 import os
 import sys
 import threading
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,12 +29,13 @@ from rollback.rundir.failures import (
 )
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
-from rollback.train.process.exits import watch_exits
 
 _OURS = Path(__file__).parents[2]
 _LIBRARIES = [_OURS, *(Path(module.__file__).parent for module in (torch, threading) if module.__file__)]
 """Frames in these folders do not distinguish errors. The last folder is Python's own library."""
-
+_PLACES = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
+_listeners: dict[int, Callable[[SystemExit], object]] = {}
+"""By process: who is told. Processes that the script forks inherit the functions, and tell nobody."""
 
 _EMPTY_PASS = (
     "the loop over the guard had no batch in epoch {epoch}: all that was left of it is skipped, or was trained on by "
@@ -58,13 +61,9 @@ class Standing(NamedTuple):
     batch: int
     first: int
     last: int
+    """The batches of its update, as far as known."""
     in_hand: bool = False
     """Whether this batch is read or trained on."""
-
-    @property
-    def whole_step(self) -> Window:
-        """The batches of its update, as far as known."""
-        return Window(first=self.first, last=self.last)
 
 
 class FailureRecorder:
@@ -92,7 +91,7 @@ class FailureRecorder:
         self._pid = os.getpid()
         self.before_the_end: Callable[[str], object] = lambda reason: None
         """Called behind the record, with what happened."""
-        self.spoken = False
+        self.script_failed = False
         """Whether an exception that nobody caught, or an exit in the loop's body, has ended the script."""
         self._before = sys.excepthook
         sys.excepthook = self._on_error
@@ -100,7 +99,7 @@ class FailureRecorder:
         watch_exits(self._on_exit)
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.spoken |= os.getpid() == self._pid
+        self.script_failed |= os.getpid() == self._pid
         try:
             if isinstance(error, Exception) and os.getpid() == self._pid:  # not in a process that the script forked
                 self._write(self._account(error))
@@ -120,11 +119,11 @@ class FailureRecorder:
     def record_exit(self) -> None:
         """The guard is closed: record the exit in the loop's body that this comes of, if it does."""
         standing, left = self._standing(), self._exit
-        if self.spoken or left is None or (left.step, left.batch, left.doing) != (
+        if self.script_failed or left is None or (left.step, left.batch, left.doing) != (
             standing.step, standing.batch, standing.doing
         ):  # fmt: skip
             return
-        self.spoken = True
+        self.script_failed = True
         self._write(left)
         self.before_the_end(f"rank {self._rank} left by {left.error}: {left.message}")
 
@@ -157,8 +156,49 @@ class FailureRecorder:
         return FailureRecord(
             rank=self._rank, pid=self._pid, host=host_name(), attempt=self._attempt,
             at=datetime.fromtimestamp(now, timezone.utc).isoformat(timespec="milliseconds"), seconds=now,
-            step=standing.step, batch=standing.batch, whole_step=standing.whole_step, doing=standing.doing,
+            step=standing.step, batch=standing.batch, doing=standing.doing,
+            whole_step=Window(first=standing.first, last=standing.last),
             error=name, message=said, traceback=formatted(error), frames=frames,
             fingerprint=fingerprint(name, message, frames), samples=list(samples or ()), unreadable=unreadable,
             in_hand=in_hand, empty_epoch=self._empty_epoch(error), ours=raised_in(error, _OURS),
         )  # fmt: skip
+
+
+def watch_exits(listener: Callable[[SystemExit], object]) -> None:
+    """From now on `listener` is told before this process's main thread leaves by `sys.exit`, `exit` or `quit` with an
+    error, in place of an earlier one. The exception has the traceback that it would have.
+
+    At the end of the process nothing tells: Python calls no hook for a SystemExit, and exit handlers do not learn the
+    status. So these functions are watched from within. They know more, too: whether the loop is still there, which it
+    is not behind a `break`. What is raised is left as it is. A bare `raise SystemExit(1)` and `os._exit(1)` are not
+    seen.
+    """
+    if not _listeners:
+        for module, name in _PLACES:
+            if (original := getattr(module, name, None)) is not None:  # `python -S` has no `exit` and no `quit`
+                setattr(module, name, _watched(original))
+    _listeners.clear()
+    _listeners[os.getpid()] = listener
+
+
+def _watched(original: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def watched(*given: Any, **named: Any) -> object:
+        listener, (code, *_) = _listeners.get(os.getpid()), (*given, *named.values(), None)  # exit(code=1) is said, too
+        is_error = not (code is None or (isinstance(code, int) and code == 0))
+        if is_error and listener is not None and threading.current_thread() is threading.main_thread():
+            listener(SystemExit(code).with_traceback(_calls_so_far()))
+        return original(*given, **named)
+
+    return watched
+
+
+def _calls_so_far() -> TracebackType | None:
+    """The traceback that an exception of the caller's caller would have at the script's own top level."""
+    frame, trace = sys._getframe(2), None
+    while frame is not None:
+        trace = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return trace

@@ -2,12 +2,13 @@
 
 It writes to two places: the supervisor's board in memory, by which the supervisor judges hangs
 (`rollback.supervisor.diagnosis.hang`), and a small file in the run directory, for people and for the next start. Each
-place has a thread, so that a busy rank differs from a rank that waits for ever (`rollback.train.process.movement`), and
-so that a slow disk delays the file only.
+place has a thread, so that a busy rank differs from a rank that waits for ever (`Movement`), and so that a slow disk
+delays the file only.
 """
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import os
 import threading
@@ -20,22 +21,23 @@ from rollback.rundir.heartbeat_board import HeartbeatCell
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, UNRECORDED, Heartbeat, write_heartbeat
 from rollback.system import files
+from rollback.system.frames import frame_of
 from rollback.system.processes import start_of
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
 from rollback.train.process.failure_record import FailureRecorder, Standing
-from rollback.train.process.movement import Movement
 
 _EVERY_SECONDS = 0.5
+_PENDING_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _FILES = 16  # that all ranks with a board replace in a second, in a directory that they may share
 
 
 class HeartbeatWriter:
     """Writes this rank's heartbeats while the process lives, its stacks on a signal, and its failure record.
 
-    Where one process trains several times, the writer of the next guard replaces that of the last guard. last_words:
-    writes the failure record.
+    Where one process trains several times, the writer of the next guard replaces that of the last guard.
+    failure_recorder: writes the failure record.
     """
 
     _present: "HeartbeatWriter | None" = None
@@ -63,7 +65,7 @@ class HeartbeatWriter:
         self.evaluates: Callable[[], Callable[[], bool] | None] = lambda: None
         """`StepInProgress.evaluates`, while there is a guard."""
         self._write()
-        self.last_words = FailureRecorder(
+        self.failure_recorder = FailureRecorder(
             paths.failure(attempt, ranks.rank), ranks.rank, attempt, lambda: self.standing, cursor,
             lambda: self.empty_pass, lambda: self.loop() is not None, self._script_evaluates,
         )  # fmt: skip
@@ -105,7 +107,7 @@ class HeartbeatWriter:
         """The interpreter ends. The thread still writes heartbeats while other exit handlers run, and stops when no
         Python code can run. A process that exists longer is stuck."""
         if HeartbeatWriter._present is self and os.getpid() == self._pid:
-            self._leaving = self._ended and not self.last_words.spoken
+            self._leaving = self._ended and not self.failure_recorder.script_failed
             self._write()
 
     def _watch(self) -> None:
@@ -173,3 +175,47 @@ def _dump_stacks_on_signal(path: Path) -> None:
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
     except (OSError, ValueError) as error:
         say(f"stacks cannot be written to {path} ({error}); training goes on, a hang will be told without them")
+
+
+class Movement:
+    """Whether the Python code of the thread that makes it moves, seen from another thread, which calls `seen`.
+
+    For the main thread the answer is exact: `Py_AddPendingCall` makes the interpreter call a function there as soon as
+    it executes Python code again, and not before. So evaluation, compilation and data loading move; a collective that
+    does not return, a sleeping C call or a held interpreter lock do not. Comparing frames alone would often find a loop
+    in the same long call twice, and call it motionless. For other threads only the position in the code can be
+    compared.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._asks = threading.current_thread() is threading.main_thread()
+        self._place: tuple[int, int] | None = None
+        self._answered = [True]
+        self._call = _PENDING_CALL(_answer(self._answered))
+        # The interpreter may make the call while it shuts down, when nothing else refers to it.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._call))
+
+    def seen(self) -> bool:
+        """Whether the thread has executed Python code since the last call."""
+        if not self._asks:
+            before, self._place = self._place, self._present_place()
+            return before != self._place
+        if not self._answered[0]:
+            return False
+        self._answered[0] = False
+        if ctypes.pythonapi.Py_AddPendingCall(self._call, None) != 0:
+            self._answered[0] = True  # the queue is full: try again at the next call
+        return True
+
+    def _present_place(self) -> tuple[int, int] | None:
+        frame = frame_of(self._thread)
+        return (id(frame.f_code), frame.f_lasti) if frame is not None else None
+
+
+def _answer(answered: list[bool]) -> Callable[[object], int]:
+    def call(_: object) -> int:
+        answered[0] = True
+        return 0
+
+    return call

@@ -1,6 +1,7 @@
-"""Stop signals of a rank, and the loss of its supervisor."""
+"""Stop signals of a rank, the loss of its supervisor, and that it leaves once it is told to."""
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import psutil
 from rollback.config import ENV_SUPERVISOR
 from rollback.system.processes import is_running
 from rollback.train.comm.recorder import say
+from rollback.train.run import supervised
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_EVERY = 1.0  # seconds; a lost supervisor is to be noticed within 5
@@ -55,7 +57,7 @@ class StopRequest:
     def obey(self) -> None:
         """This rank leaves, since the ranks have stopped together. A supervisor tells each of them to stop that still
         lives, and may find this one on its way out: that must not strike it down there."""
-        if os.environ.get(ENV_SUPERVISOR) and signal.getsignal(signal.SIGTERM) == self._note:
+        if supervised() and signal.getsignal(signal.SIGTERM) == self._note:
             self._leaving = True  # who hangs on its way out is killed when the grace is over
             atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the interpreter puts the default in place
 
@@ -91,14 +93,13 @@ def _is_free(number: int, before: Any) -> bool:
     """Whether nobody handles a signal. before: its handler; None: a handler in C code."""
     if number == signal.SIGINT:
         return before is signal.default_int_handler and not hasattr(sys, "ps1")
-    by_supervisor = before is signal.SIG_IGN and number != signal.SIGHUP and bool(os.environ.get(ENV_SUPERVISOR))
+    by_supervisor = before is signal.SIG_IGN and number != signal.SIGHUP and supervised()
     return before is signal.SIG_DFL or by_supervisor
 
 
 def end_with_supervisor(before: Callable[[str], object]) -> None:
-    """before: called first, with what happened.
-
-    Watch the supervisor, if there is one, from a thread. End this process at once when the supervisor is gone.
+    """Watch the supervisor, if there is one, from a thread. End this process at once when the supervisor is gone.
+    before: called first, with what happened.
 
     Such a rank would write the run directory at the same time as the ranks of the next attempt. torchrun puts ranks
     into sessions of their own, so neither a hang-up nor the death of a parent ends them.
@@ -123,3 +124,32 @@ def end_with_supervisor(before: Callable[[str], object]) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="rollback-lifeline", daemon=True).start()
+
+
+class Departure:
+    """Whether one guard's rank has been told to leave, and goes on all the same.
+
+    A script's bare `except:` around `next(batches)`, meant for the end of an epoch or for a sample that cannot be read,
+    catches the SystemExit by which a guard ends its rank. It would go on with a guard that is closed: past a stop, past
+    a return that was given up, or for ever at the batch that cannot be read.
+    """
+
+    def __init__(self) -> None:
+        self._told: SystemExit | None = None
+        self._again = False
+
+    def require_none(self) -> None:
+        """End the rank again, if it was told to leave; the second time by force, if there is a supervisor."""
+        if self._told is None:
+            return
+        if self._again and supervised():
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # the script may have closed it
+                    stream.flush()
+            os._exit(self._told.code if isinstance(self._told.code, int) else 1)
+        self._again = True
+        raise SystemExit(*self._told.args)
+
+    def note(self, told: SystemExit) -> None:
+        """The rank is told to leave, and its guard is closed, or about to be."""
+        self._told = SystemExit(*told.args)  # without the frames that it has passed through

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from rollback.checkpoints.format import frozen
@@ -25,13 +26,14 @@ from rollback.checkpoints.format.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
+from rollback.train.data import rng
 from rollback.train.restore.reads import fitting, fresh, reading, threads_of
 from rollback.train.sharded import is_sharded, like_of, local_of, part_of, sharded_like
 from rollback.train.snapshots.frozen import FrozenInCheckpoint
 from rollback.train.state import tree
 from rollback.train.state.image import STILL
+from rollback.train.state.kept_values import GENERATOR
 from rollback.train.state.state import TrainingState
-from rollback.train.state.world_size import adopt, source_of
 
 
 class Whole:
@@ -306,3 +308,33 @@ def _stand_in(shard: ShardReader, key: str) -> Tensor:
     """An empty tensor in place of a stored one, to check whether a tree can be decoded."""
     shard.entries[key]
     return torch.empty(0)
+
+
+def source_of(rank: int, ranks_then: int) -> int:
+    """The rank of the checkpoint whose local part a rank takes."""
+    return rank % ranks_then
+
+
+def adopt(local: Mapping[str, Any], rank: int, ranks_then: int) -> dict[str, Any]:
+    """The `local` part of a checkpoint for `rank`; unchanged if the checkpoint has a rank of this number.
+
+    Of the local parts, rank r takes that of rank r modulo the number of ranks then. Without a rank of its number it
+    would draw the same as its source, so its random states are derived from the source's and from its number;
+    generators of the script's own are as the script makes them.
+
+    The cursor is that of a map-style loader; other loaders refuse another number of ranks.
+    """
+    if rank < ranks_then:
+        return dict(local)
+    cursor = dict(local["cursor"])
+    # Data workers are seeded from the epoch's opening; those that outlive an epoch, from a seed that is kept.
+    cursor["base_seed"] = _derived_seed(cursor["base_seed"], rank)
+    if (opening := cursor["opening"]) is not None:
+        random, seed = rng.derived(opening["rng"], f"rank {rank}, data"), _derived_seed(opening["base_seed"], rank)
+        cursor["opening"] = {**opening, "rng": random, "base_seed": seed}
+    kept = {name: value for name, value in local.get("kept", {}).items() if not name.startswith(GENERATOR)}
+    return {**local, "random": rng.derived(local["random"], f"rank {rank}"), "cursor": cursor, "kept": kept}
+
+
+def _derived_seed(seed: int | None, rank: int) -> int | None:
+    return None if seed is None else int(xxhash.xxh3_64_intdigest(f"{seed}/{rank}".encode()) >> 1)

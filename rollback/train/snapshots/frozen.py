@@ -18,7 +18,7 @@ from torch import Tensor
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.frozen import digest_of
 from rollback.checkpoints.format.manifest import FrozenRecord
-from rollback.checkpoints.format.shard import ShardPiece, ShardReader
+from rollback.checkpoints.format.shard import ShardReader
 from rollback.errors import CheckpointDamaged, RollbackError
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
@@ -76,7 +76,7 @@ class FrozenWeights:
         record, digests = None, {}
         if tensors and ranks.first:
             digests = self._prints | digests_of({name: item for name, item in tensors.items() if item.is_cuda})
-            record = frozen.describe(pieces_of(tensors))
+            record = frozen.describe([piece_of(*item) for item in tensors.items()])
             self._stored = frozen.is_there(self._paths, record)
         told_record, self.digests = ranks.from_first([record.model_dump() if record else None, digests])
         self.record = FrozenRecord(**told_record) if told_record else None
@@ -94,7 +94,8 @@ class FrozenWeights:
             return
         if first and not self._stored:
             try:
-                self._stored = frozen.store(self._paths, self.record, pieces_of(tensors))
+                pieces = [piece_of(*item) for item in tensors.items()]  # on a device: copied one at a time
+                self._stored = frozen.store(self._paths, self.record, pieces)
             except OSError as error:
                 self._give_up(tensors.keys(), f"could not be written to {self._paths.frozen}: {error}")
         now = prints_of(tensors)
@@ -199,8 +200,3 @@ def digests_of(tensors: Mapping[str, Tensor], threads: int = 1) -> dict[str, str
 
 def _digest(item: Tensor) -> str:
     return digest_of(bytes_of(as_it_is_stored(on_host(item))))
-
-
-def pieces_of(tensors: Mapping[str, Tensor]) -> list[ShardPiece]:
-    """The bytes of tensors, for their file. Tensors on a device are copied to the host one at a time."""
-    return [piece_of(name, item) for name, item in tensors.items()]

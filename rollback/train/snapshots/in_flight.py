@@ -153,29 +153,17 @@ class Letter:
         return (self.written.size, *reversed(words), self.sample, self.digest, self.nonfinite, *self.part)
 
 
-@dataclass(frozen=True)
 class Letters:
-    """The letters of all ranks, by rank. Only `shards` makes an object for each of them."""
+    """The letters of all ranks, by rank. Only `shards` makes an object for each of them.
 
-    words: Tensor
-    """A row of `Letter.words` for each rank (int64)."""
+    words: a row of `Letter.words` for each rank (int64). samples, digests, nonfinite: a column of them each. parts: the
+    two digests of each rank's part.
+    """
 
-    @property
-    def samples(self) -> Tensor:
-        return self.words[:, -5]
-
-    @property
-    def digests(self) -> Tensor:
-        return self.words[:, -4]
-
-    @property
-    def nonfinite(self) -> Tensor:
-        return self.words[:, -3]
-
-    @property
-    def parts(self) -> Tensor:
-        """The two digests of each rank's part."""
-        return self.words[:, -2:]
+    def __init__(self, words: Tensor) -> None:
+        self._written, columns = words[:, : 1 + len(_WORDS)], words[:, 1 + len(_WORDS) :]
+        self.samples, self.digests, self.nonfinite = columns[:, :3].unbind(1)
+        self.parts = columns[:, 3:]
 
     @property
     def of_parts(self) -> bool:
@@ -184,5 +172,5 @@ class Letters:
 
     def shards(self) -> tuple[ShardRecord, ...]:
         """What the ranks have written. It takes microseconds for each rank: not for the training thread."""
-        rows = enumerate(self.words[:, : 1 + len(_WORDS)].tolist())
+        rows = enumerate(self._written.tolist())
         return tuple(ShardRecord.of(rank, Written(size, _HASH % tuple(pieces))) for rank, (size, *pieces) in rows)

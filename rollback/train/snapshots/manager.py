@@ -26,40 +26,36 @@ from rollback.facts.training import (
     Tier,
 )
 from rollback.policy import PolicyCheckpoint
-from rollback.rundir.paths import MANIFEST, RunPaths
+from rollback.rundir.paths import MANIFEST
 from rollback.train.catalogue.catalogue import Catalogue, CheckpointPlace
-from rollback.train.catalogue.host_copies import HostCopies
-from rollback.train.catalogue.remote import RemoteRing
+from rollback.train.catalogue.remote import HostCopies, RemoteRing
 from rollback.train.comm.beat import Beat
-from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
+from rollback.train.comm.recorder import say, say_if_it_fails
 from rollback.train.events import RollbackApplied
+from rollback.train.run import AttachedRun
 from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.updates.advice import NEVER_ALIKE, REPLICAS_DIFFER
 
 
 class CheckpointManager:
-    """keep: capacity of the ring. If there are fewer slots, the slots keep one less than their number. remote: the ring
-    at a URL, if there is one. copies: where every host has a run directory of its own."""
+    """If there are fewer slots than the ring keeps checkpoints, the slots keep one less than their number. remote: the
+    ring at a URL, if there is one. copies: where every host has a run directory of its own."""
 
     def __init__(
         self,
-        paths: RunPaths,
-        ranks: Ranks,
+        run: AttachedRun,
         snapshots: Snapshots,
         catalogue: Catalogue,
-        record: Recorder,
-        keep: int,
         remote: RemoteRing | None = None,
         copies: HostCopies | None = None,
     ) -> None:
-        self._paths = paths
-        self._ranks = ranks
-        self._snapshots = snapshots
-        self._catalogue = catalogue
-        self._record = record
-        self._keep = keep
+        self.snapshots = snapshots
+        self.catalogue = catalogue
+        self._paths = run.paths
+        self._ranks = run.ranks
+        self._record = run.record
+        self._keep = run.settings.keep
         self._remote = remote
         self._copies = copies
         self._leaving: dict[str, Callable[[bool], None]] = {}  # touched by the thread alone
@@ -74,14 +70,14 @@ class CheckpointManager:
     def expect(self, flight: SnapshotInFlight) -> None:
         """Note that a snapshot was begun."""
         self.wanting = False
-        self._catalogue.add_snapshot(flight.manifest, flight.slot)
+        self.catalogue.add_snapshot(flight.manifest, flight.slot)
 
     def advance(self, beat: Beat) -> None:
         """Act on a reduced beat."""
-        if (landing := self._snapshots.advance(beat)) is not None:
+        if (landing := self.snapshots.advance(beat)) is not None:
             self._land(landing)
         self.wanting |= beat.torn > 0
-        if beat.tier_failed and self._snapshots.memory.tier == "fast":
+        if beat.tier_failed and self.snapshots.memory.tier == "fast":
             self._leave_fast_tier(f"it failed on {beat.tier_failed} ranks")
         elif beat.missed:
             self.look_after()
@@ -90,26 +86,26 @@ class CheckpointManager:
         """Wait for the snapshot in flight. A plan that is made afterwards may try again to fetch what failed before."""
         if self._remote is not None:
             self._remote.try_again()
-        if (landing := self._snapshots.settle()) is not None:
+        if (landing := self.snapshots.settle()) is not None:
             self._land(landing)
             if not landing.committed and landing.tier == "fast":
                 self.leave_failed_tier()
 
     def leave_failed_tier(self) -> None:
         """If the fast tier has failed on any rank, write to the run directory from now on."""
-        if self._snapshots.memory.tier == "fast" and not self._ranks.all_of(self._snapshots.memory.fault is None):
+        if self.snapshots.memory.tier == "fast" and not self._ranks.all_of(self.snapshots.memory.fault is None):
             self._leave_fast_tier("it has failed")
 
     def tell_left(self, why: str) -> None:
         """Journal that the fast tier is not used for writing any more."""
         self._record.note(
-            Saving(slots=0, slot_bytes=0, capture=self._snapshots.mode, reason=f"the fast tier: {why}"),
+            Saving(slots=0, slot_bytes=0, capture=self.snapshots.mode, reason=f"the fast tier: {why}"),
             f"the fast tier: {why}; checkpoints are written to the run directory from now on",
         )
 
     def _leave_fast_tier(self, why: str) -> None:
-        detail = f" (this rank: {self._snapshots.memory.fault})" if self._snapshots.memory.fault else ""
-        self._snapshots.memory.use_slots(0)
+        detail = f" (this rank: {self.snapshots.memory.fault})" if self.snapshots.memory.fault else ""
+        self.snapshots.memory.use_slots(0)
         self.tell_left(why + detail)
         self.wanting = True
         self.look_after()
@@ -117,8 +113,8 @@ class CheckpointManager:
     def look_after(self) -> None:
         """Find checkpoints that are not there any more, and stop holding them. If a slot has lost one, the fast tier is
         left: it cannot be relied on."""
-        in_slots = self._catalogue.in_slots()
-        missing = [name for name in sorted(point.name for point in self._catalogue.as_held()) if self._misses(name)]
+        in_slots = self.catalogue.in_slots()
+        missing = [name for name in sorted(point.name for point in self.catalogue.as_held()) if self._misses(name)]
         if self._ranks.all_of(not missing):
             return
         lost = sorted(set[str]().union(*self._ranks.from_each(missing)))
@@ -130,21 +126,21 @@ class CheckpointManager:
                 self._record.note(CheckpointLost(checkpoint=name, tier=tier), told)
             if tier == "fast":
                 self._release_slot(name)
-                self._catalogue.leave(name)
+                self.catalogue.leave(name)
             else:
-                self._catalogue.drop(name)
-        if self._snapshots.memory.tier == "fast" and not in_slots.isdisjoint(lost):
+                self.catalogue.drop(name)
+        if self.snapshots.memory.tier == "fast" and not in_slots.isdisjoint(lost):
             self._leave_fast_tier("it has lost checkpoints")
 
     def misses_a_candidate(self) -> bool:
         """Whether this rank misses a checkpoint that is about to become good.
 
         Not collective. In most steps it does not touch a disk."""
-        return any(map(self._misses, self._catalogue.about_to_pass()))
+        return any(map(self._misses, self.catalogue.about_to_pass()))
 
     def judge(self, healthy: bool, onset: int | None) -> None:
         """Count a verdict."""
-        for manifest in self._catalogue.judge(healthy, onset):
+        for manifest in self.catalogue.judge(healthy, onset):
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
 
     def rollback_applied(self, event: RollbackApplied) -> None:
@@ -154,18 +150,18 @@ class CheckpointManager:
         """
         if event.undid_one:
             return
-        self._catalogue.restart_probation()
+        self.catalogue.restart_probation()
         self.ailing = None
 
     def as_held(self) -> list[PolicyCheckpoint]:
         """The checkpoints that a plan may choose from. Rank 0 looks into the ring for those that left the fast tier."""
-        if self._snapshots.memory.drained:
+        if self.snapshots.memory.drained:
             there = self._rank_0_sees(lambda: ring.names(self._paths))
             if there is not None:
-                self._catalogue.consult(there)
+                self.catalogue.consult(there)
         if self._remote is not None:
-            self._catalogue.offer(self._remote.offered())
-        return self._catalogue.to_choose_from()
+            self.catalogue.offer(self._remote.offered())
+        return self.catalogue.to_choose_from()
 
     def look_into_ring(self) -> None:
         """Hold all checkpoints of this timeline in the ring, also candidates that left the slots and pinned ones.
@@ -173,25 +169,17 @@ class CheckpointManager:
         So an operator can go back to every checkpoint that `rollback ring list` shows. Automatic plans do not use it.
         Rank 0 looks from its thread: what has to leave the ring has left it by then, and is not chosen on its way out.
         """
-        look = self._snapshots.thread.submit
+        look = self.snapshots.thread.submit
         for manifest, good in self._rank_0_sees(lambda: look(self._of_present_timeline).result()) or ():
-            self._catalogue.admit(Manifest.model_validate_json(manifest), good)
-
-    def manifest(self, name: str) -> Manifest:
-        """Of a checkpoint that is here, or was restored from one of its `places`."""
-        return self._catalogue.manifest(name)
-
-    def newest(self) -> Manifest | None:
-        """The newest checkpoint of the present timeline, good or not."""
-        return self._catalogue.newest()
+            self.catalogue.admit(Manifest.model_validate_json(manifest), good)
 
     def places(self, name: str) -> Sequence[CheckpointPlace]:
         """The places to restore a checkpoint of `as_held` from, best first. Waits until no live object is being copied
         any more."""
-        self._snapshots.fence()
+        self.snapshots.fence()
         found = [CheckpointPlace(self._paths.checkpoint(name), self._paths, bring=self._bring)]
-        if (slot := self._catalogue.slot(name)) is not None:
-            fast = self._snapshots.memory.slots_of_host
+        if (slot := self.catalogue.slot(name)) is not None:
+            fast = self.snapshots.memory.slots_of_host
             memory = fast.memory(slot)
             view = memory.view if memory else None
             found.insert(0, CheckpointPlace(fast.paths.slot(slot), self._paths, in_slot=True, memory=view))
@@ -199,30 +187,21 @@ class CheckpointManager:
 
     def _bring(self, name: str) -> CheckpointDamaged | None:
         """See `CheckpointPlace`. What is only at the URL is fetched into the run directory first."""
-        if self._remote is not None and self._catalogue.is_remote(name):
+        if self._remote is not None and self.catalogue.is_remote(name):
             found = self._remote.fetch(name)
             if isinstance(found, str):
                 return CheckpointDamaged(found)
-            self._catalogue.admit(found, good=True)
+            self.catalogue.admit(found, good=True)
         return self._copies.bring(name) if self._copies is not None else None
-
-    def fence(self) -> None:
-        """Wait until no live object is being copied any more. Not collective."""
-        self._snapshots.fence()
-
-    @property
-    def unchanged(self) -> set[str]:
-        """Names of the weights that are in no snapshot, since nothing changes them. Not collective."""
-        return self._snapshots.frozen.unchanged
 
     def put_aside(self, name: str, fault: CheckpointDamaged) -> None:
         """Put a damaged checkpoint aside. One that is only at the URL is not offered again for the present plan; one
         that a host cannot reach, in this attempt."""
-        if self._catalogue.is_remote(name):
+        if self.catalogue.is_remote(name):
             return
         reason = fault.message
         self._release_slot(name)
-        self._catalogue.drop(name)
+        self.catalogue.drop(name)
         if isinstance(fault, CheckpointOutOfReach):
             if self._ranks.first:
                 say(f"checkpoint {name} cannot be used in this attempt: {reason}")
@@ -234,13 +213,13 @@ class CheckpointManager:
     def discard(self, plan: Planned) -> None:
         """Remove the checkpoints that are newer than the restored one."""
         for name in plan.discards:
-            if not self._catalogue.is_remote(name):  # that is the drainer's
+            if not self.catalogue.is_remote(name):  # that is the drainer's
                 self.remove_checkpoint(name, "beyond a restored checkpoint")
 
     def remove_checkpoint(self, name: str, reason: str) -> None:
         """Remove a checkpoint that is of no use any more."""
-        slot = self._catalogue.slot(name)
-        self._catalogue.drop(name)
+        slot = self.catalogue.slot(name)
+        self.catalogue.drop(name)
         self._evict(name, slot, reason)
 
     def _misses(self, name: str) -> bool:
@@ -248,8 +227,8 @@ class CheckpointManager:
 
         It looks at the manifest; in a slot also at this rank's shard.
         """
-        if (slot := self._catalogue.slot(name)) is not None:
-            return not self._snapshots.memory.slots_of_host.has_checkpoint(slot)
+        if (slot := self.catalogue.slot(name)) is not None:
+            return not self.snapshots.memory.slots_of_host.has_checkpoint(slot)
         return self._ranks.first and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
 
     def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
@@ -275,7 +254,7 @@ class CheckpointManager:
             self.ailing = landing
         self.fault = landing.fault
         if landing.fault is not None:
-            self._catalogue.drop(manifest.name)
+            self.catalogue.drop(manifest.name)
             if landing.drifted:
                 self._report_drift(landing)
             self._record.note(
@@ -295,31 +274,31 @@ class CheckpointManager:
                 tier=landing.tier,
             )
         )
-        if self._catalogue.land(manifest):
+        if self.catalogue.land(manifest):
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
         if not manifest.over:  # for one that leaves again if training goes on, nothing has to leave
             self.evict_surplus()
 
     def evict_surplus(self) -> None:
         """Each tier has its own capacity."""
-        slots = self._snapshots.memory.slots
-        counted = self._catalogue.in_slots() if slots else None
-        for name, reason in self._catalogue.surplus(min(self._keep, slots - 1) if slots else self._keep, counted):
-            slot = self._catalogue.slot(name)
-            if self._snapshots.memory.drained:
-                self._catalogue.leave(name)
+        slots = self.snapshots.memory.slots
+        counted = self.catalogue.in_slots() if slots else None
+        for name, reason in self.catalogue.surplus(min(self._keep, slots - 1) if slots else self._keep, counted):
+            slot = self.catalogue.slot(name)
+            if self.snapshots.memory.drained:
+                self.catalogue.leave(name)
             else:
-                self._catalogue.drop(name)
+                self.catalogue.drop(name)
             self._evict(name, slot, reason)
         if slots and self._owns_ring:
-            in_ring = {point.name for point in self._catalogue.as_held()} - self._catalogue.in_slots()
-            for name, reason in self._catalogue.surplus(self._keep, in_ring):
+            in_ring = {point.name for point in self.catalogue.as_held()} - self.catalogue.in_slots()
+            for name, reason in self.catalogue.surplus(self._keep, in_ring):
                 self.remove_checkpoint(name, reason)
 
     def _release_slot(self, name: str) -> None:
         """Release the slot of a checkpoint, if it is in one."""
-        if (slot := self._catalogue.slot(name)) is not None:
-            self._snapshots.memory.slots_of_host.release(slot)
+        if (slot := self.catalogue.slot(name)) is not None:
+            self.snapshots.memory.slots_of_host.release(slot)
 
     def _evict(self, name: str, slot: int | None, reason: str) -> None:
         """Evict a checkpoint: from its slot at once on all ranks, from the ring by rank 0's thread."""
@@ -329,9 +308,9 @@ class CheckpointManager:
             self._record.note(left if was_there else lost)
 
         if slot is not None:
-            self._snapshots.memory.slots_of_host.release(slot, partial(told, "fast"))
+            self.snapshots.memory.slots_of_host.release(slot, partial(told, "fast"))
         elif self._owns_ring and self._ranks.first:
-            self._snapshots.thread.submit(self._evict_from_ring, name, partial(told, "durable"))
+            self.snapshots.thread.submit(self._evict_from_ring, name, partial(told, "durable"))
 
     def _evict_from_ring(self, name: str, then: Callable[[bool], None]) -> None:
         """Evict a checkpoint from the ring. One that is pinned, or that the disk does not let go, leaves with a later
@@ -348,14 +327,14 @@ class CheckpointManager:
     @property
     def _owns_ring(self) -> bool:
         """Whether the ranks evict from the run directory's ring. If slots are drained into it, the drainer does."""
-        return not self._snapshots.memory.drained or self._remote is not None
+        return not self.snapshots.memory.drained or self._remote is not None
 
     def _report_drift(self, landing: Landing) -> None:
         """Raises UsageError where a run has hardly begun, and no checkpoint has an update that all ranks made alike: so
         they train. Later it may be a machine that miscalculates, and there is more to lose."""
         manifest = landing.manifest
         fact = Drifted(checkpoint=manifest.name, step=manifest.step, ranks=landing.drifted)
-        newest = self._catalogue.newest()
+        newest = self.catalogue.newest()
         if manifest.step < EARLY and (newest is None or not newest.step):
             self._record.note(fact)
             raise UsageError(f"{landing.fault}, since the first updates of the run", hint=NEVER_ALIKE)

@@ -7,21 +7,17 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from rollback.checkpoints.fast_tier.slots import SlotPaths
-from rollback.config import Settings
 from rollback.errors import RunDirectoryError
 from rollback.facts.training import Paced, Saving
 from rollback.train.comm.beat import Beat
-from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Recorder
 from rollback.train.events import RollbackApplied
+from rollback.train.run import AttachedRun
 from rollback.train.sharded import version_of
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pace import SnapshotPace
-from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.tier_choice import SWITCHED_OFF, Allotment, allot, usual_capture_mode
 from rollback.train.state.state import TrainingState
-from rollback.train.updates.closures import before_update
-from rollback.train.updates.hooks import weak_hook
+from rollback.train.updates.hooks import before_update, weak_hook
 
 _REMEMBERED = 21  # steps whose median is what a step takes
 _TRIES = 6  # of a checkpoint that is waited for: a tier may fail, and a state may grow, but not for ever
@@ -30,30 +26,22 @@ _TRIES = 6  # of a checkpoint that is waited for: a tier may fail, and a state m
 class SnapshotSchedule:
     """Methods are collective unless they say otherwise.
 
-    tier: the fast tier's directory, or why there is none. began_at: the restored step; None: none was restored. wanted:
-    take a snapshot at the end of the next step at which it can begin, whatever the pace; set it on all ranks alike.
+    tier: the fast tier's directory, or why there is none. wanted: take a snapshot at the end of the next step at which
+    it can begin, whatever the pace; set it on all ranks alike.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        ranks: Ranks,
-        state: TrainingState,
-        snapshots: Snapshots,
-        checkpoints: CheckpointManager,
-        record: Recorder,
-        tier: tuple[SlotPaths | None, str],
-        began_at: int | None,
+        self, run: AttachedRun, state: TrainingState, checkpoints: CheckpointManager, tier: tuple[SlotPaths | None, str]
     ) -> None:
-        self._settings = settings
-        self._ranks = ranks
+        self._settings = settings = run.settings
+        self._ranks = run.ranks
         self._state = state
-        self._snapshots = snapshots
+        self._snapshots = checkpoints.snapshots
         self._checkpoints = checkpoints
-        self._record = record
+        self._record = run.record
         self._tier = tier
         self.wanted = False
-        self._taken_at = self._taken_before_end = began_at
+        self._taken_at = self._taken_before_end = run.restored.step if run.restored is not None else None
         self._made_for_end = False
         """Whether the newest checkpoint is one of a possible end, which is removed where training goes on."""
         self._measured = False
@@ -179,7 +167,7 @@ class SnapshotSchedule:
 
     def _kept(self) -> str | None:
         """The checkpoint of the present state, if there is one."""
-        newest, cursor = self._checkpoints.newest(), self._state.cursor
+        newest, cursor = self._checkpoints.catalogue.newest(), self._state.cursor
         here = self._state.counters.step, cursor.batch, not cursor.opened
         return newest.name if newest is not None and (newest.step, newest.batch, newest.over) == here else None
 

@@ -2,11 +2,8 @@
 beside the training; where torch does not count them, no last snapshot is kept.
 
 Both go by version counters where they have to know whether the weights are still those of a step's end. A write
-through `.data`, by NumPy or by another library's kernel is in no counter. Adversarial training, as it is often written,
-moves an embedding in this way for a second backward, and then back. A copy that is made meanwhile, or the weights that
-a rank's death leaves the others with, would belong to no step. So in the first steps of an attempt the weights
-themselves are looked at, and not only the counters. Until then each copy is waited for: one that is torn is lost, and
-the first one may be all that there is to go back to.
+through `.data`, by NumPy or by another library's kernel is in no counter. So in the first steps of an attempt the
+weights themselves are looked at. Until then each copy is waited for: docs/design.md, "Nobody waits for a disk".
 """
 
 import torch
@@ -18,8 +15,7 @@ from rollback.train.snapshots import drift
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.backward import BackwardWatch
-from rollback.train.updates.closures import before_update
-from rollback.train.updates.hooks import weak_hook
+from rollback.train.updates.hooks import before_update, weak_hook
 
 FIRST_STEPS = 3
 """Steps of an attempt in which it is looked for."""

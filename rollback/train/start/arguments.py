@@ -13,7 +13,7 @@ from rollback.errors import UsageError, WrongSetting
 from rollback.rundir import seal
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
-from rollback.train.sharded import whole_of
+from rollback.train.sharded import is_sharded
 from rollback.train.state.stateful import Stateful
 
 _OF_A_HOST = {"fast_tier", "evidence_limit", "init"}
@@ -225,5 +225,5 @@ def scalar(value: Tensor | float, what: str) -> Tensor | float:
             f"guard.observe got a {what} {kind}; it takes one real number",
             hint=f"reduce it first, for example {what}.mean()",
         )
-    value = whole_of(value)
-    return float(value.item()) if value.is_cpu else value.detach().reshape(()).clone()
+    whole: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+    return float(whole.item()) if whole.is_cpu else whole.detach().reshape(()).clone()

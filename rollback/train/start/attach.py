@@ -27,7 +27,7 @@ from rollback.checkpoints.resume import (
     next_seq,
     of_present_timeline,
 )
-from rollback.config import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, Settings, guard_mark
+from rollback.config import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, Settings, guard_mark, host_name
 from rollback.errors import (
     LET_IT_BE_READ,
     CheckpointDamaged,
@@ -42,12 +42,12 @@ from rollback.errors import (
 )
 from rollback.facts.history import History, in_durable_ring
 from rollback.facts.training import Attached
-from rollback.rundir.identity import new_identity, read_identity, require_key, write_identity
+from rollback.rundir.identity import Identity, new_identity, read_identity, require_key, write_identity
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths, format_for
 from rollback.system import files
 from rollback.train.catalogue.catalogue import CheckpointPlace
-from rollback.train.catalogue.host_copies import HostCopies
+from rollback.train.catalogue.remote import HostCopies
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.data import rng
@@ -56,7 +56,6 @@ from rollback.train.run import AttachedRun, require_first, supervised
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
 from rollback.train.start.found_run import FoundRun, read_run
-from rollback.train.start.host_directory import first_writes_of_host
 from rollback.train.start.initial import begin_with
 from rollback.train.start.start_record import (
     evict_what_was_cut_off,
@@ -345,7 +344,7 @@ def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks:
             fault = f"writing to the run directory {paths.root}: {message_of(error)}"  # the hint is given below
     fault, run_id = ranks.from_first([fault, run_id])
     if not fault and ranks.apart:
-        fault = first_writes_of_host(paths, ranks)
+        fault = _first_writes_of_host(paths, ranks)
     if fault:
         raise RunDirectoryError(fault, hint="check the permissions and the free space of the run directory")
     return run_id, record or Recorder(paths, found.attempt, first=False)
@@ -359,3 +358,27 @@ def _sweep_frozen(paths: RunPaths, found: FoundRun) -> None:
             frozen.sweep(paths, present)
     except (OSError, CheckpointDamaged) as error:
         say(f"removing frozen weights that no checkpoint needs failed ({error}); they stay")
+
+
+def _first_writes_of_host(paths: RunPaths, ranks: Ranks) -> str:
+    """Collective: make what is missing in the hosts' directories, as rank 0's is complete. Returns the fault in words;
+    empty: there is none.
+
+    They have no journals, but what their host keeps: the slots' place, heartbeats, failure records, stacks, evidence,
+    skip records.
+    """
+    whose = read_identity(paths) if ranks.first else None
+    body = ranks.from_first(whose.model_dump(mode="json") if whose is not None else None)
+    fault = None
+    if ranks.first_in_directory and not ranks.first:
+        try:
+            for directory in (paths.ring, paths.ranks, paths.skips):
+                files.make_directory(directory)
+            identity = Identity.model_validate(body)
+            if read_identity(paths) != identity:  # as it is, it stays: a disk that is full by now ends no attempt
+                write_identity(paths, identity)
+            ring.sweep(paths)
+        except (OSError, RollbackError) as error:
+            why = message_of(error)  # the caller gives a hint
+            fault = f"writing to the run directory {paths.root} on {host_name()}: {why}"
+    return ranks.first_fault(fault) or ""

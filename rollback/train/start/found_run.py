@@ -6,13 +6,15 @@ Rank 0 reads the directory and sends the content to all ranks. Nothing is change
 import contextlib
 import json
 import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollback import errors
-from rollback.checkpoints import ring
+from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.config import ENV_ATTEMPT, Settings
+from rollback.checkpoints.tiers import Located
+from rollback.config import ENV_ATTEMPT, Settings, host_name
 from rollback.errors import (
     BRING_BACK,
     LET_IT_BE_READ,
@@ -30,10 +32,8 @@ from rollback.rundir.journal.journal import of_kind, read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.train.catalogue.draining import fetch_run, only_at_url, reach_ring
-from rollback.train.catalogue.inventory import take_inventory
 from rollback.train.comm.ranks import Ranks
 from rollback.train.run import supervised
-from rollback.train.start.host_directory import require_one_run
 from rollback.train.start.start_record import require_a_change
 
 
@@ -110,8 +110,8 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     if ranks.apart:
         require_one_run(paths, body["identity"], ranks)
     in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
-    in_memory = take_inventory(paths, ranks, {manifest.name for manifest in in_ring})
-    by_name = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
+    in_memory, slots, strays, ahead = take_inventory(paths, ranks, {manifest.name for manifest in in_ring})
+    by_name = {manifest.name: manifest for manifest in [*in_memory, *in_ring]}
     manifests = sorted(by_name.values(), key=lambda manifest: manifest.order)
     newer, unknown = only_at_url(paths, settings, journal.history, manifests) if journal else ([], None)
     at_url, unknown = ranks.from_first([[manifest.model_dump(mode="json") for manifest in newer], unknown])
@@ -120,11 +120,11 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
         # Rank 0's recorder adds to what it has read; what the ranks decide by must stay alike on all.
         history=copy_of(journal.history) if journal else history_as_json.validate_json(body["history"]),
         manifests=manifests,
-        slots=in_memory.slots,
+        slots=slots,
         in_ring=[manifest.name for manifest in in_ring],
         damaged=body["damaged"],
-        strays=in_memory.strays,
-        ahead=in_memory.ahead,
+        strays=strays,
+        ahead=ahead,
         at_url=[Manifest.model_validate(manifest) for manifest in at_url],
         unknown_at_url=unknown,
         blamed=[Blamed.model_validate(fact) for fact in body["blamed"]],
@@ -158,3 +158,74 @@ def _read(paths: RunPaths, identity: Identity | None, history: History) -> dict[
         "blamed": [fact.model_dump() for _, fact in of_kind(read_journal(paths.supervisor_journal).records, Blamed)],
         "identity": identity.model_dump(mode="json") if identity else None,
     }
+
+
+@dataclass(frozen=True)
+class InSlot:
+    """A checkpoint in a slot. content: its identity, by its hashes; see `Manifest.content`."""
+
+    slot: int
+    name: str
+    content: str
+
+
+def take_inventory(
+    paths: RunPaths, ranks: Ranks, in_ring: Collection[str]
+) -> tuple[list[Manifest], dict[str, int], list[str], frozenset[str]]:
+    """Collective: what is in the slots, the same on all ranks. The first rank of each host looks into them.
+
+    Manifests and slots of the checkpoints that every host has in the slot of the same number: only these can be used;
+    the names of those that only some hosts have; and, of the first, those that are ahead of the record
+    (`tiers.SlotsLook`). in_ring: names of the checkpoints in the run directory, which are these and not what memory has
+    ahead of it.
+    """
+    look = tiers.look_into_slots(paths) if ranks.first_of_host else tiers.SlotsLook([], [], {})
+    places = [place for place in [*look.usable, *look.ahead] if is_enough(place, ranks)]
+    told = [[place.slot, place.name, place.manifest.content] for place in places]
+    answers = ranks.from_each(told if ranks.first_of_host else None)
+    names = set[str]().union(*ranks.from_each([place.name for place in look.ahead]))
+    held, strays = common([[InSlot(*item) for item in answer] for answer in answers if answer is not None])
+    held = [item for item in held if item.name not in names.intersection(in_ring)]
+    slots = {item.name: item.slot for item in held}
+    own = [place.manifest.model_dump(mode="json") for place in places if slots.get(place.name) == place.slot]
+    manifests = [Manifest.model_validate(body) for body in ranks.from_first(own)]
+    return manifests, slots, strays, frozenset(names & slots.keys())
+
+
+def is_enough(place: Located, ranks: Ranks) -> bool:
+    """Whether a slot of this host has the shards that its ranks read: all if there is one host, else their own."""
+    shards = place.manifest.shards
+    if ranks.host_count > 1:
+        if place.manifest.world_size != ranks.world_size:
+            return False
+        shards = tuple(shards[rank] for rank in ranks.on_this_host)
+    return all(os.path.exists(place.directory / shard.file) for shard in shards)
+
+
+def common(hosts: Sequence[Sequence[InSlot]]) -> tuple[list[InSlot], list[str]]:
+    """What all hosts have in common, and the names of the rest. Pure."""
+    held = [item for item in hosts[0] if all(item in host for host in hosts)]
+    return held, sorted({item.name for host in hosts for item in host} - {item.name for item in held})
+
+
+def require_one_run(paths: RunPaths, identity: dict[str, Any] | None, ranks: Ranks) -> None:
+    """Collective: raise RunDoesNotFit, on all ranks, where a host's directory holds another run than rank 0's. Each has
+    the run's `run.json`, so that it is known whose it is.
+
+    identity: the content of rank 0's run.json; None: the run begins.
+    """
+    fault, hint = None, "name another directory with --run DIR there; nothing was changed"
+    if ranks.first_in_directory and not ranks.first:
+        try:
+            own = read_identity(paths)
+            expected = identity["run_id"] if identity is not None else None
+            if own is not None and own.run_id != expected:
+                there = f"run {expected}" if expected is not None else "no run yet"
+                fault = (
+                    f"the run directory {paths.root} on {host_name()} belongs to run {own.run_id}; rank 0's, and the "
+                    f"ring, have {there}"
+                )
+        except RollbackError as error:
+            fault = f"on {host_name()}: {error.message}"
+    if (found := ranks.first_fault(fault)) is not None:
+        raise RunDoesNotFit(found, hint=hint)

@@ -10,7 +10,7 @@ from rollback.checkpoints.fast_tier import end_marks, last_account
 from rollback.checkpoints.fast_tier.slots import forget
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import healthy_before, is_on_record
-from rollback.config import ENV_SUPERVISOR, Settings
+from rollback.config import Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural, WrongSetting
 from rollback.facts.history import History, merge_windows
 from rollback.facts.training import (
@@ -34,7 +34,8 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import why_kept
-from rollback.train.updates.advice import UNEQUAL_EPOCHS
+from rollback.train.run import supervised
+from rollback.train.updates.advice import UNEQUAL_EPOCHS, filled
 from rollback.wording import first_few
 
 _SHOWN = 4  # numbers of batches
@@ -103,7 +104,7 @@ def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest 
                 bytes=chosen.bytes, seconds=account.seconds, tier=at,
             )
         )  # fmt: skip
-        if not os.environ.get(ENV_SUPERVISOR):
+        if not supervised():
             record.note(
                 LastSnapshotMade(
                     reason=account.reason, checkpoint=chosen.name, step=chosen.step, rank=account.rank,
@@ -237,8 +238,7 @@ def tell_of_unequal_epochs(batches: Sequence[int | None], record: Recorder) -> N
     first_with = {count: rank for rank, count in reversed([*enumerate(batches)]) if count is not None}
     if len(first_with) > 1:
         counts = first_few([f"{count} on rank {rank}" for count, rank in sorted(first_with.items())], _SHOWN)
-        code, text = UNEQUAL_EPOCHS
-        record.advise(code, text.format(counts=counts))
+        record.advise(*filled(UNEQUAL_EPOCHS, counts=counts))
 
 
 def put_aside(

@@ -13,8 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from rollback.errors import UsageError
-from rollback.train.data.cursor.generators import is_generator
-from rollback.train.data.own_generators import KeptGenerator
+from rollback.train.data.cursor.generators import KeptGenerator, is_generator
 
 _AS_IT_IS, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
 _OF_NUMBERS = Tensor, np.ndarray, np.generic
@@ -64,9 +63,6 @@ class SharedText:
     def state_dict(self) -> str:
         raise NotImplementedError
 
-    def load_state_dict(self, text: str) -> None:
-        raise NotImplementedError
-
 
 class ToldAtEnd:
     """Base of what changes behind the backward of each step, and what no training depends on, as a sum of losses. Marks
@@ -82,7 +78,6 @@ class KeptByScript:
     def __init__(self) -> None:
         self._first: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
-        self._generators: dict[str, KeptGenerator] = {}
         self._of_rank: dict[str, Any] = {}
         """Objects that are neither of the following two."""
         self._foretelling: dict[str, Any] = {}
@@ -109,21 +104,27 @@ class KeptByScript:
         generators = {name: KeptGenerator(value) for name, value in first.items() if is_generator(value)}
         objects = generators | {name: value for name, value in first.items() if _tells_its_state(value, name)}
         checked = {name: _plain(value, name) for name, value in first.items() if name not in objects}
-        self._objects.update(objects)
-        self._generators.update(generators)
-        apart = SharedText, ToldAtEnd
-        self._of_rank.update({name: item for name, item in objects.items() if not isinstance(item, apart)})
-        self._foretelling.update({name: item for name, item in objects.items() if hasattr(item, "coming_state_dict")})
-        self._texts.update({name: item for name, item in objects.items() if isinstance(item, SharedText)})
-        self._at_end.update({name: item for name, item in objects.items() if isinstance(item, ToldAtEnd)})
+        self._add_objects(objects)
         self._load_objects(objects)
         self._first.update(plain(checked))
         self._values.update({name: self._restored.get(name, value) for name, value in checked.items()})
         return self._kept
 
-    def values(self) -> dict[str, Any]:
-        """The script's numbers, texts, lists and dicts as they are now, by name: a shallow copy."""
-        return {**self._values}
+    def _add_objects(self, objects: Mapping[str, Any]) -> None:
+        self._objects.update(objects)
+        for name, item in objects.items():
+            if isinstance(item, SharedText):
+                self._texts[name] = item
+            elif isinstance(item, ToldAtEnd):
+                self._at_end[name] = item
+            else:
+                self._of_rank[name] = item
+            if hasattr(item, "coming_state_dict"):
+                self._foretelling[name] = item
+
+    def is_of_script(self, name: str) -> bool:
+        """Whether it is a number, text, list or dict that the script itself changes."""
+        return name in self._values
 
     def state_dict(self) -> dict[str, Any]:
         """The values for a checkpoint; also values of an earlier one that the script has not asked for yet."""
@@ -177,10 +178,11 @@ class KeptByScript:
     def keep_generators(self, found: Mapping[str, Any]) -> None:
         """Keep random generators of the script from now on. In a run that goes on they are put back as its loop begins:
         what the script draws in front of that is what it drew at the first start."""
-        kept = {f"{GENERATOR}{name}": KeptGenerator(generator) for name, generator in found.items()}
-        self._generators.update(kept)
-        self._objects.update(kept)
-        self._of_rank.update(kept)
+        self._add_objects({f"{GENERATOR}{name}": KeptGenerator(generator) for name, generator in found.items()})
+
+    @property
+    def _generators(self) -> dict[str, KeptGenerator]:
+        return {name: item for name, item in self._objects.items() if isinstance(item, KeptGenerator)}
 
     def restore_generators(self) -> None:
         """Those among the values, as they were at the last load."""

@@ -5,6 +5,7 @@ statistics, caches), so a checkpoint keeps them too. For plain attributes nobody
 from a forward. So they are not kept, and the user gets their names.
 """
 
+from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -18,11 +19,12 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_leaves
 
 from rollback.errors import RunDoesNotFit
-from rollback.train.sharded import local_of
+from rollback.train.sharded import is_sharded, local_of
 from rollback.train.state.tree import is_kept, memory_of
 
 KEPT_ELSEWHERE = "_rollback_keeps_its_tensors"
 """Attribute of a module whose tensors somebody else keeps."""
+_FEW = 1 << 20  # bytes
 _LOOKED_INTO = 1000  # items of a list or mapping among a module's attributes
 
 
@@ -118,6 +120,39 @@ def put(module: nn.Module, stored: Mapping[str, Tensor | None], own: Container[o
             owner._buffers[key] = value.to(present.device)
     hidden = nonpersistent(module, module.state_dict())
     return [name for name, item in hidden.items() if item is not None and name not in stored]
+
+
+def apart(objects: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """The states of objects beside the model without the buffers that are each rank's own, and these: as of a second
+    network, of an average of the weights.
+
+    In DDP the forward of each rank writes to its own, as to those of the model: the statistics of BatchNorm differ
+    between ranks, and so does an average of them. So each rank stores its own.
+
+    A module with much more in buffers than in parameters holds weights in them, as some averages do: the same on all
+    ranks, and as large as the model. It is not taken apart, since each rank would store all of it.
+    """
+    shared, own = dict(states), {}
+    for owner, item in objects.items():
+        state = states[owner]
+        if not isinstance(item, nn.Module) or type(state) not in (dict, OrderedDict):
+            continue
+        names = all_of(item)
+        found = {
+            name: value
+            for name, value in state.items()
+            if name in names and isinstance(value, Tensor) and not is_sharded(value)
+        }
+        weight = sum(parameter.nbytes for parameter in item.parameters())
+        if found and sum(value.nbytes for value in found.values()) <= max(weight, _FEW):
+            own[owner] = found
+            shared[owner] = {name: value for name, value in state.items() if name not in found}
+    return shared, own
+
+
+def together(shared: Mapping[str, Any], own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    """What `apart` took apart."""
+    return {owner: {**state, **own[owner]} if owner in own else state for owner, state in shared.items()}
 
 
 def not_kept(module: nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ Behind the guard such a loading would stand in the checkpoint's place, as would 
 the guard has restored is written to there, so this shows in the same count.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import Tensor
 from rollback.facts.training import Wrapping
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import sharding_of, version_of
-from rollback.train.state.optimizer_state import tensors_of_state
 from rollback.train.state.state import TrainingState
+from rollback.train.state.stateful import tensors_of_state
 from rollback.train.updates.advice import (
     OWN_SNAPSHOT_AT_THE_START,
     OWN_SNAPSHOT_ON_RESUME,
     WRITTEN_BEHIND_GUARD,
+    filled,
 )
 
 
@@ -46,9 +48,8 @@ class Traces:
         reloaded = first_writes is not None and 0 < self.parameters <= self.writes - first_writes
         if not self.updated and not reloaded:
             return None
-        code, text = OWN_SNAPSHOT_ON_RESUME
         done = "loaded the state of its optimizer" if self.updated else "written to all parameters of the model"
-        return code, text.format(done=done, step=step)
+        return filled(OWN_SNAPSHOT_ON_RESUME, done=done, step=step)
 
 
 def traces_of(state: TrainingState) -> Traces:
@@ -59,35 +60,31 @@ def traces_of(state: TrainingState) -> Traces:
     return Traces(sum(writes), wrapped, len(writes), updated)
 
 
-class WritesBehind:
+def writes_behind(run: AttachedRun, state: TrainingState) -> Callable[[], bool]:
     """Notices, on a run that is resumed, that the script writes to what was restored before its loop begins.
 
-    Make it when all is restored. Values are not compared: that would read all of a large model once more at each start.
+    Make it when all is restored; values are not compared: that would read all of a large model once more. What it
+    returns is collective: whether a rank's script has done so. All ranks then restore again, and advice is given.
     """
+    restored, then = run.restored, _versions(state) if run.restored is not None else []
 
-    def __init__(self, run: AttachedRun, state: TrainingState) -> None:
-        self._run, self._state = run, state
-        self._then = self._versions() if run.restored is not None else []
-
-    def found(self) -> bool:
-        """Collective: whether a rank's script has done so. All ranks then restore again, and the advice is given."""
-        restored = self._run.restored
-        if restored is None or not any(self._run.ranks.from_each(self._then != self._versions())):
+    def found() -> bool:
+        if restored is None or not any(run.ranks.from_each(then != _versions(state))):
             return False
-        code, text = WRITTEN_BEHIND_GUARD
-        self._run.record.advise(code, text.format(step=restored.step))
+        run.record.advise(*filled(WRITTEN_BEHIND_GUARD, step=restored.step))
         return True
 
-    def _versions(self) -> list[tuple[int, int]]:
-        """Of all tensors of the modules and of the optimizers' states. A loaded optimizer has other tensors."""
-        optimizers = [self._state.optimizer, *self._state.objects.values()]
-        states = [value for item in optimizers for value in tensors_of_state(item)]
-        modules = self._state.modules.values()
-        own = [item for module in modules for item in (*module.parameters(), *module.buffers())]
-        return [
-            *((0, version_of(item)) for item in own if not item.is_inference()),  # such tensors count no writes
-            *((id(item), version_of(item)) for item in states),
-        ]
+    return found
+
+
+def _versions(state: TrainingState) -> list[tuple[int, int]]:
+    """Of all tensors of the modules and of the optimizers' states. A loaded optimizer has other tensors."""
+    states = [value for item in (state.optimizer, *state.objects.values()) for value in tensors_of_state(item)]
+    own = [item for module in state.modules.values() for item in (*module.parameters(), *module.buffers())]
+    return [
+        *((0, version_of(item)) for item in own if not item.is_inference()),  # such tensors count no writes
+        *((id(item), version_of(item)) for item in states),
+    ]
 
 
 def _has_updates(state: Any) -> bool:

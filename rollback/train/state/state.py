@@ -14,18 +14,15 @@ from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
 from rollback.train.sharded import HeldByFsdp, is_sharded, local_of
-from rollback.train.state import tree
-from rollback.train.state.broadcasts import Broadcasts
+from rollback.train.state import module_buffers, tree
 from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, take_parts, tensor_in_words
 from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
-from rollback.train.state.object_buffers import apart, together
-from rollback.train.state.optimizer_state import load_optimizer, tensors_of_state
-from rollback.train.state.stateful import Stateful, load_into
+from rollback.train.state.stateful import Stateful, load_into, load_optimizer, tensors_of_state
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.wanted_gradients import WantedGradients
-from rollback.train.updates.wrappers import unwrap
+from rollback.train.updates.wrappers import Broadcasts, unwrap
 
 _SHOWN = 6
 _CARRIED_OUT = "a rollback that was under way is carried out by the same command"
@@ -118,7 +115,7 @@ class TrainingState:
         """
         model, buffers = self.model.state_dict(), all_of(self.model)
         states = {name: item.state_dict() for name, item in self.objects.items()}
-        objects, object_buffers = apart(self.objects, states)
+        objects, object_buffers = module_buffers.apart(self.objects, states)
         shared = {
             "model": {name: value for name, value in model.items() if name not in buffers},
             "optimizer": self.optimizer.state_dict(),
@@ -288,10 +285,11 @@ class TrainingState:
         _require_same_order(shared.get("trained", []), self.trained_names())  # checkpoints had none once
         _require_same_groups(shared["optimizer"], self.optimizer)
         model = {**shared["model"], **local["buffers"]}
-        objects = together(shared["objects"], local.get("object_buffers", {}))  # once they were shared
+        objects = module_buffers.together(shared["objects"], local.get("object_buffers", {}))  # once they were shared
         stored = {owner: {} for owner in self.modules} | local.get("nonpersistent_buffers", {})  # once there were none
         for owner, module in self.modules.items():
-            persistent = local["buffers"] if owner == "model" else _tensors_of(objects[owner])
+            kept = local["buffers"] if owner == "model" else objects[owner]  # its parameters are there already
+            persistent = {name: item for name, item in kept.items() if isinstance(item, Tensor)}
             match(module, persistent, stored[owner], self._own_buffers[owner])
         stored["model"] = {**local["buffers"], **stored["model"]}
         self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner], self._own_memory))
@@ -346,11 +344,6 @@ class TrainingState:
         """Restore the random states of the last `load`, and of the generators that the script has had kept."""
         rng.restore(self._random)
         self.kept.restore_generators()
-
-
-def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Of the parameters among them a module has all from the beginning."""
-    return {name: item for name, item in state.items() if isinstance(item, Tensor)}
 
 
 def _require_same_order(stored: Sequence[str | None], present: Sequence[str | None]) -> None:

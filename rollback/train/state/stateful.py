@@ -1,12 +1,15 @@
-"""Objects that the guard keeps: what they must have, and a state that one of them cannot load."""
+"""Objects that the guard keeps: what they must have, how a state is loaded into one, and a state that one cannot
+load."""
 
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from rollback.errors import RollbackError
 from rollback.rundir.failures import class_of_exception, qualified_name, text_of
-from rollback.train.state.optimizer_state import load_optimizer
+from rollback.train.sharded import is_sharded
 from rollback.wording import first_few
 
 _SHOWN = 6
@@ -41,3 +44,60 @@ def load_into(name: str, item: Stateful, state: dict[str, Any]) -> None:
             f"{first_few([*map(repr, state)], _SHOWN)}: it may be of an object of another kind",
             hint=f"make {name!r} as the run made it, or start this job with its own run directory (--run DIR)",
         ) from error
+
+
+def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
+    """Load what its `state_dict` gave, in the types that were stored. What has its parameter's shape gets the strides
+    that it had here; in a new process those of the parameter, with which optimizers make it.
+
+    torch gives each tensor of a parameter's state the type of the parameter when it loads them, but for `step`. Moments
+    or weights that an optimizer keeps in float32 for parameters in bfloat16 would be rounded, and counters and masks
+    would become fractions: from then on it is another training, and nothing shows it.
+
+    A checkpoint has tensors in order, whatever their strides were. A fused optimizer goes through the memory of
+    parameter and state side by side, so it would join numbers that do not belong together where a parameter lies in
+    another order (`channels_last`).
+
+    torch's `state_dict` gives the live states. One of an optimizer's own making gives copies, perhaps of other types;
+    what its `load_state_dict` makes of them stays.
+    """
+    before = dict(optimizer.state)
+    optimizer.load_state_dict(stored)
+    loaded, then = optimizer.state_dict(), stored.get("state")
+    if not (isinstance(loaded.get("state"), dict) and isinstance(then, dict)):
+        return
+    numbers = [number for group in loaded.get("param_groups", ()) for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        if isinstance(live := loaded["state"].get(number), dict):
+            live.update(_as_it_was(live, then.get(number), before.get(parameter), parameter))
+
+
+def _as_it_was(now: Any, then: Any, before: Any, parameter: Tensor) -> Any:
+    """What was loaded, with the stored tensors in place of those that have another type now. before: what was there."""
+    match now, then:
+        case Tensor(), Tensor():
+            value = then.to(now.device) if now.dtype != then.dtype else now
+            known = isinstance(before, Tensor) and before.shape == value.shape
+            return _with_strides_of(before if known else parameter, value)
+        case dict(), dict():
+            had = before if isinstance(before, dict) else {}
+            return {key: _as_it_was(value, then.get(key), had.get(key), parameter) for key, value in now.items()}
+        case (list(), list()) | (tuple(), tuple()) if len(now) == len(then):
+            each_had = before if isinstance(before, type(now)) and len(before) == len(now) else (None,) * len(now)
+            return type(now)(_as_it_was(*each, parameter) for each in zip(now, then, each_had, strict=True))
+    return now
+
+
+def _with_strides_of(like: Tensor, value: Tensor) -> Tensor:
+    if value.shape != like.shape or value.stride() == like.stride() or is_sharded(value) or is_sharded(like):
+        return value
+    return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def tensors_of_state(optimizer: object) -> list[Tensor]:
+    """The tensors that an optimizer keeps of each parameter. Its state may have other things beside these, as a count
+    of its own under a text; an object that is no optimizer has none."""
+    found = getattr(optimizer, "state", None)
+    states = found.values() if isinstance(found, dict) else ()
+    return [item for state in states if isinstance(state, dict) for item in state.values() if isinstance(item, Tensor)]

@@ -119,12 +119,10 @@ def memory_of(item: Tensor) -> tuple[Any, ...]:
 
 def is_kept(tensor: Tensor) -> bool:
     """Whether a checkpoint can keep a tensor of this kind."""
-    return tensor.layout == torch.strided and tensor.dtype in DTYPE_CODE and _has_memory(local_of(tensor))
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether its values lie where it says. A subclass may only look like a tensor, and have others inside."""
-    return not tensor.numel() or tensor.data_ptr() != 0
+    if tensor.layout != torch.strided or tensor.dtype not in DTYPE_CODE:
+        return False
+    local = local_of(tensor)  # a subclass may only look like a tensor, and have others inside
+    return not local.numel() or local.data_ptr() != 0
 
 
 def _encode_items(value: Sequence[Any], path: str, tensors: dict[str, Tensor]) -> list[Json]:

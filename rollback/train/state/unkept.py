@@ -12,8 +12,8 @@ import functools
 import gc
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +23,82 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from rollback.errors import EARLY
 from rollback.system.frames import is_of_own_file
 from rollback.train.data.cursor.digest import Digest
-from rollback.train.data.cursor.generators import Generators, is_generator
-from rollback.train.data.own_generators import generators_of_script
+from rollback.train.data.cursor.generators import Generators, generators_of_script, is_generator
 from rollback.train.sharded import local_of
 from rollback.train.state.module_buffers import storage_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
+from rollback.train.updates.advice import filled
 from rollback.train.updates.own_attributes import OwnAttributes, goes_on, tells_itself
-from rollback.train.updates.script_tensors import (
-    copies_of_script,
-    modules_of_script,
-    tensors_in,
-    tensors_of,
-    tensors_of_script,
+from rollback.train.updates.script_tensors import copies_of_script, modules_of_script, tensors_of, tensors_of_script
+
+OPTIMIZER_NOT_KEPT = (
+    "optimizer-not-kept",
+    "an optimizer of the kind {kind} trains in the loop, and the guard was not handed all that it keeps and trains: no "
+    "checkpoint has that, so a rollback leaves it as it is and a resume begins it anew. Hand it over by a name of its "
+    "own, and its module too: Guard(..., other_optimizer=..., other_model=...)",
+)
+ATTRIBUTES_NOT_KEPT = (
+    "optimizer-attributes",
+    "each update changes {names} of the optimizer {kind}, attributes of its own that are not in its state_dict: no "
+    "checkpoint has them, so a rollback leaves them as they are and a resume begins them anew. Where updates depend on "
+    "them, as a bias correction or a momentum does, keep them in self.state[parameter], or a number in its group: "
+    'group["t"] += 1',
+)
+GENERATOR_NOT_KEPT = (
+    "generator-not-kept",
+    "in the training {names} draws random numbers, a generator that no checkpoint has: a rollback leaves it as it is, "
+    "and a resume begins it anew. If it makes no data, have it kept, in front of the loop: "
+    "guard.keep(noise=generator). One that the script seeds in each batch needs nothing",
+)
+COPIES_NOT_KEPT = (
+    "copies-not-kept",
+    "the script writes to {names}, copies of the model's weights or a module of its own, and no checkpoint has these: "
+    "a rollback leaves them as they are, and a resume begins them anew. Where something depends on them later, as on "
+    "an average of the weights, hand over the module, or an object with state_dict and load_state_dict that has them, "
+    "by a name of its own: Guard(..., average=average). A copy that is filled anew before each use needs nothing",
+)
+VARIABLES_NOT_KEPT = (
+    "variables-not-kept",
+    "the training writes to {names}, tensors of the script's that no checkpoint has: a rollback leaves them as they "
+    "are, and a resume begins them anew. If a later batch reads what is written there, as from a queue of features, "
+    'make them buffers of a module that is handed over: bank.register_buffer("queue", queue), Guard(..., bank=bank)',
+)
+NUMBERS_NOT_KEPT = (
+    "numbers-not-kept",
+    "each update changes {names}, numbers that modules have as attributes, and no checkpoint has these: a rollback "
+    "leaves them as they are, and a resume begins them anew. Where the model's outputs depend on them, as on a "
+    'temperature that falls, make them buffers: self.register_buffer("t", torch.zeros(()))',
+)
+SCHEDULER_NOT_KEPT = (
+    "scheduler-not-kept",
+    "a scheduler changes the learning rate, and the guard was not handed it: after a resume it begins with its first "
+    "step, and a rollback does not bring it back. Guard(..., scheduler=scheduler)",
+)
+GROUP_ADDED = (
+    "group-added",
+    "the optimizer has got a parameter group since the guard was made (add_param_group), as for layers that are "
+    "unfrozen: a rollback to before that ends the attempt, and the next start is refused behind it. Make the optimizer "
+    "with all its groups before the guard is made (lr=0 for one whose time comes later): where this job ends, the same "
+    "command then goes on",
+)
+EVALUATION_DRAWS = (
+    "evaluation-draws",
+    "another loader than the guard's, with persistent_workers=True, is read in the training: only its first pass draws "
+    "a seed, from the random states that the training draws from. Behind a resume, or a rollback to before that pass, "
+    "the run goes on with other random numbers. Give it a generator of its own: DataLoader(..., "
+    "generator=torch.Generator())",
 )
 
+_FIRST = 10  # updates: a generator that has drawn in none of them has drawn the first weights
+_SELDOM = 16  # updates between two looks, behind the first ones: what is found stays there
 _LOOKS = 5  # in all of which a count must go on
 _BATCHES = 3  # in which it must have stepped: some scripts make an optimizer for a moment
 
-_WATCHING: "list[weakref.ref[Unkept]]" = []
+_WATCHING: "weakref.WeakSet[Unkept]" = weakref.WeakSet()
 _KEPT_LOADERS: "weakref.WeakSet[DataLoader[Any]]" = weakref.WeakSet()
 
 
@@ -60,9 +115,29 @@ def _watch_all_steps() -> None:
 
 
 def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for each in [*_WATCHING]:
-        if (watching := each()) is not None:
-            watching.stepped(optimizer)
+    for watching in [*_WATCHING]:
+        watching.stepped(optimizer)
+
+
+class _Watched(NamedTuple):
+    """A list or a module of the script's, or a tensor, and the marks of its tensors when the watch began."""
+
+    name: str
+    thing: Callable[[], Any]
+    """None: it is gone."""
+    then: Mapping[str, object]
+
+    @classmethod
+    def of(cls, name: str, thing: Any) -> "_Watched":
+        keeps_alive = isinstance(thing, list | tuple | dict)  # of these there are no weak references
+        return cls(name, (lambda: thing) if keeps_alive else weakref.ref(thing), _marks_of(thing))
+
+    def written(self) -> list[Tensor]:
+        """Those of its tensors that are others now, or have other values."""
+        if (thing := self.thing()) is None:
+            return []
+        tensors = tensors_of(thing)
+        return [tensors[name] for name, mark in _marks_of(thing).items() if mark != self.then.get(name)]
 
 
 class Unkept:
@@ -77,10 +152,7 @@ class Unkept:
         self._state = state
         self._seen: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """Positions of the first batches in which an optimizer has stepped that the guard does not have."""
-        self._steady: list[weakref.ref[Optimizer]] = []
-        """Those that have stepped in `_BATCHES` of them."""
-        self._unjudged: list[weakref.ref[Optimizer]] = []
-        """Of these the ones at which nobody has looked yet."""
+        self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         handed = (state.optimizer, *state.objects.values())
         own = (item for item in handed if isinstance(item, Optimizer) and not tells_itself(item))
         self._own = [OwnAttributes(item) for item in own]
@@ -88,26 +160,26 @@ class Unkept:
         self._generators = {name: (thing, _state_of(thing)) for name, thing in generators.items()}
         """Each with its state now."""
         self._handed = handed
-        self._copies: dict[str, tuple[Any, list[tuple[int, int]]]] = {}
-        """Each with what tells of a write to it."""
-        self._modules: dict[str, tuple[weakref.ref[nn.Module], dict[str, object]]] = {}
+        self._copies: list[_Watched] = []
+        """Of the model's weights, as of an average; and modules."""
+        self._tensors: list[_Watched] = []
+        """Others."""
         self._numbers: dict[str, deque[float]] = {}
         """Of the modules, at the last looks."""
-        self._tensors: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._looks = 0
         self.watch(variables)
-        _WATCHING.append(weakref.ref(self, _WATCHING.remove))
+        _WATCHING.add(self)
         _watch_all_steps()
 
     def watch(self, variables: Sequence[tuple[str, Any]]) -> None:
         """Watch these from now on, too."""
         copies = copies_of_script(self._state.model, self._handed, variables)
-        self._copies |= {name: (held, _marks_of(held)) for name, held in copies.items()}
         had = (*self._state.modules.values(), *(value for item in self._handed for value in _attributes(item)))
         modules = modules_of_script(had, variables)
-        self._modules |= {name: (weakref.ref(item), _marks_within(item)) for name, item in modules.items()}
-        known = {id(item) for held in copies.values() for item in tensors_in(held)}
+        self._copies += [_Watched.of(*named) for named in (*copies.items(), *modules.items())]
+        known = {id(item) for held in copies.values() for item in tensors_of(held).values()}
         others = tensors_of_script((name, item) for name, item in variables if id(item) not in known)
-        self._tensors |= {name: (weakref.ref(item), item._version) for name, item in others.items()}
+        self._tensors += [_Watched.of(*named) for named in others.items()]
 
     def stepped(self, optimizer: Optimizer) -> None:
         if optimizer is self._state.optimizer or any(optimizer is item for item in self._state.objects.values()):
@@ -115,59 +187,76 @@ class Unkept:
         seen = self._seen.setdefault(optimizer, set())
         if len(seen) < _BATCHES:
             seen.add(self._state.cursor.batch)
-            if len(seen) == _BATCHES:
-                self._steady.append(weakref.ref(optimizer))
-                self._unjudged.append(self._steady[-1])
 
-    def optimizers(self) -> Iterator[str]:
+    @property
+    def _steady(self) -> list[Optimizer]:
+        """Those that have stepped in `_BATCHES` of them."""
+        return [optimizer for optimizer, batches in self._seen.items() if len(batches) == _BATCHES]
+
+    def advice(self) -> Iterator[tuple[str, str]]:
+        """What is found behind an update: code and text. Ask it once in each."""
+        self._looks += 1
+        if self._looks > EARLY and self._looks % _SELDOM:
+            return
+        for kind in self._optimizers():
+            yield filled(OPTIMIZER_NOT_KEPT, kind=kind)
+        for kind, attributes in self._own_attributes():
+            yield filled(ATTRIBUTES_NOT_KEPT, kind=kind, names=attributes)
+        if self._looks <= _FIRST:
+            for advice, names in (
+                (GENERATOR_NOT_KEPT, self._generators_that_drew()),
+                (COPIES_NOT_KEPT, self._lacked(self._copies)),
+                (VARIABLES_NOT_KEPT, self._lacked(self._tensors)),
+                (NUMBERS_NOT_KEPT, self._numbers_that_go_on()),
+            ):
+                if names:
+                    yield filled(advice, names=", ".join(names))
+        if not self._may_have_scheduler and (self._is_scheduled() or self._awaits_plateau):
+            yield SCHEDULER_NOT_KEPT
+        if len(self._state.optimizer.param_groups) > self._groups:
+            yield GROUP_ADDED
+        if self._evaluation_draws():
+            yield EVALUATION_DRAWS
+
+    def _optimizers(self) -> Iterator[str]:
         """The kinds of those of which a checkpoint lacks something. Each is looked at once."""
-        while self._unjudged:
-            optimizer = self._unjudged.pop(0)()
-            if optimizer is not None and self._lacks(optimizer):
-                yield type(optimizer).__name__
+        for optimizer in self._steady:
+            if optimizer not in self._judged:
+                self._judged.add(optimizer)
+                if self._lacks(optimizer):
+                    yield type(optimizer).__name__
 
-    def attributes(self) -> Iterator[tuple[str, str]]:
+    def _own_attributes(self) -> Iterator[tuple[str, str]]:
         """The kinds of the guard's optimizers that keep state in attributes, which no checkpoint has; and which."""
         for own in self._own:
             if (names := own.found()) and not self._is_within(own.optimizer):
                 yield type(own.optimizer).__name__, ", ".join(names)
 
-    def generators(self) -> list[str]:
+    def _generators_that_drew(self) -> list[str]:
         """Names of the random generators of modules, of optimizers and of the script that have drawn since."""
         unkept = {name: one for name, one in self._generators.items() if not self._state.kept.is_kept(one[0])}
         return [name for name, (thing, then) in unkept.items() if _state_of(thing) != then]
 
-    def copies(self) -> list[str]:
-        """Names of copies of the model's weights, as of an average, and of modules, which the script writes to."""
-        written = [name for name, (held, then) in self._copies.items() if _marks_of(held) != then]
-        alive = ((name, reference(), then) for name, (reference, then) in self._modules.items())
-        return written + [name for name, module, then in alive if module is not None and self._lacks_of(module, then)]
+    def _lacked(self, watched: Iterable[_Watched]) -> list[str]:
+        """Names of those to which the script writes, in what no checkpoint has. Nor is it a gradient, or trained by
+        an optimizer, which is named itself."""
+        written = {each.name: items for each in watched if (items := each.written())}
+        if not written:
+            return []
+        gradients = tensors_of([item.grad for item in self._state.trained])
+        kept = {storage_of(item) for item in (*self._state.image(data=False).tensors, *gradients.values())}
+        trained = {id(item) for optimizer in self._seen for item in _trained_by(optimizer)}
+        return [
+            name for name, items in written.items()
+            if any(storage_of(item) not in kept and id(item) not in trained for item in items)
+        ]  # fmt: skip
 
-    def _lacks_of(self, module: nn.Module, then: Mapping[str, object]) -> bool:
-        """Whether it has other values than then in what no checkpoint has."""
-        now, tensors = _marks_within(module), tensors_of(module)
-        written = [tensors[name] for name in now if now[name] != then.get(name)]
-        kept = self._memory_kept() if written else ()
-        trained = {id(item) for optimizer in self._seen for item in _trained_by(optimizer)}  # it is named itself
-        return any(storage_of(item) not in kept and id(item) not in trained for item in written)
-
-    def tensors(self) -> list[str]:
-        """Names of other tensors of the script's that are written to, as a queue of features is."""
-        alive = ((name, reference(), then) for name, (reference, then) in self._tensors.items())
-        written = [(name, item) for name, item, then in alive if item is not None and item._version != then]
-        kept = self._memory_kept() if written else ()
-        gradients = {storage_of(p.grad) for p in self._state.trained if p.grad is not None} if written else ()
-        return [name for name, item in written if storage_of(item) not in {*kept, *gradients}]
-
-    def numbers(self) -> list[str]:
+    def _numbers_that_go_on(self) -> list[str]:
         """Names of numbers which the script's own modules have as attributes, and which go on in each update, as counts
-        do. Ask it once in each."""
+        do."""
         for name, value in _numbers_of(self._state.modules):
             self._numbers.setdefault(name, deque(maxlen=_LOOKS)).append(value)
         return [name for name, values in self._numbers.items() if len(values) == _LOOKS and goes_on(values)]
-
-    def _memory_kept(self) -> set[object]:
-        return {storage_of(item) for item in self._state.image(data=False).tensors}
 
     def in_its_place(self) -> str | None:
         """The kind of one that trains the parameters of the guard's optimizer, which itself has made no step in the
@@ -175,15 +264,11 @@ class Unkept:
         if self._state.counters.step:
             return None
         own = {id(item) for item in self._state.trained}
-        alive = (optimizer for reference in self._steady if (optimizer := reference()) is not None)
-        return next((type(each).__name__ for each in alive if own & {*map(id, _trained_by(each))}), None)
-
-    def scheduler(self) -> bool:
-        """Whether a scheduler acts on the optimizer, and nothing that was handed over may be it."""
-        return not self._may_have_scheduler and (self._is_scheduled() or self._awaits_plateau)
+        return next((type(each).__name__ for each in self._steady if own & {*map(id, _trained_by(each))}), None)
 
     @functools.cached_property
     def _may_have_scheduler(self) -> bool:
+        """Whether something that was handed over may be it."""
         return any(map(_may_schedule, self._state.objects.values()))
 
     def _is_scheduled(self) -> bool:
@@ -198,11 +283,7 @@ class Unkept:
         of_all = (item for item in gc.get_objects() if issubclass(type(item), ReduceLROnPlateau))
         return any(item.optimizer is self._state.optimizer for item in of_all)
 
-    def group(self) -> bool:
-        """Whether the guard's optimizer has got another group since, which checkpoints then have."""
-        return len(self._state.optimizer.param_groups) > self._groups
-
-    def evaluation(self) -> bool:
+    def _evaluation_draws(self) -> bool:
         """Whether a loader was first read in the training, and drew a seed for its workers from the random states that
         the training draws from. It has them still, so it draws no more; a process that goes on draws once more."""
         for reference in self._unread:
@@ -236,10 +317,6 @@ def _state_of(generator: Any) -> int:
     return cast(int, Digest(Generators(generator).states()).value)
 
 
-def _marks_of(held: Any) -> list[tuple[int, int]]:
-    return [(id(item), item._version) for item in tensors_in(held)]
-
-
 def _numbers_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
     """But for those of modules that hand out more than their tensors."""
     for owner, module in modules.items():
@@ -250,13 +327,13 @@ def _numbers_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]
                 yield from ((".".join(filter(None, (owner, prefix, name))), value) for name, value in named)
 
 
-def _marks_within(module: nn.Module) -> dict[str, object]:
-    """By name. A write to `item.data` shows in values alone: of these there are a few, of one tensor."""
-    tensors = tensors_of(module)
+def _marks_of(thing: Any) -> dict[str, object]:
+    """By name. Of a module a write to `item.data` shows in values alone: of these there are a few, of one tensor."""
+    tensors = tensors_of(thing)
     marks: dict[str, object] = {
         name: (id(item), item.is_inference() or item._version, storage_of(item)) for name, item in tensors.items()
     }
-    if tensors:
+    if tensors and isinstance(thing, nn.Module):
         name, last = [*tensors.items()][-1]
         begins = local_of(last).detach().flatten()[:8].resolve_conj().resolve_neg()
         marks[name] = marks[name], str(begins.view(torch.uint8).tolist())

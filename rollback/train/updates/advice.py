@@ -12,22 +12,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from rollback.errors import EARLY
 from rollback.sentinel import Kind, Verdict
 from rollback.train.comm.beat import Beat
 from rollback.train.updates.habits import Habit
 from rollback.train.updates.layers import Layers
-from rollback.train.updates.unkept_advice import (
-    ATTRIBUTES_NOT_KEPT,
-    COPIES_NOT_KEPT,
-    EVALUATION_DRAWS,
-    GENERATOR_NOT_KEPT,
-    GROUP_ADDED,
-    NUMBERS_NOT_KEPT,
-    OPTIMIZER_NOT_KEPT,
-    SCHEDULER_NOT_KEPT,
-    VARIABLES_NOT_KEPT,
-)
 
 PLAIN_EPOCH_LOOP = (
     "plain-epoch-loop",
@@ -112,6 +100,13 @@ NOT_KEPT = (
     "with persistent=False where the state_dict is to be without it; for a metric of torchmetrics, "
     "metric.persistent(True)",
 )
+VALUES_BEHIND = (
+    "values-behind-backward",
+    "the script changes {names}, which guard.keep keeps, behind the backward of a step: from now on a rank that is "
+    "killed between its backward and the step's end costs the steps since the newest checkpoint, and not this one "
+    "alone, for nobody can tell any more what it knew. Change such a value in front of loss.backward(), where that can "
+    "be, as a count of tokens",
+)
 NO_PROGRESS = (
     "no-progress",
     "step {step}: {text}. Only what is far beyond all seen is called, as for adversarial and reinforcement learning",
@@ -190,48 +185,21 @@ _EVALUATED = 3  # batches in a row
 _OTHER_UPDATES = 10  # batches; with more than so many of its own an accumulation may have other updates in it
 _BY_SIZE = {"SGD", "ASGD"}  # an update is as large as the gradients
 _SIZE_DIVIDED_OUT = {"Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adafactor"}
-_LATE = 2  # some count epochs from 1
 _UPDATES = 3  # that must agree
 _CLIPPED = 300  # updates that are judged together; not the first ones: there even sound settings clip for a while
 _CLIPPED_SHARE = 0.5  # of these updates
 _SCALED = 5
 _SPIKES = 3
-_FIRST = 10  # updates: a generator that has drawn in none of them has drawn the first weights
-_SELDOM = 16  # updates between two looks at what is not kept, behind the first ones: what is found stays there
 _UNCLIPPED = 100  # updates without a write to any gradient
 _SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
-
-
-def of_loops(*, uncounted: bool, own_epoch: int | None, epoch: int) -> Iterator[tuple[str, str]]:
-    """Advice about the script's loops: code and text. See `Passes`."""
-    if uncounted:
-        yield PLAIN_EPOCH_LOOP
-    if own_epoch is not None and own_epoch >= _LATE:
-        yield _filled(OWN_SNAPSHOT_EPOCH, told=own_epoch, epoch=epoch)
 
 
 class NotHandedOver(Protocol):
     """See `rollback.train.state.unkept.Unkept`."""
 
-    def optimizers(self) -> Iterable[str]: ...
-
-    def attributes(self) -> Iterable[tuple[str, str]]: ...
-
-    def generators(self) -> Collection[str]: ...
-
-    def copies(self) -> Collection[str]: ...
-
-    def tensors(self) -> Collection[str]: ...
-
-    def numbers(self) -> Collection[str]: ...
+    def advice(self) -> Iterable[tuple[str, str]]: ...
 
     def in_its_place(self) -> str | None: ...
-
-    def scheduler(self) -> bool: ...
-
-    def group(self) -> bool: ...
-
-    def evaluation(self) -> bool: ...
 
 
 class Advisor:
@@ -240,7 +208,7 @@ class Advisor:
     def __init__(
         self, model: nn.Module, optimizer: object, layers: Layers | None = None, unkept: NotHandedOver | None = None
     ) -> None:
-        self._unkept, self._looks, self._without_grad = unkept, 0, 0
+        self._unkept, self._without_grad = unkept, 0
         self._layers = layers or Layers(model)
         self._transformer = any(_is_attention(module) for module in model.modules())
         # Others clip by themselves, or need no clipping.
@@ -257,9 +225,9 @@ class Advisor:
         self._unobserved = self._unobserved + 1 if beat.loss is None else 0
         self._late += bool(habit.late)
         return [
-            *([_filled(NEVER_OBSERVED, updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else ()),
-            *([_filled(NO_PROGRESS, step=verdict.step, text=verdict.advice)] if verdict.advice else ()),
-            *self._of_unkept(),
+            *([filled(NEVER_OBSERVED, updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else ()),
+            *([filled(NO_PROGRESS, step=verdict.step, text=verdict.advice)] if verdict.advice else ()),
+            *(self._unkept.advice() if self._unkept is not None else ()),
             *([CLIPPED_AFTER_STEP] if self._late >= _UPDATES else ()),
             *(self._of_accumulation(habit, beat) if habit.batches > 1 else ()),
             *self._of_clipping(habit, beat),
@@ -275,27 +243,7 @@ class Advisor:
         if batches == WITHOUT_UPDATE:
             yield NEVER_UPDATED
         if self._unkept is not None and batches > _OTHER_UPDATES and (kind := self._unkept.in_its_place()) is not None:
-            yield _filled(OTHER_UPDATES, kind=kind)
-
-    def _of_unkept(self) -> list[tuple[str, str]]:
-        self._looks += 1
-        if self._unkept is None or (self._looks > EARLY and self._looks % _SELDOM):
-            return []
-        said = []
-        for kind in self._unkept.optimizers():
-            said.append(_filled(OPTIMIZER_NOT_KEPT, kind=kind))
-        for kind, attributes in self._unkept.attributes():
-            said.append(_filled(ATTRIBUTES_NOT_KEPT, kind=kind, names=attributes))
-        if self._looks <= _FIRST and (names := self._unkept.generators()):
-            said.append(_filled(GENERATOR_NOT_KEPT, names=", ".join(names)))
-        if self._looks <= _FIRST and (names := self._unkept.copies()):
-            said.append(_filled(COPIES_NOT_KEPT, names=", ".join(names)))
-        if self._looks <= _FIRST and (names := self._unkept.tensors()):
-            said.append(_filled(VARIABLES_NOT_KEPT, names=", ".join(names)))
-        if self._looks <= _FIRST and (names := self._unkept.numbers()):
-            said.append(_filled(NUMBERS_NOT_KEPT, names=", ".join(names)))
-        said += [SCHEDULER_NOT_KEPT] * self._unkept.scheduler() + [GROUP_ADDED] * self._unkept.group()
-        return said + [EVALUATION_DRAWS] * self._unkept.evaluation()
+            yield filled(OTHER_UPDATES, kind=kind)
 
     def _of_accumulation(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:
         divided_later = beat.kept is not None and abs(beat.kept * habit.batches - 1) < 2 * _SAME
@@ -305,9 +253,9 @@ class Advisor:
             self._averaged = self._averaged + 1 if habit.always_averaged else 0
         said = []
         if self._undivided >= _UPDATES:
-            said.append(_filled(LOSS_NOT_DIVIDED, batches=habit.batches))
+            said.append(filled(LOSS_NOT_DIVIDED, batches=habit.batches))
         if self._averaged >= _UPDATES:
-            said.append(_filled(NO_NO_SYNC, batches=habit.batches))
+            said.append(filled(NO_NO_SYNC, batches=habit.batches))
         return said
 
     def _of_clipping(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:
@@ -332,20 +280,20 @@ class Advisor:
         heaviest = f" The largest gradient is that of {self._layers.heaviest}." if self._layers.heaviest else ""
         norm, limit = (statistics.median(values) for values in zip(*pairs, strict=True))
         share = len(pairs) / _CLIPPED
-        return [_filled(OFTEN_CLIPPED, share=share, count=_CLIPPED, limit=limit, norm=norm, layer=heaviest)]
+        return [filled(OFTEN_CLIPPED, share=share, count=_CLIPPED, limit=limit, norm=norm, layer=heaviest)]
 
     def _clipped_while_scaled(self, limit: float, scale: float) -> tuple[str, str]:
         kinds = {kind.__name__ for kind in self._optimizer.__mro__}
         effect = _SMALLER_UPDATES if kinds & _BY_SIZE else _ALIKE if kinds & _SIZE_DIVIDED_OUT else _NOT_KNOWN
         effect = effect.format(optimizer=self._optimizer.__name__, scale=scale)
-        return _filled(CLIPPED_WHILE_SCALED, scale=scale, limit=limit, acts=limit / scale, effect=effect)
+        return filled(CLIPPED_WHILE_SCALED, scale=scale, limit=limit, acts=limit / scale, effect=effect)
 
     def _of_spikes(self, habit: Habit, verdict: Verdict) -> list[tuple[str, str]]:
         self._spikes += verdict.kind is Kind.SPIKE or verdict.ended is not None
         self._unwritten = self._unwritten + 1 if habit.written is False else 0
         if not (self._transformer and self._plain_optimizer) or self._spikes < _SPIKES or self._unwritten < _UNCLIPPED:
             return []
-        return [_filled(NEVER_CLIPPED, spikes=self._spikes)]
+        return [filled(NEVER_CLIPPED, spikes=self._spikes)]
 
 
 def _is_one_limit(seen: Collection[tuple[float, float]]) -> bool:
@@ -358,5 +306,5 @@ def _is_attention(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower()
 
 
-def _filled(advice: tuple[str, str], **values: object) -> tuple[str, str]:
+def filled(advice: tuple[str, str], **values: object) -> tuple[str, str]:
     return advice[0], advice[1].format(**values)

@@ -31,14 +31,14 @@ class Lender(Protocol):
 class _Lent:
     """What this process knows of the lenders."""
 
-    lenders: ClassVar[list[weakref.ref[Lender]]] = []
+    lenders: ClassVar[weakref.WeakSet[Lender]] = weakref.WeakSet()
     same_as_torch: bool | None = None
     """Whether torch computed the same. If not, nothing is lent any more. None: not compared yet."""
 
 
 def lend_norms(lender: Lender) -> None:
     """Ask `lender` whenever gradients are clipped, for as long as it lives."""
-    _Lent.lenders = [*(known for known in _Lent.lenders if known() is not None), weakref.ref(lender)]
+    _Lent.lenders.add(lender)
     for name, wrapped in (("_get_total_norm", _lending), ("_clip_grads_with_norm_", _telling)):
         original = getattr(clip_grad, name, None)
         if original is not None and not hasattr(original, "lends"):
@@ -70,9 +70,8 @@ def _telling(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def clip(parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **others: Any) -> None:
         if not torch.compiler.is_compiling():
-            for known in _Lent.lenders:
-                if (lender := known()) is not None:
-                    lender.clipped(total_norm, max_norm)
+            for lender in [*_Lent.lenders]:
+                lender.clipped(total_norm, max_norm)
         original(parameters, max_norm, total_norm, *more, **others)
 
     clip.lends = True  # type: ignore[attr-defined]
@@ -91,7 +90,5 @@ def _lent(gradients: list[Tensor]) -> Tensor | None:
         return None
     if gradients[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # what is read now is not what the graph will read
-    for known in _Lent.lenders:
-        if (lender := known()) is not None and (norm := lender.norm_of(gradients)) is not None:
-            return norm
-    return None
+    norms = (lender.norm_of(gradients) for lender in [*_Lent.lenders])
+    return next((norm for norm in norms if norm is not None), None)

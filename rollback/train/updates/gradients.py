@@ -69,7 +69,7 @@ class Gradients:
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module | None = None) -> None:
         self._optimizer = optimizer
         self._scaler = scaler
-        self._averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._averaged = torch.distributed.is_initialized()
         self._places = {id(p): place for place, p in enumerate(model.parameters() if model is not None else ())}
         self._given: list[nn.Parameter] = []
         self._which: list[int] = []

@@ -5,6 +5,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
 
 class _WeakHook:
     """See `weak_hook`."""
@@ -51,3 +54,35 @@ def watch_method(owner: Any, name: str, before: Callable[..., object]) -> None:
     """Call `before`, with the same arguments, before each call of this object's method. Copies of the object, and what
     is loaded of its pickle, tell nothing and call their own method."""
     setattr(owner, name, _WatchedMethod(owner, name, before))
+
+
+def before_update(optimizer: Optimizer, method: Callable[[Optimizer], object]) -> RemovableHandle:
+    """Call `method(optimizer)` once for each step, when the gradients of its update are there, for as long as the
+    method's object lives.
+
+    With a closure (Lightning hands one over to every optimizer, LBFGS needs one) the step itself runs forward and
+    backward: when it begins, the gradients are still those of the update before. They are the update's own once the
+    closure has run. LBFGS runs it several times: what it found first is the gradient where the update began.
+    """
+    act = weak_hook(method)
+
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            act(optimizer)
+            return None
+        first = True
+
+        def closure_then_act(*given: Any, **others: Any) -> Any:
+            nonlocal first
+            result = closure(*given, **others)
+            if first:
+                first = False
+                act(optimizer)
+            return result
+
+        if len(args) > 1:
+            return (args[0], closure_then_act, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_act}
+
+    return optimizer.register_step_pre_hook(before_step)

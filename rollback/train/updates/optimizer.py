@@ -7,10 +7,9 @@ from torch import Tensor, nn
 
 from rollback.errors import UsageError
 from rollback.train.comm.beat import Gauges
-from rollback.train.updates.closures import before_update
 from rollback.train.updates.gradients import GradientNorms, Gradients
 from rollback.train.updates.habits import Habit, Habits
-from rollback.train.updates.hooks import watch_method, weak_hook
+from rollback.train.updates.hooks import before_update, watch_method, weak_hook
 from rollback.train.updates.layers import Layers
 from rollback.train.updates.wrappers import unwrap
 

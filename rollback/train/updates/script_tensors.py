@@ -62,9 +62,13 @@ def modules_of_script(others: Iterable[Any], variables: Variables) -> dict[str, 
     return found
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Its buffers and its parameters, by name."""
-    named = (*module.named_buffers(), *module.named_parameters())
+def tensors_of(held: Any) -> dict[str, Tensor]:
+    """Of a module its buffers and its parameters, by name; of a list, tuple or dict its items; of a tensor that one."""
+    if isinstance(held, nn.Module):
+        named = [*held.named_buffers(), *held.named_parameters()]
+    else:
+        items = [held] if isinstance(held, Tensor) else tensors_in(held)
+        named = [(str(place), item) for place, item in enumerate(items) if isinstance(item, Tensor)]
     return {name: item for name, item in named if _has_values(item)}
 
 

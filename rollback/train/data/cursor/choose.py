@@ -9,8 +9,7 @@ from rollback.train.data.cursor.base import Cursor
 from rollback.train.data.cursor.drawn import DrawnCursor
 from rollback.train.data.cursor.mapstyle import MapStyleCursor
 from rollback.train.data.cursor.reiterated import ReiteratedCursor
-from rollback.train.data.cursor.stateful import StatefulCursor
-from rollback.train.data.hf_stream import HuggingFaceStream
+from rollback.train.data.cursor.stateful import HuggingFaceStream, StatefulCursor
 
 _ACCEPTED = (
     "accepted are: a torch DataLoader; an iterable with state_dict and load_state_dict; a callable without arguments "

@@ -18,7 +18,7 @@ def description_of(loader: DataLoader[Any]) -> dict[str, Any]:
     index_sampler: Any = loader.sampler if batching is None else batching
     sampler = getattr(index_sampler, "sampler", index_sampler)
     shares = sampler.num_replicas if isinstance(sampler, DistributedSampler) else None
-    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    alone = not torch.distributed.is_initialized()
     subsets = [hex_digest_of(list(part.indices)) for part in parts_of([loader.dataset]) if isinstance(part, Subset)]
     return {
         "length": length_of(loader.dataset),

@@ -8,6 +8,7 @@ from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.base import Cursor, Indices, cannot_ask_again
 from rollback.train.data.cursor.digest import Digest
+from rollback.train.updates.advice import filled
 
 DRAWS_BESIDE = (
     "draws-beside-the-data",
@@ -50,10 +51,7 @@ class DrawnCursor(Cursor):
         self._drew_beside = self._is_lost = False
 
     def remarks(self) -> Iterable[tuple[str, str]]:
-        if not self._drew_beside:
-            return ()
-        code, text = DRAWS_BESIDE
-        return ((code, text.format(name=self._name)),)
+        return [filled(DRAWS_BESIDE, name=self._name)] if self._drew_beside else ()
 
     def _open(self) -> None:
         if self._stream is None:

@@ -17,8 +17,7 @@ class DrawnIndices:
     def __init__(self, indices: Any) -> None:
         self.indices = indices
         self.digest = digest_of_indices(indices)
-        self.hex_digest = None if self.digest is None else f"{self.digest:016x}"
-        """For JSON."""
+        self.hex_digest = None if self.digest is None else f"{self.digest:016x}"  # for JSON
 
 
 class Feed:

@@ -1,7 +1,9 @@
-"""Finds, saves, restores and seeds the random generators that loaders, samplers, data sets and collators hold."""
+"""Finds, saves, restores and seeds the random generators that loaders, samplers, data sets and collators hold, and
+those of the script's own."""
 
 import copy
 import random
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from operator import is_
@@ -11,18 +13,20 @@ from weakref import ref
 
 import numpy as np
 import torch
+from torch import Tensor
 
 _DEPTH = 4  # a data set in a subset, its transforms, one of these
 _MOST = 128  # things that hold anything but data, and items of a list
 _DATA = frozenset((
-    type(None), bool, int, float, complex, str, bytes, dict, torch.Tensor, np.ndarray, np.int32, np.int64, np.float32,
+    type(None), bool, int, float, complex, str, bytes, dict, Tensor, np.ndarray, np.int32, np.int64, np.float32,
     np.float64,
 ))  # fmt: skip
 _KINDS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 _LISTS = frozenset((list, tuple))
-_SMALL = _DATA - {torch.Tensor, np.ndarray, dict}
+_SMALL = _DATA - {Tensor, np.ndarray, dict}
 _Held = tuple[list[int], list[type]]
 """What something held: ids and types."""
+_MOST_WORDS = 64  # a longer tuple of numbers is kept as bytes
 _LONG = 16  # a longer list of data is looked through once, and a longer dict is data
 _SAMPLES: dict[int, tuple[int, type, type]] = {}
 """Long lists of data by their ids, as they were when they were looked through: length, types of the first and the last
@@ -144,7 +148,7 @@ def _may_hold(thing: Any) -> bool:
 @lru_cache(maxsize=1024)
 def _is_data(kind: type) -> bool:
     """Or has no generator, and much to look into: a tokenizer, as most collators of text have one."""
-    of_data = (torch.Tensor, np.ndarray, type, str, bytes, Mapping)
+    of_data = (Tensor, np.ndarray, type, str, bytes, Mapping)
     return issubclass(kind, of_data) or hasattr(kind, "convert_tokens_to_ids")
 
 
@@ -208,3 +212,77 @@ def _seed(generator: Any, seed: int) -> None:
             generator.seed(seed & 0xFFFFFFFF)
         case _:
             generator.seed(seed)
+
+
+class KeptGenerator:
+    """A generator of the script's own, as `rng = numpy.random.default_rng(0)`, as an object with a state of plain
+    values."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+        self._one = Generators(generator)
+        self._packed: tuple[Any, dict[str, Any]] = None, {}
+        self._first = self.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Asked for at every step, and mostly it is as before: many generators have drawn what there was to draw."""
+        (state,) = self._one.states()
+        before, packed = self._packed
+        if not _are_same(state, before):
+            self._packed = state, (packed := {"state": _packed(state)})
+        return packed
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._one.restore([_unpacked(state["state"])])
+
+    def begin_anew(self) -> None:
+        """As it was when this was made."""
+        self.load_state_dict(self._first)
+
+
+def generators_of_script(variables: Iterable[tuple[str, Any]], *others: Any) -> dict[str, Any]:
+    """Those among its variables (`rollback.system.frames.own_variables`), by their names; of two with one name, the
+    second one has a number. Without those that `others` have, as the loader."""
+    of_others = Generators(*others)
+    found: dict[str, Any] = {}
+    for name, thing in variables:
+        if is_generator(thing) and thing not in of_others and all(thing is not other for other in found.values()):
+            places = (f"{name}{number or ''}" for number in range(len(found) + 1))
+            found[next(place for place in places if place not in found)] = thing
+    return found
+
+
+def _are_same(state: Any, before: Any) -> bool:
+    if isinstance(state, Tensor):
+        return before is not None and state.equal(before)
+    return isinstance(state, tuple) and bool(state == before)
+
+
+def _packed(state: Any) -> Any:
+    match state:
+        case Tensor():
+            return {"torch": state.numpy().tobytes().hex()}
+        case np.ndarray():
+            return {"dtype": state.dtype.str, "bytes": state.tobytes().hex()}
+        case dict():
+            return {name: _packed(value) for name, value in state.items()}
+        case tuple() if len(state) > _MOST_WORDS:
+            return {"words": array("I", state).tobytes().hex()}
+        case tuple():
+            return tuple(_packed(value) for value in state)
+    return state
+
+
+def _unpacked(packed: Any) -> Any:
+    match packed:
+        case {"torch": text}:
+            return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        case {"dtype": kind, "bytes": text}:
+            return np.frombuffer(bytes.fromhex(text), dtype=kind)
+        case {"words": text}:
+            return tuple(array("I", bytes.fromhex(text)))
+        case dict():
+            return {name: _unpacked(value) for name, value in packed.items()}
+        case tuple():
+            return tuple(map(_unpacked, packed))
+    return packed

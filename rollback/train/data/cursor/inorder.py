@@ -137,7 +137,7 @@ class _Ahead:
         self.state, self.generators = copy.deepcopy(cursor.loader_state()), cursor.generators.states()
         self.error: BaseException | None = None
         self.data: Any = None
-        self._stream = rng.RandomStream.split_off() if in_step else rng.RandomStream.of_process()
+        self._stream = rng.RandomStream.split_off() if in_step else rng.RandomStream(rng.cpu_states())
         self.stream = self._stream.state_dict() if in_step else None
         try:
             with self._stream:

@@ -32,7 +32,7 @@ from rollback.train.data.cursor.generators import Generators
 from rollback.train.data.cursor.order import BatchOrder, gives_all, order_of, order_of_share, share_of
 from rollback.train.data.cursor.quarantine import Neighbours, unreadable
 from rollback.train.data.cursor.workers import clone_of
-from rollback.train.data.raw_random import RawRandom, tree_of
+from rollback.train.data.rng import RawRandom, tree_of
 from rollback.train.data.workers import shut_down
 
 _COMPARED = 16

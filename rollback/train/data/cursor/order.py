@@ -8,7 +8,7 @@ other samplers are run, which costs Python time for each index but reads no data
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
@@ -17,23 +17,7 @@ from rollback.train.data import rng
 from rollback.train.data.cursor.description import samplers_of
 
 
-class BatchOrder(Protocol):
-    """One epoch's batches of indices. It must be made and begun under the random states of the epoch's opening."""
-
-    exact: ClassVar[bool]
-    """Whether the order is known to follow from these states. True for torch's own samplers only."""
-
-    def begin(self) -> None:
-        """Draws what the sampler draws when its first index is asked for."""
-
-    def take(self) -> Any:
-        """The indices of the next batch (without batching: the next index). StopIteration at the end."""
-
-    def seek(self, offset: int) -> None:
-        """Moves `offset` full batches forward, directly after `begin`. Past the end, `take` raises StopIteration."""
-
-
-def order_of(index_sampler: Iterable[Any], lookahead: int) -> BatchOrder:
+def order_of(index_sampler: Iterable[Any], lookahead: int) -> "BatchOrder":
     """The order of `index_sampler`: a loader's batch sampler or, without batching, its sampler.
 
     lookahead: number of batches that the loader asks its sampler for before it returns the first one.
@@ -56,7 +40,7 @@ def share_of(index_sampler: Any) -> list[int | None] | None:
     return [sampler.rank, sampler.num_replicas, batching.batch_size if batching is not None else None]
 
 
-def order_of_share(index_sampler: Any, share: list[int | None] | None) -> BatchOrder | None:
+def order_of_share(index_sampler: Any, share: list[int | None] | None) -> "BatchOrder | None":
     """The order of another rank, of another number of ranks, over the same samples; None if that is not known."""
     batching, sampler = _taken_apart(index_sampler)
     if type(sampler) is not DistributedSampler or share is None:
@@ -177,6 +161,14 @@ class _Iterated:
             for _ in range(offset):
                 next(self._iterator, None)
 
+
+BatchOrder = _Sliced | _Iterated
+"""One epoch's batches of indices. It must be made and begun under the random states of the epoch's opening.
+
+exact: whether the order is known to follow from these states; of torch's own samplers only. begin: draws what the
+sampler draws when its first index is asked for. take: the indices of the next batch (without batching: the next index);
+StopIteration at the end. seek: moves so many full batches forward, directly after `begin`.
+"""
 
 _DRAW_AT_THEIR_BEGINNING = frozenset(
     f"{module}.{name}" for module, names in (

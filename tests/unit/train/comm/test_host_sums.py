@@ -22,7 +22,7 @@ from rollback.system.processes import name_process
 from rollback.train.comm import host_sums
 from rollback.train.comm.host_sums import HostSums, _make, _open, _rows_begin, share
 from rollback.train.comm.ranks import Ranks
-from rollback.train.process.movement import Movement
+from rollback.train.process.heartbeat import Movement
 
 WIDTH = 5
 

@@ -10,7 +10,7 @@ import torch
 
 from rollback.errors import UsageError
 from rollback.train.data import rng
-from rollback.train.data.raw_random import RawRandom
+from rollback.train.data.rng import RawRandom
 
 
 def draws() -> tuple[Any, ...]:

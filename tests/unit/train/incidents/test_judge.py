@@ -43,12 +43,12 @@ class Steps:
         self.record = record = Recorder(self.paths, 1, first=True)
         self.snapshots = Snapshots(self.paths, ranks, 0, 1)
         self.catalogue = Catalogue(settings.probation)
-        self.checkpoints = CheckpointManager(self.paths, ranks, self.snapshots, self.catalogue, record, settings.keep)
         run = AttachedRun(self.paths, ranks, settings, record, History())
+        self.checkpoints = CheckpointManager(run, self.snapshots, self.catalogue)
         model = torch.nn.Linear(1, 1)
         self.judge = Judge(
             run, Pulse(ranks, torch.device("cpu")), Sentinel(settings.sensitivity), FiniteCheck((), repr),
-            self.checkpoints, self.snapshots, IncidentEvidence(run, model, 0), Advisor(model, None), SkipList(run),
+            self.checkpoints, IncidentEvidence(run, model, 0), Advisor(model, None), SkipList(run),
         )  # fmt: skip
         self.step = 0
         self.per_step = batches_per_step

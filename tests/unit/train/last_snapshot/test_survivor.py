@@ -38,7 +38,7 @@ from rollback.sentinel import Kind, Sentinel
 from rollback.train.comm.beat import FIELDS, beat_of
 from rollback.train.comm.pulse import Pulse
 from rollback.train.data import rng
-from rollback.train.data.raw_random import RawRandom, tree_of
+from rollback.train.data.rng import RawRandom, tree_of
 from rollback.train.incidents import rollback as returns
 from rollback.train.last_snapshot import survivor, write
 from rollback.train.last_snapshot.begin import meet

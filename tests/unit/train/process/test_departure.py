@@ -6,7 +6,7 @@ from typing import NoReturn
 import pytest
 
 from rollback.config import ENV_SUPERVISOR
-from rollback.train.process.departure import Departure
+from rollback.train.process.stopping import Departure
 
 
 def test_who_was_not_told_to_leave_stays() -> None:

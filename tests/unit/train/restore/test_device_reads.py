@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rollback.checkpoints.format.shard import ShardPiece, ShardReader, write_shard
-from rollback.train.restore import device_reads
-from rollback.train.restore.device_reads import DeviceRead, _Way, read_to_devices
+from rollback.train.restore import reads
+from rollback.train.restore.reads import DeviceRead, _Way, read_to_devices
 from rollback.train.snapshots.capture import bytes_of
 from rollback.train.state import tree
 
@@ -28,7 +28,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_the_tensors_are_those_of_the_shard(tmp_path: Path, in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_reads, "_ROOM", 256)
+    monkeypatch.setattr(reads, "_ROOM", 256)
     path = tmp_path / "shard"
     written = write_shard(path, [piece(name, item) for name, item in TENSORS.items()], {})
     memory = memoryview(bytearray(path.read_bytes())) if in_memory else None

@@ -427,14 +427,56 @@ def test_an_average_that_is_in_no_variable_is_named_where_a_trainer_tells_of_it(
     assert "writes to Average.held, " in told[0]
 
 
+@pytest.mark.parametrize("kind", ["in inference mode", "emptied", "beside sparse gradients"])
+def test_odd_copies_of_weights_in_a_script_end_no_guard(tmp_path: Path, kind: str) -> None:
+    model = nn.Embedding(4, 1, sparse=kind == "beside sparse gradients")
+    with torch.inference_mode(kind == "in inference mode"):
+        average: list[Any] = [item.detach().clone() for item in model.parameters()]
+    queue = torch.zeros(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.tensor([1])] * 4, run=tmp_path)
+    assert "average" in {each.name for each in guard._unkept._copies}
+    for x in guard:
+        model(x).sum().backward()
+        optimizer.step()
+        if kind == "emptied":
+            average[0] = None
+        elif kind == "beside sparse gradients":
+            average[0].lerp_(model.weight.detach(), 0.1)
+            queue[0] += 1.0
+    assert guard.step == 4
+    guard.close()
+
+
+@pytest.mark.parametrize("held", ["weights", "gradients"])
+def test_a_list_of_what_the_model_has_itself_is_no_copy_of_it(tmp_path: Path, held: str) -> None:
+    model = nn.Linear(2, 1)
+    for item in model.parameters():
+        item.grad = torch.zeros_like(item)
+    own = [item.detach() if held == "weights" else item.grad for item in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 6, run=tmp_path)
+    for x in guard:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        guard.observe(loss)
+    guard.close()
+    assert len(own) == 2
+    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    assert [fact.code for fact in said if isinstance(fact, Advice)] == []
+
+
 def test_modules_without_plain_values_may_be_among_the_variables_of_a_script(tmp_path: Path) -> None:
     model, skeleton, graph = nn.Linear(2, 1), nn.Linear(2, 1, device="meta"), nn.Linear(2, 1, dtype=torch.complex64)
     graph.register_buffer("adjacency", torch.eye(2).to_sparse())
     graph.register_buffer("levels", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 2, run=tmp_path)
-    assert "graph" in guard._unkept._modules
-    assert "skeleton" not in guard._unkept._modules
+    watched = {each.name for each in guard._unkept._copies}
+    assert "graph" in watched
+    assert "skeleton" not in watched
     assert skeleton.weight.is_meta
     guard.close()
 

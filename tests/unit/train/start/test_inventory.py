@@ -22,7 +22,6 @@ from rollback.errors import CheckpointDamaged
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.sentinel import Sentinel
 from rollback.train.catalogue.catalogue import CheckpointPlace
-from rollback.train.catalogue.inventory import InSlot, common, is_enough
 from rollback.train.comm import ranks as module
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
@@ -30,6 +29,7 @@ from rollback.train.restore.restore import RestoreOutcome, restore, verify
 from rollback.train.snapshots import frozen
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.start.found_run import InSlot, common, is_enough
 from rollback.train.state.state import TrainingState
 
 SLOT = 0

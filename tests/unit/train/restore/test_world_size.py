@@ -16,7 +16,7 @@ from rollback.rundir.identity import JobIdentity, require_same_job
 from rollback.rundir.paths import RunPaths
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor, cursor_for
-from rollback.train.state.world_size import adopt, source_of
+from rollback.train.restore.reader import adopt, source_of
 
 GLOBAL = 8  # samples in a batch of all ranks together
 WORLDS = (1, 2, 4, 8)
