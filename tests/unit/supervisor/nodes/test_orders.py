@@ -219,16 +219,17 @@ def test_how_long_who_leads_was_silent_is_told_as_it_was_waited_for(
 
 
 def test_a_host_of_another_job_at_the_same_endpoint_says_nothing_to_its_leader(paths: RunPaths) -> None:
-    """By the name of its node it would take the place of one that trains."""
+    """By the name of its node it would take the place of one that trains. A slash behind the URL makes no other job."""
     meeting = SimpleNamespace(
         apart=True, transport=SharedDirectory(paths.nodes), words="the store at h:1", is_led_by=lambda orders: True
     )
     leader = Leader(paths, place(), print, meeting, ring="s3://b/run")  # type: ignore[arg-type]
-    given = paths, place(), SimpleNamespace(), 1.0, StopSignals(), print, meeting, "s3://b/other"
-    follower = Follower(*given)  # type: ignore[arg-type]
+    given = paths, place(), SimpleNamespace(), 1.0, StopSignals(), print, meeting
+    other, same = (Follower(*given, ring) for ring in ("s3://b/other", "s3://b/run/"))  # type: ignore[arg-type]
     try:
         with pytest.raises(UsageError, match="the store at h:1, and its job has --ring s3://b/run where this one has"):
-            follower.follow()
+            other.follow()
+        same._require_same_ring(leader._beacon.record)
         assert not paths.node(place().name).exists()
     finally:
         leader._beacon.put_out()
