@@ -63,44 +63,46 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     skip_from: Literal["checkpoint", "onset"] | None = Field(None, description="where a skip window begins")
     skip_after: int | None = Field(None, ge=0, description="batches skipped beyond the detection step")
     skip_min: int | None = Field(None, ge=0, description="least number of batches in a skip window")
-    horizon: int = Field(100, ge=1, description="an incident this few steps after a skip window repeats the last one")
+    horizon: int = Field(
+        100, ge=1, description="an incident within so many steps after a skip window counts as the same trouble"
+    )
     max_undone: int = Field(
-        1000, ge=1, description="updates that the answers to one trouble may undo; after that it is structural"
+        1000, ge=1, description="updates that the answers to one trouble may undo; the run stops before they undo more"
     )
     max_skipped: str = Field(
         "5%", pattern=r"^(100|\d{1,2}(\.\d{1,6})?)%$", examples=["5%"],
         json_schema_extra={"metavar": "X%", "bounds": " with X from 0 to 100"},
-        description="share of the batches that incidents may cost; instead of a dearer window, updates are screened, "
-        "and where that does not help the run stops",
+        description="share of the batches that incidents may cost; where a window would cost more, its updates are "
+        "judged one by one, and where that does not help the run stops",
     )  # fmt: skip
     lr_after: str | None = Field(
         None, pattern=r"^0\.\d{1,6}:[1-9]\d{0,8}$", examples=["0.5:200"],
         json_schema_extra={"metavar": "FACTOR:STEPS", "bounds": " with a FACTOR below 1"},
-        description="before a trouble is called structural, replay it with the learning rate times FACTOR for STEPS "
-        "steps, then back over as many; lower still if it comes back",
+        description="where skipping does not help: replay with the learning rate times FACTOR for STEPS steps, then "
+        "back over as many; lower still if the trouble comes back",
     )  # fmt: skip
     probe: bool = Field(
-        True, description="where the loss is up and cannot tell why, ask the model by a batch that it knew"
+        True, description="where the loss is up for no clear reason, try the model on a batch that it has learned"
     )
     quarantine: Literal["suspects", "off"] = Field(
-        "suspects", description="leave samples that incidents have in common out of later batches"
+        "suspects", description="leave samples that incidents have in common out of later batches; off: leave none out"
     )
     retry_first: bool = Field(False, description="replay once without skipping, to tell data from transient faults")
     observe_only: bool = Field(False, description="journal what would have been done, and do nothing")
     sensitivity: Sensitivity = Field("normal", description="how readily the sentinel calls a spike")
     objective: Objective = Field(
-        "auto", description="what the loss is of: of the last two only what is far beyond all seen is called"
+        "auto", description="what the loss is of; with adversarial and rl only what is far beyond all seen is called"
     )
     snapshot_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="steps between checkpoints; auto: by what they cost; 0 takes none at all (observe only)",
     )
     overhead: float = Field(0.01, gt=0, le=1, description="share of the time that checkpoints may hold up the loop")
-    fast_tier: str = Field("auto", description="where slots in memory are made: auto (/dev/shm), off, or a directory")
+    fast_tier: str = Field("auto", description="checkpoints in memory: auto (in /dev/shm), off, or a directory")
     last_snapshot: Literal["auto", "on", "off"] = Field(
         "auto", description="when a rank dies, keep the state that the others still hold; auto: not on GPUs"
     )
-    keep: int = Field(6, ge=3, description="capacity of the ring: the newest, older ones further and further apart")
+    keep: int = Field(6, ge=3, description="checkpoints that stay: the newest, older ones further and further apart")
     ring: Annotated[str | None, BeforeValidator(lambda url: url or None)] = Field(
         None, description="keep good checkpoints and the record at this URL too, and go on from it elsewhere; "
         "empty: at none, whatever the script says",
@@ -111,17 +113,21 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         json_schema_extra={"metavar": "N|Nm|Nh|auto"},
         description="steps or time between checkpoints for the ring at the URL; auto: at most 1/20 of the time",
     )  # fmt: skip
-    keep_durable: int | None = Field(None, ge=3, description="capacity of the ring at the URL (default: as --keep)")
+    keep_durable: int | None = Field(None, ge=3, description="checkpoints that stay at the URL (default: as --keep)")
     probation: int = Field(25, ge=1, description="healthy steps after which a checkpoint is good")
     evidence_limit: int = Field(64, ge=0, description="MiB of recent batches kept as evidence of an incident; 0: none")
-    accept_data_change: bool = Field(False, description="go on although the data set has another length than before")
-    accept_structural: bool = Field(False, description="go on although the run was stopped as structural")
+    accept_data_change: bool = Field(
+        False, description="go on although the data set has grown or shrunk, or is read with other samples than before"
+    )
+    accept_structural: bool = Field(
+        False, description="go on after a structural stop (exit code 76) although no setting has changed"
+    )
     init: Annotated[str | None, BeforeValidator(lambda path: str(path) if path else None)] = Field(
         None, description="begin a new run with these weights: safetensors (file or folder) or a DCP checkpoint; a run "
         "with checkpoints does not read it",
         json_schema_extra={"metavar": "PATH"},
     )  # fmt: skip
-    skip: tuple[Window, ...] = Field((), description="batches to pass over from the start")
+    skip: tuple[Window, ...] = Field((), description="batches to leave out from the start")
     skip_samples: tuple[SamplesFrom, ...] = Field(
         (), description="all data set samples to leave out, from a batch on or (default) from the start",
         json_schema_extra={"metavar": "[BATCH:]I,J"},

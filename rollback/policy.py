@@ -256,7 +256,7 @@ class _Trouble:
         back, undone = self.back, self.undone_by(target)
         reason = f"{'the trouble came back' if back else 'first answer to this trouble'}; {why}"
         if self.in_hand:
-            reason += "; its batch alone did it: the loss was finite until then, and is not"
+            reason += "; its batch alone did it: the loss was finite until then"
         if self.action == "retry":
             return _Answer("retry", reason, target)
         answer = self._skip(target, reason)

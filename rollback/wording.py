@@ -1,4 +1,4 @@
-"""Lists in sentences."""
+"""Lists and counts in sentences."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,11 @@ def first_few(names: Sequence[str], most: int) -> str:
     """`a, b and 3 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """`1 batch`, `2 batches`. many: default: the word for one with an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def ranks_in_words(ranks: Sequence[int], most: int | None = None) -> str:

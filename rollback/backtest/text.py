@@ -82,7 +82,7 @@ def _call_in_words(verdict: Verdict, planned: Planned, width: int) -> list[str]:
     if planned.step is not None:
         answer += f": restore step {planned.step}"
     if planned.skip is not None:
-        answer += f", skip batches {planned.skip.first} to {planned.skip.last}"
+        answer += f", skip {planned.skip.in_words()}"
     return [
         f"  {verdict.kind} at step {verdict.step}{onset} ({verdict.rule})",
         *_wrapped(verdict.explanation, width),

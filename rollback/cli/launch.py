@@ -361,7 +361,7 @@ def closing_line(result: RunResult, run: Path, command: Sequence[str]) -> str:
         return f"stopped, resumable ({result.reason}); go on with `{again}`"
     if not result.recorded:
         how = "done" if result.exit_code == ExitCode.DONE else f"failed: {result.reason}"
-        return f"{how}; no rank made a rollback.Guard, so nothing was recorded"
+        return f"{how}, without protection: no rank made a rollback.Guard, so nothing was recorded"
     host, directory = result.record or (None, str(run))
     audit = f"`rollback audit {shlex.quote(directory)}`" + (f" on {host}" if host else "")
     match result.exit_code:

@@ -34,6 +34,9 @@ class Window(BaseModel, frozen=True, extra="forbid"):
     def __str__(self) -> str:
         return f"{self.first}:{self.last}"
 
+    def in_words(self) -> str:
+        return f"batches {self}" if len(self) > 1 else f"batch {self.first}"
+
 
 class SamplesFrom(BaseModel, frozen=True, extra="forbid"):
     """The complete list of data set samples to leave out, starting at a batch."""

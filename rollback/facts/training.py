@@ -209,10 +209,10 @@ class Planned(Fact):
     def skips_in_words(self) -> str:
         """What becomes of the batches, to be added to a sentence; empty: nothing."""
         if self.skip is not None:
-            return f", skip batches {self.skip}"
+            return f", skip {self.skip.in_words()}"
         if self.lower_rate is not None:
             return f", learning rate times {self.lower_rate[0]:g} for {self.lower_rate[1]} steps"
-        return f", screen batches {self.screen}" if self.screen is not None else ""
+        return f", screen {self.screen.in_words()}" if self.screen is not None else ""
 
     def screened_through(self, batch: int) -> "Planned":
         """The plan with a screen that lasts through this batch."""

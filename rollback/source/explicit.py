@@ -304,7 +304,8 @@ class _Script:
                         many = f"{ast.unparse(last)} - {first}"
                 self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({many}{rehearse}))"))
             case _:
-                raise self._by_hand(epochs, f"goes over {ast.unparse(numbers)}", "guard.epochs(n) counts from 0")
+                do = "loop over range(n); what loads a snapshot and sets the first epoch goes out, the guard does that"
+                raise self._by_hand(epochs, f"goes over {ast.unparse(numbers)}", do)
 
     def _behind_imports(self) -> int:
         """The number of the line behind which another import belongs."""

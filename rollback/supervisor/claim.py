@@ -35,11 +35,15 @@ class EarlierAttempts:
         return last_fact(self.supervisor, AttemptStarted)
 
     @property
-    def seats(self) -> tuple[str, ...]:
-        """The nodes with which the job has trained last: an attempt that its ranks refused may have had others."""
+    def last_guarded_start(self) -> AttemptStarted | None:
+        """Of the last attempt that has trained under guard: later ones may have been refused, or made no guard."""
         reached = self.train.history.last_attempt
-        started = last_fact([record for record in self.supervisor if record.attempt <= reached], AttemptStarted)
-        return () if started is None else started.nodes
+        return last_fact([record for record in self.supervisor if record.attempt <= reached], AttemptStarted)
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """The nodes with which the job has trained last."""
+        return () if self.last_guarded_start is None else self.last_guarded_start.nodes
 
 
 def read_past(paths: RunPaths, before: EarlierAttempts | None = None) -> EarlierAttempts:

@@ -23,6 +23,7 @@ from rollback.checkpoints.tiers import base_of, fast_tier_of
 from rollback.config import ENV_NO_RUN
 from rollback.errors import ExitCode, RollbackError, RunInUse, UsageError
 from rollback.facts.history import in_durable_ring
+from rollback.instructions import ADOPTING
 from rollback.ring.url.fetch import fetch, unfetch
 from rollback.ring.url.store import Store
 from rollback.rundir.elsewhere import forget_elsewhere, read_elsewhere
@@ -215,6 +216,7 @@ class HostLaunch:
         try:
             past = read_past(order.paths, claim.before)
             forget_elsewhere(order.paths)
+            _require_adopted_again(past, order)
             if (told := nothing_left(order.paths, past, order.job, order.settings, self.say)) is not None:
                 return RunResult(exit_code=ExitCode.DONE, reason=told)
             result = Attempts(order, self.say, self.host, ledger, self.signals, nodes, claim.keep).run(past)
@@ -242,6 +244,23 @@ class HostLaunch:
         with membership(self.order.paths, self.place):
             ring = self.order.settings.ring
             yield Leader(self.order.paths, self.place, self.say, meeting, ledger.note, self.buddy, ring)
+
+
+def _require_adopted_again(past: EarlierAttempts, order: LaunchOrder) -> None:
+    """Raise UsageError where `--adopt` was forgotten: the script would begin anew, without protection."""
+    started, script = past.last_guarded_start, order.job.script
+    if started is None or order.job.runner or not any(Path(word).match(ADOPTING) for word in started.command):
+        return
+    try:
+        mentions = b"rollback" in Path(script).read_bytes()
+    except OSError:  # a module, a folder: not looked into
+        mentions = True
+    if not mentions:
+        raise UsageError(
+            f"the run in {order.paths.root} was made with --adopt, which this command leaves out: {script} has no "
+            "guard of its own, and would train from its beginning, without protection",
+            hint="add --adopt; or name another run directory with --run DIR",
+        )
 
 
 @contextmanager

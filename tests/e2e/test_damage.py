@@ -218,6 +218,22 @@ def test_a_full_disk_stops_no_training(
     require_same(weights(again), weights(ended), "run again")
 
 
+def test_a_disk_that_stays_full_is_told_once_and_so_is_that_it_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = direct.write_all
+
+    def fill(_guard: object, position: int) -> None:
+        if position in (25, 45):
+            monkeypatch.setattr(direct, "write_all", full_disk if position == 25 else write)
+
+    train(TOY, tmp_path / "run", hook=fill)
+    told = capsys.readouterr().err
+    assert len(facts(tmp_path / "run", Dropped)) > 1
+    assert told.count("could not be written") == 1
+    assert told.count("could be written again") == 1
+
+
 def test_a_start_that_cannot_write_the_journal_says_once_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

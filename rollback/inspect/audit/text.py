@@ -17,7 +17,7 @@ from rollback.inspect.audit.requests import asked_in_words, fate_in_words
 from rollback.terminal.escape import quoted
 from rollback.terminal.messages import printable
 from rollback.terminal.quantities import at_least, duration, number, or_unknown
-from rollback.wording import first_few
+from rollback.wording import counted, first_few
 
 SHOWN_BATCHES = 12
 _LATEST = 200  # incidents, attempts and so on, unless all are asked for: nobody reads more
@@ -86,9 +86,9 @@ def _print_head(console: Console, ledger: report.AuditReport) -> None:
     if run.run_id:
         ranks = f"{run.world_size} rank{'s' if run.world_size != 1 else ''}"
         rows.append(("id", quoted(f"{run.run_id}, created {run.created}, {ranks}")))
-    samples = "" if totals.skipped_samples is None else f" ({totals.skipped_samples} samples)"
-    rows.append(("incidents", f"{totals.incidents}, answered by {totals.rollbacks} restores"))
-    rows.append(("skipped", f"{totals.skipped_batches} batches{samples}"))
+    samples = "" if totals.skipped_samples is None else f" ({counted(totals.skipped_samples, 'sample')})"
+    rows.append(("incidents", f"{totals.incidents}, answered by {counted(totals.rollbacks, 'restore')}"))
+    rows.append(("skipped", f"{counted(totals.skipped_batches, 'batch', 'batches')}{samples}"))
     undone = at_least(str(totals.steps_lost), totals.steps_lost_at_least)
     rows.append(("steps", f"{at_least(str(totals.steps), totals.steps_at_least)} count, {undone} were undone"))
     if (judged := ledger.last_judged) is not None:
@@ -199,7 +199,7 @@ def answer_in_words(entry: report.IncidentEntry) -> str:
 
 def span_in_words(span: report.Span) -> str:
     rest = "all passed over" if span.passed_over == span.batches else f"{span.passed_over} passed over so far"
-    return f"{span.first}:{span.last} ({span.batches} batches, {rest})"
+    return f"{span.first}:{span.last} ({counted(span.batches, 'batch', 'batches')}, {rest})"
 
 
 def _print_skipped(console: Console, skipped: Sequence[report.SkippedBatchEntry], everything: bool) -> None:

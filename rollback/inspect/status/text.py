@@ -9,6 +9,7 @@ from rollback.inspect.audit.text import loss_in_words, print_rows
 from rollback.inspect.status.status import Durable, Status
 from rollback.terminal.escape import quoted
 from rollback.terminal.quantities import at_least, duration, number, or_unknown
+from rollback.wording import counted
 
 _STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
 
@@ -50,7 +51,8 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
         yield "candidates", quoted(" ".join(status.candidates))
     if status.durable:
         yield "durable", _durable(status.durable)
-    yield "incidents", f"{status.incidents}, {status.rollbacks} restores, {status.skipped_batches} batches skipped"
+    skipped = counted(status.skipped_batches, "batch", "batches")
+    yield "incidents", f"{status.incidents}, {counted(status.rollbacks, 'restore')}, {skipped} skipped"
     yield from [("kept", quoted(status.last_snapshot))] if status.last_snapshot else []
     yield from [("lost", quoted(status.death.in_words()))] if status.death else []
     yield from _open_rows(status)

@@ -64,14 +64,7 @@ def print_account(console: Console, account: AttemptAccount) -> None:
 
 
 def _head(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
-    if account.attempt is None and account.state == "unknown":
-        yield "why", "no failure is on record; whether the run goes on, on another host, cannot be seen from here"
-    elif account.attempt is None:
-        yield "why", "no attempt of this run has failed"
-    elif account.cause is None:
-        yield "why", "it has not failed"
-    else:
-        yield "why", quoted(account.cause, style="bold red")
+    yield "why", _why(account)
     if account.why is not None:
         yield "class", _IN_WORDS[account.why]
     yield from _ranks(account)
@@ -84,6 +77,8 @@ def _head(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
     yield from [("lost", quoted(account.death.in_words()))] if account.death else []
     if account.decision is not None:
         yield "then", quoted(account.decision)
+    elif account.state == "died" or (account.state == "ended" and account.cause is not None):
+        yield "then", "the same command goes on, or says why it cannot"
     yield from (("node", quoted(text)) for text in account.nodes)
     yield from (("also", quoted(text)) for text in account.remarks)
     if account.attempt is not None:
@@ -93,6 +88,18 @@ def _head(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
     if len(account.earlier) > _EARLIER:
         yield "", f"and {len(account.earlier) - _EARLIER} more that failed: `rollback audit` has all attempts"
     yield "run", quoted(f"{account.directory}, now: {account.state}")
+
+
+def _why(account: AttemptAccount) -> Text:
+    if account.cause is not None:
+        return quoted(account.cause, style="bold red")
+    if account.attempt is not None:
+        return Text("it has not failed")
+    if account.state == "unknown":
+        return Text("no failure is on record; whether the run goes on, on another host, cannot be seen from here")
+    if account.state == "died":
+        return Text("it is gone without a word: killed from outside, out of memory, or its machine went down")
+    return Text("no attempt of this run has failed")
 
 
 def _ranks(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:

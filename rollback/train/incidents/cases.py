@@ -209,10 +209,6 @@ def _good_end(case: Case) -> Outcome:
 def _in_words(plan: Planned) -> str:
     if plan.action == "stop":
         return f"stopping: {plan.reason}"
-    window = plan.skip or plan.screen
-    does = "skip" if plan.skip else "screen"
-    skip = f"{does} batches {window.first} to {window.last}" if window else "skip nothing"
-    if plan.lower_rate is not None:
-        skip = plan.skips_in_words().removeprefix(", ")
+    skip = plan.skips_in_words().removeprefix(", ") or "skip nothing"
     would = {"observe": "would restore", "retry": "retry: restore", "rollback": "restore"}[plan.action]
     return f"{would} step {plan.step} ({plan.checkpoint}), {skip}: {plan.reason}"

@@ -337,7 +337,7 @@ class Judge:
             samples=samples,
         )
         self._record.flush()
-        self._record.note(incident, f"step {mark.step}: {verdict.explanation}")
+        self._record.note(incident, f"incident {incident.incident}: {verdict.explanation}")
         if self._is_witness(incident):
             self._evidence.write(incident)
         self._cases.called(incident, mark.batches_per_step)

@@ -59,6 +59,7 @@ class CheckpointManager:
         self._remote = remote
         self._copies = copies
         self._leaving: dict[str, Callable[[bool], None]] = {}  # touched by the thread alone
+        self._failing = False  # the last snapshot could not be written: said once, however many follow
         self.ailing: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
         self.wanting = False
@@ -253,14 +254,16 @@ class CheckpointManager:
         if landing.ailing:
             self.ailing = landing
         self.fault = landing.fault
+        failed_before, self._failing = self._failing, landing.fault is not None and not landing.ailing
         if landing.fault is not None:
             self.catalogue.drop(manifest.name)
             if landing.drifted:
                 self._report_drift(landing)
             self._record.note(
                 Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.fault),
-                f"the checkpoint of step {manifest.step} could not be written: {landing.fault}; training goes on"
-                if not landing.ailing else None,
+                f"the checkpoint of step {manifest.step} could not be written: {landing.fault}; training goes on, and "
+                "it is said when one can be written again"
+                if self._failing and not failed_before else None,
             )  # fmt: skip
             return
         self._record.note(
@@ -272,7 +275,8 @@ class CheckpointManager:
                 bytes=manifest.bytes,
                 seconds=round(landing.seconds, 4),
                 tier=landing.tier,
-            )
+            ),
+            f"the checkpoint of step {manifest.step} could be written again" if failed_before else None,
         )
         if self.catalogue.land(manifest):
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))

@@ -161,8 +161,9 @@ def updates_without_loop(where: str) -> UsageError:
     return UsageError(
         f"the script updates a model ({where}) with a batch that came from no `for` loop over a DataLoader, or that a "
         "loop inside of it takes apart",
-        hint="--adopt knows `for batch in loader:`, and inside of it loops over a range or over x.chunk(2); for other "
-        "loops, batches of next(), of a callable or of an iterator of your own make a rollback.Guard",
+        hint="--adopt knows `for batch in loader:`, and inside of it loops over a range or over x.chunk(2). For other "
+        "loops, and for batches of next(), of a function such as get_batch or of an iterator of your own, write a "
+        "rollback.Guard into the script: docs/tutorial.md shows how",
     )
 
 

@@ -27,11 +27,11 @@ REFUSED = {
     "a loader of torchdata": ("trains on a StatefulDataLoader, which iterates in its own way", "a rollback.Guard"),
     "no loader": (
         "(refused.py, line 39) with a batch that came from no `for` loop over a DataLoader",
-        "of next(), of a callable",
+        "docs/tutorial.md shows how",
     ),
     "a list of its batches": (
         "with a batch that came from no `for` loop over a DataLoader",
-        "of next(), of a callable",
+        "docs/tutorial.md shows how",
     ),
     "a list behind the last epoch": ("batches that its loader does not give it one by one", "rollback adopt"),
     "a list after a pass": ("batches that its loader does not give it one by one", "rollback adopt"),
@@ -220,6 +220,33 @@ def test_what_is_no_script_is_refused_before_anything_starts(tmp_path: Path, wor
     done = refused(tmp_path, *words)
     assert done.returncode == ExitCode.USAGE
     assert "--adopt" in done.stdout
+
+
+UNADORNED = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for (x,) in DataLoader(TensorDataset(torch.randn(24, 4)), 4):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_run_that_was_adopted_is_not_gone_on_with_without_it(tmp_path: Path) -> None:
+    """The script would begin anew, unprotected, over the files that the run has saved."""
+    script = tmp_path / "train.py"
+    script.write_text(UNADORNED)
+    assert refused(tmp_path, "--adopt", str(script)).returncode == ExitCode.DONE
+    forgotten = refused(tmp_path, str(script))
+    assert forgotten.returncode == ExitCode.USAGE, forgotten.stdout
+    assert "runs/train was made with --adopt, which this command leaves out" in forgotten.stdout
+    assert "hint: add --adopt" in forgotten.stdout
+    assert "nothing left to do" in refused(tmp_path, "--adopt", str(script)).stdout
+    script.write_text(f"import rollback\n{script.read_text()}")  # it may have a guard of its own by now
+    assert "was made with --adopt" not in refused(tmp_path, str(script)).stdout
 
 
 def test_a_setting_that_does_not_fit_is_wrong_use_and_no_reason_to_go_without_protection(tmp_path: Path) -> None:

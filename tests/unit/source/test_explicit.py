@@ -300,6 +300,10 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
         ("def rollback(step):\n    pass\n" + SIMPLE, "something of its own `rollback` (line 5)"),
         ("from db import rollback\n" + SIMPLE, "something of its own `rollback` (line 5)"),
         ("for epoch in range(0, 9, 3):\n    for x in loader:\n        model(x).backward()", "goes over range(0, 9, 3)"),
+        (
+            "for epoch in range(first, 9):\n    for x in loader:\n        model(x).backward()",
+            "goes over range(first, 9)",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_with_what_to_do_by_hand(body: str, said: str) -> None:

@@ -12,11 +12,10 @@ from rollback.train.updates.advice import filled
 
 DRAWS_BESIDE = (
     "draws-beside-the-data",
-    "between two batches something else draws random numbers on the CPU (an evaluation, dropout). In a run without a "
-    "guard it and '{name}' share one stream; here the data have a stream of their own, so that a batch is the same "
-    "after a restart or a rollback. So the batches of this run differ from those of the script without a guard; they "
-    "are as random. For the same ones in both, let '{name}' draw from a generator of its own and give it a state_dict "
-    "and load_state_dict",
+    "'{name}' draws the batches, and something else in the loop draws random numbers on the CPU, too (an evaluation, "
+    "dropout). Under a guard the batches have random states of their own, so that a batch is the same after a restart "
+    "or a rollback. So they are other batches than without a guard, as random: this needs no answer. For the same "
+    "ones in both, let '{name}' draw from a generator of its own, and give it a state_dict and load_state_dict",
 )
 
 

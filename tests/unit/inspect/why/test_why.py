@@ -33,6 +33,7 @@ from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.text import print_account
 from rollback.inspect.why.why import ProcessStacks, read_account
 from rollback.rundir.failures import FailureRecord, write_failure
+from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
@@ -139,6 +140,7 @@ def test_a_supervisor_that_is_killed_has_left_a_failure_also_where_its_ranks_sav
     hold(run.paths, alive=False)
     account = read_account(run.paths.root)
     assert (account.attempt, account.cause) == (1, NO_END)
+    assert "then       the same command goes on" in shown(run)
     run.tell(60, AttemptStarted(command=("torchrun",), host="node1", pid=2), 2)
     hold(run.paths, alive=True)
     assert read_account(run.paths.root).cause == NO_END, "the next attempt began"
@@ -161,6 +163,18 @@ def test_of_a_run_of_which_no_attempt_failed_it_says_how_it_ended(run: RecordedR
     assert "signals    SIGUSR1" in shown(run)
     assert "then       the run was ended with exit code 75: told to stop" in shown(run)
     assert read_account(run.paths.root).attempt is None
+
+
+def test_of_a_launch_that_was_killed_before_its_ranks_began_it_is_not_said_that_nothing_failed(
+    tmp_path: Path,
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.train_journal.parent.mkdir(parents=True)
+    hold(paths, alive=False)
+    printed = io.StringIO()
+    print_account(Console(file=printed, width=200), read_account(paths.root))
+    assert "why        it is gone without a word" in printed.getvalue()
+    assert "then       the same command goes on" in printed.getvalue()
 
 
 def test_processes_of_all_nodes_are_shown(run: RecordedRun) -> None:

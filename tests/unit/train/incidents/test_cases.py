@@ -398,9 +398,9 @@ def test_a_trouble_that_a_suspected_sample_explains_is_no_repeat_of_the_one_befo
 @pytest.mark.parametrize(
     ("settings", "ring", "said"),
     [
-        ({}, RING, "restore step 200 (c000004-s00000200), skip batches 400 to 487: first answer"),
+        ({}, RING, "restore step 200 (c000004-s00000200), skip batches 400:487: first answer"),
         ({"retry_first": True}, RING, "retry: restore step 200 (c000004-s00000200), skip nothing: first answer"),
-        ({"observe_only": True}, RING, "would restore step 200 (c000004-s00000200), skip batches 400 to 487"),
+        ({"observe_only": True}, RING, "would restore step 200 (c000004-s00000200), skip batches 400:487"),
         ({}, [], "stopping: no good checkpoint from before the onset is left"),
     ],
 )
