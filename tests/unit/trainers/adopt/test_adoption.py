@@ -46,7 +46,8 @@ def test_the_script_is_at_its_end_when_it_leaves_all_groups_and_not_one_of_them(
 def test_batches_of_another_loader_come_from_an_iterator_with_all_that_it_has() -> None:
     """A script may end the workers of its evaluation by itself."""
     adoption = Adoption(strict=False)
-    model, ended = nn.Linear(1, 1), []
+    model = nn.Linear(1, 1)
+    ended: list[bool] = []
 
     class Batches:
         def __next__(self) -> int:
@@ -55,7 +56,8 @@ def test_batches_of_another_loader_come_from_an_iterator_with_all_that_it_has() 
         def _shutdown_workers(self) -> None:
             ended.append(True)
 
-    adoption._adopted = Adopted(cast(Guard, SimpleNamespace(departure=Departure())), model, cast(Any, None), [], 0, None)
+    guard = cast(Guard, SimpleNamespace(departure=Departure()))
+    adoption._adopted = Adopted(guard, model, cast(Optimizer, None), [], None, None)
     loader: DataLoader[int] = DataLoader([5])  # type: ignore[arg-type]
     batches = adoption.iterate_prepared(lambda _: Batches(), loader)
     assert next(batches) == 5
