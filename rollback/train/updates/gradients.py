@@ -13,8 +13,10 @@ shows the factor. If they were changed in another way, they are measured again. 
 Where the last updates have all been clipped so, the next one is measured at clipping, before torch changes anything:
 then nothing has to be remembered from backward to clipping. If that one is not clipped so, it is measured in the
 pre-step hook, as it is applied, and those behind it at the end of backward again. On a device a norm is lent from then
-on: before, who has written to a gradient past torch's counters could be found by waiting alone. An update of fewer batches
-than the one before is measured at clipping, too: that its last backward was the last one was not expected.
+on: before, who has written to a gradient past torch's counters could be found by waiting alone.
+
+An update of fewer batches than the one before is measured at clipping, too: its last backward was not expected to be
+the last one.
 
 Gradients in single precision are measured in it, as torch does for clipping, others in double precision. On the CPU
 that is also used where single precision has overflowed, which can be seen there without waiting.
