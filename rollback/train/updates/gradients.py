@@ -15,6 +15,9 @@ then nothing has to be remembered from backward to clipping. If that one is not 
 pre-step hook, as it is applied, and those behind it at the end of backward again. On a device a norm is lent from then
 on: before, who has written to a gradient past torch's counters could be found by waiting alone.
 
+An update of fewer batches than the one before is measured at clipping, too: its last backward was not expected to be
+the last one.
+
 Gradients in single precision are measured in it, as torch does for clipping, others in double precision. On the CPU
 that is also used where single precision has overflowed, which can be seen there without waiting.
 """
@@ -126,10 +129,10 @@ class Gradients:
 
     def norm_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """For `clipping`: the norm over gradients that nobody has written to since they were measured."""
-        if self._at_clipping:
-            return self._measure_for_clipping(gradients)
         seen = self.seen
-        if seen is None or self.scale is not None or seen.each.dtype is not torch.float32:
+        if self._at_clipping or seen is None:  # none: that this backward was the update's last one was not expected
+            return self._measure_for_clipping(gradients)
+        if self.scale is not None or seen.each.dtype is not torch.float32:
             return None
         parameters, own = _with_gradients(seen.parameters)
         if self._marks_of(parameters, own) != self._marks or (self._firsts is not None and self._firsts.are_changed()):
@@ -215,7 +218,7 @@ class Gradients:
         self._watches = [BackwardWatch(self._model, each, self._backward_reached) for each in watched]
 
     def _backward_reached(self, *_: object) -> None:
-        if self._at_clipping:
+        if self._at_clipping or not self._awaited:
             self.seen = self._factor = None
         if self._queued or not self._awaited:
             return

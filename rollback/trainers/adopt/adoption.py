@@ -42,7 +42,7 @@ from rollback.trainers.adopt.losses import ScriptLosses
 from rollback.trainers.adopt.objects import MadeObjects, applies_gradients, optimizers_of
 from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.plan import Adopted, plan_for
-from rollback.trainers.adopt.script_pass import ScriptPass, described
+from rollback.trainers.adopt.script_pass import OtherBatches, ScriptPass, described
 from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
 from rollback.trainers.protect import protect_once
@@ -188,8 +188,7 @@ class Adoption:
             return original(loader)
         whole = self.own_resume.whole(loader, guarded=self._adopted is not None)
         if self._adopted is not None and whole is not self._adopted.loader:
-            others = original(loader)
-            return ScriptPass(lambda: (others, loader), self._next_of_other)
+            return OtherBatches(self._note_other, original(loader), loader)
         if self._sources.trains() is False or not self.made.are_trained(in_any_mode=self._sources.sets_mode()):
             return original(loader)
         if self._adopted is None:
@@ -330,12 +329,10 @@ class Adoption:
         finally:
             self._reading = before
 
-    def _next_of_other(self, batches: Iterator[Any], loader: Any) -> Any:
-        """A batch of another loader. Whether the script trains on it, backward says."""
-        batch = next(batches)
+    def _note_other(self, loader: Any) -> None:
+        """The script has taken a batch of another loader. Whether it trains on it, backward says."""
         if torch.is_grad_enabled() and self._adopted is not None and self._adopted.model.training:
             self._stranger = loader
-        return batch
 
     # Losses and updates ----------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def plan_for(loader: Any, made: list[Any], loop: EpochLoop | None = None, *, str
             hint="a torch DataLoader; other loaders can be handed to a rollback.Guard",
         )
     places = {id(thing): place for place, thing in enumerate(made)}
-    if loop is not None and len(loop) > 1 and places.get(id(loop), 0) < places.get(id(loader), -1):
+    if loop is not None and len(loop) > 1 and places.get(id(loop), len(made)) < places.get(id(loader), -1):
         raise UsageError(
             f"the script makes its {type(loader).__name__} in its loop over epochs, anew for each: the guard of the "
             "first one alone would see one epoch",

@@ -48,6 +48,25 @@ class ScriptPass:
             self._begun = begun = further
 
 
+class OtherBatches:
+    """An iterator over a loader that is not trained on, with all attributes that it has: a script may end its workers.
+    taken: told of the loader behind each batch that is taken."""
+
+    def __init__(self, taken: Callable[[Any], None], batches: Any, loader: Any) -> None:
+        self._taken, self._batches, self._loader = taken, batches, loader
+
+    def __iter__(self) -> "OtherBatches":
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._taken(self._loader)
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
 def described(ours: Any, other: Any) -> str:
     first, second = _size_of(ours), _size_of(other)
     again = " (one that is made anew for each epoch is another one: make it once, before)" if first == second else ""

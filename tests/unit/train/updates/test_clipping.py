@@ -279,6 +279,25 @@ def test_the_tensor_with_a_nan_is_named_though_clipping_spreads_it_twice(passes:
     assert [p is model[4].bias for p in updates.gradients.parameters] == ill  # type: ignore[index, union-attr]
 
 
+@pytest.mark.parametrize("once_more", [False, True])
+def test_an_update_that_comes_before_it_is_expected_is_told_as_before_clipping(
+    once_more: bool, passes: list[int]
+) -> None:
+    """As of a script whose updates have as many batches as their tokens fill. once_more: it also clips before that."""
+    model, optimizer = trained(in_order)
+    updates = Updates(optimizer, None, model)
+    updates.expect_backward(False)
+    backward(model)
+    if once_more:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        backward(model)
+    before = norm_of_gradients(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert updates.grad_norm == pytest.approx(before)
+    assert before > 10
+
+
 def test_a_backward_behind_clipping_makes_gradients_that_are_measured_anew(passes: list[int]) -> None:
     model, optimizer = trained(in_order)
     updates = Updates(optimizer, None)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from rollback.errors import EARLY, UsageError
 from rollback.train.guard import Guard
+from rollback.train.process.stopping import Departure
 from rollback.trainers.adopt import hooks
 from rollback.trainers.adopt.adoption import Adopted, Adoption
 from rollback.trainers.adopt.adoption_state import ScriptEvent
@@ -40,6 +41,29 @@ def test_the_script_is_at_its_end_when_it_leaves_all_groups_and_not_one_of_them(
 
     adoption.leave_group(original, *given, **others)
     assert done == ["closed", "destroyed"] if ends else ["destroyed"]
+
+
+def test_batches_of_another_loader_come_from_an_iterator_with_all_that_it_has() -> None:
+    """A script may end the workers of its evaluation by itself."""
+    adoption = Adoption(strict=False)
+    model = nn.Linear(1, 1)
+    ended: list[bool] = []
+
+    class Batches:
+        def __next__(self) -> int:
+            return 5
+
+        def _shutdown_workers(self) -> None:
+            ended.append(True)
+
+    guard = cast(Guard, SimpleNamespace(departure=Departure()))
+    adoption._adopted = Adopted(guard, model, cast(Optimizer, None), [], None, None)
+    loader: DataLoader[int] = DataLoader([5])  # type: ignore[arg-type]
+    batches = adoption.iterate_prepared(lambda _: Batches(), loader)
+    assert next(batches) == 5
+    assert adoption._stranger is loader
+    batches._shutdown_workers()
+    assert ended == [True]
 
 
 @pytest.mark.parametrize(("begun", "said"), [(2, "in epoch 2 of 3"), (3, ""), (4, "")])
