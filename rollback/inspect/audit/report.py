@@ -24,7 +24,7 @@ NODES = (
     "in words: spares that took a node's place, what they got from another host's memory, and nodes whose snapshots "
     "were in no other host's memory"
 )
-REMARKS = "in words: accepted changes of data or ranks, why there were no last snapshots, and the like"
+ABOUT_REMARKS = "in words: accepted changes of data or ranks, why there were no last snapshots, and the like"
 _Item = TypeVar("_Item", bound="ReportItem")
 _NOT_PLAIN = re.compile("[\x7f-\U0010ffff]")  # others stand in texts only, where JSON has escapes
 
@@ -300,7 +300,7 @@ class AttemptEntry(ReportItem):
     cause: str | None = Field(description="how it ended, in words")
     last_snapshot: str | None = Field(description="how the state was kept, in words; null: nobody tried")
     nodes: list[str] = Field(default_factory=list, description=NODES)
-    remarks: list[str] = Field(default_factory=list, description=REMARKS)
+    remarks: list[str] = Field(default_factory=list, description=ABOUT_REMARKS)
     signals: list[str] = Field(description="signals that the supervisor passed on")
     restart_delay: float | None = Field(description="seconds until the next attempt; null where none was scheduled")
     restart_reason: str | None

@@ -88,7 +88,7 @@ class AttemptAccount(Document):
     death: Death | None = Field(None, description="the steps that it has undone; null: none are on record")
     decision: str | None = Field(description="what the supervisor did then")
     nodes: list[str] = Field(default_factory=list, description=report.NODES)
-    remarks: list[str] = Field(default_factory=list, description=report.REMARKS)
+    remarks: list[str] = Field(default_factory=list, description=report.ABOUT_REMARKS)
     signals: list[str] = Field(description="that the supervisor was told to stop with")
     failures: list[FailureRecord] = Field(description="exceptions as ranks wrote them down, first cause first")
     last_words: LastOutput | None = Field(

@@ -33,7 +33,7 @@ from rollback.terminal.quantities import size
 _END = 1.0  # seconds that a thread has to end; where a name is looked up it takes longer, and does no harm
 # Of snapshots:
 _POLL = 0.3
-_AGAIN = 5.0  # seconds behind a failure
+_SNAPSHOTS_AGAIN = 5.0  # seconds behind a failure
 _TOLD_AFTER = 3  # failures in a row: a host that is being replaced is no fault
 _FIRST_INTERVAL = 10.0  # seconds between two snapshots, until it is known
 _LEAST_RATE = 20e6  # bytes a second
@@ -123,7 +123,7 @@ class BuddySender(ToBuddy):
         if self._failures >= _TOLD_AFTER:
             self._tell(f"sending them to {self._host}: {in_words(error)}")
         if not isinstance(error, SnapshotLeft):
-            self._ended.wait(_AGAIN)
+            self._ended.wait(_SNAPSHOTS_AGAIN)
 
     def _unsent(self) -> Located | None:
         """The newest snapshot, unless it was sent last. Manifests are read where one has changed: of thousands of ranks

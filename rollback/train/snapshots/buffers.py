@@ -29,6 +29,8 @@ class Staging:
         self._region: Region | None = None
         self._device: torch.device | None = None
         self._job: Future[None] | None = None
+        self._succeeded: Future[None] | None = None
+        """The job that was last seen to have succeeded: of that one it is known for good."""
         self.next_slot: int | None = None
         """The slot of the next snapshot, the same on all ranks. It changes where an earlier one is released."""
 
@@ -39,7 +41,12 @@ class Staging:
 
     def ready(self) -> bool:
         """Whether the next snapshot can be copied now."""
-        return self._job is not None and self._job.done() and self._is_made(self._job)
+        job = self._job
+        if job is None:
+            return False
+        if job is not self._succeeded and job.done() and self._is_made(job):
+            self._succeeded = job
+        return job is self._succeeded
 
     def wait(self, seconds: float) -> None:
         """Wait until it is ready, or is known to have failed. Wait for a reader of the slot at most this long."""
@@ -103,6 +110,7 @@ class FastTier:
         self._device: torch.device | None = None
         self._regions: dict[int, Region] = {}
         self._jobs: dict[int, Future[bool]] = {}
+        self._succeeded: Future[bool] | None = None
         self._leaving: dict[int, Callable[[bool], None]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-slots")
         self.next_slot: int | None = None
@@ -132,6 +140,8 @@ class FastTier:
         if job is None:
             self._tend(number)
             return False
+        if job is self._succeeded:
+            return True
         if not job.done():
             return False
         error = job.exception()
@@ -143,6 +153,7 @@ class FastTier:
         if not job.result():  # somebody reads it, or the host's first rank has not got to it yet
             self._tend(number)
             return False
+        self._succeeded = job
         return True
 
     def wait(self, seconds: float) -> None:
