@@ -244,7 +244,7 @@ def test_a_slot_that_is_used_again_behind_the_last_piece_makes_no_copy(
     first, second = with_a_copy(make, 1)
     sent, used_again = threading.Event(), threading.Event()
     torn = []
-    monkeypatch.setattr(sender, "_AGAIN", 0.01)
+    monkeypatch.setattr(sender, "_SNAPSHOTS_AGAIN", 0.01)
     with monkeypatch.context() as patch:
         after(sender, "send_shards", sent.set, patch)
         before(server, "receive_shards", lambda: used_again.wait(SOON), patch)
@@ -423,7 +423,7 @@ def test_snapshots_that_never_arrive_before_their_slots_are_used_again_are_told(
 
 def test_a_host_without_room_says_so_once_and_training_goes_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = make("first", 0), make("second", 1)
-    monkeypatch.setattr(sender, "_AGAIN", 0.01)
+    monkeypatch.setattr(sender, "_SNAPSHOTS_AGAIN", 0.01)
     with monkeypatch.context() as patch:
         asked: list[int] = []
         patch.setattr(server, "free_memory", lambda root: asked.append(1) or len(asked))
@@ -440,7 +440,7 @@ def test_a_buddy_that_is_not_there_yet_is_no_fault(make: Make, monkeypatch: pyte
     first, second = make("first", 0), make("second", 1, attached=False)
     refused = []
     with monkeypatch.context() as patch:
-        patch.setattr(sender, "_AGAIN", 0.01)
+        patch.setattr(sender, "_SNAPSHOTS_AGAIN", 0.01)
         patch.setattr(sender, "_TOLD_AFTER", 1000)
         after(sender.BuddySender, "_fail", lambda: refused.append(1), patch)
         begin(first, second)
@@ -475,7 +475,7 @@ def test_a_buddy_that_is_gone_costs_no_attempt(make: Make) -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:http", "127.0.0.1:99999", f"{'x' * 70}.example:1", "a\0b:1"])
 def test_an_address_that_is_none_costs_no_attempt(make: Make, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    monkeypatch.setattr(sender, "_AGAIN", 0.01)
+    monkeypatch.setattr(sender, "_SNAPSHOTS_AGAIN", 0.01)
     first = make("first", 0)
     first.save(0, 1)
     assert first.begin(of(first, address)) is None
