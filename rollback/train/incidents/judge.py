@@ -359,8 +359,12 @@ class Judge:
         return ranks.rank in witnesses(ranks.from_each(math.inf if ails else self._evidence.harm(incident)))
 
     def _stream(self, mark: StepMark) -> DataStream:
-        """How the script divides the data into updates, from the updates that are kept."""
-        per_step = statistics.mode([each.batches_per_step for each in self._marks][-_USUAL:])
+        """How the script divides the data into updates in that epoch, from the updates that are kept.
+
+        Another epoch may have others. And of epochs before it a process that has begun since remembers nothing.
+        """
+        of_epoch = [each.batches_per_step for each in self._marks if each.epoch_end == mark.epoch_end]
+        per_step = statistics.mode(of_epoch[-_USUAL:] or [mark.batches_per_step])
         total = max(mark.epoch_end or 0, (self._max_steps or 0) * per_step)
         if any(each.over_the_end for each in self._marks):
             return DataStream(per_step, total=total)

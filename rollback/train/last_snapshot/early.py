@@ -146,7 +146,11 @@ def of_gone(paths: EndMarkPaths, rank: int, end: StepEnd, now: int) -> bytes:
     """
     early = end_marks.read_early(paths, rank).get(end)
     if early is None or end_marks.has_left(paths, rank):
-        raise NotProved(f"rank {rank} had not come to the end of step {end.step}, and the others had")
+        raise NotProved(
+            f"rank {rank} had not come to the end of step {end.step}, and the others had; it had told nothing of that "
+            "end before, as in a step that logs, evaluates or saves, an epoch's last one and an attempt's first ones, "
+            "or once the script logs, counts or draws behind a backward"
+        )
     if now > early.hold.at + early.hold.patience:
         seconds = (now - early.hold.at) / 1e9
         raise NotProved(f"rank {rank} was behind the backward of step {end.step} for {seconds:.1f} s, as never before")

@@ -10,7 +10,7 @@ import torch
 from rollback.config import Settings
 from rollback.errors import CheckpointDamaged, CheckpointOutOfReach
 from rollback.facts.history import History
-from rollback.facts.training import Advice, BecameGood, CheckpointLost, Fact, Incident, Planned, Quarantined
+from rollback.facts.training import Advice, BecameGood, CheckpointLost, Fact, Incident, Planned, Quarantined, Window
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Hint, Sentinel
@@ -164,6 +164,25 @@ def test_an_onset_is_told_in_batches_of_the_step_it_lies_in(tmp_path: Path) -> N
     assert (decision.incident.onset_batch, decision.incident.detection_batch) == (20, 23)
     assert decision.plan.skip is not None
     assert len(decision.plan.skip) % 4 == 0
+    steps.snapshots.close()
+
+
+@pytest.mark.parametrize("remembered", [7, 0])
+def test_a_window_leaves_whole_updates_as_its_own_epoch_has_them(tmp_path: Path, remembered: int) -> None:
+    """Two epochs of 13 batches: updates of two batches, then of three. Also where a new process begins between them."""
+    steps = Steps(tmp_path / "run", Settings(policy="surgical", probation=8))
+    steps.snapshot()
+    for number in range(7 - remembered, 7):
+        last = min(2 * number + 1, 12)
+        mark = StepMark(
+            number, 2 * number, last, 2, Hint.NONE, batches=last + 1 - 2 * number, epoch_end=13, epoch_batches=13
+        )
+        steps.judge.end_step(mark, torch.tensor(1.0), None, stop=False, scaler_skipped=False)
+    mark = StepMark(7, 13, 15, 3, Hint.NONE, batches=3, epoch_end=26, epoch_batches=13)
+    steps.judge.end_step(mark, torch.tensor(NAN), None, stop=False, scaler_skipped=False)
+    decision = steps.judge.settle()
+    assert isinstance(decision, Rewind)
+    assert decision.plan.skip == Window(first=13, last=16), "three updates are left"
     steps.snapshots.close()
 
 

@@ -888,7 +888,7 @@ def _half(guard: rollback.Guard, second: EndMark) -> None:
 
 UNPROVED: dict[str, tuple[Callable[[rollback.Guard, EndMark], object], str]] = {
     "of another return": (_of_another_step, "had not come to the end of step 17"),
-    "withdrawn": (lambda guard, second: second.withdraw(), "had not come to the end of step 17"),
+    "withdrawn": (lambda guard, second: second.withdraw(), "once the script logs, counts or draws behind"),
     "left as it should": (lambda guard, second: second.leave(), "had not come to the end of step 17"),
     "half a mark": (_half, "had not come to the end of step 17"),
     "too long ago": (_long_ago, "as never before"),
