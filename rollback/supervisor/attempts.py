@@ -307,7 +307,7 @@ class Attempts:
             words = self._host.output.last_words(failures.failures[0].rank)
             if words is not None:
                 self._say(words)
-        self._host.output.release(f"what rank {self._host.output.held_of} raised because of that:")
+        self._host.output.tell_consequence()
 
     def _blame(self, first: FirstCause | None, attempt: int, told: Iterable[facts.JournalEntry]) -> bool:
         """Journal the batch that is to blame, if there is one: the next attempt skips it."""

@@ -43,6 +43,7 @@ _LAST_WORDS = 4096
 _TRACEBACK = b"Traceback (most recent call last)"
 HELD_FOR = 20.0  # seconds; then the exception of a rank that does not end is shown
 _HELD_AT_MOST = 1 << 20
+_TOLD_AT_MOST = 400  # characters of an exception that only follows from another rank's failure
 # All output is kept. The supervisor reports this size, and each doubling of it.
 GROWN = 1 << 30
 # The most that is kept before there is a run directory: a script without a guard may print for weeks.
@@ -181,13 +182,21 @@ class Output:
         """The rank whose exception is held; None: none is."""
         return self._first_rank() if self._held else None
 
-    def release(self, introduction: str | None = None) -> None:
-        """Show the held output, if there is any, after a line that introduces it."""
+    def release(self) -> None:
+        """Show the held output, if there is any."""
         held, self._held = self._held, b""
-        if held and introduction:
-            self.audience.say(introduction)
         if held:
             self.audience.show("err", held)
+
+    def tell_consequence(self) -> None:
+        """Say which exception is held, since another rank's failure has brought it about, and where all of it is."""
+        if self._held and self._kept:
+            source = next(source for source in self._sources if source.rank == self.held_of and source.stream == "err")
+            lines, self._held = self._held.decode(errors="replace").splitlines(), b""
+            told = _exception_in([line.removeprefix(f"[rank{source.rank}]: ") for line in lines])
+            where = self._folder() / source.name
+            self.audience.say(f"rank {source.rank} raised because of that: {told[:_TOLD_AT_MOST]} (all of it: {where})")
+        self.release()
 
     def last_words(self, rank: int) -> str | None:
         """The end of a rank's stderr in the last attempt; None: it was shown, or is empty."""
@@ -331,6 +340,13 @@ class Output:
             for file in self._files.values():
                 os.close(file)
             self._files.clear()
+
+
+def _exception_in(lines: list[str]) -> str:
+    """The exception of the last traceback, which stands behind the lines of its frames."""
+    last = max((number for number, line in enumerate(lines) if _TRACEBACK.decode() in line), default=-1)
+    behind = [line for line in lines[last + 1 :] if line.strip()]
+    return next((line for line in behind if not line[0].isspace()), (behind or lines)[-1])
 
 
 def _append(source: Path, target: Path) -> None:

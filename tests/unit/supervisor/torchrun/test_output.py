@@ -109,12 +109,29 @@ def test_the_exception_that_ends_the_first_rank_waits_for_the_account(
         ranks.write("rank-00000.out", b"out\n")
     assert listener.shown == {"out": b"out\n", "err": b"step 7\n"}
     assert output.held_of == 0
-    output.release("after the account:")
-    assert listener.said == ["after the account:"]
+    output.release()
     assert listener.shown["err"] == b"step 7\n" + TRACEBACK + b"and what follows it\n"
-    output.release("nothing is held any more")
-    assert listener.said == ["after the account:"]
     assert (tmp_path / "logs/attempt-1/rank-00000.err").read_bytes() == listener.shown["err"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_exception_that_another_ranks_failure_brought_about_is_told_in_a_line(
+    output: Output, listener: Listener, tmp_path: Path, kept: bool
+) -> None:
+    """All of it where no file keeps it, as of a script that made no guard."""
+    output.is_ending = lambda attempt, rank: True
+    if kept:
+        output.keep()
+    raised = TRACEBACK.replace(b":\n", b':\n[rank0]:   File "train.py", line 7\n') + b"terminate called\n"
+    with output.of_attempt(1, JOB) as streams:
+        Ranks(streams.job).write("rank-00000.err", raised)
+    for _ in range(2):
+        output.tell_consequence()
+    path = tmp_path / "logs/attempt-1/rank-00000.err"
+    assert listener.said == (
+        [f"rank 0 raised because of that: RuntimeError: a peer is gone (all of it: {path})"] if kept else []
+    )
+    assert listener.shown["err"] == (b"" if kept else raised)
 
 
 def test_an_exception_that_a_script_prints_and_survives_is_shown_at_once(output: Output, listener: Listener) -> None:
