@@ -172,7 +172,7 @@ class Attempts:
             newest, reached = newest_there(self._paths, past.train.history), furthest_step(self._paths, None, attempt)
             others = len(past.seats) > 1  # which may have been lost with that supervisor
             last = kept.as_fact(newest, reached, host_lost=others)
-            note_kept(last, past.train.history.finished, self._ledger, self._say)
+            note_kept(last, newest, past.train.history.finished, self._ledger, self._say)
 
     def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
         """Run torchrun once. Returns the evidence when all its processes are gone, and the first cause."""
@@ -192,7 +192,7 @@ class Attempts:
         record = first.record if first else None
         if left.kept is not None:
             last = left.kept.as_fact(evidence.kept, evidence.step, host_lost=bool(left.lost_nodes))
-            note_kept(last, evidence.finished, self._ledger, self._say)
+            note_kept(last, evidence.kept, evidence.finished, self._ledger, self._say)
         self._ledger.note(
             facts.AttemptEnded(
                 status=left.status,

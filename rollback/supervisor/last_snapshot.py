@@ -57,13 +57,19 @@ def kept_on_host(paths: RunPaths, attempt: int | None = None) -> KeptOnHost | No
 
 
 def note_kept(
-    last: LastSnapshotMade, finished: Finished | None, ledger: SupervisorJournal, say: Callable[[str], None]
+    last: LastSnapshotMade,
+    newest: int | None,
+    finished: Finished | None,
+    ledger: SupervisorJournal,
+    say: Callable[[str], None],
 ) -> None:
-    """Journal and say what became of a last snapshot. finished: the end of the training, if it was reached: ranks that
-    end one after the other have nothing to keep then."""
+    """Journal what became of a last snapshot, and say it, unless the ranks have saved more behind it, as those do that
+    are told to stop. newest: the step of the newest checkpoint. finished: the end of the training, if it was reached:
+    ranks that end one after the other have nothing to keep then."""
     if finished is None or last.checkpoint is not None or last.steps_lost != 0:
         ledger.note(last)
-        say(last.in_words())
+        if last.step is None or newest is None or newest <= last.step:
+            say(last.in_words())
 
 
 def forget_last_snapshot(paths: RunPaths, attempt: int) -> None:

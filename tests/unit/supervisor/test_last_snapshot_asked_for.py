@@ -12,6 +12,7 @@ from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths, Step
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.facts.training import Finished, LastSnapshotMade
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import last_snapshot
 from rollback.supervisor.journal import SupervisorJournal
@@ -75,12 +76,25 @@ def test_of_a_complete_run_no_last_snapshot_is_missed(tmp_path: Path) -> None:
     said: list[str] = []
     ledger = SupervisorJournal(RunPaths(tmp_path), said.append)
     missed = LastSnapshotMade(reason="another rank is about to end", checkpoint=None, step=None, steps_lost=0)
-    last_snapshot.note_kept(missed, Finished(step=200, batch=200), ledger, said.append)
+    last_snapshot.note_kept(missed, 200, Finished(step=200, batch=200), ledger, said.append)
     assert said == []
     for told, finished in (
         (missed, None),
         (missed.model_copy(update={"steps_lost": 3}), Finished(step=200, batch=200)),  # of a pass behind that one
         (missed.model_copy(update={"checkpoint": "c000001-s00000203", "step": 203}), Finished(step=200, batch=200)),
     ):
-        last_snapshot.note_kept(told, finished, ledger, said.append)
+        last_snapshot.note_kept(told, told.step, finished, ledger, said.append)
         assert said.pop() == told.in_words()
+
+
+def test_a_last_snapshot_is_not_told_of_where_the_ranks_have_saved_more_behind_it(tmp_path: Path) -> None:
+    """As when torchrun is killed: they keep what they have, and are told to stop, and save that. It is on record."""
+    said: list[str] = []
+    paths = RunPaths(tmp_path)
+    ledger = SupervisorJournal(paths, said.append)
+    ledger.open()
+    last = LastSnapshotMade(reason="the attempt is ended", checkpoint="c000001-s00000058", step=58, steps_lost=0)
+    for newest in (61, 58):
+        last_snapshot.note_kept(last, newest, None, ledger, said.append)
+    assert said == [last.in_words()]
+    assert len(read_journal(paths.supervisor_journal).records) == 2
