@@ -38,8 +38,7 @@ def upload(store: Store, paths: RunPaths, before: Index) -> list[Kept]:
             if number >= len(old) or old[number] != piece:
                 assert data is not None
                 store.put(piece_key(path, number * PIECE, piece), data)
-        # From a list: a tuple that a thread fills from a generator fails while another one asks for all objects.
-        record.append(Kept(path=path, pieces=tuple([piece for piece, _ in pieces])))
+        record.append(Kept(path=path, pieces=tuple(piece for piece, _ in pieces)))
     return record
 
 

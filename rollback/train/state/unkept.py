@@ -9,7 +9,6 @@ persist are looked for among all objects, once.
 """
 
 import functools
-import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from rollback.errors import EARLY
+from rollback.system.collector import instances
 from rollback.system.frames import is_of_own_file
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators, generators_of_script, is_generator
@@ -280,8 +280,8 @@ class Unkept:
     @functools.cached_property
     def _awaits_plateau(self) -> bool:
         """Whether there is a scheduler that goes by a metric: it leaves no trace in the optimizer until it acts."""
-        of_all = (item for item in gc.get_objects() if issubclass(type(item), ReduceLROnPlateau))
-        return any(item.optimizer is self._state.optimizer for item in of_all)
+        schedulers = instances(lambda kind: issubclass(kind, ReduceLROnPlateau))
+        return any(item.optimizer is self._state.optimizer for item in schedulers)
 
     def _evaluation_draws(self) -> bool:
         """Whether a loader was first read in the training, and drew a seed for its workers from the random states that
@@ -295,7 +295,7 @@ class Unkept:
     @functools.cached_property
     def _unread(self) -> "list[weakref.ref[DataLoader[Any]]]":
         """Those that had not been read when this was first asked."""
-        loaders = (item for item in gc.get_objects() if issubclass(type(item), DataLoader))
+        loaders = instances(lambda kind: issubclass(kind, DataLoader))
         persistent = (item for item in loaders if item.persistent_workers and item.generator is None)
         return [weakref.ref(item) for item in persistent if item._iterator is None]
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rollback.errors import UsageError
+from rollback.system.collector import instances
 from rollback.system.frames import own_variables
 from rollback.train.sharded import HeldByFsdp, local_of
 from rollback.train.start.arguments import check_whole
@@ -142,9 +143,7 @@ def _averages_of(model: nn.Module) -> list[Any]:
     Nothing tells of their making: they are looked for, and found in no order that a later start would find again. So
     they go by their class. Raises UsageError where there are several of one.
     """
-    things = gc.get_objects()
-    kinds = {kind for kind in set(map(type, things)) if _has_own_state(kind)}
-    found = [thing for thing in things if type(thing) in kinds and hasattr(thing, "__dict__")]
+    found = [thing for thing in instances(_has_own_state) if hasattr(thing, "__dict__")]
     if not found:
         return []
     copies = ModelCopies(model)

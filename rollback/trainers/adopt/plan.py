@@ -1,6 +1,5 @@
 """Of what the guard of a watched script is made: found on each rank, before the ranks compare it."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.errors import UsageError
+from rollback.system.collector import instances
 from rollback.train.guard import Guard
 from rollback.train.updates.wrappers import outermost
 from rollback.trainers.adopt.epochs import EpochLoop
@@ -75,7 +75,7 @@ def plan_for(loader: Any, made: list[Any], loop: EpochLoop | None = None, *, str
 
 def _prepared(loader: Any, made: list[Any]) -> GuardPlan:
     """Of what Accelerate has prepared, and what else changes with it: an average of the model, a scheduler."""
-    accelerators = [thing for thing in gc.get_objects() if type(thing).__name__ == "Accelerator"]
+    accelerators = instances(lambda kind: kind.__name__ == "Accelerator")
     if len(accelerators) != 1:
         raise UsageError(
             f"the script has {len(accelerators)} objects of class Accelerator, and --adopt goes by one",
