@@ -2,6 +2,7 @@
 speak for this host, it has another process do it. See `checkpoints.fast_tier.end_marks`.
 """
 
+import fcntl
 import importlib
 import json
 import os
@@ -27,24 +28,36 @@ def wait_for_last_snapshot(limit: float, start: Starter) -> None:
     deadline = noticed + limit
     try:
         last = Path(json.loads(Path(os.environ["ROLLBACK_RUN"], "fast-tier.json").read_text())["directory"], "last")
-        locks: Any = importlib.import_module("rollback.checkpoints.fast_tier.last_locks")
-        end_marks: Any = importlib.import_module("rollback.checkpoints.fast_tier.end_marks")
-        paths = end_marks.EndMarkPaths(last)
-        while locks.is_busy(paths) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if _is_left_alone(paths, end_marks):
+        _wait_while_busy(last, deadline)
+        if _is_left_alone(last):
             script = str(importlib.import_module(STAND_IN_MODULE).__file__)
             start([script, str(last), str(noticed), str(limit)]).wait(max(0.0, deadline - time.monotonic()))
     except Exception:  # noqa: BLE001 - whatever it is, the ranks have to be ended
         return
 
 
-def _is_left_alone(paths: Any, end_marks: Any) -> bool:
+def _wait_while_busy(last: Path, deadline: float) -> None:
+    fd = os.open(last / "busy", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+            else:
+                return
+    finally:
+        os.close(fd)
+
+
+def _is_left_alone(last: Path) -> bool:
     """Whether other hosts wait to hear from this one, and no rank of it lives that could tell them anything."""
-    attempt = int(os.environ["ROLLBACK_ATTEMPT"])
-    if not paths.hosts.exists() or json.loads(paths.hosts.read_text())["attempt"] != attempt:
+    hosts = last / "hosts.json"
+    if not hosts.exists() or json.loads(hosts.read_text())["attempt"] != int(os.environ["ROLLBACK_ATTEMPT"]):
         return False
+    end_marks: Any = importlib.import_module("rollback.checkpoints.fast_tier.end_marks")
     last_account: Any = importlib.import_module("rollback.checkpoints.fast_tier.last_account")
+    paths = end_marks.EndMarkPaths(last)
     ranks = end_marks.ranks_of(paths)
     left = all(end_marks.has_left(paths, rank) for rank in ranks)
     return not (left or last_account.read_accounts(paths) or any(end_marks.is_heard(paths, rank) for rank in ranks))

@@ -1,4 +1,4 @@
-"""Run the sentinel over a log as it is, and ask the policy what it would have answered.
+"""Run the sentinel over a log as it is, or over many, and ask the policy what it would have answered.
 
 The log goes on whatever is called: nothing is rewound, so the sentinel runs on over what a real run would have undone.
 """

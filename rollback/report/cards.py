@@ -1,21 +1,21 @@
 """What the page says of each incident. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rollback.inspect.audit.reading import Material
 from rollback.inspect.audit.report import AuditReport, IncidentEntry
-from rollback.inspect.audit.text import OUTCOMES, VERDICTS, incident_rows, indices_in_words
+from rollback.inspect.audit.text import OUTCOMES, VERDICTS, answer_in_words, indices_in_words
 from rollback.rundir.evidence import RankEvidence
-from rollback.terminal.quantities import number
+from rollback.terminal.quantities import duration, number
+from rollback.wording import first_few
 
 _TENSORS = 24
 _BATCHES = 16
 _RANKS = 8
 _TONES = {"green": "good", "yellow": "warn", "red": "bad", "cyan": "calm"}
 _KINDS = {"nonfinite": "not finite", "overflow": "its norm overflows", "large": "large", None: ""}
-_SHOWN_ELSEWHERE = {"because", "before it", "gradients", "outcome"}  # of the rows of an audit, on a card
 MOST = 200  # incidents
 _WIDTH, _HEIGHT, _EDGE = 300, 80, 6
 
@@ -40,7 +40,7 @@ def _card(entry: IncidentEntry, ledger: AuditReport, seen: dict[int, RankEvidenc
         "tone": _TONES[style],
         "outcome": words + (f" as incident {entry.repeated_by}" if entry.repeated_by is not None else ""),
         "explanation": entry.explanation,
-        "rows": [(label, str(words)) for label, words in incident_rows(entry) if label not in _SHOWN_ELSEWHERE],
+        "rows": list(_rows(entry)),
         "onset": entry.onset.step,
         "detection": entry.detection.step,
         "window": _window([*entry.recent, *([] if entry.value is None else [entry.value])], entry.threshold),
@@ -55,6 +55,30 @@ def _card(entry: IncidentEntry, ledger: AuditReport, seen: dict[int, RankEvidenc
         ],
         "skipped_total": len(skipped),
     }
+
+
+def _rows(entry: IncidentEntry) -> Iterator[tuple[str, str]]:
+    yield "onset", f"step {entry.onset.step:,}, batch {entry.onset.batch:,}"
+    late = entry.detection.step - entry.onset.step
+    yield (
+        "detected",
+        f"step {entry.detection.step:,}, batch {entry.detection.batch:,}" + (f" ({late} steps on)" if late else ""),
+    )
+    if entry.verdict != "requested":
+        threshold = "" if entry.threshold is None else f", threshold {number(entry.threshold)}"
+        yield "rule", f"{entry.rule}: value {number(entry.value)}{threshold}"
+    if entry.ranks:
+        yield "ranks", ", ".join(map(str, entry.ranks[:16])) + (" …" if len(entry.ranks) > 16 else "")
+    if entry.evidence:
+        yield "where", entry.evidence.began
+    yield "answer", answer_in_words(entry)
+    if entry.reason:
+        yield "reason", entry.reason
+    if entry.restored:
+        lost = "unknown" if entry.steps_lost is None else f"{entry.steps_lost:,}"
+        yield "cost", f"{lost} steps, {duration(entry.seconds_lost)}"
+    if entry.evidence and (files := [batch.file for batch in entry.evidence.batches if batch.file]):
+        yield "batch kept", first_few(files, 2)
 
 
 def _window(values: Sequence[float], threshold: float | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The report as one HTML file, from a run directory.
+"""The report as one HTML file, from a run directory; and where the time of a run went.
 
 Nothing in a run directory is trusted. Every text passes through `printable` (no control, bidirectional or ANSI
 characters) and is escaped by the template; what the script reads is JSON in which no character can end its element;

@@ -1,4 +1,5 @@
-"""What the drainer copies next, when, and what leaves the durable ring. Pure: no clock, no files.
+"""What the drainer copies next, when, what leaves the durable ring, and what a plan may take from a ring at a URL.
+Pure: no clock, no files.
 
 Only good checkpoints are copied, the newest first; those between two copied ones are passed over. Three kinds are
 copied whatever the pace: the very first checkpoint (until then the ring is empty), a pinned one, and, when the run ends
@@ -105,7 +106,7 @@ def to_evict(now: Situation, keep: int) -> list[tuple[str, str]]:
     """
     if now.history.pending is not None:
         return []
-    present = on_record(now.history, now.drained)
+    present = set(on_record(now.history, now.drained))
     free = [name for name in now.drained if name not in now.pinned]
     discarded = {name for name in free if name in now.history.committed and name not in present}
     return choose_evictions(free, now.history.good, discarded, keep)

@@ -1,5 +1,5 @@
-"""The small files that ranks keep beside the journal: metrics, skip records, heartbeats. The run does not depend on
-them."""
+"""The small files that ranks keep beside the journal: metrics, skip records, heartbeats; and all heartbeats of a run,
+also as other hosts tell them. The run does not depend on them."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What single nodes of a script's source are, whatever is around them."""
+"""What single nodes of a script's source are, whatever is around them; and the names that a file imports."""
 
 import ast
 from collections.abc import Collection, Iterator

@@ -216,13 +216,13 @@ class HostLaunch:
         try:
             past = read_past(order.paths, claim.before)
             forget_elsewhere(order.paths)
-            _require_adopted_again(past, order)
             if (told := nothing_left(order.paths, past, order.job, order.settings, self.say)) is not None:
                 return RunResult(exit_code=ExitCode.DONE, reason=told)
+            _require_adopted_again(past, order)
             result = Attempts(order, self.say, self.host, ledger, self.signals, nodes, claim.keep).run(past)
             return result.model_copy(update={"durable": _durable(order.paths)})
         except RollbackError as error:
-            if error.exit_code == ExitCode.UNFIT and not ledger.opened:
+            if error.exit_code in (ExitCode.UNFIT, ExitCode.USAGE) and not ledger.opened:
                 with suppress(OSError, RollbackError):
                     unfetch(order.paths, brought)
             raise
@@ -257,9 +257,10 @@ def _require_adopted_again(past: EarlierAttempts, order: LaunchOrder) -> None:
         mentions = True
     if not mentions:
         raise UsageError(
-            f"the run in {order.paths.root} was made with --adopt, which this command leaves out: {script} has no "
-            "guard of its own, and would train from its beginning, without protection",
-            hint="add --adopt; or name another run directory with --run DIR",
+            f"the run in {order.paths.root} was made with --adopt, which this command leaves out: {script} does not "
+            "mention rollback, and would train from its beginning, without protection",
+            hint="add --adopt; or import rollback in the script, where a module of yours makes the guard by now; or "
+            "name another run directory with --run DIR",
         )
 
 

@@ -21,9 +21,9 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 @contextmanager
-def beside(name: str, every: float, act: Callable[[], None]) -> Iterator[None]:
+def called_every(name: str, every: float, act: Callable[[], None]) -> Iterator[None]:
     """In this block: a thread of this name calls `act` each time that so many seconds have passed. Once the block is
-    left, it is not called any more."""
+    left, it is not called any more. Raises RollbackError as `start_thread`."""
     over = threading.Event()
 
     def run() -> None:
@@ -31,7 +31,7 @@ def beside(name: str, every: float, act: Callable[[], None]) -> Iterator[None]:
             act()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
+    start_thread(thread)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Reading a run directory for trackers: once to its end, or on and on as it grows."""
+"""Which trackers there are, and reading a run directory for them: once to its end, or on and on as it grows."""
 
 import time
 from collections.abc import Callable, Sequence

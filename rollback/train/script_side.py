@@ -63,7 +63,7 @@ class ScriptSide(GuardAssembly):
 
             kept = guard.keep(best=float("inf"), tokens=0)
             ...
-            kept.tokens += x.numel()
+            kept.tokens += x.numel()         # in front of loss.backward()
 
         Call it before the loop, once for each name. `first`: the values of a fresh run. A resumed run has the values of
         its checkpoint at once, or these if the checkpoint does not have the name. Returns the one object with all

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 JOB = Path(__file__).parent / "job.py"
 LAUNCH = [sys.executable, "-m", "rollback", "launch"]
-WARM_PYTHON = [sys.executable, str(Path(__file__).parent / "warm.py")]
 """What starts warm where `warm_server` cannot fork it: in namespaces of its own."""
 LIMIT = 300.0  # seconds; a machine with all cores busy takes minutes to start what is not warm
 

@@ -56,7 +56,7 @@ def is_busy(paths: EndMarkPaths) -> bool:
 def is_held(path: Path, wanted: int) -> bool:
     """Whether somebody has locked a file so that it cannot be locked as wanted (LOCK_EX, LOCK_SH). Raises OSError."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

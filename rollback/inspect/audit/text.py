@@ -124,10 +124,10 @@ def _print_incident(console: Console, entry: report.IncidentEntry, *, continued:
     title.append(": ")
     title.append_text(quoted(f"{entry.cause} {VERDICTS[entry.verdict]}", style="bold"))
     console.print(title)
-    print_rows(console, list(incident_rows(entry)), indent=4 if continued else 2)
+    print_rows(console, list(_incident_rows(entry)), indent=4 if continued else 2)
 
 
-def incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Text]]:
+def _incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Text]]:
     """What is known of an incident: labels and words."""
     if entry.verdict == "requested":
         yield "because", quoted(entry.explanation)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rollback.system.threads import beside
+from rollback.system.threads import called_every
 
 STUCK = 5.0
 """Seconds."""
@@ -33,5 +33,5 @@ class StoreProgress:
             if calls and time.monotonic() - self._last > STUCK:
                 calls.pop()()
 
-        with beside("rollback-stuck", STUCK / 10, watch):
+        with called_every("rollback-stuck", STUCK / 10, watch):
             yield

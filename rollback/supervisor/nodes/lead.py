@@ -70,7 +70,9 @@ class Leader(Nodes):
         self._running: set[str] = set()
         self._told_to_end: float | None = None
         self._overtaken, self._namesakes, self._unlike = False, Namesakes(), Unlike(place)
-        self._beacon = Beacon(meeting.transport, ORDERS, first_orders(paths, place, ring), say)
+        self._beacon = Beacon(
+            meeting.transport, ORDERS, first_orders(paths, place, ring if meeting.apart else None), say
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

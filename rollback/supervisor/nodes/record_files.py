@@ -28,7 +28,7 @@ from rollback.supervisor.nodes.protocol import NodeReport
 from rollback.system import files
 from rollback.system.durable import end_of_lines, open_regular, read_small_file, write_file
 from rollback.system.small_json import parse_model
-from rollback.system.threads import beside
+from rollback.system.threads import called_every
 
 _LIMIT = 1 << 18  # bytes of all files of a node together, as JSON: they go in one record
 # What comes from another host is written into the run directory, so nothing else is believed.
@@ -151,7 +151,7 @@ def handing_over(files: RecordFiles, beacon: Beacon[NodeReport], every: float) -
         with contextlib.suppress(OSError):  # when the attempt is over it is tried again
             beacon.show(files=files.new())
 
-    return beside("rollback-record-files", every, show)
+    return called_every("rollback-record-files", every, show)
 
 
 class RecordKeeper:

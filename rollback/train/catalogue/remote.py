@@ -1,4 +1,5 @@
-"""Checkpoints that are only in the ring at a URL: their list, and the download of one that a plan needs.
+"""Checkpoints that are only in the ring at a URL: their list, and the download of one that a plan needs; and, where
+each host has a run directory of its own, a checkpoint that not all of them have (`HostCopies`).
 
 Rank 0 downloads in a thread. Meanwhile all ranks meet several times a second, so that no collective takes as long as
 the download. If the download fails, the plan is made again without that checkpoint.

@@ -2,6 +2,7 @@
 
 A training process draws from four kinds of generators: Python's `random`, NumPy's global one, torch's CPU one, and one
 for each CUDA device. `capture` returns their states as a tree of JSON values and CPU tensors for a checkpoint.
+`RawRandom` reads them as bytes, at each step's end, and `tree_of` makes that tree of these.
 """
 
 import ctypes

@@ -124,8 +124,8 @@ class IncidentEvidence:
         ended, self._in_progress = self._in_progress, _Step()
         ended.step, ended.losses, ended.gradients = step, losses, gradients
         self._steps.append(ended)
-        if self._held > self._limit:
-            self._make_room()
+        if (held := sum(each.nbytes for each in self._steps)) > self._limit:
+            self._make_room(held)
         if len(self._steps) > _STEPS:
             del self._steps[1 if self._steps[0].step == self._suspected else 0]
 
@@ -167,16 +167,13 @@ class IncidentEvidence:
                 say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on")
             self._failed = True
 
-    @property
-    def _held(self) -> int:
-        """Bytes of the finished steps' batches."""
-        return sum(step.nbytes for step in self._steps)
-
-    def _make_room(self) -> None:
+    def _make_room(self, held: int) -> None:
+        """held: bytes of the finished steps' batches."""
         for step in self._steps[:-1]:
             if step.parts and step.step != self._suspected:
+                held -= step.nbytes
                 self._let_go(step, "later batches needed the room")
-            if self._held <= self._limit:
+            if held <= self._limit:
                 return
         self._let_go(self._steps[-1], "no room beside the batches of the suspected step")
 

@@ -1,4 +1,5 @@
-"""Going back to a checkpoint within the process. The ranks carry out a plan in no other way without exiting."""
+"""Going back to a checkpoint within the process. The ranks carry out a plan in no other way without exiting.
+And whether a process that goes on has to rehearse its first step."""
 
 import time
 from collections.abc import Callable

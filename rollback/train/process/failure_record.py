@@ -33,8 +33,8 @@ from rollback.train.data.cursor import Cursor
 _OURS = Path(__file__).parents[2]
 _LIBRARIES = [_OURS, *(Path(module.__file__).parent for module in (torch, threading) if module.__file__)]
 """Frames in these folders do not distinguish errors. The last folder is Python's own library."""
-_PLACES = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
-_listeners: dict[int, Callable[[SystemExit], object]] = {}
+_EXIT_FUNCTIONS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
+_exit_listeners: dict[int, Callable[[SystemExit], object]] = {}
 """By process: who is told. Processes that the script forks inherit the functions, and tell nobody."""
 
 _EMPTY_PASS = (
@@ -173,18 +173,19 @@ def watch_exits(listener: Callable[[SystemExit], object]) -> None:
     is not behind a `break`. What is raised is left as it is. A bare `raise SystemExit(1)` and `os._exit(1)` are not
     seen.
     """
-    if not _listeners:
-        for module, name in _PLACES:
+    if not _exit_listeners:
+        for module, name in _EXIT_FUNCTIONS:
             if (original := getattr(module, name, None)) is not None:  # `python -S` has no `exit` and no `quit`
                 setattr(module, name, _watched(original))
-    _listeners.clear()
-    _listeners[os.getpid()] = listener
+    _exit_listeners.clear()
+    _exit_listeners[os.getpid()] = listener
 
 
 def _watched(original: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(original)
     def watched(*given: Any, **named: Any) -> object:
-        listener, (code, *_) = _listeners.get(os.getpid()), (*given, *named.values(), None)  # exit(code=1) is said, too
+        listener = _exit_listeners.get(os.getpid())
+        code, *_ = (*given, *named.values(), None)  # exit(code=1) is said, too
         is_error = not (code is None or (isinstance(code, int) and code == 0))
         if is_error and listener is not None and threading.current_thread() is threading.main_thread():
             listener(SystemExit(code).with_traceback(_calls_so_far()))

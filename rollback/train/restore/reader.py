@@ -4,6 +4,10 @@ Whole    every rank can read the shards of all ranks: in the ring, or in the slo
 Parted   every rank has only its own shard: in the slots of many hosts. A rank sends the tensors that are not sharded to
          all others, and its parts to the ranks that have the same part and did not store it
 
+Another number of ranks than then: the shared state is the same for all; of local parts those of a rank's own number
+serve, and those of ranks that are no more are not used. That their batches have as many samples is checked before
+(`rundir.identity`).
+
 Reading into an existing tensor costs half as much as reading into a new one and copying it. If the live objects have
 no such tensor (the optimizer of a new process has no state), a new one is made and given to `load_state_dict`.
 """
@@ -95,7 +99,7 @@ class Whole:
 
         with reading(ranks) as reads:
             shared, local = self._decode(plain, sharded, lambda key: self.frozen.take(key, plain))
-        state.load(shared, adopt(local, self._rank, len(self.shards)))
+        state.load(shared, local_for(local, self._rank, len(self.shards)))
         return None
 
     def close(self) -> None:
@@ -315,7 +319,7 @@ def source_of(rank: int, ranks_then: int) -> int:
     return rank % ranks_then
 
 
-def adopt(local: Mapping[str, Any], rank: int, ranks_then: int) -> dict[str, Any]:
+def local_for(local: Mapping[str, Any], rank: int, ranks_then: int) -> dict[str, Any]:
     """The `local` part of a checkpoint for `rank`; unchanged if the checkpoint has a rank of this number.
 
     Of the local parts, rank r takes that of rank r modulo the number of ranks then. Without a rank of its number it

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollback import errors
 from rollback.checkpoints import ring, tiers
@@ -169,14 +169,23 @@ class InSlot:
     content: str
 
 
-def take_inventory(
-    paths: RunPaths, ranks: Ranks, in_ring: Collection[str]
-) -> tuple[list[Manifest], dict[str, int], list[str], frozenset[str]]:
+class Inventory(NamedTuple):
+    """What is in the slots of all hosts."""
+
+    manifests: list[Manifest]
+    """Of the checkpoints that every host has in the slot of the same number: only these can be used."""
+    slots: dict[str, int]
+    """Of these, by name."""
+    strays: list[str]
+    """The names of those that only some hosts have."""
+    ahead: frozenset[str]
+    """Of the first, those that are ahead of the record (`tiers.SlotsLook`)."""
+
+
+def take_inventory(paths: RunPaths, ranks: Ranks, in_ring: Collection[str]) -> Inventory:
     """Collective: what is in the slots, the same on all ranks. The first rank of each host looks into them.
 
-    Manifests and slots of the checkpoints that every host has in the slot of the same number: only these can be used;
-    the names of those that only some hosts have; and, of the first, those that are ahead of the record
-    (`tiers.SlotsLook`). in_ring: names of the checkpoints in the run directory, which are these and not what memory has
+    in_ring: names of the checkpoints in the run directory, which are these and not what memory has
     ahead of it.
     """
     look = tiers.look_into_slots(paths) if ranks.first_of_host else tiers.SlotsLook([], [], {})
@@ -189,7 +198,7 @@ def take_inventory(
     slots = {item.name: item.slot for item in held}
     own = [place.manifest.model_dump(mode="json") for place in places if slots.get(place.name) == place.slot]
     manifests = [Manifest.model_validate(body) for body in ranks.from_first(own)]
-    return manifests, slots, strays, frozenset(names & slots.keys())
+    return Inventory(manifests, slots, strays, frozenset(names & slots.keys()))
 
 
 def is_enough(place: Located, ranks: Ranks) -> bool:

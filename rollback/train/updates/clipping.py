@@ -31,14 +31,15 @@ class Lender(Protocol):
 class _Lent:
     """What this process knows of the lenders."""
 
-    lenders: ClassVar[weakref.WeakSet[Lender]] = weakref.WeakSet()
+    lenders: ClassVar[list[weakref.ref[Lender]]] = []
+    """In the order of their making, which is the order in which they are asked."""
     same_as_torch: bool | None = None
     """Whether torch computed the same. If not, nothing is lent any more. None: not compared yet."""
 
 
 def lend_norms(lender: Lender) -> None:
     """Ask `lender` whenever gradients are clipped, for as long as it lives."""
-    _Lent.lenders.add(lender)
+    _Lent.lenders = [*(known for known in _Lent.lenders if known() is not None), weakref.ref(lender)]
     for name, wrapped in (("_get_total_norm", _lending), ("_clip_grads_with_norm_", _telling)):
         original = getattr(clip_grad, name, None)
         if original is not None and not hasattr(original, "lends"):
@@ -70,8 +71,9 @@ def _telling(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def clip(parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **others: Any) -> None:
         if not torch.compiler.is_compiling():
-            for lender in [*_Lent.lenders]:
-                lender.clipped(total_norm, max_norm)
+            for known in _Lent.lenders:
+                if (lender := known()) is not None:
+                    lender.clipped(total_norm, max_norm)
         original(parameters, max_norm, total_norm, *more, **others)
 
     clip.lends = True  # type: ignore[attr-defined]
@@ -90,5 +92,7 @@ def _lent(gradients: list[Tensor]) -> Tensor | None:
         return None
     if gradients[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # what is read now is not what the graph will read
-    norms = (lender.norm_of(gradients) for lender in [*_Lent.lenders])
-    return next((norm for norm in norms if norm is not None), None)
+    for known in _Lent.lenders:
+        if (lender := known()) is not None and (norm := lender.norm_of(gradients)) is not None:
+            return norm
+    return None

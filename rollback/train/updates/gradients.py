@@ -130,7 +130,7 @@ class Gradients:
     def norm_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """For `clipping`: the norm over gradients that nobody has written to since they were measured."""
         seen = self.seen
-        if self._at_clipping or seen is None:  # none: that this backward was the update's last one was not expected
+        if self._at_clipping or seen is None:  # None: this backward was not expected to be the last
             return self._measure_for_clipping(gradients)
         if self.scale is not None or seen.each.dtype is not torch.float32:
             return None

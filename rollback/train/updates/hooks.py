@@ -1,4 +1,5 @@
-"""Hooks that keep nothing alive, and that copies of the hooked objects have not."""
+"""Hooks that keep nothing alive, and that copies of the hooked objects have not; and what is called in front of an
+update."""
 
 import contextlib
 import weakref

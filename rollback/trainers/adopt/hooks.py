@@ -46,14 +46,17 @@ _LIBRARIES: dict[str, dict[str, str]] = {
     "torchdata.stateful_dataloader.stateful_dataloader": {"StatefulDataLoader.__iter__": "iterate"},
     "transformers.trainer": {"Trainer.train": "library_trains"},
 }  # fmt: skip
-"""By their modules: what is watched of each once it is imported, and by what of the adoption."""
+"""By their modules: what is watched of each once it is imported, and by what of the adoption. A StatefulDataLoader
+overrides a DataLoader whole."""
 
 
 def watch_library(adoption: Adoption, name: str, module: Any) -> None:
     """The module of that name is imported."""
     for what, by in _LIBRARIES[name].items():
-        owner, _, attribute = what.rpartition(".")
-        _replace(getattr(module, owner) if owner else module, attribute, attrgetter(by)(adoption))
+        name_of_owner, _, attribute = what.rpartition(".")
+        owner = getattr(module, name_of_owner) if name_of_owner else module
+        if by != "iterate_prepared" or attribute in vars(owner):  # one that is inherited is watched as it is
+            _replace(owner, attribute, attrgetter(by)(adoption))
 
 
 def _replace(owner: Any, name: str, instead: Callable[..., Any]) -> None:

@@ -1,4 +1,5 @@
-"""What a Trainer knows of its training besides model, optimizer and learning rate, and which folders it has saved."""
+"""What a Trainer knows of its training besides model, optimizer and learning rate, which folders it has saved,
+and the callback that marks these and ends epochs."""
 
 import copy
 import json

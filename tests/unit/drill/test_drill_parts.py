@@ -20,9 +20,9 @@ from rollback.cli import app
 from rollback.cli.launch_options import as_arguments
 from rollback.config import ENV_SETTINGS, Settings, settings_from
 from rollback.drill import drill as drilling
-from rollback.drill.drill import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.faults import FAULTS, PlannedFault
 from rollback.drill.judge import compare, differences, judge
+from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.trials import Trial
 from rollback.errors import ExitCode, UsageError
 from rollback.facts.training import Dropped, Finished, Restored

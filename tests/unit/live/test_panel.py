@@ -31,10 +31,11 @@ from rollback.facts.training import (
     Restored,
 )
 from rollback.inspect.status.status import Status, StatusReader, read_status
+from rollback.live.fact_lines import line_of
 from rollback.live.panel import Curves, panel
 from rollback.live.panel_screen import PanelScreen, above
 from rollback.live.view import View
-from rollback.live.watch import line_of, standing, watch_lines
+from rollback.live.watch import standing, watch_lines
 from rollback.rundir.lock import RunLock
 from rollback.rundir.records import Heartbeat, LineWriter, Metric, metric_line, write_heartbeat
 from rollback.system.processes import start_of

@@ -1,4 +1,5 @@
-"""The cursor of a loader that saves its own position: torchdata's StatefulDataLoader, a streaming data set."""
+"""The cursor of a loader that saves its own position: torchdata's StatefulDataLoader, a streaming data set;
+and what the state of a stream of Hugging Face's leaves out."""
 
 import copy
 import inspect
@@ -10,9 +11,9 @@ from rollback.train.data import rng
 from rollback.train.data.cursor.base import cannot_ask_again
 from rollback.train.data.cursor.inorder import InOrderCursor
 
-_MODULE = "datasets.iterable_dataset"
-_NO_EPOCH = -1  # a state of another epoch than the present one is not used
-_MOST = 1000  # data sets within a data set
+_HF_MODULE = "datasets.iterable_dataset"
+_HF_NO_EPOCH = -1  # a state of another epoch than the present one is not used
+_HF_MOST_PARTS = 1000  # data sets within a data set
 
 
 class StatefulCursor(InOrderCursor):
@@ -151,7 +152,9 @@ class HuggingFaceStream:
     @classmethod
     def of(cls, loader: Any) -> "HuggingFaceStream | None":
         dataset = loader.dataset if isinstance(loader, DataLoader) else loader
-        known = any((kind.__module__, kind.__name__) == (_MODULE, "IterableDataset") for kind in type(dataset).__mro__)
+        known = any(
+            (kind.__module__, kind.__name__) == (_HF_MODULE, "IterableDataset") for kind in type(dataset).__mro__
+        )
         return cls(dataset, loader) if known else None
 
     def loses_its_place(self) -> bool:
@@ -160,7 +163,7 @@ class HuggingFaceStream:
 
     def _has_buffer(self) -> bool:
         waiting, seen = [getattr(self._dataset, "_ex_iterable", None)], 0
-        while waiting and seen < _MOST:
+        while waiting and seen < _HF_MOST_PARTS:
             part, seen = waiting.pop(), seen + 1
             if type(part).__name__ == "BufferShuffledExamplesIterable":
                 return True
@@ -171,4 +174,4 @@ class HuggingFaceStream:
     def begin_anew(self) -> None:
         """The next pass is to begin at the beginning, whatever state was loaded before. New workers do so anyway."""
         if not self._in_workers:
-            self._dataset.load_state_dict({**self._dataset.state_dict(), "epoch": _NO_EPOCH})
+            self._dataset.load_state_dict({**self._dataset.state_dict(), "epoch": _HF_NO_EPOCH})

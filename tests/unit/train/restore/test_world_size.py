@@ -16,7 +16,7 @@ from rollback.rundir.identity import JobIdentity, require_same_job
 from rollback.rundir.paths import RunPaths
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor, cursor_for
-from rollback.train.restore.reader import adopt, source_of
+from rollback.train.restore.reader import local_for, source_of
 
 GLOBAL = 8  # samples in a batch of all ranks together
 WORLDS = (1, 2, 4, 8)
@@ -70,7 +70,7 @@ def local_states(ranks: list[Cursor]) -> list[dict[str, Any]]:
 def hand_over(states: list[dict[str, Any]], ranks: list[Cursor]) -> None:
     """What a restore does on every rank."""
     for rank, cursor in enumerate(ranks):
-        cursor.load_state_dict(adopt(states[source_of(rank, len(states))], rank, len(states))["cursor"])
+        cursor.load_state_dict(local_for(states[source_of(rank, len(states))], rank, len(states))["cursor"])
 
 
 @settings(deadline=None, max_examples=40)
@@ -122,8 +122,8 @@ def test_a_rank_that_was_there_goes_on_drawing_and_a_new_one_draws_its_own() -> 
         rng.seed_all(f"rank {rank}")
         states.append(local_states(cursors(50, 2))[rank])
     before = rng.capture()
-    adopted = [adopt(states[source_of(rank, 2)], rank, 2) for rank in range(4)]
-    again = [adopt(states[source_of(rank, 2)], rank, 2) for rank in range(4)]
+    adopted = [local_for(states[source_of(rank, 2)], rank, 2) for rank in range(4)]
+    again = [local_for(states[source_of(rank, 2)], rank, 2) for rank in range(4)]
     assert torch.equal(before["torch"], rng.capture()["torch"]), "deriving draws"
     seen = []
     for first, second in zip(adopted, again, strict=True):
@@ -153,7 +153,7 @@ def test_data_workers_of_a_new_rank_have_seeds_of_their_own() -> None:
         seeds = set()
         for rank in range(4):
             cursor = with_workers(rank, 4, persistent)
-            cursor.load_state_dict(adopt(states[source_of(rank, 2)], rank, 2)["cursor"])
+            cursor.load_state_dict(local_for(states[source_of(rank, 2)], rank, 2)["cursor"])
             seeds.add(cursor._base_seed)  # type: ignore[attr-defined]
         assert len(seeds) == 4
 
@@ -289,12 +289,12 @@ def test_a_new_rank_begins_with_the_kept_values_of_its_source() -> None:
     (cursor,) = cursors(GLOBAL, 1)
     cursor.open_epoch()
     local = {"buffers": {}, "random": rng.capture(), "cursor": cursor.state_dict(), "kept": {"best": 0.5}}
-    assert [adopt(local, rank, 1)["kept"] for rank in (0, 1)] == [{"best": 0.5}] * 2
+    assert [local_for(local, rank, 1)["kept"] for rank in (0, 1)] == [{"best": 0.5}] * 2
 
 
 def test_a_rank_that_is_added_draws_by_a_generator_of_the_script_as_the_script_made_it() -> None:
     kept = {"generator noise": {"state": "drawn"}, "best": 1.0}
     cursor = {"base_seed": None, "opening": None}
     local = {"random": rng.capture(), "cursor": cursor, "kept": kept}
-    assert adopt(local, 1, 2)["kept"] == kept
-    assert adopt(local, 3, 2)["kept"] == {"best": 1.0}
+    assert local_for(local, 1, 2)["kept"] == kept
+    assert local_for(local, 3, 2)["kept"] == {"best": 1.0}
