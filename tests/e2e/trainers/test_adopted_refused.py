@@ -236,17 +236,19 @@ for (x,) in DataLoader(TensorDataset(torch.randn(24, 4)), 4):
 
 
 def test_a_run_that_was_adopted_is_not_gone_on_with_without_it(tmp_path: Path) -> None:
-    """The script would begin anew, unprotected, over the files that the run has saved."""
+    """The script would begin anew, unprotected, over the files that the run has saved. Asked for no more, a
+    complete run is complete."""
     script = tmp_path / "train.py"
     script.write_text(UNADORNED)
     assert refused(tmp_path, "--adopt", str(script)).returncode == ExitCode.DONE
-    forgotten = refused(tmp_path, str(script))
+    assert "nothing left to do" in refused(tmp_path, str(script)).stdout
+    forgotten = refused(tmp_path, "--keep", "7", str(script))
     assert forgotten.returncode == ExitCode.USAGE, forgotten.stdout
     assert "runs/train was made with --adopt, which this command leaves out" in forgotten.stdout
     assert "hint: add --adopt" in forgotten.stdout
     assert "nothing left to do" in refused(tmp_path, "--adopt", str(script)).stdout
     script.write_text(f"import rollback\n{script.read_text()}")  # it may have a guard of its own by now
-    assert "was made with --adopt" not in refused(tmp_path, str(script)).stdout
+    assert "was made with --adopt" not in refused(tmp_path, "--keep", "7", str(script)).stdout
 
 
 def test_a_setting_that_does_not_fit_is_wrong_use_and_no_reason_to_go_without_protection(tmp_path: Path) -> None:
