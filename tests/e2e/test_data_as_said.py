@@ -160,10 +160,10 @@ def test_a_loop_that_only_looks_like_it_is_not_refused(job: Job, name: str) -> N
 def test_an_evaluation_that_draws_from_where_the_data_are_drawn_is_said_at_once_and_once(job: Job) -> None:
     status, printed = job.run("evaluating")
     assert status == 0, printed
-    said = [line for line in printed.splitlines() if "differ" in line and line.startswith("rollback:")]
+    said = [line for line in printed.splitlines() if "other batches than" in line and line.startswith("rollback:")]
     assert len(said) == 1, printed
     assert printed.index(said[0]) < [at for at in range(len(printed)) if printed.startswith("evaluated", at)][1]
-    (advice,) = [fact for fact in facts(job.run_directory, Advice) if "differ" in fact.text]
+    (advice,) = [fact for fact in facts(job.run_directory, Advice) if "other batches than" in fact.text]
     assert advice.text in said[0]
 
 
@@ -171,5 +171,5 @@ def test_without_it_the_data_are_those_of_a_run_without_a_guard_and_nothing_is_s
     for environment in ({}, {"PLAIN": "1"}):
         status, printed = job.run("not_evaluating", **environment)
         assert status == 0, printed
-        assert "differ" not in printed
+        assert "other batches than" not in printed
     assert (job.folder / "drawn-True.jsonl").read_text() == (job.folder / "drawn-False.jsonl").read_text()

@@ -59,8 +59,8 @@ class CheckpointManager:
         self._remote = remote
         self._copies = copies
         self._leaving: dict[str, Callable[[bool], None]] = {}  # touched by the thread alone
-        self._fault_said: str | None = None
-        """Why the last snapshots could not be written: said once, however many follow. None: the last one was."""
+        self._failing = False
+        """Whether the last snapshot could not be written. That is said once, however many follow."""
         self.ailing: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
         self.wanting = False
@@ -255,9 +255,9 @@ class CheckpointManager:
         if landing.ailing:
             self.ailing = landing
         self.fault = landing.fault
-        said = self._fault_said
+        failed_before = self._failing
         if not landing.ailing:
-            self._fault_said = landing.fault
+            self._failing = landing.fault is not None
         if landing.fault is not None:
             self.catalogue.drop(manifest.name)
             if landing.drifted:
@@ -266,7 +266,7 @@ class CheckpointManager:
                 Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.fault),
                 f"the checkpoint of step {manifest.step} could not be written: {landing.fault}; training goes on, and "
                 "it is said when one can be written again"
-                if not landing.ailing and landing.fault != said else None,
+                if not landing.ailing and not failed_before else None,
             )  # fmt: skip
             return
         self._record.note(
@@ -279,7 +279,7 @@ class CheckpointManager:
                 seconds=round(landing.seconds, 4),
                 tier=landing.tier,
             ),
-            f"the checkpoint of step {manifest.step} could be written again" if said else None,
+            f"the checkpoint of step {manifest.step} could be written again" if failed_before else None,
         )
         if self.catalogue.land(manifest):
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
