@@ -137,7 +137,7 @@ def broken_off(server: Server, folder: Path, fast_tier: str) -> Job:
     toy = TOY.with_settings(fast_tier=str(memory) if fast_tier == "slots" else "off")
     job = Job(server, folder, toy, None)
     memory.mkdir()
-    assert job.ask(end_at=9)[0] == ENDED, Path(f"{job.run}.txt").read_text()
+    assert ENDED in job.ask(end_at=9), Path(f"{job.run}.txt").read_text()
     if fast_tier == "slots":
         (place,) = [place for place in tiers.in_slots(RunPaths(job.run)) if place.name == NEWEST]
         RingInRun(RunPaths(job.run)).put(place.manifest, place.directory)

@@ -76,6 +76,7 @@ def hook(request: dict[str, Any], rank: int, told: int) -> Any:
         if request.get("trace_training") == [rank, position]:
             wait_for_strace(told)
         if request.get("end_at") == position:
+            dist.barrier()  # the first one that ends has the other one killed: not before both are here
             os._exit(ENDED)
 
     return at_batch
