@@ -134,6 +134,19 @@ def test_an_exception_that_another_ranks_failure_brought_about_is_told_in_a_line
     assert listener.shown["err"] == (b"" if kept else raised)
 
 
+def test_an_exception_of_which_the_disk_has_lost_a_part_is_shown_whole(
+    output: Output, listener: Listener, tmp_path: Path
+) -> None:
+    output.is_ending = lambda attempt, rank: True
+    output.keep()
+    (tmp_path / "logs").write_text("in the way")
+    with output.of_attempt(1, JOB) as streams:
+        Ranks(streams.job).write("rank-00000.err", TRACEBACK)
+    output.tell_consequence()
+    assert listener.shown["err"] == TRACEBACK
+    assert not [line for line in listener.said if "raised because of that" in line]
+
+
 def test_an_exception_that_a_script_prints_and_survives_is_shown_at_once(output: Output, listener: Listener) -> None:
     with output.of_attempt(1, JOB) as streams:
         Ranks(streams.job).write("rank-00000.err", TRACEBACK)

@@ -192,7 +192,8 @@ def test_the_epoch_that_fabric_tells_a_sampler_is_the_one_that_the_guard_has_led
     """Fabric counts the passes over its loader: there were none in a process that resumes, and too many in one that was
     sent back. That order would be another epoch's, without a word."""
     wrappers = pytest.importorskip("lightning.fabric.wrappers")
-    kind = type("_FabricDataLoader", (wrappers._FabricDataLoader,), {})
+    whole = wrappers._FabricDataLoader
+    kind = type("_FabricDataLoader", (whole,), {"__iter__": whole.__iter__})
     adoption = Adoption(strict=False)
     hooks.watch_library(adoption, "lightning.fabric.wrappers", SimpleNamespace(_FabricDataLoader=kind))
     sampler: DistributedSampler[int] = DistributedSampler([0, 1], num_replicas=1, rank=0)
@@ -212,3 +213,21 @@ def test_the_epoch_that_fabric_tells_a_sampler_is_the_one_that_the_guard_has_led
         list(other)
     assert told_in == {place: 1 + place for place in (3, 4, 1, 2)}
     assert other._num_iter_calls == 4, "only what is trained on follows the guard"
+
+
+def test_an_iteration_that_a_librarys_loader_inherits_is_watched_once() -> None:
+    """Where it stands: watched again, an epoch of it would be two."""
+
+    class Shard(DataLoader):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    class Dispatcher(DataLoader):
+        pass
+
+    inherited = Dispatcher.__iter__
+    library = SimpleNamespace(DataLoaderShard=Shard, DataLoaderDispatcher=Dispatcher, skip_first_batches=None)
+    hooks.watch_library(Adoption(strict=False), "accelerate.data_loader", library)
+    assert "__wrapped__" in vars(Shard.__iter__)
+    assert Dispatcher.__iter__ is inherited
+    assert "__iter__" not in vars(Dispatcher)
