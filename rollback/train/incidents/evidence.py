@@ -91,6 +91,7 @@ class IncidentEvidence:
         self._order = {name: place for place, name in enumerate(self._names.values())}
         self._limit = limit
         self._steps: list[_Step] = []
+        self._held = 0  # bytes of the finished steps' batches; 64 objects out of cold caches at each step cost more
         self._in_progress = _Step()
         self._suspected: int | None = None
         self._failed = False
@@ -124,10 +125,11 @@ class IncidentEvidence:
         ended, self._in_progress = self._in_progress, _Step()
         ended.step, ended.losses, ended.gradients = step, losses, gradients
         self._steps.append(ended)
-        if (held := sum(each.nbytes for each in self._steps)) > self._limit:
-            self._make_room(held)
+        self._held += ended.nbytes
+        if self._held > self._limit:
+            self._make_room()
         if len(self._steps) > _STEPS:
-            del self._steps[1 if self._steps[0].step == self._suspected else 0]
+            self._held -= self._steps.pop(1 if self._steps[0].step == self._suspected else 0).nbytes
 
     def suspect(self, onset: int | None) -> None:
         """Note the step at which the sentinel suspects the trouble began; None: it suspects no step."""
@@ -138,6 +140,7 @@ class IncidentEvidence:
         if event.cause is RollbackCause.PROBE:
             return
         self._steps = [step for step in self._steps if step.step < event.step]
+        self._held = sum(step.nbytes for step in self._steps)
         self._in_progress = _Step()
         self._suspected = None
 
@@ -167,19 +170,18 @@ class IncidentEvidence:
                 say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on")
             self._failed = True
 
-    def _make_room(self, held: int) -> None:
-        """held: bytes of the finished steps' batches."""
+    def _make_room(self) -> None:
         for step in self._steps[:-1]:
             if step.parts and step.step != self._suspected:
-                held -= step.nbytes
                 self._let_go(step, "later batches needed the room")
-            if held <= self._limit:
+            if self._held <= self._limit:
                 return
         self._let_go(self._steps[-1], "no room beside the batches of the suspected step")
 
     def _let_go(self, step: _Step, why: str) -> None:
         """Keep no batch of this step."""
         step.left_out.append(LeftOut(name="all", reason=why))
+        self._held -= step.nbytes
         step.parts, step.nbytes = [], 0
 
     # Writing down --------------------------------------------------------------------------------------------------
