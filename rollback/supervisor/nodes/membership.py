@@ -109,8 +109,10 @@ def own_address(endpoint: MeetingPoint | None) -> str:
     return socket.getfqdn()
 
 
-def command_of(job: LaunchedJob, settings: Settings) -> dict[str, str]:
-    """What a node would run, by part: digests and versions, so that nodes can be compared. Secrets are not in it."""
+def command_of(job: LaunchedJob, settings: Settings, options: Mapping[str, int]) -> dict[str, str]:
+    """What a node would run, by part: digests and versions, so that nodes can be compared. Secrets are not in it.
+
+    options: of the launch, by name, on which the nodes of a job must agree."""
     conditions = conditions_of(job, {})
     told = {"arguments": conditions["arguments"], "settings": settings.model_dump(mode="json", exclude_unset=True)}
     digests = {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32] for name, value in told.items()}
@@ -118,8 +120,8 @@ def command_of(job: LaunchedJob, settings: Settings) -> dict[str, str]:
     with contextlib.suppress(metadata.PackageNotFoundError):
         versions["torch"] = metadata.version("torch")
     least, most = _range(str(job.flags.get("nnodes", "1")))
-    nodes = {"--nnodes": f"{least}:{most}"}
-    return {"script": conditions["script"] or "", **digests, **versions, **nodes}
+    numbers = {"--nnodes": f"{least}:{most}", **{name: str(value) for name, value in options.items()}}
+    return {"script": conditions["script"] or "", **digests, **versions, **numbers}
 
 
 def differences(own: Mapping[str, str], other: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -347,11 +348,13 @@ def test_nobody_is_the_same_node_twice(tmp_path: Path) -> None:
     assert not paths.nodes.exists()
 
 
-def test_a_number_of_nodes_that_another_node_does_not_have_is_told_as_other_arguments_are(tmp_path: Path) -> None:
+def test_options_that_another_node_does_not_have_are_told_as_other_arguments_are(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("train()")
-    commands = [
-        command_of(LaunchedJob({"nnodes": nodes}, str(tmp_path / "train.py"), arguments), Settings())
-        for nodes, arguments in (("2", []), ("3", []), ("2", ["--lr", "1"]))
-    ]
-    assert differences(commands[0], commands[1]) == "--nnodes"
-    assert differences(commands[0], commands[2]) == "arguments"
+
+    def told(nodes: str = "2", arguments: Sequence[str] = (), spares: int = 0) -> dict[str, str]:
+        job = LaunchedJob({"nnodes": nodes}, str(tmp_path / "train.py"), list(arguments))
+        return command_of(job, Settings(), {"--spare-nodes": spares})
+
+    assert differences(told(), told("3")) == "--nnodes"
+    assert differences(told(), told(arguments=["--lr", "1"])) == "arguments"
+    assert differences(told(), told(spares=1)) == "--spare-nodes"
