@@ -282,6 +282,7 @@ def test_the_part_of_a_host_that_is_lost_is_with_nobody() -> None:
     assert not under_way([HostPart(order="1", shards=(1, 2), done=(2, 1)), HostPart(order="1")])
 
 
+@pytest.mark.covering
 @in_both_layouts
 @pytest.mark.parametrize("lost", ["nothing", "contents", "names"])
 def test_whoever_fills_the_ring_may_die_at_any_moment(run: Run, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:

@@ -1,5 +1,6 @@
 """A ring at a URL whose file system fails at any operation: never a false commit, and what was committed is found."""
 
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -8,7 +9,6 @@ from typing import Any
 
 import pytest
 from faulty import MANNERS, Bucket, Died, FaultyFileSystem, Manner
-from selection import by_default
 from waiting import wait_for
 
 from checkpoints import LAYOUTS, RANKS, damage, lay_out_as, whole, write_checkpoint
@@ -58,6 +58,13 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 in_both_layouts = pytest.mark.parametrize("run", LAYOUTS, indirect=True)
+BY_DEFAULT = {
+    ("files", "once"),
+    ("packs", "done but reported as failed"),
+    ("files", "dies and tears"),
+    ("packs", "dies and tears"),
+}
+"""Of a process that goes on, one layout each: to try again is the same for a file and for a pack."""
 
 
 def file_of(rank: int) -> str:
@@ -161,8 +168,14 @@ def settle(act: Callable[[], object]) -> bool:
     return True
 
 
-@in_both_layouts
-@pytest.mark.parametrize("manner", by_default(MANNERS, "once", "dies and tears", "done but reported as failed"))
+@pytest.mark.parametrize(
+    ("run", "manner"),
+    [
+        pytest.param(*case, marks=[] if case in BY_DEFAULT else pytest.mark.soak, id=f"{case[1]}-{case[0]}")
+        for case in itertools.product(LAYOUTS, MANNERS)
+    ],
+    indirect=["run"],
+)
 def test_whatever_operation_fails_there_is_no_false_commit_and_the_next_try_completes_it(
     run: RecordedRun, bucket: Bucket, tmp_path: Path, manner: Manner
 ) -> None:

@@ -88,7 +88,7 @@ def fail_at_each(toy: Toy, every: int, tmp_path: Path, undisturbed: dict[str, st
 def test_an_operation_that_fails_does_not_touch_training(
     bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], tell: Tell, manner: Manner
 ) -> None:
-    tell(fail_at_each(TOY, 5, tmp_path, undisturbed, manner))
+    tell(fail_at_each(TOY, 10, tmp_path, undisturbed, manner))
 
 
 @pytest.mark.soak

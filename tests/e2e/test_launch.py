@@ -15,6 +15,7 @@ from cgroups import IN_CGROUP, memory_cgroup
 from launching import RANK, Launch, is_gone, launching, tree
 from selection import soak
 from waiting import LIMIT, wait_for
+from warm import environment_of
 
 from rollback.facts.training import (
     Attached,
@@ -86,12 +87,11 @@ def test_where_tmp_is_emptied_it_is_told_who_died_and_the_next_attempt_is_as_any
         assert f"rank {rank} goes on" in (job.paths.attempt_logs(2) / f"rank-{rank:05d}.out").read_text()
 
 
-def test_what_is_old_below_tmp_is_removed_and_not_what_a_supervisor_uses(cold: Launch) -> None:
+def test_what_is_old_below_tmp_is_removed_and_not_what_a_supervisor_uses(job: Launch) -> None:
     """systemd-tmpfiles passes over a directory that it cannot lock."""
-    process = cold.start("stop_when_told")
-    cold.wait_for_heartbeats(1)
-    torchrun = cold.torchrun()
-    private = Path(json.loads(torchrun.environ()["ROLLBACK_TORCHRUN"])["refusal"]).parent
+    process = job.start("stop_when_told")
+    job.wait_for_heartbeats(1)
+    private = Path(json.loads(environment_of(job.torchrun())["ROLLBACK_TORCHRUN"])["refusal"]).parent
     fd = os.open(private, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with pytest.raises(BlockingIOError):

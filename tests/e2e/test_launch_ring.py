@@ -8,6 +8,7 @@ import pytest
 from launching import Launch, launching, tree
 from s3_server import serving_s3
 from safetensors.numpy import load_file
+from selection import soak
 from toy import facts
 from typer.testing import CliRunner
 from waiting import wait_for
@@ -133,7 +134,7 @@ def test_a_launch_that_is_refused_since_the_url_has_another_job_leaves_nothing_o
         assert tree(kept.run) == before, "a run that was there stays"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *soak(signal.SIGINT)])
 def test_a_stop_signal_ends_a_launch_that_still_fetches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

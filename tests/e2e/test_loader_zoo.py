@@ -42,6 +42,7 @@ ALIKE = {
     "buckets by length, shuffled": "batch_sampler",
     "batch sampler that yields from a list it owns": "batch sampler that clears the list it yields",
     "sampler that yields tuples": "sampler that yields strings",
+    "workers": "augmented in workers",
     "persistent workers, prefetch_factor": "augmented in persistent workers, nothing seeded",
     "custom collate": "collate that draws (mixup)",
     "augmented in workers, worker_init_fn seeds": "augmented in workers",

@@ -13,6 +13,7 @@ import pytest
 from hosts import CABLE, Host, two_hosts
 from job_results import JOB, LAUNCH, Scenarios
 from launching import RANK
+from selection import soak
 from toy import Toy, facts, require_same, supervisor_facts
 from waiting import LIMIT, free_port, wait_for
 from warm_server import WarmPopen
@@ -169,7 +170,7 @@ def test_a_node_whose_script_has_other_content_takes_part_and_is_told_of(tmp_pat
         assert nodes.output().count(" has other script than node-") == 1, nodes.output()
 
 
-@pytest.mark.parametrize("other", [None, "other.key"])
+@pytest.mark.parametrize("other", [*soak(None), "other.key"])
 def test_nodes_of_which_one_has_no_key_or_another_one_are_refused_before_anything_is_written(
     tmp_path: Path, other: str | None
 ) -> None:

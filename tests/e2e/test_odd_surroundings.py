@@ -17,6 +17,7 @@ import hosts
 import pytest
 from apart import APART
 from launching import WITHOUT_TORCHRUN
+from selection import soak
 from toy import facts
 from waiting import LIMIT
 from warm_server import WarmPopen, run_warm
@@ -49,7 +50,7 @@ def finish(folder: Path, arguments: list[Any], *flags: str, **how: Any) -> tuple
     return process.returncode, output
 
 
-@pytest.mark.parametrize("run", ["runs/one", "../runs/one"])
+@pytest.mark.parametrize("run", ["runs/one", *soak("../runs/one")])
 def test_a_working_directory_that_is_gone_is_named_as_such(tmp_path: Path, run: str) -> None:
     (tmp_path / "gone").mkdir()
     leave = ["sh", "-c", 'rmdir ../gone; exec "$@"', "sh"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from attempts import Forker
-from selection import soak
+from selection import by_default, soak
 from toy import Toy, facts, require_same, same_skips_from_the_start, train
 
 from rollback.facts.training import Advice, Attached, Concluded, Dropped, Finished, Incident, Planned
@@ -43,7 +43,7 @@ def test_a_checkpoint_from_before_such_buffers_were_kept_is_read_and_what_it_lac
 NOISES = ["torch", "numpy", "twister", "python"]
 
 
-@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("noise", by_default(NOISES, "torch", "twister"))
 def test_a_random_generator_of_the_script_s_own_comes_back_after_a_kill(
     tmp_path: Path, forker: Forker, noise: str
 ) -> None:
@@ -56,7 +56,7 @@ def test_a_random_generator_of_the_script_s_own_comes_back_after_a_kill(
     require_same(ended, train(toy), f"{noise}, without a guard")
 
 
-@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("noise", by_default(NOISES, "numpy", "python"))
 def test_a_random_generator_of_the_script_s_own_goes_with_a_rollback(tmp_path: Path, noise: str) -> None:
     """Into the epoch before, too, which the script seeds one of them for."""
     toy, run = Toy(noise=noise, samples=160, epochs=3, loop="epochs", nan=(42,)), tmp_path / "run"

@@ -27,6 +27,9 @@ READS = "openat,read,pread64,preadv,preadv2,getdents64,fstat,newfstatat,statx"
 _ANY_PROCESS = ctypes.c_ulong(-1)
 _PR_SET_PTRACER = 0x59616D61
 
+_CHANGE = re.compile(r"(?:mkdir|rename|unlink|link|symlink|p?write|ftruncate|fallocate)\w*\(|open\w*\(.*O_CREAT")
+"""A call that leaves another disk behind, as a trace shows it."""
+
 Place = tuple[str, int | str]
 """A call's name and the how-manieth of that name; or, as strace takes it, `2+`: that one and all behind it."""
 
@@ -68,13 +71,21 @@ class Strace:
 
     def calls(self) -> list[Place]:
         """All calls that were seen, once the thread is gone: each as its name and the how-manieth of that name."""
+        return [place for _, place in self._seen()]
+
+    def changes(self) -> list[Place]:
+        """Those of them that change files or their names."""
+        return [place for line, place in self._seen() if _CHANGE.match(line)]
+
+    def _seen(self) -> list[tuple[str, Place]]:
         self._process.communicate(timeout=60)
-        names = re.findall(r"^(\w+)\(", self._log.read_text(), re.MULTILINE)
+        lines = re.findall(r"^(?=\w+\().*", self._log.read_text(), re.MULTILINE)
         seen: Counter[str] = Counter()
-        places: list[tuple[str, int | str]] = []
-        for name in names:
+        places: list[tuple[str, Place]] = []
+        for line in lines:
+            name = line.partition("(")[0]
             seen[name] += 1
-            places.append((name, seen[name]))
+            places.append((line, (name, seen[name])))
         return places
 
 

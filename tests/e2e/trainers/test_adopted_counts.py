@@ -8,7 +8,7 @@ import pytest
 from adopted import LIMIT, PLAIN, refused
 from selection import by_default
 from toy import facts
-from warm_server import run_torch_alone
+from warm_server import run_torch_alone, run_warm
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Finished, Incident
@@ -21,6 +21,7 @@ def test_a_count_of_the_scripts_own_ends_its_loop(tmp_path: Path) -> None:
     assert facts(tmp_path / "runs" / "refused", Finished)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("what", "named"),
     [
@@ -170,9 +171,7 @@ while step < 35:
 }
 
 
-@pytest.mark.parametrize(
-    "counts", by_default(tuple(COUNTED), "updates", "turns of a generator", "turns of several, in epochs")
-)
+@pytest.mark.parametrize("counts", by_default(COUNTED, "updates", "turns of several, in epochs"))
 def test_what_a_script_counts_is_what_it_was_behind_a_kill_and_a_rollback(tmp_path: Path, counts: str) -> None:
     """Its learning rate and its end go by it."""
     script = tmp_path / "counted.py"
@@ -295,17 +294,16 @@ main()
 """
 
 
-@pytest.mark.parametrize("killed_at", [17, 20])
-def test_what_a_scripts_loops_carry_is_what_it_was_behind_a_kill(tmp_path: Path, killed_at: int) -> None:
+def test_what_a_scripts_loops_carry_is_what_it_was_behind_a_kill(tmp_path: Path) -> None:
     """In an epoch's midst, and with an epoch's first batch: the code behind the one before has run, and runs again."""
-    (tmp_path / "carries.py").write_text(CARRIES)
-    plain = subprocess.run(
-        [sys.executable, "carries.py", "-1"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=True
-    )
-    words = ("--adopt=strict", "--snapshot-every", "5", "--run", "killed", str(tmp_path / "carries.py"), str(killed_at))
-    done = refused(tmp_path, *words)
-    assert done.returncode == ExitCode.DONE, done.stdout
-    assert len(facts(tmp_path / "killed", Attached)) == 2, done.stdout
-    printed = [line for line in done.stdout.splitlines() if line.startswith("end")]
-    assert list(dict.fromkeys(printed)) == plain.stdout.splitlines(), "a line may be printed again"
-    assert "by itself" not in done.stdout
+    script = tmp_path / "carries.py"
+    script.write_text(CARRIES)
+    plain = run_warm([sys.executable, str(script), "-1"], stdout=subprocess.PIPE, check=True, timeout=LIMIT)
+    for killed_at in ("17", "20"):
+        words = "--adopt=strict", "--snapshot-every", "5", "--run", killed_at, str(script), killed_at
+        done = refused(tmp_path, *words)
+        assert done.returncode == ExitCode.DONE, done.stdout
+        assert len(facts(tmp_path / killed_at, Attached)) == 2, done.stdout
+        printed = [line for line in done.stdout.splitlines() if line.startswith("end")]
+        assert list(dict.fromkeys(printed)) == plain.stdout.splitlines(), "a line may be printed again"
+        assert "by itself" not in done.stdout

@@ -92,33 +92,37 @@ BAD = {
     "accelerate, sharded": ACCELERATE.but(**{**SHARDED, "save": 0}, bad_at=(14,)),
     "accelerate, stateful stream": ACCELERATE.but(bad_at=(32,), stream="datasets", more=STATEFUL),
 }
-FEW = {
-    1: ["trainer, accumulation", "accelerate, stream", "trainer, in the middle", "trainer, at an epoch's tail"],
-    2: [
-        "trainer, best of several", "accelerate, seedable, evaluated", "trainer, first evaluation undone",
-        "trainer, sharded",
-    ],
-}  # fmt: skip
-"""Each that goes back here, goes over an epoch's start."""
+FEW: dict[int, tuple[list[str], list[str]]] = {
+    1: (
+        ["trainer, accumulation", "accelerate, stream"],
+        ["trainer, accumulation", "accelerate, stream", "trainer, in the middle", "trainer, at an epoch's tail"],
+    ),
+    2: (
+        ["trainer, best of several"],
+        ["accelerate, seedable, evaluated", "trainer, first evaluation undone", "trainer, sharded"],
+    ),
+}
+"""Clean ones, and those with a bad batch. Each that goes back here, goes over an epoch's start."""
 
 
-def require_same_of(folder: Path, ranks: int, names: list[str]) -> None:
-    clean, bad = (
-        {name: job for name, job in jobs.items() if name in names and (HAS_FSDP2 or not job.sharded)}
-        for jobs in (CLEAN, BAD)
-    )
-    require_all_same(folder, ranks, clean, bad)
+def require_same_of(folder: Path, ranks: int, clean: list[str], bad: list[str]) -> None:
+    chosen = [
+        {name: jobs[name] for name in names if HAS_FSDP2 or not jobs[name].sharded}
+        for jobs, names in ((CLEAN, clean), (BAD, bad))
+    ]
+    require_all_same(folder, ranks, *chosen)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_protected_run_is_the_unprotected_one_or_that_given_its_skips(tmp_path: Path, ranks: int) -> None:
-    require_same_of(tmp_path, ranks, FEW[ranks])
+    require_same_of(tmp_path, ranks, *FEW[ranks])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_each_way_to_train_and_each_place_for_a_bad_batch(tmp_path: Path, ranks: int) -> None:
-    require_same_of(tmp_path, ranks, [n for n in {**CLEAN, **BAD} if ranks < 4 or n.startswith("accelerate")])
+    clean, bad = ([n for n in jobs if ranks < 4 or n.startswith("accelerate")] for jobs in (CLEAN, BAD))
+    require_same_of(tmp_path, ranks, clean, bad)
 
 
 @pytest.mark.gpu

@@ -28,11 +28,16 @@ IN_LIGHTNING = BEHIND_THE_SUM.but(loop="lightning", more={"timer": False})
 @pytest.mark.parametrize(
     ("job", "deaths"),
     [
-        (BEHIND_THE_SUM, [(1, "on_pre_optimizer_step", 6, 7), (0, "on_step_end", 11, 11), (1, "on_save", 14, 0)]),
+        (BEHIND_THE_SUM, [(1, "on_pre_optimizer_step", 6, 7), (0, "on_step_end", 11, 11)]),
         *soak((BEHIND_THE_SUM, [(0, "on_optimizer_step", 8, 9), (0, "on_step_end", 5, 0), (1, "on_evaluate", 12, 0)])),
-        *soak((BEHIND_THE_SUM, [(1, "on_step_end", 8, 0)])),
-        (IN_LIGHTNING, [(1, "on_before_optimizer_step", 6, 7), (0, "on_train_batch_end", 12, 12)]),
-        *soak((IN_LIGHTNING, [(0, "on_train_batch_end", 5, 0), (1, "on_validation_start", 11, 0)])),
+        *soak((BEHIND_THE_SUM, [(1, "on_step_end", 8, 0), (1, "on_save", 14, 0)])),
+        (IN_LIGHTNING, [(1, "on_before_optimizer_step", 6, 7)]),
+        *soak(
+            (
+                IN_LIGHTNING,
+                [(0, "on_train_batch_end", 12, 12), (0, "on_train_batch_end", 5, 0), (1, "on_validation_start", 11, 0)],
+            )
+        ),
     ],
     ids=["within an epoch", "others", "in an epoch's last step", "in Lightning", "others in Lightning"],
 )

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 from job_results import LAUNCH
+from selection import by_default, soak
 from typer.testing import CliRunner
 from warm_server import run_warm
 
@@ -203,6 +204,10 @@ ANSWERS = [
     "adopt train.py",
     "backtest log.csv",
 ]
+FOR_READERS = ["status run", "audit run", "adopt train.py", "backtest log.csv"]
+"""Only these have more than ASCII."""
+EACH_WAY = ["--version", "status run --json", "audit run", "audit run --format csv"]
+"""One of each way to write an answer. A full disk is met by all: each answer is a Python that starts from nothing."""
 
 
 class TestAnswersThatCannotBeWritten:
@@ -246,14 +251,16 @@ class TestAnswersThatCannotBeWritten:
         (request,) = names(recorded.paths)
         assert f"hint: the order stands: request {request}: it will be carried out when the run" in err
 
-    @pytest.mark.parametrize("words", [*ANSWERS, "audit run --format jsonl", "status run --watch"])
+    @pytest.mark.parametrize(
+        "words", [*by_default(ANSWERS, *EACH_WAY), "status run --watch", *soak("audit run --format jsonl")]
+    )
     @pytest.mark.usefixtures("recorded")
     def test_without_a_stdout_nothing_is_answered_and_nothing_is_wrong(self, words: str) -> None:
         closed = f"exec {sys.executable} -m rollback {words} >&-"
         told = subprocess.run(["sh", "-c", closed], stderr=subprocess.PIPE, text=True, check=False)
         assert (told.returncode, told.stderr) == (0, "")
 
-    @pytest.mark.parametrize("words", [*ANSWERS, "status run --watch", "launch --help"])
+    @pytest.mark.parametrize("words", [*by_default(ANSWERS, *FOR_READERS), "status run --watch", "launch --help"])
     @pytest.mark.usefixtures("recorded")
     def test_what_an_encoding_lacks_ends_no_answer(self, words: str) -> None:
         """As in a container or a job of cron without a locale: a plot, an ellipsis in a narrow table."""
@@ -275,7 +282,7 @@ class TestAnswersThatCannotBeWritten:
         assert "\x7f" not in told.stdout
         assert (answer.get("directory") or answer["run"]["directory"]) == str(odd)
 
-    @pytest.mark.parametrize("words", ANSWERS)
+    @pytest.mark.parametrize("words", by_default(ANSWERS, *EACH_WAY))
     @pytest.mark.usefixtures("recorded")
     def test_a_reader_that_has_gone_away_has_had_enough(self, words: str) -> None:
         """`| head -1`, under `set -o pipefail` or with the exit code looked at."""
