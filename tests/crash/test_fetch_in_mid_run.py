@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from faulty import Bucket, Died, Manner
+from faulty import Bucket, Died, Manner, patience
 
 from checkpoints import whole, write_checkpoint
 from recorded_run import RecordedRun
@@ -26,9 +26,9 @@ ORDINARY: tuple[Manner, ...] = ("once", "for ever", "dies")
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def hurried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storing, "_LONGEST_WAIT", 0.001)
-    monkeypatch.setattr(remote, "_PATIENCE", 0.05)
+    monkeypatch.setattr(remote, "_PATIENCE", patience(request))
     monkeypatch.setattr(remote, "_MEET_EVERY", 0.01)
 
 

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faulty import BUCKETS, Bucket, FaultyFileSystem, Manner, new_bucket
+from faulty import BUCKETS, Bucket, FaultyFileSystem, Manner, new_bucket, patience
 from toy import Toy, facts, require_same, train
 
 from counted import Tell
@@ -24,11 +24,11 @@ TOY = Toy(samples=64, max_steps=14, settings={"snapshot_every": 4, "probation": 
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storing, "PATIENCE", 0.05)
+def hurried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storing, "PATIENCE", patience(request))
     monkeypatch.setattr(storing, "_LONGEST_WAIT", 0.001)
     monkeypatch.setattr(drainer, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(draining, "_PATIENCE_AT_START", 0.05)
+    monkeypatch.setattr(draining, "_PATIENCE_AT_START", patience(request))
 
 
 @pytest.fixture(scope="module")

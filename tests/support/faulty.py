@@ -11,9 +11,18 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import fsspec
+import pytest
 
 Manner = Literal["once", "for ever", "done but reported as failed", "dies", "dies and tears"]
 MANNERS: tuple[Manner, ...] = ("once", "for ever", "done but reported as failed", "dies", "dies and tears")
+PASSING: tuple[Manner, ...] = ("once", "done but reported as failed")
+
+
+def patience(request: pytest.FixtureRequest) -> float:
+    """Seconds for which a test tries again. By its parameter `manner`: what passes is waited for, however slow the
+    machine is; what does not pass, hardly."""
+    parameters = getattr(request.node, "callspec", None)
+    return 60.0 if parameters and parameters.params.get("manner") in PASSING else 0.05
 
 
 class Died(BaseException):
