@@ -25,9 +25,21 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from rollback.errors import RollbackError, UsageError
 from rollback.train.data.cursor import Cursor
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.updates.advice import OWN_SNAPSHOT_EPOCH, PLAIN_EPOCH_LOOP, filled
 from rollback.train.updates.wanted_gradients import WantedGradients
+from rollback.wording import filled
 
+PLAIN_EPOCH_LOOP = (
+    "plain-epoch-loop",
+    "the script counts its epochs itself: when the run resumes in a later epoch, the loop body first runs with no "
+    "batches for each epoch before it. `for epoch in guard.epochs(n):` begins where the run stands; with --adopt so "
+    "does `for epoch in range(n):` in the training loop's own file",
+)
+OWN_SNAPSHOT_EPOCH = (
+    "own-snapshot",
+    "the script begins with epoch {told} by its own count: it seems to load a snapshot of its own. The guard's epochs "
+    "begin where the run stands, in epoch {epoch}, so the script's loop would end at another place than meant. Take "
+    "that loading out, and write `for epoch in guard.epochs(n):`",
+)
 _LATE = 2  # some count epochs from 1
 _BEHIND_THE_END = 1_000_000  # passes in a row, in some seconds: more than any script has epochs
 

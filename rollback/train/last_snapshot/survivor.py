@@ -34,8 +34,15 @@ from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
-from rollback.train.updates.advice import VALUES_BEHIND
 from rollback.train.updates.hooks import before_update, weak_hook
+
+VALUES_BEHIND = (
+    "values-behind-backward",
+    "the script changes {names}, which guard.keep keeps, behind the backward of a step: from now on a rank that is "
+    "killed between its backward and the step's end costs the steps since the newest checkpoint, and not this one "
+    "alone, for nobody can tell any more what it knew. Change such a value in front of loss.backward(), where that can "
+    "be, as a count of tokens",
+)
 
 
 class LastSnapshot:

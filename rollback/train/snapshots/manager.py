@@ -33,9 +33,9 @@ from rollback.train.comm.beat import Beat
 from rollback.train.comm.recorder import say, say_if_it_fails
 from rollback.train.events import RollbackApplied
 from rollback.train.run import AttachedRun
+from rollback.train.snapshots.drift import NEVER_ALIKE, REPLICAS_DIFFER
 from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.updates.advice import NEVER_ALIKE, REPLICAS_DIFFER
 
 
 class CheckpointManager:

@@ -18,6 +18,10 @@ from rollback.train.sharded import is_sharded, local_of, part_of, sharded_like
 from rollback.train.state import tree
 from rollback.train.state.state import TrainingState
 
+INIT_NOT_READ = (
+    "init-not-read",
+    "the run has checkpoints and goes on from them: {names}, which `init` names, is read by a run that has none",
+)
 _T = TypeVar("_T")
 _HINT = "nothing was written; mend it, or leave init out, and run the same command again"
 
