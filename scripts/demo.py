@@ -144,7 +144,7 @@ class ProtectedJob(Job):
                 tell(f"step {fact.detection_step}: {fact.explanation}", "red", "▲", fact.onset_step)
             case Planned(action="rollback", skip=window) if window is not None:
                 again = "again, wider: " if fact.escalation else ""
-                tell(f"{again}rewind to step {fact.step}, skip batches {window.first} to {window.last}", "yellow")
+                tell(f"{again}rewind to step {fact.step}, skip {window.in_words()}", "yellow")
             case Restored():
                 tell(f"back at step {fact.step} in {fact.seconds * 1000:.0f} ms", "green")
             case AttemptEnded(status=status) if status != 0:

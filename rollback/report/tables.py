@@ -127,8 +127,7 @@ def _checkpoint(entry: CheckpointEntry, drained: bool) -> list[str]:
 
 def _asked(ledger: AuditReport) -> Block:
     rows = [
-        [f"skip batches {w.span.first:,} to {w.span.last:,}", w.who, w.why, f"{w.span.passed_over:,} passed over"]
-        for w in ledger.user_windows
+        [f"skip {w.span.in_words()}", w.who, w.why, f"{w.span.passed_over:,} passed over"] for w in ledger.user_windows
     ]
     rows += [[asked_in_words(e), e.who or "", e.why or "", fate_in_words(e)] for e in ledger.requests]
     title = "What people asked for, and what the supervisor skipped"

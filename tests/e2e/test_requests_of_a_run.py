@@ -282,7 +282,7 @@ def test_what_the_journal_has_no_room_for_is_not_skipped(tmp_path: Path, monkeyp
     portrait = train(TOY, run, hook=without_room(monkeypatch, asking(50, *requests), 45, 60))
     (carried_out, text), _ = answers(run).values()
     assert not carried_out
-    assert "batches 54:57 are part of the run" in text
+    assert "batches 54:57 cannot be skipped any more" in text
     assert not skipped(run)
     (left_out,) = facts(run, SampleQuarantine)
     assert left_out.batch >= 60, "carried out when there was room again"
@@ -325,7 +325,7 @@ REFUSED = {
     "not there yet": ({"order": "rewind", "to": 90}, "has not come to step 90"),
     "before the ring": ({"order": "rewind", "to": 5}, "no checkpoint at or before step 5"),
     "in the past": ({"order": "skip", "skip": (20, 30)}, "rollback rewind RUN --to STEP --skip 20:30"),
-    "before the checkpoint": ({"order": "rewind", "to": 44, "skip": (20, 30)}, "lie before batch 40"),
+    "before the checkpoint": ({"order": "rewind", "to": 44, "skip": (20, 30)}, "begins with batch 40"),
     "of another launch": ({"order": "stop", "launch": "elsewhere:1:then"}, "a launch that is over"),
 }
 

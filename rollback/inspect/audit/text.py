@@ -181,9 +181,9 @@ def answer_in_words(entry: report.IncidentEntry) -> str:
         return "none on record: a crash came before the plan"
     if entry.action == "stop":
         return "stop the run"
-    skip = f", skip batches {span_in_words(entry.skip)}" if entry.skip else ""
+    skip = f", skip {span_in_words(entry.skip)}" if entry.skip else ""
     if (screen := entry.screen) is not None:
-        skip = f", screen batches {screen.first}:{screen.last} ({screen.passed_over} of {screen.batches} were skipped)"
+        skip = f", screen {screen.in_words()} ({screen.passed_over} of {screen.batches} were skipped)"
     if entry.lower_rate is not None:
         skip += f", learning rate times {entry.lower_rate[0]:g} for {entry.lower_rate[1]} steps"
     if entry.action == "observe":
@@ -198,8 +198,10 @@ def answer_in_words(entry: report.IncidentEntry) -> str:
 
 
 def span_in_words(span: report.Span) -> str:
-    rest = "all passed over" if span.passed_over == span.batches else f"{span.passed_over} passed over so far"
-    return f"{span.first}:{span.last} ({counted(span.batches, 'batch', 'batches')}, {rest})"
+    """A skip window, with how much of it is done."""
+    done = f"{'all ' * (span.batches > 1)}passed over"
+    rest = done if span.passed_over == span.batches else f"{span.passed_over} passed over so far"
+    return f"{span.in_words()} ({f'{span.batches} batches, ' * (span.batches > 1)}{rest})"
 
 
 def _print_skipped(console: Console, skipped: Sequence[report.SkippedBatchEntry], everything: bool) -> None:

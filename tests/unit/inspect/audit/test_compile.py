@@ -434,7 +434,8 @@ def test_a_skip_that_the_supervisor_decided_is_said_to_be_the_supervisor_s(run: 
     assert [(entry.by_user, entry.by_supervisor) for entry in ledger.skipped] == [(False, True)] * 2 + [(True, False)]
     text = text_of(ledger, width=200)
     assert "the user gave" not in text
-    assert "50:51 (2 batches, all passed over) by the supervisor: the same exception twice" in text
+    assert "batches 50:51 (2 batches, all passed over) by the supervisor: the same exception twice" in text
+    assert "batch 60 (passed over) by settings" in text
     rows = [line.split() for line in text.splitlines()]
     assert [row[3] for row in rows if row[:1] in (["50"], ["51"], ["60"]) and len(row) > 4][:3] == [
         "supervisor", "supervisor", "user",
@@ -598,7 +599,7 @@ def test_an_order_that_no_rank_has_seen_is_told_with_those_that_were_carried_out
         for order in (
             {"order": "rewind", "to": 4},
             {"order": "stop"},
-            {"order": "skip", "skip": {"first": 5, "last": 9}, "why": "torn"},
+            {"order": "skip", "skip": {"first": 5, "last": 5}, "why": "torn"},
         )
     )
     run.tell(21, Requested(request=done, order="rewind", to=4, skip=None, who="ann@site", why="", step=9, batch=18))
@@ -608,7 +609,7 @@ def test_an_order_that_no_rank_has_seen_is_told_with_those_that_were_carried_out
         (done, "open"), (refused, "refused"), (waits, "open"),
     ]  # fmt: skip
     assert ledger.requests[2].taken_up is None
-    assert "skip batches 5:9, by ann@site: torn; open; no rank has seen it yet" in text_of(ledger, width=200)
+    assert "skip batch 5, by ann@site: torn; open; no rank has seen it yet" in text_of(ledger, width=200)
 
 
 def test_an_order_without_a_reason_leaves_no_room_for_one(run: RecordedRun) -> None:
