@@ -62,7 +62,7 @@ class TrainingEnd:
         self._given_up = False
         self._stage = EndStage.UNTRAINED
         self.unrecorded = ""
-        """See `Heartbeat.unrecorded`."""
+        """Training is complete, and this is why the journal has not taken that; empty otherwise."""
         self._number = next(_NUMBERS)
         if (handled := sys.exc_info()[1]) is not None:
             # The script's loop may stand in an `except`, and a process be forked in one. That exception is marked and

@@ -91,7 +91,7 @@ def _open_safetensors(path: Path) -> OutsideCheckpoint:
 
 
 def hash_file(path: Path) -> str:
-    """As the hash of a shard. Raises OSError."""
+    """The hash of a file's bytes, by the same function as that of a shard. Raises OSError."""
     digest, memory = ShardHash(), memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
         while got := os.readv(file.fileno(), [memory]):

@@ -81,7 +81,8 @@ class SharedMeeting:
 
 
 class EndpointMeeting:
-    """Every host has a run directory of its own; they meet in the store at the endpoint. As `SharedMeeting`."""
+    """Every host has a run directory of its own; they meet in the store at the endpoint. Whose process has the store
+    leads: nobody can dispute that, and while the store is gone nobody leads."""
 
     apart = True
 

@@ -200,7 +200,8 @@ class Passes:
                 scheduler.step()
 
     def epochs(self, count: int, end: Callable[[str], bool] = lambda by: True) -> Iterator[int]:
-        """See `Guard.epochs`. end: `Guard.finish`, called after the last epoch; False: training has moved."""
+        """The epochs from where the run stands to `count`, each for one body of the script's loop (`Guard.epochs`).
+        end: `Guard.finish`, called after the last epoch; False: training has moved."""
         try:
             while self.state is not PassState.LAST:
                 number = self._sought.number if self._sought else self._cursor.epoch + self._in_broken_epoch()

@@ -188,7 +188,8 @@ class CheckpointManager:
         return found
 
     def _bring(self, name: str) -> CheckpointDamaged | None:
-        """See `CheckpointPlace`. What is only at the URL is fetched into the run directory first."""
+        """Collective: make sure that a checkpoint is in the run directory of every host; returns the fault or None.
+        What is only at the URL is fetched first."""
         if self._remote is not None and self.catalogue.is_remote(name):
             found = self._remote.fetch(name)
             if isinstance(found, str):

@@ -101,11 +101,13 @@ _SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
 
 
 class NotHandedOver(Protocol):
-    """See `rollback.train.state.unkept.Unkept`."""
+    """Finds what acts on the training and is in no checkpoint (`rollback.train.state.unkept`)."""
 
-    def advice(self) -> Iterable[tuple[str, str]]: ...
+    def advice(self) -> Iterable[tuple[str, str]]:
+        """After each update: code and text."""
 
-    def in_its_place(self) -> str | None: ...
+    def in_its_place(self) -> str | None:
+        """The kind of the optimizer that trains in place of the guard's, if there is one."""
 
 
 class Advisor:

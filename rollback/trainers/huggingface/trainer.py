@@ -49,7 +49,7 @@ class _Moved(Exception):
 
 
 def protect(trainer: Any, **settings: Any) -> Any:
-    """See `rollback.protect`."""
+    """Put a guard into the loop of a Trainer of transformers or TRL: `rollback.protect(trainer)`."""
     _require_known(trainer)
     _GuardedLoop(trainer, settings).install()
     return trainer

@@ -40,7 +40,7 @@ _NONE = object()
 
 
 def protect(trainer: Any, **settings: Any) -> Any:
-    """See `rollback.protect`."""
+    """Put a guard into the loop of Lightning's Trainer: `rollback.protect(trainer)`."""
     require_unprotected(trainer.fit, _GuardedFit)
     require_known(trainer)
     _GuardedFit(trainer, settings).install()

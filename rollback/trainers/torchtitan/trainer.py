@@ -36,7 +36,7 @@ _LOOP = {"train": "a loop", "should_continue_training": "an end"}
 
 
 def protect(trainer: Any, **settings: Any) -> Any:
-    """See `rollback.protect`."""
+    """Put a guard into the loop of torchtitan's Trainer: `rollback.protect(trainer)`."""
     require_unprotected(trainer.train, _GuardedTraining)
     _require_known(trainer)
     _GuardedTraining(trainer, settings).install()
