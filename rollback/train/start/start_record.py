@@ -18,7 +18,6 @@ from rollback.facts.training import (
     Blamed,
     Committed,
     Evicted,
-    LastSnapshotMade,
     Quarantined,
     Restored,
     SampleQuarantine,
@@ -127,12 +126,7 @@ def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest 
             )
         )  # fmt: skip
         if not supervised():
-            record.note(
-                LastSnapshotMade(
-                    reason=account.reason, checkpoint=chosen.name, step=chosen.step, rank=account.rank,
-                    seconds=account.seconds,
-                )
-            )  # fmt: skip
+            record.note(account.as_fact())
         record.complete_metrics(account.metrics)
 
 
