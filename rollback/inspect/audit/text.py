@@ -124,21 +124,25 @@ def _print_incident(console: Console, entry: report.IncidentEntry, *, continued:
     title.append(": ")
     title.append_text(quoted(f"{entry.cause} {VERDICTS[entry.verdict]}", style="bold"))
     console.print(title)
-    print_rows(console, list(_incident_rows(entry)), indent=4 if continued else 2)
+    rows = [(label, quoted(words)) for label, words in incident_rows(entry)]
+    outcome = Text(outcome_in_words(entry), style=OUTCOMES[entry.outcome][1])
+    print_rows(console, [*rows, ("outcome", outcome)], indent=4 if continued else 2)
 
 
-def _incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Text]]:
-    """What is known of an incident: labels and words."""
+def incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str]]:
+    """What is known of an incident besides its outcome: labels and words."""
     if entry.verdict == "requested":
-        yield "because", quoted(entry.explanation)
+        yield "because", entry.explanation
         yield "asked at", f"step {entry.detection.step}, batch {entry.detection.batch}"
         yield from _answer_rows(entry)
         return
     yield "onset", f"step {entry.onset.step}, batch {entry.onset.batch}"
-    yield "detected", f"step {entry.detection.step}, batch {entry.detection.batch}"
+    late = entry.detection.step - entry.onset.step
+    steps_on = f" ({counted(late, 'step')} on)" if late else ""
+    yield "detected", f"step {entry.detection.step}, batch {entry.detection.batch}{steps_on}"
     threshold = "" if entry.threshold is None else f", threshold {number(entry.threshold)}"
-    yield "rule", quoted(f"{entry.rule}: value {number(entry.value)}{threshold}")
-    yield "because", quoted(entry.explanation)
+    yield "rule", f"{entry.rule}: value {number(entry.value)}{threshold}"
+    yield "because", entry.explanation
     if entry.recent:
         values = " ".join(number(value) for value in entry.recent[-_SHOWN_VALUES:])
         yield "before it", f"{'... ' if len(entry.recent) > _SHOWN_VALUES else ''}{values}"
@@ -149,31 +153,33 @@ def _incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Tex
     yield from _answer_rows(entry)
 
 
-def _answer_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Text]]:
-    yield "answer", quoted(answer_in_words(entry))
+def _answer_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str]]:
+    yield "answer", answer_in_words(entry)
     if entry.reason:
-        yield "reason", quoted(entry.reason)
+        yield "reason", entry.reason
     if entry.restored:
         yield "lost", f"{or_unknown(entry.steps_lost)} steps, {duration(entry.seconds_lost)}"
-    words, style = OUTCOMES[entry.outcome]
-    if entry.repeated_by is not None:
-        words += f" as incident {entry.repeated_by}"
+
+
+def outcome_in_words(entry: report.IncidentEntry) -> str:
+    words, _ = OUTCOMES[entry.outcome]
+    again = f" as incident {entry.repeated_by}" if entry.repeated_by is not None else ""
     at = f" (step {entry.outcome_step})" if entry.outcome_step is not None else ""
-    yield "outcome", Text(words + at, style=style)
+    return words + again + at
 
 
-def _evidence_rows(evidence: report.EvidenceEntry) -> Iterator[tuple[str, str | Text]]:
-    yield "where", quoted(evidence.began)
+def _evidence_rows(evidence: report.EvidenceEntry) -> Iterator[tuple[str, str]]:
+    yield "where", evidence.began
     counts = [f"{count} {_EXPLODING[kind]}" for kind, count in evidence.exploding.items() if count]
     if evidence.vanishing:
         counts.append(f"{evidence.vanishing} vanishing (below 1e-8)")
     if evidence.leading:
         leading = ", ".join(f"{tensor.name} {number(tensor.norm)}" for tensor in evidence.leading)
-        yield "gradients", quoted(f"{'; '.join(counts) + '; ' if counts else ''}leading: {leading}")
+        yield "gradients", f"{'; '.join(counts) + '; ' if counts else ''}leading: {leading}"
     if kept := [batch.file for batch in evidence.batches if batch.file]:
-        yield "batch", quoted(f"step {evidence.batches[0].step}, kept in {first_few(kept, _SHOWN_FILES)}")
+        yield "batch", f"step {evidence.batches[0].step}, kept in {first_few(kept, _SHOWN_FILES)}"
     if missing := [f"rank {batch.rank}: {why}" for batch in evidence.batches for why in batch.left_out]:
-        yield "not kept", quoted(missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
+        yield "not kept", missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
 
 
 def answer_in_words(entry: report.IncidentEntry) -> str:
