@@ -71,9 +71,9 @@ def print_ledger(console: Console, ledger: report.AuditReport, *, everything: bo
     requests = [(entry.request.partition("-")[0], _request(entry)) for entry in ledger.requests]
     section("what operators asked for", requests)
     section("attempts", [(str(e.attempt), _attempt(e)) for e in ledger.attempts], always=True)
-    odd = [(e.checkpoint, f"{e.status}: {e.reason}") for e in ledger.checkpoints if e.status in _PUT_ASIDE]
     taken = sum(entry.status != "dropped" for entry in ledger.checkpoints)
-    section(f"checkpoints: {taken} taken", odd, always=True)
+    put_aside = list(_put_aside(ledger.checkpoints, everything))
+    section(f"checkpoints: {taken} taken", put_aside, always=True)
     section("advice", [(m.subject, m.text) for m in ledger.advice])
     section(
         "troubles of rollback itself, which training went on without", [(m.subject, m.text) for m in ledger.troubles]
@@ -297,6 +297,24 @@ def _attempt(entry: report.AttemptEntry) -> str:
         left = f"{entry.restart_budget_left} restarts left"
         parts.append(f"restarted after {duration(entry.restart_delay)} ({entry.restart_reason}; {left})")
     return "; ".join(parts)
+
+
+def _put_aside(checkpoints: Iterable[report.CheckpointEntry], everything: bool) -> Iterator[tuple[str, str]]:
+    """The checkpoints that are none, or no longer. Those in a row with one fate for one reason, as of a full disk, are
+    one line, unless everything is to be shown."""
+
+    def fate(entry: report.CheckpointEntry) -> tuple[str, str]:
+        return entry.status, (entry.reason or "").replace(entry.checkpoint, "")  # paths have its name in them
+
+    for (status, _), alike in itertools.groupby(checkpoints, fate):
+        if status not in _PUT_ASIDE:
+            continue
+        first, *others = alike
+        if everything or not others:
+            yield from ((entry.checkpoint, f"{status}: {entry.reason}") for entry in (first, *others))
+        else:
+            last = others[-1]
+            yield first.checkpoint, f"to {last.checkpoint}: {len(others) + 1} {status}, the last one: {last.reason}"
 
 
 def _print_section(

@@ -541,6 +541,20 @@ def test_user_windows_advice_troubles_and_odd_checkpoints_are_told(run: Recorded
         assert words in text, words
 
 
+def test_checkpoints_that_a_full_disk_refused_in_a_row_are_one_line(run: RecordedRun) -> None:
+    names = [f"c{seq:06d}-s{step:08d}" for seq, step in enumerate(range(26, 34), 7)]
+    for name, step in zip(names, range(26, 34), strict=True):
+        reason = f"rank 0: No space left on device: /run/ring/.{name}" if step != 30 else "a rank could not write"
+        run.tell(step, Dropped(checkpoint=name, step=step, reason=reason))
+    shown = [line.split() for line in text_of(ledger_of(run), width=200).splitlines() if "dropped" in line]
+    assert [" ".join(row) for row in shown] == [
+        f"{names[0]} to {names[3]}: 4 dropped, the last one: rank 0: No space left on device: /run/ring/.{names[3]}",
+        f"{names[4]} dropped: a rank could not write",
+        f"{names[5]} to {names[7]}: 3 dropped, the last one: rank 0: No space left on device: /run/ring/.{names[7]}",
+    ]
+    assert text_of(ledger_of(run), width=200, everything=True).count("dropped: ") == len(names)
+
+
 def test_batches_without_a_record_make_the_number_of_samples_unknown_and_give_a_notice(run: RecordedRun) -> None:
     run.pass_over(30, 60, 61)
     run.tell(31, PassedOver(first=62, last=64, step=31, timeline=1))
