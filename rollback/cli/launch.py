@@ -20,9 +20,9 @@ from pydantic import ValidationError
 
 import rollback
 from rollback.checkpoints.tiers import base_of
-from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
+from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares
 from rollback.cli.windows import cumulative, parse_samples, parse_window, together
-from rollback.config import Settings, explain, fault_of
+from rollback.config import Settings, explain, option
 from rollback.errors import ExitCode, RollbackError, ScriptRefused, UsageError, reporting
 from rollback.facts.fact import SamplesFrom, Window
 from rollback.facts.history import History, merge_windows, passed_over_by
@@ -296,10 +296,7 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
     try:
         return Settings(**values)
     except ValidationError as error:
-        place = error.errors()[0]["loc"]
-        if place:
-            raise UsageError(f"{option(str(place[0]))}: {fault_of(error)}") from error
-        raise UsageError(explain(error)) from error
+        raise UsageError(explain(error, values)) from error
 
 
 def _passed_over_by(run: Path) -> list[Window]:

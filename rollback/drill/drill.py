@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
+from rollback.config import option
 from rollback.drill.faults import Expected, PlannedFault
 from rollback.drill.judge import Comparison, Difference, DrillRow, compare, differences, judge, parts
 from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
@@ -146,7 +147,7 @@ class Drill:
         return []
 
     def _flags(self) -> list[str]:
-        return [f"--{name.replace('_', '-')}={value}" for name, value in self._plan.settings.items()]
+        return [f"{option(name)}={value}" for name, value in self._plan.settings.items()]
 
     def _compare(self, fault: PlannedFault, trial: Trial) -> Comparison | None:
         """Beside a run that nothing befell. None where that says nothing: a fault leaves a trace."""

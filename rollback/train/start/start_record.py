@@ -10,7 +10,7 @@ from rollback.checkpoints.fast_tier import end_marks, last_account
 from rollback.checkpoints.fast_tier.slots import forget
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import beyond_the_record, healthy_before, is_on_record
-from rollback.config import Settings
+from rollback.config import Settings, spelt
 from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural, WrongSetting
 from rollback.facts.history import History, merge_windows
 from rollback.facts.training import (
@@ -104,7 +104,9 @@ def require_samples(settings: Settings, cursor: Cursor) -> None:
     if not listed or (cursor.leaves_out and settings.accept_data_change):
         return
     if (why := why_kept(listed, cursor)) is not None:
-        raise WrongSetting(f"skip_samples: {why}", hint="leave it out, or say --skip A:B to pass over whole batches")
+        raise WrongSetting(
+            f"{spelt('skip_samples')}: {why}", hint="leave it out, or say --skip A:B to pass over whole batches"
+        )
 
 
 def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest | None, record: Recorder) -> None:
