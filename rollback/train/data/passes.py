@@ -90,6 +90,7 @@ class Passes:
         self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
         self._gradients = gradients
         self._sought: SoughtPass | None = None
+        self.epochs_in_words = "guard.epochs({})"
         self._loop = OuterLoop.SCRIPT
         self._behind_the_end = 0  # passes that have begun there
         self._steps_at_end: list[int] | None = None
@@ -207,7 +208,7 @@ class Passes:
                 number = self._sought.number if self._sought else self._cursor.epoch + self._in_broken_epoch()
                 if number >= count:
                     self._loop = OuterLoop.ASKING
-                    if end(f"guard.epochs({count})"):
+                    if end(self.epochs_in_words.format(count)):
                         return
                     continue
                 self._loop, self._next = OuterLoop.HANDED_OUT, number

@@ -227,6 +227,7 @@ class Adoption:
         self._handed.begin(guard)
         self._carried.keep(guard, plan.model, self._sources.counts_of_turns())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
+        guard.name_ends("the script's {} updates", "the script's {} epochs")
         if loop is None and (where := self._sources.left_at()) is not None:
             self._signs.say(signs.not_led(where))
         for where, counter in self._sources.counters():

@@ -269,6 +269,7 @@ class _GuardedFit:
             max_steps=None if trainer.max_steps == -1 else trainer.max_steps, **others, **self._settings,
         )  # fmt: skip
         self.guard.without_probes("the Trainer counts every batch as one of its own")
+        self.guard.name_ends("max_steps={}")
         self._state.saved = SavedFiles(self.guard.run)
         self.guard.keep(lightning_counts=self._state.counts, lightning=self._state, lightning_evaluated=self._evaluated)
 

@@ -145,6 +145,7 @@ class _GuardedTraining:
                 loader=trainer.dataloader, max_steps=config.training.steps, **others, **self._settings,
             )  # fmt: skip
             self.guard.without_probes("the Trainer counts every batch as one of its own")
+            self.guard.name_ends("training.steps={}")
             self.guard.keep(torchtitan=self._state)
         except UsageError as error:
             attach.refuse(error)
