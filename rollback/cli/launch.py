@@ -78,11 +78,11 @@ def launch(
     """Run a training job under torchrun, and keep it going.
 
     Write `rollback launch` where `torchrun` stood and leave the rest. The same command again resumes the run."""
-    require_folder()
-    require_temporary_folder()
+    _require_folder()
+    _require_temporary_folder()
     flags = read_flags({flag.parameter: given.pop(flag.parameter) for flag in FLAGS}, os.environ)
     require_script(script, flags)
-    require_files(flags)
+    _require_files(flags)
     paths = RunPaths(run if run is not None else default_run(script, flags))
     if key := seal or os.environ.get(ENV_SEAL):
         use(Path(key), paths.root)
@@ -183,7 +183,7 @@ def _audience(run: Path) -> Screen:
     return Screen(line_for) if console is None else PanelScreen(line_for, run, console)
 
 
-def require_folder() -> None:
+def _require_folder() -> None:
     """Raise UsageError where the working directory has been removed: all would fail, each thing in words of its own."""
     try:
         os.getcwd()
@@ -194,7 +194,7 @@ def require_folder() -> None:
         ) from error
 
 
-def require_temporary_folder() -> None:
+def _require_temporary_folder() -> None:
     """Raise UsageError where no temporary file can be made: the supervisor, torchrun and many a script need some.
 
     Where one can be made, Python asks once in a process: all that comes after gets the same answer."""
@@ -207,7 +207,7 @@ def require_temporary_folder() -> None:
         ) from error
 
 
-def require_files(flags: Mapping[str, str | bool]) -> None:
+def _require_files(flags: Mapping[str, str | bool]) -> None:
     """Raise UsageError where fewer files may be open than the supervisor and torchrun need to start anything."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ranks = str(flags.get("nproc-per-node", "1"))

@@ -61,7 +61,7 @@ def print_ledger(console: Console, ledger: report.AuditReport, *, everything: bo
         _section(console, "skipped batches, with the data set indices that each rank would have read")
         _print_skipped(console, ledger.skipped, everything)
     section = partial(_print_section, console, everything=everything)
-    windows = [(w.span, f"{span_in_words(w.span)} by {by_whom(w.who, w.why)}") for w in ledger.user_windows]
+    windows = [(w.span, f"{_span_in_words(w.span)} by {by_whom(w.who, w.why)}") for w in ledger.user_windows]
     section("skip windows that no incident gave", [(str(span.first), text) for span, text in windows])
     samples = [(str(entry.sample), sample_in_words(entry)) for entry in ledger.samples]
     section("data set samples that are suspected or left out", samples)
@@ -154,7 +154,7 @@ def incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str]]:
 
 
 def _answer_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str]]:
-    yield "answer", answer_in_words(entry)
+    yield "answer", _answer_in_words(entry)
     if entry.reason:
         yield "reason", entry.reason
     if entry.restored:
@@ -182,12 +182,12 @@ def _evidence_rows(evidence: report.EvidenceEntry) -> Iterator[tuple[str, str]]:
         yield "not kept", missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
 
 
-def answer_in_words(entry: report.IncidentEntry) -> str:
+def _answer_in_words(entry: report.IncidentEntry) -> str:
     if entry.action is None:
         return "none on record: a crash came before the plan"
     if entry.action == "stop":
         return "stop the run"
-    skip = f", skip {span_in_words(entry.skip)}" if entry.skip else ""
+    skip = f", skip {_span_in_words(entry.skip)}" if entry.skip else ""
     if (screen := entry.screen) is not None:
         skip = f", screen {screen.in_words()} ({screen.passed_over} of {screen.batches} were skipped)"
     if entry.lower_rate is not None:
@@ -203,7 +203,7 @@ def answer_in_words(entry: report.IncidentEntry) -> str:
     return f"{verb} to {done.checkpoint}, step {done.step}, batch {done.batch}, {route}{skip}{nth}"
 
 
-def span_in_words(span: report.Span) -> str:
+def _span_in_words(span: report.Span) -> str:
     """A skip window, with how much of it is done."""
     done = f"{'all ' * (span.batches > 1)}passed over"
     rest = done if span.passed_over == span.batches else f"{span.passed_over} passed over so far"

@@ -59,7 +59,7 @@ class Copies:
         return buddies.model_copy(
             update={
                 "run": identity.run_id if identity is not None else "",
-                "wanted": (*last_snapshots(kept, history.last_attempt), *newest),
+                "wanted": (*_last_snapshots(kept, history.last_attempt), *newest),
                 "addresses": addresses(seats, members),
             }
         )
@@ -94,7 +94,7 @@ class Copies:
             self._buddy.rest()
 
 
-def last_snapshots(hosts: Iterable[LastAccount | None], attempt: int) -> list[str]:
+def _last_snapshots(hosts: Iterable[LastAccount | None], attempt: int) -> list[str]:
     """What the ranks of an attempt have kept at its end, on any host. Pure.
 
     attempt: the newest one that has journalled anything. The next one journals what is kept of it; what an earlier one
