@@ -20,13 +20,13 @@ _SHOWN_OTHERWISE = {"because", "before it", "gradients"}  # above the rows, as a
 _WIDTH, _HEIGHT, _EDGE = 300, 80, 6
 
 
-def cards(ledger: AuditReport, material: Material) -> list[dict[str, Any]]:
+def cards(audit: AuditReport, material: Material) -> list[dict[str, Any]]:
     """A card for each incident; of very many, for the last ones."""
-    return [_card(entry, ledger, material.evidence.get(entry.incident, {})) for entry in ledger.incidents[-MOST:]]
+    return [_card(entry, audit, material.evidence.get(entry.incident, {})) for entry in audit.incidents[-MOST:]]
 
 
-def _card(entry: IncidentEntry, ledger: AuditReport, seen: dict[int, RankEvidence]) -> dict[str, Any]:
-    skipped = ledger.skipped_by(entry.incident)
+def _card(entry: IncidentEntry, audit: AuditReport, seen: dict[int, RankEvidence]) -> dict[str, Any]:
+    skipped = audit.skipped_by(entry.incident)
     ranks = sorted({rank for batch in skipped[:_BATCHES] for rank in batch.indices})[:_RANKS]
     teller = seen.get(entry.evidence.ranks[0] if entry.evidence and entry.evidence.ranks else min(seen, default=0))
     norms = teller.gradients if teller else None

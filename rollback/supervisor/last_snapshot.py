@@ -57,14 +57,14 @@ def note_kept(
     last: LastSnapshotMade,
     newest: int | None,
     finished: Finished | None,
-    ledger: SupervisorJournal,
+    own_journal: SupervisorJournal,
     say: Callable[[str], None],
 ) -> None:
     """Journal what became of a last snapshot, and say it, unless the ranks have saved more behind it, as those do that
     are told to stop. newest: the step of the newest checkpoint. finished: the end of the training, if it was reached:
     ranks that end one after the other have nothing to keep then."""
     if finished is None or last.checkpoint is not None or last.steps_lost != 0:
-        ledger.note(last)
+        own_journal.note(last)
         if last.step is None or newest is None or newest <= last.step:
             say(last.in_words())
 

@@ -45,10 +45,10 @@ VERDICTS = {
 }  # fmt: skip
 
 
-def print_ledger(console: Console, ledger: report.AuditReport, *, everything: bool = False) -> None:
+def print_audit(console: Console, audit: report.AuditReport, *, everything: bool = False) -> None:
     """Print a report. everything: all of long lists, not only the first or last few."""
-    _print_head(console, ledger)
-    stories = ledger.stories()
+    _print_head(console, audit)
+    stories = audit.stories()
     shown = stories if everything else stories[-_LATEST:]
     if len(shown) < len(stories):
         earlier = sum(map(len, stories[:-_LATEST]))
@@ -57,31 +57,31 @@ def print_ledger(console: Console, ledger: report.AuditReport, *, everything: bo
         console.print()
         for place, entry in enumerate(story):
             _print_incident(console, entry, continued=place > 0)
-    if ledger.skipped:
+    if audit.skipped:
         _section(console, "skipped batches, with the data set indices that each rank would have read")
-        _print_skipped(console, ledger.skipped, everything)
+        _print_skipped(console, audit.skipped, everything)
     section = partial(_print_section, console, everything=everything)
-    windows = [(w.span, f"{_span_in_words(w.span)} by {by_whom(w.who, w.why)}") for w in ledger.user_windows]
+    windows = [(w.span, f"{_span_in_words(w.span)} by {by_whom(w.who, w.why)}") for w in audit.user_windows]
     section("skip windows that no incident gave", [(str(span.first), text) for span, text in windows])
-    samples = [(str(entry.sample), sample_in_words(entry)) for entry in ledger.samples]
+    samples = [(str(entry.sample), sample_in_words(entry)) for entry in audit.samples]
     section("data set samples that are suspected or left out", samples)
-    _print_left_alone(console, ledger)
-    phases = [(f"step {p.step}", p.phase or "(no name on record)") for p in ledger.phases]
+    _print_left_alone(console, audit)
+    phases = [(f"step {p.step}", p.phase or "(no name on record)") for p in audit.phases]
     section("phases that the script announced", phases)
-    requests = [(entry.request.partition("-")[0], _request(entry)) for entry in ledger.requests]
+    requests = [(entry.request.partition("-")[0], _request(entry)) for entry in audit.requests]
     section("what operators asked for", requests)
-    section("attempts", [(str(e.attempt), _attempt(e)) for e in ledger.attempts], always=True)
-    taken = sum(entry.status != "dropped" for entry in ledger.checkpoints)
-    put_aside = list(_put_aside(ledger.checkpoints, everything))
+    section("attempts", [(str(e.attempt), _attempt(e)) for e in audit.attempts], always=True)
+    taken = sum(entry.status != "dropped" for entry in audit.checkpoints)
+    put_aside = list(_put_aside(audit.checkpoints, everything))
     section(f"checkpoints: {taken} taken", put_aside, always=True)
-    section("advice", [(m.subject, m.text) for m in ledger.advice])
+    section("advice", [(m.subject, m.text) for m in audit.advice])
     section(
-        "troubles of rollback itself, which training went on without", [(m.subject, m.text) for m in ledger.troubles]
+        "troubles of rollback itself, which training went on without", [(m.subject, m.text) for m in audit.troubles]
     )
 
 
-def _print_head(console: Console, ledger: report.AuditReport) -> None:
-    run, totals = ledger.run, ledger.totals
+def _print_head(console: Console, audit: report.AuditReport) -> None:
+    run, totals = audit.run, audit.totals
     rows: list[tuple[str, str | Text]] = [("run", quoted(run.directory))]
     if run.run_id:
         ranks = f"{run.world_size} rank{'s' if run.world_size != 1 else ''}"
@@ -91,11 +91,11 @@ def _print_head(console: Console, ledger: report.AuditReport) -> None:
     rows.append(("skipped", f"{counted(totals.skipped_batches, 'batch', 'batches')}{samples}"))
     undone = at_least(str(totals.steps_lost), totals.steps_lost_at_least)
     rows.append(("steps", f"{at_least(str(totals.steps), totals.steps_at_least)} count, {undone} were undone"))
-    if (judged := ledger.last_judged) is not None:
-        rows.append(("loss", loss_in_words(judged, last=ledger.ending is None)))
+    if (judged := audit.last_judged) is not None:
+        rows.append(("loss", loss_in_words(judged, last=audit.ending is None)))
     rows.append(("time", _time_in_words(totals)))
-    if ledger.ending:
-        rows.append(("ended", quoted(ledger.ending.in_words())))
+    if audit.ending:
+        rows.append(("ended", quoted(audit.ending.in_words())))
     else:
         rows.append(("ended", "no end on record: it is running, or died without a word (see rollback status)"))
     print_rows(console, rows, indent=0)
@@ -246,23 +246,23 @@ def indices_in_words(indices: list[int] | None, everything: bool) -> str:
     return " ".join(map(str, shown)) + (f" +{len(indices) - len(shown)}" if len(shown) < len(indices) else "")
 
 
-def _print_left_alone(console: Console, ledger: report.AuditReport) -> None:
-    if ledger.noticed:
+def _print_left_alone(console: Console, audit: report.AuditReport) -> None:
+    if audit.noticed:
         _section(console, "seen and left alone")
-        for entry in ledger.noticed:
+        for entry in audit.noticed:
             steps = f"step {entry.first_step}" + (f"-{entry.last_step}" if entry.last_step > entry.first_step else "")
             text = (
                 f"{steps}: {entry.rule}, peak {number(entry.peak)}, threshold {number(entry.threshold)}: {entry.fate}"
             )
             console.print(Padding(quoted(text), (0, 0, 0, 2)))
-    if ledger.probes:
+    if audit.probes:
         _section(console, "what the model was asked, where the loss was up")
-        for probe in ledger.probes:
+        for probe in audit.probes:
             console.print(Padding(quoted(f"step {probe.step}: {probe.explanation}"), (0, 0, 0, 2)))
-    if ledger.scaler_skipped:
-        steps = ", ".join(str(point.step) for point in ledger.scaler_skipped[-_SHOWN_VALUES:])
-        earlier = "... " if len(ledger.scaler_skipped) > _SHOWN_VALUES else ""
-        _section(console, f"updates that the gradient scaler dropped: {len(ledger.scaler_skipped)}")
+    if audit.scaler_skipped:
+        steps = ", ".join(str(point.step) for point in audit.scaler_skipped[-_SHOWN_VALUES:])
+        earlier = "... " if len(audit.scaler_skipped) > _SHOWN_VALUES else ""
+        _section(console, f"updates that the gradient scaler dropped: {len(audit.scaler_skipped)}")
         console.print(f"  at steps {earlier}{steps}")
 
 

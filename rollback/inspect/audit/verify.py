@@ -54,7 +54,7 @@ class JournalState(ReportItem):
 
 
 class Integrity(Document):
-    """Schema of `rollback audit --verify --format json`, version 1; conventions as in the ledger."""
+    """Schema of `rollback audit --verify --format json`, version 1; conventions as in the audit."""
 
     directory: str
     journals: list[JournalState]
