@@ -89,14 +89,14 @@ class Turn:
     """What happens to variables in one turn of a loop. Where it may go several ways, a variable is set if all set it.
 
     stored: the line that sets each first. rebound: those that are set to another object, not changed in place alone.
-    exposed: what is read in front of being set. An inner loop has a turn at least: else all that such a loop sets would
-    seem to be carried.
+    An inner loop has a turn at least: else all that such a loop sets would seem to be carried.
     """
 
     def __init__(self) -> None:
         self.stored: dict[str, int] = {}
         self.rebound: set[str] = set()
         self._exposed: set[str] = set()
+        """What is read in front of being set."""
 
     @property
     def carried(self) -> dict[str, int]:
