@@ -33,7 +33,7 @@ class Cases:
         self._skipped = history.skipped_by_incidents
         self._settings = settings
         self._called = len(history.cases)
-        self._last_plan = history.last_plan
+        self.last_plan = history.last_plan
         self._suspects = suspects(self._incidents)
         self._open = next((case for case in reversed(history.cases) if case.awaits_outcome), None)
         self._healthy = 0
@@ -41,13 +41,13 @@ class Cases:
     def screens(self, batch: int) -> bool:
         """Whether an update that begins at this batch is judged by itself, before it counts. Not collective, and alike
         on all ranks."""
-        plan = self._last_plan
+        plan = self.last_plan
         return plan is not None and plan.goes_back and plan.screen is not None and batch in plan.screen
 
     @property
     def fell_to(self) -> float | None:
         """The level of the loss directly before the trouble that the last plan answers, where it is known."""
-        plan = self._last_plan
+        plan = self.last_plan
         answered = next((each for each in self._incidents if plan and each.incident == plan.incident), None)
         losses = answered.window if answered and answered.rule not in _OTHER_WINDOWS else ()
         return statistics.median(losses) if losses else None
@@ -58,7 +58,7 @@ class Cases:
 
         batches: of the update. The screen goes on for `skip_after` batches behind the last update that stood out.
         """
-        plan = self._last_plan
+        plan = self.last_plan
         assert plan is not None
         assert plan.screen is not None
         window = Window(first=batches.first, last=stream.end_of_update(batches.first, batches.last))
@@ -75,9 +75,9 @@ class Cases:
         notice = f"{verdict.explanation}; undone and skipped from batch {window.first} on, as long as it stands out"
         self._record.note(fact, notice if first else None)
         self._skipped.append(window)
-        self._last_plan = plan.screened_through(through)
+        self.last_plan = plan.screened_through(through)
         if self._open is not None and self._open.incident.incident == plan.incident:
-            self._open.plan = self._last_plan
+            self._open.plan = self.last_plan
         return fact
 
     def next_number(self) -> int:
@@ -95,7 +95,7 @@ class Cases:
 
     def called(self, incident: Incident, batches_per_step: int) -> None:
         """Note that another incident was recorded. It may be a repeat of the open one."""
-        previous, stream = self._last_plan, DataStream(batches_per_step)
+        previous, stream = self.last_plan, DataStream(batches_per_step)
         self._incidents.append(incident)
         self._suspects = suspects(self._incidents)
         if self._open and previous and policy.repeats(incident, previous, self._settings, batches_per_step):
@@ -106,7 +106,7 @@ class Cases:
         """Plan the answer to an incident. On return the journal holds the left out samples, then the plan."""
         stream = replace(stream, skipped=tuple(merge_windows(self._skipped)))
         suspected = self._is_suspected(incident)
-        plan = policy.plan(incident, self._last_plan, held, self._settings, stream, suspected=suspected)
+        plan = policy.plan(incident, self.last_plan, held, self._settings, stream, suspected=suspected)
         if plan.goes_back:
             self._leave_out(incident, max(plan.last, incident.detection_batch) + 1)
         self._record.note(plan, _in_words(plan))
@@ -156,7 +156,7 @@ class Cases:
         assert case.plan is not None
         self._healthy = 0
         if case.incident.request is None:
-            self._open, self._last_plan = case, case.plan
+            self._open, self.last_plan = case, case.plan
             self._skipped += [case.plan.skip] if case.plan.skip else []
         else:
             self._note_outcome(case.incident, "carried_out", step)
