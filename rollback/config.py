@@ -7,11 +7,11 @@ down in the environment). The command line wins: at three in the morning the ope
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
 from rollback.errors import WrongSetting
@@ -133,11 +133,12 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         json_schema_extra={"metavar": "[BATCH:]I,J"},
     )  # fmt: skip
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Settings":
-        if self.snapshot_every == 0 and not self.observe_only:
-            raise ValueError("snapshot_every=0 leaves nothing to restore: allowed with observe_only=True only")
-        return self
+    @field_validator("snapshot_every")
+    @classmethod
+    def _leaves_something_to_restore(cls, every: int | str, info: ValidationInfo) -> int | str:
+        if every == 0 and not info.data.get("observe_only"):
+            raise ValueError("0 leaves nothing to restore: it goes with --observe-only (observe_only=True) alone")
+        return every
 
     @property
     def max_skipped_share(self) -> float:
@@ -242,23 +243,43 @@ def settings_text(environment: Mapping[str, str]) -> str:
 
 def settings_from(script: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
     """Settings of the script, overridden by those of the command line. Raises WrongSetting with its name."""
+    operator: dict[str, Any] = {}
     try:
-        given = settings_text(environment)
-        operator = _LOOSE.validate_json(given) if given else {}
+        operator = _of_command_line(environment)
         return Settings.model_validate({**script, **operator})
     except ValidationError as error:
         raise WrongSetting(
-            explain(error), hint="rollback launch --help and help(rollback.Guard) list the settings"
+            explain(error, operator), hint="rollback launch --help and help(rollback.Guard) list the settings"
         ) from error
 
 
-def explain(error: ValidationError) -> str:
-    """A validation error of Settings in one line for people."""
+def _of_command_line(environment: Mapping[str, str]) -> dict[str, Any]:
+    given = settings_text(environment)
+    return _LOOSE.validate_json(given) if given else {}
+
+
+def option(setting: str) -> str:
+    """The option of the command line that gives a setting."""
+    return f"--{setting.replace('_', '-')}"
+
+
+def spelt(setting: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The name of a setting for whoever gave it: of the option if the command line did, else of the argument."""
+    return option(setting) if setting in _of_command_line(environment) else setting
+
+
+def explain(error: ValidationError, of_command_line: Container[str] = ()) -> str:
+    """A validation error of Settings in one line for people. of_command_line: the settings that it gives."""
     first = error.errors()[0]
-    name = ".".join(str(part) for at, part in enumerate(first["loc"]) if not at or isinstance(part, int))
+    if not first["loc"]:
+        return f"the settings that were handed down are none: {first['msg']}"
+    setting, *places = first["loc"]
     if first["type"] == "extra_forbidden":
-        return f"there is no setting {name!r}"
-    return f"setting {name}: {fault_of(error)}" if name else first["msg"].removeprefix("Value error, ")
+        return f"there is no setting {setting!r}"
+    if setting in of_command_line:
+        return f"{option(str(setting))}: {_fault_of(error)}"
+    name = ".".join(str(part) for part in (setting, *places) if part == setting or isinstance(part, int))
+    return f"setting {name}: {_fault_of(error)}"
 
 
 def _same_value(one: ErrorDetails, other: ErrorDetails) -> bool:
@@ -266,9 +287,11 @@ def _same_value(one: ErrorDetails, other: ErrorDetails) -> bool:
     return one["loc"][:-1] == other["loc"][:-1] != () and isinstance(one["loc"][-1], str)
 
 
-def fault_of(error: ValidationError) -> str:
+def _fault_of(error: ValidationError) -> str:
     """What is wrong with the value of the first setting at fault, in words."""
     first, *others = error.errors()
+    if first["type"] == "value_error":
+        return first["msg"].removeprefix("Value error, ")
     if first["type"] != "string_pattern_mismatch":  # where one of several kinds would do, each has an error of its own
         kinds = [item["msg"].removeprefix("Input should be ") for item in others if _same_value(item, first)]
         return f"{' or '.join([first['msg'], *kinds])} (got {first['input']!r})"

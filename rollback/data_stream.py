@@ -42,12 +42,12 @@ class DataStream:
             return None
         if skipped >= of:
             return (
-                f"skipping batches {window} would leave nothing to train on: incidents would have cost all {of} "
+                f"skipping {window.in_words()} would leave nothing to train on: incidents would have cost all {of} "
                 "batches that the run is known to have. Look at the data, and at what computes the loss"
             )
         floor = ", which one first answer may cost" if allowed > settings.max_skipped_share * of else ""
         return (
-            f"skipping batches {window} would make it {skipped} of {of} batches that incidents have cost, and "
+            f"skipping {window.in_words()} would make it {skipped} of {of} batches that incidents have cost, and "
             f"max_skipped ({settings.max_skipped}) allows {allowed}{floor}: too much of the data is bad, or the "
             "windows are too coarse for so short a run, or the cause is not in the data"
         )

@@ -1,4 +1,4 @@
-"""Lists and counts in sentences."""
+"""Lists and counts in sentences, and values in texts."""
 
 from collections.abc import Sequence
 
@@ -17,3 +17,9 @@ def counted(number: int, one: str, many: str | None = None) -> str:
 def ranks_in_words(ranks: Sequence[int], most: int | None = None) -> str:
     """`rank 3`, `ranks 0, 1`; of many ranks the first few."""
     return f"rank{'s' * (len(ranks) > 1)} {first_few([*map(str, ranks)], len(ranks) if most is None else most)}"
+
+
+def filled(advice: tuple[str, str], **values: object) -> tuple[str, str]:
+    """An advice, code and text, with values where its text names them."""
+    code, text = advice
+    return code, text.format(**values)

@@ -144,7 +144,7 @@ class ProtectedJob(Job):
                 tell(f"step {fact.detection_step}: {fact.explanation}", "red", "▲", fact.onset_step)
             case Planned(action="rollback", skip=window) if window is not None:
                 again = "again, wider: " if fact.escalation else ""
-                tell(f"{again}rewind to step {fact.step}, skip batches {window.first} to {window.last}", "yellow")
+                tell(f"{again}rewind to step {fact.step}, skip {window.in_words()}", "yellow")
             case Restored():
                 tell(f"back at step {fact.step} in {fact.seconds * 1000:.0f} ms", "green")
             case AttemptEnded(status=status) if status != 0:
@@ -202,14 +202,14 @@ def _tail(job: Job) -> str:
 # Judging --------------------------------------------------------------------------------------------------------------
 
 
-def compare_with_planted(ledger: dict[str, Any]) -> dict[str, Any]:
+def compare_with_planted(audit: dict[str, Any]) -> dict[str, Any]:
     """What `rollback audit --json` says was skipped, beside what was planted."""
     planted = {*GARBAGE, *NON_FINITE_WEIGHTS}
-    skipped = {entry["batch"]: set().union(*entry["indices"].values()) for entry in ledger["skipped"]}
+    skipped = {entry["batch"]: set().union(*entry["indices"].values()) for entry in audit["skipped"]}
     passed_over = set().union(*skipped.values())
     bad_batches = sorted(batch for batch, samples in skipped.items() if samples & planted)
     causes = {}
-    for incident in ledger["incidents"]:
+    for incident in audit["incidents"]:
         begin, end = incident["onset"]["batch"], incident["detection"]["batch"]
         seen = set().union(*(skipped.get(batch, set()) for batch in range(begin, end + 1)))
         causes[incident["incident"]] = (
@@ -221,11 +221,11 @@ def compare_with_planted(ledger: dict[str, Any]) -> dict[str, Any]:
         "bad_batches": bad_batches,
         "good_batches_skipped": sorted(skipped.keys() - {*bad_batches}),
         "causes": causes,
-        "widened": [entry["incident"] for entry in ledger["incidents"] if entry["escalation"] > 0],
+        "widened": [entry["incident"] for entry in audit["incidents"] if entry["escalation"] > 0],
     }
 
 
-def checks(progress: dict[str, Progress], ledger: dict[str, Any], found: dict[str, Any]) -> list[tuple[bool, str]]:
+def checks(progress: dict[str, Progress], audit: dict[str, Any], found: dict[str, Any]) -> list[tuple[bool, str]]:
     """What must hold of the three runs, each with whether it does."""
     undisturbed, unprotected, protected = (
         progress[name].validation or math.nan for name in ("undisturbed", "unprotected", "protected")
@@ -248,7 +248,7 @@ def checks(progress: dict[str, Progress], ledger: dict[str, Any], found: dict[st
         (len(beside) <= len(found["bad_batches"]), f"good batches skipped beside them: {len(beside)}"),
         (all(found["causes"].values()), f"causes of the incidents: {causes}"),
         (bool(widened), f"the garbage was longer than the first window; widened by incident {numbers}"),
-        (ledger["totals"]["attempts"] == 2, f"attempts: {ledger['totals']['attempts']}, one rank having been killed"),
+        (audit["totals"]["attempts"] == 2, f"attempts: {audit['totals']['attempts']}, one rank having been killed"),
     ]
 
 
@@ -323,13 +323,13 @@ def main() -> int:
         for job in jobs:
             run_to_end(job, view)
 
-    audit = [sys.executable, "-m", "rollback", "audit", str(folder / "run")]
+    command = [sys.executable, "-m", "rollback", "audit", str(folder / "run")]
     console.rule(Text(f"rollback audit {folder / 'run'}"), align="left")
-    subprocess.run(audit, check=True)
-    ledger = json.loads(subprocess.run([*audit, "--json"], check=True, stdout=subprocess.PIPE).stdout)
-    found = compare_with_planted(ledger)
+    subprocess.run(command, check=True)
+    audit = json.loads(subprocess.run([*command, "--json"], check=True, stdout=subprocess.PIPE).stdout)
+    found = compare_with_planted(audit)
     progress = {job.progress.name: job.progress for job in jobs}
-    results = checks(progress, ledger, found)
+    results = checks(progress, audit, found)
     summary = {
         "validation_loss": {name: f"{one.validation}" for name, one in progress.items()},
         "seconds": {name: one.seconds for name, one in progress.items()},
@@ -339,7 +339,7 @@ def main() -> int:
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
     console.rule(Text("the three runs"), align="left")
-    console.print(table(list(table_rows(progress, ledger["totals"])), ["run", "validation loss", "time", ""]))
+    console.print(table(list(table_rows(progress, audit["totals"])), ["run", "validation loss", "time", ""]))
     console.print()
     for holds, what in results:
         console.print(Text("  ok  " if holds else "  NO  ", style="green" if holds else "bold red") + Text(what))

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import rollback
-from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.reading import read_material
 from rollback.inspect.audit.report import AuditReport
 from rollback.rundir.paths import RunPaths
@@ -95,17 +95,17 @@ def measured(run: Path) -> str:
     return f"gradient norm {norms[FAULT_AT]:.3g} at step {FAULT_AT}, {before:.3g} in the steps before it"
 
 
-def seen(ledger: AuditReport) -> str:
+def seen(audit: AuditReport) -> str:
     """What the guard made of it."""
-    parts = [f"{entry.rule} called at step {entry.detection.step}" for entry in ledger.incidents]
-    parts += [f"{blip.rule} in steps {blip.first_step} to {blip.last_step}, {blip.fate}" for blip in ledger.noticed]
+    parts = [f"{entry.rule} called at step {entry.detection.step}" for entry in audit.incidents]
+    parts += [f"{blip.rule} in steps {blip.first_step} to {blip.last_step}, {blip.fate}" for blip in audit.noticed]
     return "; ".join(parts) or "nothing"
 
 
-def done(ledger: AuditReport) -> str:
+def done(audit: AuditReport) -> str:
     """What the guard did about it."""
     parts = []
-    for entry in ledger.incidents:
+    for entry in audit.incidents:
         if entry.restored is not None:
             skipped = f"batches {entry.skip.first} to {entry.skip.last} skipped" if entry.skip else "nothing skipped"
             parts.append(f"step {entry.restored.step} restored, {skipped}: {entry.outcome.replace('_', ' ')}")
@@ -130,10 +130,10 @@ def main() -> None:
             print(f"\ngradients of step {FAULT_AT} x {factor:g}", flush=True)
             unguarded, guarded = train(factor), train(factor, run, retry_first=not args.skip)
             same = ", bit for bit the undisturbed run" if torch.equal(guarded.weights, undisturbed.weights) else ""
-            ledger = compile_ledger(read_material(run))
+            audit = compile_audit(read_material(run))
             print(f"  measured   {measured(run)}")
-            print(f"  seen       {seen(ledger)}")
-            print(f"  done       {done(ledger)}")
+            print(f"  seen       {seen(audit)}")
+            print(f"  done       {done(audit)}")
             print(f"  loss       {guarded.loss:.4f} with the guard{same}; {unguarded.loss:.4f} without", flush=True)
 
 

@@ -97,7 +97,7 @@ def _message(recorded: object) -> str | None:
     return recorded if isinstance(recorded, str) and recorded != "<NONE>" else None
 
 
-def wait_for_order(descriptor: int) -> None:
+def _wait_for_order(descriptor: int) -> None:
     """Import what will be needed, then wait until the supervisor wants an attempt from this process; take its
     arguments, environment and streams from the order. Ends with the supervisor.
 
@@ -133,7 +133,7 @@ def wait_for_order(descriptor: int) -> None:
     name_this_process("torchrun")
 
 
-def end_what_is_left() -> None:
+def _end_what_is_left() -> None:
     """SIGTERM to every child. torchrun forgets a rank that it was starting when a signal ended it."""
     for listed in Path("/proc/self/task").glob("*/children"):
         try:
@@ -147,7 +147,7 @@ def end_what_is_left() -> None:
 
 def _leave_at_once(status: int) -> NoReturn:
     """End without taking the interpreter down piece by piece: the next attempt waits for it."""
-    end_what_is_left()
+    _end_what_is_left()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -176,7 +176,7 @@ def _refuse(instructions: Instructions, reason: str) -> NoReturn:
 def main() -> None:
     waits_at = os.environ.pop(ENV_STANDBY, None)
     if waits_at is not None:
-        wait_for_order(int(waits_at))
+        _wait_for_order(int(waits_at))
     instructions = Instructions(**json.loads(os.environ.pop(ENV_TORCHRUN)))
     end_with(instructions.supervisor)
     stopping = leave_stopping_to(instructions.supervisor)
@@ -230,4 +230,4 @@ def _run(
             raise
         _leave_at_once(1)  # the supervisor says in a line what a traceback says in forty
     finally:
-        end_what_is_left()
+        _end_what_is_left()

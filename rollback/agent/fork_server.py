@@ -153,7 +153,7 @@ def start_ranks_from(fork_server: ForkServer) -> None:
 
     class Handler(handlers.SubprocessHandler):  # type: ignore[misc]
         def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:
-            if not is_plain_script(args):
+            if not _is_plain_script(args):
                 return super()._popen(args, env)
             streams = ((self._stdout, 1), (self._stderr, 2))
             stdout, stderr = (stream.fileno() if stream else number for stream, number in streams)
@@ -163,7 +163,7 @@ def start_ranks_from(fork_server: ForkServer) -> None:
     api.get_subprocess_handler = Handler
 
 
-def is_plain_script(command: Sequence[str]) -> bool:
+def _is_plain_script(command: Sequence[str]) -> bool:
     """Whether torchrun is about to run `python -u SCRIPT ...` with our own interpreter, and SCRIPT is Python source.
 
     Python also runs folders and archives with a `__main__.py`, and compiled files: those it is left to find its way in.

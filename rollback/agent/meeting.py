@@ -60,7 +60,7 @@ class MeetingEnd(ABC):
     """This host's end: of the host that has the store, or of another one. One thread says, one listens."""
 
     def __init__(self, store: Any, keys: str, channel: Channel) -> None:
-        self.store, self._keys, self._channel = store, keys, channel
+        self._store, self._keys, self._channel = store, keys, channel
 
     def key(self, name: str) -> str:
         return f"{self._keys}/{name}"
@@ -93,20 +93,20 @@ class StoreHost(MeetingEnd):
 
     def say(self, line: bytes) -> None:
         self._said += 1
-        self.store.set(self.key(f"down/{self._said}"), line.decode())
-        self.store.set(self.key("down"), str(self._said))
+        self._store.set(self.key(f"down/{self._said}"), line.decode())
+        self._store.set(self.key("down"), str(self._said))
         if self._said > _KEPT:
-            self.store.delete_key(self.key(f"down/{self._said - _KEPT}"))
+            self._store.delete_key(self.key(f"down/{self._said - _KEPT}"))
 
     def listen(self) -> None:
         while True:
-            waiting = self.store.get(self.key("up"))
+            waiting = self._store.get(self.key("up"))
             while waiting != _EMPTY:
                 try:
-                    found = self.store.compare_set(self.key("up"), waiting.decode(), _EMPTY.decode())
+                    found = self._store.compare_set(self.key("up"), waiting.decode(), _EMPTY.decode())
                 except UnicodeDecodeError:  # no supervisor said that
                     found = waiting = _EMPTY
-                    self.store.set(self.key("up"), _EMPTY.decode())
+                    self._store.set(self.key("up"), _EMPTY.decode())
                 if found == _EMPTY:
                     self.hear(waiting)
                 waiting = found
@@ -132,10 +132,10 @@ class StoreGuest(MeetingEnd):
         while True:
             try:
                 if heard is None:
-                    heard = int(self.store.get(self.key("down")))
-                line = self.store.get(self.key(f"down/{heard + 1}"))
+                    heard = int(self._store.get(self.key("down")))
+                line = self._store.get(self.key(f"down/{heard + 1}"))
             except missing:  # nothing was said for a while, or what was said has left the store already
-                if heard is not None and (newest := int(self.store.get(self.key("down")))) > heard:
+                if heard is not None and (newest := int(self._store.get(self.key("down")))) > heard:
                     heard = newest - 1
                 continue
             heard += 1

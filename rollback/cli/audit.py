@@ -26,7 +26,7 @@ def audit(
         Format | None,
         typer.Option(
             "--format",
-            help="text, or json: the whole ledger (top-level `schema`: 1). jsonl, csv, parquet: one row for each "
+            help="text, or json: the whole audit (top-level `schema`: 1). jsonl, csv, parquet: one row for each "
             "skipped data set sample.",
             show_default="text",
         ),
@@ -60,7 +60,7 @@ def audit(
     if samples:
         _write_suspects(run, chosen, output)
     elif chosen in ("text", "json"):
-        _write_ledger(run, chosen, output, everything)
+        _write_audit(run, chosen, output, everything)
     else:
         _write_samples(run, chosen, output)
 
@@ -74,21 +74,21 @@ def _choose(json: bool, form: Format | None, question: str | None) -> Format:
     return chosen
 
 
-def _write_ledger(run: Path, form: Format, output: Path | None, everything: bool) -> None:
-    from rollback.inspect.audit.compile import compile_ledger
+def _write_audit(run: Path, form: Format, output: Path | None, everything: bool) -> None:
+    from rollback.inspect.audit.compile import compile_audit
     from rollback.inspect.audit.reading import read_material
-    from rollback.inspect.audit.text import print_ledger
+    from rollback.inspect.audit.text import print_audit
     from rollback.terminal.escape import console_for
 
-    ledger = compile_ledger(read_material(run))
+    audit = compile_audit(read_material(run))
 
     def write(file: TextIO) -> None:
         if form == "json":
-            print(ledger.to_json(), file=file)
+            print(audit.to_json(), file=file)
         else:
-            print_ledger(console_for(file), ledger, everything=everything)
+            print_audit(console_for(file), audit, everything=everything)
 
-    say_notices(ledger.notices)
+    say_notices(audit.notices)
     _write(run, output, write)
 
 

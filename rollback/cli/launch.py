@@ -20,9 +20,9 @@ from pydantic import ValidationError
 
 import rollback
 from rollback.checkpoints.tiers import base_of
-from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
+from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares
 from rollback.cli.windows import cumulative, parse_samples, parse_window, together
-from rollback.config import Settings, explain, fault_of
+from rollback.config import Settings, explain, option
 from rollback.errors import ExitCode, RollbackError, ScriptRefused, UsageError, reporting
 from rollback.facts.fact import SamplesFrom, Window
 from rollback.facts.history import History, merge_windows, passed_over_by
@@ -78,11 +78,11 @@ def launch(
     """Run a training job under torchrun, and keep it going.
 
     Write `rollback launch` where `torchrun` stood and leave the rest. The same command again resumes the run."""
-    require_folder()
-    require_temporary_folder()
+    _require_folder()
+    _require_temporary_folder()
     flags = read_flags({flag.parameter: given.pop(flag.parameter) for flag in FLAGS}, os.environ)
     require_script(script, flags)
-    require_files(flags)
+    _require_files(flags)
     paths = RunPaths(run if run is not None else default_run(script, flags))
     if key := seal or os.environ.get(ENV_SEAL):
         use(Path(key), paths.root)
@@ -183,7 +183,7 @@ def _audience(run: Path) -> Screen:
     return Screen(line_for) if console is None else PanelScreen(line_for, run, console)
 
 
-def require_folder() -> None:
+def _require_folder() -> None:
     """Raise UsageError where the working directory has been removed: all would fail, each thing in words of its own."""
     try:
         os.getcwd()
@@ -194,7 +194,7 @@ def require_folder() -> None:
         ) from error
 
 
-def require_temporary_folder() -> None:
+def _require_temporary_folder() -> None:
     """Raise UsageError where no temporary file can be made: the supervisor, torchrun and many a script need some.
 
     Where one can be made, Python asks once in a process: all that comes after gets the same answer."""
@@ -207,7 +207,7 @@ def require_temporary_folder() -> None:
         ) from error
 
 
-def require_files(flags: Mapping[str, str | bool]) -> None:
+def _require_files(flags: Mapping[str, str | bool]) -> None:
     """Raise UsageError where fewer files may be open than the supervisor and torchrun need to start anything."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ranks = str(flags.get("nproc-per-node", "1"))
@@ -296,10 +296,7 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
     try:
         return Settings(**values)
     except ValidationError as error:
-        place = error.errors()[0]["loc"]
-        if place:
-            raise UsageError(f"{option(str(place[0]))}: {fault_of(error)}") from error
-        raise UsageError(explain(error)) from error
+        raise UsageError(explain(error, values)) from error
 
 
 def _passed_over_by(run: Path) -> list[Window]:

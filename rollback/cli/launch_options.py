@@ -14,7 +14,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from rollback.cli.command_line import OTHER_FLAG
-from rollback.config import Settings
+from rollback.config import Settings, option
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.torchrun.flags import FLAGS, Flag
 
@@ -38,10 +38,6 @@ def declares(parameters: Sequence[inspect.Parameter]) -> Callable[[Callable[...,
         return command
 
     return decorate
-
-
-def option(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
 
 
 def as_arguments(given: Mapping[str, Any]) -> list[str]:

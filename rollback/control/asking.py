@@ -93,8 +93,9 @@ def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -
     target = usable[-1]
     if skip is not None and target.batch is not None and skip.last < target.batch:
         raise UsageError(
-            f"batches {skip} lie before batch {target.batch}, where {target.checkpoint} (step {target.step}) begins",
-            hint="rewind to an earlier step to pass over them",
+            f"{skip.in_words()} cannot be skipped from there: {target.checkpoint} (step {target.step}) begins "
+            f"with batch {target.batch}",
+            hint="rewind to an earlier step",
         )
     notice = f"the newest checkpoint at or before step {to} is {target.checkpoint}, of step {target.step}"
     if target.status != "good":
@@ -112,13 +113,14 @@ def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> Asked:
     position = status.batch if status.state in _LIVE else held[-1].batch if held else 0
     if position is not None and skip.last < position:
         raise UsageError(
-            f"batches {skip} are part of the run already: it is at batch {position}",
-            hint=f"to pass over them, rewind to before them: rollback rewind {shlex.quote(str(run))} --to STEP "
+            f"{skip.in_words()} cannot be skipped any more: the run is at batch {position}",
+            hint=f"rewind to before that, and skip it then: rollback rewind {shlex.quote(str(run))} --to STEP "
             f"--skip {skip}",
         )
     notice = None
     if position is not None and skip.first < position:
-        notice = f"batches {skip.first} to {position - 1} are part of the run already; the others will be passed over"
+        late = Window(first=skip.first, last=position - 1)
+        notice = f"{late.in_words()} cannot be skipped any more; the others will be passed over"
     return _submit(paths, status, notice, order="skip", skip=skip, who=who, why=why)
 
 

@@ -32,7 +32,7 @@ def fail(topic: str, found: str, fix: str) -> Finding:
 
 
 class DoctorReport(Document):
-    """Schema of `rollback doctor --json`, version 1; conventions as in the ledger."""
+    """Schema of `rollback doctor --json`, version 1; conventions as in the audit."""
 
     host: str
     run: str = Field(description="the run directory that it is about; it need not exist")

@@ -47,14 +47,14 @@ class Disk:
     syncs: tuple[float, ...]
 
 
-def nearest_existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     path = path.absolute()
     return next(parent for parent in (path, *path.parents) if os.path.exists(parent))
 
 
 def look_at_disk(run: Path, state_bytes: int | None, keep: int) -> tuple[list[Finding], float | None]:
     """Findings about the disk of a run directory, which need not exist, and its rate; None: it cannot be measured."""
-    directory = nearest_existing(run)
+    directory = _nearest_existing(run)
     try:
         disk = measure(directory)
     except OSError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
+from rollback.config import option
 from rollback.drill.faults import Expected, PlannedFault
 from rollback.drill.judge import Comparison, Difference, DrillRow, compare, differences, judge, parts
 from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
@@ -31,7 +32,7 @@ _LEAVES_ITS_TRACE = (Expected.CAUGHT, Expected.CAUGHT_OR_HARMLESS, Expected.FOUN
 
 
 class DrillReport(Document):
-    """Schema of `rollback drill --json`, version 1; conventions as in the ledger."""
+    """Schema of `rollback drill --json`, version 1; conventions as in the audit."""
 
     script: str
     scratch: str = Field(description="where the runs are; their checkpoints are removed")
@@ -100,9 +101,9 @@ class Drill:
         exercise = Exercise(run="", steps=REHEARSAL_STEPS)
         trial = self.stage.perform("rehearsal", exercise, limit=_REHEARSAL_LIMIT, flags=self._flags())
         self._require_sound(trial, REHEARSAL_STEPS)
-        assert trial.ledger is not None
-        attempt = trial.ledger.attempts[0]
-        seconds = (trial.ledger.totals.seconds or 0.0) / REHEARSAL_STEPS
+        assert trial.audit is not None
+        attempt = trial.audit.attempts[0]
+        seconds = (trial.audit.totals.seconds or 0.0) / REHEARSAL_STEPS
         # The first updates are the slowest, and the record begins with torchrun's own start.
         steps = steps_for(seconds / 4)
         self.tell(f"attempt {attempt.attempt} ended well; runs of {steps} updates (--steps says otherwise)")
@@ -146,7 +147,7 @@ class Drill:
         return []
 
     def _flags(self) -> list[str]:
-        return [f"--{name.replace('_', '-')}={value}" for name, value in self._plan.settings.items()]
+        return [f"{option(name)}={value}" for name, value in self._plan.settings.items()]
 
     def _compare(self, fault: PlannedFault, trial: Trial) -> Comparison | None:
         """Beside a run that nothing befell. None where that says nothing: a fault leaves a trace."""
@@ -199,7 +200,7 @@ class Drill:
             )
 
     def _notices(self, undisturbed: Trial) -> list[str]:
-        assert undisturbed.ledger is not None
+        assert undisturbed.audit is not None
         notices = []
         if not undisturbed.told_a_loss:
             notices.append("the guard was never told a loss: the sentinel has nothing to judge by")
@@ -207,7 +208,7 @@ class Drill:
             notices.append(f"the undisturbed run has {count} incidents of its own; rows may tell of those")
         if self._again is not None and (apart := differences(self._again, undisturbed)):
             notices.append(f"two undisturbed runs differ in {parts(apart)}: of these nothing can be told")
-        notices += [f"advice: {message.text}" for message in undisturbed.ledger.advice]
+        notices += [f"advice: {message.text}" for message in undisturbed.audit.advice]
         return notices
 
 

@@ -94,7 +94,7 @@ def parts(differs: set[Difference]) -> str:
 
 def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Comparison | None) -> DrillRow:
     """The row of a fault. comparison: None where there is nothing to compare with, or nothing that can be compared."""
-    totals = trial.ledger.totals if trial.ledger else None
+    totals = trial.audit.totals if trial.audit else None
     row = DrillRow(
         fault=fault.name, says=fault.says, passed=False, seconds=round(trial.seconds, 1),
         steps_replayed=totals.steps_lost if totals else None,
@@ -103,7 +103,7 @@ def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Com
     struck = next(iter(trial.injected), None)
     if struck is None:
         never = (
-            "the job did not get that far" if trial.ledger is None else _NEVER_STRUCK.get(fault.name, "it never came")
+            "the job did not get that far" if trial.audit is None else _NEVER_STRUCK.get(fault.name, "it never came")
         )
         return row.model_copy(update={"why": f"it could not be made to happen: {never}{_unless_well(trial)}"})
     row = row.model_copy(update={"struck": f"step {struck.step}: {struck.what}"})
@@ -268,5 +268,5 @@ def _unless_well(trial: Trial) -> str:
         return ""
     if trial.overdue:
         return f" (it was ended after {trial.seconds:.0f} s)"
-    account = trial.ledger.ending.account if trial.ledger and trial.ledger.ending else None
+    account = trial.audit.ending.account if trial.audit and trial.audit.ending else None
     return f" (exit code {trial.codes[-1]}{': ' + account if account else ''}; see {trial.folder / 'output.txt'})"

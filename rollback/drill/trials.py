@@ -16,7 +16,7 @@ from rollback import instructions
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import fast_tier_of
 from rollback.errors import ExitCode, OutputNotWritten, RollbackError, reporting
-from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.reading import read_material
 from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry, IncidentEntry
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
@@ -33,7 +33,7 @@ class Trial:
     """What a run left.
 
     codes: exit codes of the launches, more than one where the run was resumed. seconds: of them all. overdue: whether
-    it had to be ended, since its time was up. ledger: None where it left no record. losses: of the updates that count;
+    it had to be ended, since its time was up. audit: None where it left no record. losses: of the updates that count;
     None where the guard was told none. tail: the last lines that it printed.
     """
 
@@ -43,7 +43,7 @@ class Trial:
     codes: tuple[int, ...]
     seconds: float
     overdue: bool
-    ledger: AuditReport | None
+    audit: AuditReport | None
     injected: list[Injected] = field(default_factory=list)
     ends: list[EndState] = field(default_factory=list)
     losses: dict[int, float | None] = field(default_factory=dict)
@@ -60,15 +60,15 @@ class Trial:
 
     @property
     def attempts(self) -> list[AttemptEntry]:
-        return self.ledger.attempts if self.ledger else []
+        return self.audit.attempts if self.audit else []
 
     @property
     def incidents(self) -> list[IncidentEntry]:
-        return self.ledger.incidents if self.ledger else []
+        return self.audit.incidents if self.audit else []
 
     @property
     def checkpoints(self) -> list[CheckpointEntry]:
-        return self.ledger.checkpoints if self.ledger else []
+        return self.audit.checkpoints if self.audit else []
 
     @property
     def told_a_loss(self) -> bool:
@@ -157,10 +157,10 @@ def _gather(
 ) -> Trial:
     run = RunPaths(Path(exercise.run))
     try:
-        ledger = compile_ledger(read_material(run.root))
+        audit = compile_audit(read_material(run.root))
     except RollbackError:
-        ledger = None
-    losses = {metric.step: metric.loss for metric in read_metrics(run.metrics, [])} if ledger else {}
+        audit = None
+    losses = {metric.step: metric.loss for metric in read_metrics(run.metrics, [])} if audit else {}
     lines = (folder.root / "output.txt").read_text(errors="replace").splitlines()
     return Trial(
         name=name,
@@ -169,7 +169,7 @@ def _gather(
         codes=codes,
         seconds=seconds,
         overdue=overdue,
-        ledger=ledger,
+        audit=audit,
         injected=folder.all_injected(),
         ends=folder.all_ends(),
         losses=losses,

@@ -35,6 +35,7 @@ class Window(BaseModel, frozen=True, extra="forbid"):
         return f"{self.first}:{self.last}"
 
     def in_words(self) -> str:
+        """For sentences; the verb behind it must suit one batch and many."""
         return f"batches {self}" if len(self) > 1 else f"batch {self.first}"
 
 

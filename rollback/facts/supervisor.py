@@ -119,7 +119,7 @@ class Blamed(Fact):
         """What the next attempt does about it. (It skips the window where quarantine is off.)"""
         if self.samples:
             return f"the samples {', '.join(map(str, self.samples))} will be left out from batch {self.window.first} on"
-        return f"batches {self.window} will be skipped"
+        return f"{self.window.in_words()} will be skipped"
 
     def in_words(self) -> str:
         attempts = " and ".join(map(str, self.attempts))

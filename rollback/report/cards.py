@@ -1,15 +1,14 @@
 """What the page says of each incident. Pure."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollback.inspect.audit.reading import Material
 from rollback.inspect.audit.report import AuditReport, IncidentEntry
-from rollback.inspect.audit.text import OUTCOMES, VERDICTS, answer_in_words, indices_in_words
+from rollback.inspect.audit.text import OUTCOMES, VERDICTS, incident_rows, indices_in_words, outcome_in_words
 from rollback.rundir.evidence import RankEvidence
-from rollback.terminal.quantities import duration, number
-from rollback.wording import first_few
+from rollback.terminal.quantities import number
 
 _TENSORS = 24
 _BATCHES = 16
@@ -17,17 +16,17 @@ _RANKS = 8
 _TONES = {"green": "good", "yellow": "warn", "red": "bad", "cyan": "calm"}
 _KINDS = {"nonfinite": "not finite", "overflow": "its norm overflows", "large": "large", None: ""}
 MOST = 200  # incidents
+_SHOWN_OTHERWISE = {"because", "before it", "gradients"}  # above the rows, as a curve, as a table
 _WIDTH, _HEIGHT, _EDGE = 300, 80, 6
 
 
-def cards(ledger: AuditReport, material: Material) -> list[dict[str, Any]]:
+def cards(audit: AuditReport, material: Material) -> list[dict[str, Any]]:
     """A card for each incident; of very many, for the last ones."""
-    return [_card(entry, ledger, material.evidence.get(entry.incident, {})) for entry in ledger.incidents[-MOST:]]
+    return [_card(entry, audit, material.evidence.get(entry.incident, {})) for entry in audit.incidents[-MOST:]]
 
 
-def _card(entry: IncidentEntry, ledger: AuditReport, seen: dict[int, RankEvidence]) -> dict[str, Any]:
-    words, style = OUTCOMES[entry.outcome]
-    skipped = ledger.skipped_by(entry.incident)
+def _card(entry: IncidentEntry, audit: AuditReport, seen: dict[int, RankEvidence]) -> dict[str, Any]:
+    skipped = audit.skipped_by(entry.incident)
     ranks = sorted({rank for batch in skipped[:_BATCHES] for rank in batch.indices})[:_RANKS]
     teller = seen.get(entry.evidence.ranks[0] if entry.evidence and entry.evidence.ranks else min(seen, default=0))
     norms = teller.gradients if teller else None
@@ -37,10 +36,10 @@ def _card(entry: IncidentEntry, ledger: AuditReport, seen: dict[int, RankEvidenc
     return {
         "number": entry.incident,
         "title": f"{entry.cause} {VERDICTS[entry.verdict]}",
-        "tone": _TONES[style],
-        "outcome": words + (f" as incident {entry.repeated_by}" if entry.repeated_by is not None else ""),
+        "tone": _TONES[OUTCOMES[entry.outcome][1]],
+        "outcome": outcome_in_words(entry),
         "explanation": entry.explanation,
-        "rows": list(_rows(entry)),
+        "rows": [(label, words) for label, words in incident_rows(entry) if label not in _SHOWN_OTHERWISE],
         "onset": entry.onset.step,
         "detection": entry.detection.step,
         "window": _window([*entry.recent, *([] if entry.value is None else [entry.value])], entry.threshold),
@@ -55,30 +54,6 @@ def _card(entry: IncidentEntry, ledger: AuditReport, seen: dict[int, RankEvidenc
         ],
         "skipped_total": len(skipped),
     }
-
-
-def _rows(entry: IncidentEntry) -> Iterator[tuple[str, str]]:
-    yield "onset", f"step {entry.onset.step:,}, batch {entry.onset.batch:,}"
-    late = entry.detection.step - entry.onset.step
-    yield (
-        "detected",
-        f"step {entry.detection.step:,}, batch {entry.detection.batch:,}" + (f" ({late} steps on)" if late else ""),
-    )
-    if entry.verdict != "requested":
-        threshold = "" if entry.threshold is None else f", threshold {number(entry.threshold)}"
-        yield "rule", f"{entry.rule}: value {number(entry.value)}{threshold}"
-    if entry.ranks:
-        yield "ranks", ", ".join(map(str, entry.ranks[:16])) + (" …" if len(entry.ranks) > 16 else "")
-    if entry.evidence:
-        yield "where", entry.evidence.began
-    yield "answer", answer_in_words(entry)
-    if entry.reason:
-        yield "reason", entry.reason
-    if entry.restored:
-        lost = "unknown" if entry.steps_lost is None else f"{entry.steps_lost:,}"
-        yield "cost", f"{lost} steps, {duration(entry.seconds_lost)}"
-    if entry.evidence and (files := [batch.file for batch in entry.evidence.batches if batch.file]):
-        yield "batch kept", first_few(files, 2)
 
 
 def _window(values: Sequence[float], threshold: float | None) -> dict[str, Any] | None:

@@ -55,11 +55,11 @@ def curves_of(columns: MetricColumns, incidents: Iterable[Incident]) -> DrawnCur
 
 
 def chart(
-    ledger: AuditReport, records: Sequence[JournalEntry], curves: DrawnCurves
+    audit: AuditReport, records: Sequence[JournalEntry], curves: DrawnCurves
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the script draws, and what stands around it in the page."""
     fates: dict[str, list[int]] = defaultdict(list)
-    for entry in ledger.checkpoints:
+    for entry in audit.checkpoints:
         if entry.step is not None:
             fates[entry.status].append(entry.step)
     fates["drained"] += [fact.step for _, fact in of_kind(records, Drained)]
@@ -72,7 +72,7 @@ def chart(
                 "detection": entry.detection.step,
                 "title": f"incident {entry.incident}: {entry.cause} ({entry.outcome})",
             }
-            for entry in ledger.incidents
+            for entry in audit.incidents
         ],
         "skips": [[fact.step, fact.first, fact.last] for _, fact in of_kind(records, PassedOver)],
         "checkpoints": [

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from rollback import __version__
 from rollback.facts.training import Incident
-from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.reading import Material, Progress, read_material, readable, require_run_directory
 from rollback.inspect.audit.report import AuditReport
 from rollback.report.cards import cards
@@ -39,7 +39,7 @@ _NO_ENDING = {"tone": "calm", "badge": "no end on record", "text": "It is runnin
 def make_page(root: Path) -> str:
     """The report of a run. Raises as `read_material`."""
     material, curves = _read(root)
-    return render(compile_ledger(material), material, curves)
+    return render(compile_audit(material), material, curves)
 
 
 def _read(root: Path) -> tuple[Material, DrawnCurves | None]:
@@ -50,11 +50,11 @@ def _read(root: Path) -> tuple[Material, DrawnCurves | None]:
     return material, curves_of(columns, (fact for _, fact in of_kind(material.records, Incident)))
 
 
-def render(ledger: AuditReport, material: Material, curves: DrawnCurves | None) -> str:
-    """The page of a ledger, what it was made from, and the curves."""
-    drawn, around = chart(ledger, material.records, curves) if curves is not None else (None, None)
-    tables = list(blocks(ledger, material.records, RunPaths(Path(material.directory))))
-    spent, shown = _account(ledger), cards(ledger, material)
+def render(audit: AuditReport, material: Material, curves: DrawnCurves | None) -> str:
+    """The page of an audit, what it was made from, and the curves."""
+    drawn, around = chart(audit, material.records, curves) if curves is not None else (None, None)
+    tables = list(blocks(audit, material.records, RunPaths(Path(material.directory))))
+    spent, shown = _account(audit), cards(audit, material)
     style, script = _asset("report.css"), _asset("report.js")
     sections = [("curve", "Curve"), *([("account", "Time")] if spent else []), ("incidents", "Incidents")]
     environment = Environment(
@@ -65,16 +65,16 @@ def render(ledger: AuditReport, material: Material, curves: DrawnCurves | None) 
         style=Markup(style),
         script=Markup(script),
         data=Markup(_embedded(drawn)),
-        name=Path(ledger.run.directory).resolve().name,
-        directory=ledger.run.directory,
-        ending=_ending(ledger),
-        facts=_facts(ledger),
+        name=Path(audit.run.directory).resolve().name,
+        directory=audit.run.directory,
+        ending=_ending(audit),
+        facts=_facts(audit),
         sections=[*sections, *((block.anchor, block.title) for block in tables)],
-        notices=ledger.notices,
+        notices=audit.notices,
         chart=around,
         account=spent,
         incidents=shown,
-        incidents_total=len(ledger.incidents),
+        incidents_total=len(audit.incidents),
         tables=tables,
         version=__version__,
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
@@ -121,10 +121,10 @@ def _made_printable(value: Any) -> Any:
     return [_made_printable(item) for item in value] if isinstance(value, list) else value
 
 
-def _ending(ledger: AuditReport) -> dict[str, str]:
-    if ledger.ending is None:
+def _ending(audit: AuditReport) -> dict[str, str]:
+    if audit.ending is None:
         return _NO_ENDING
-    ending = ledger.ending
+    ending = audit.ending
     at = f" at step {ending.step:,}" if ending.step is not None else ""
     return {
         "tone": _ENDINGS[ending.how],
@@ -133,9 +133,9 @@ def _ending(ledger: AuditReport) -> dict[str, str]:
     }
 
 
-def _facts(ledger: AuditReport) -> list[tuple[str, str]]:
-    totals = ledger.totals
-    spread = ledger.attempts[-1].sharding if ledger.attempts else None
+def _facts(audit: AuditReport) -> list[tuple[str, str]]:
+    totals = audit.totals
+    spread = audit.attempts[-1].sharding if audit.attempts else None
     return [
         ("steps that count", at_least(f"{totals.steps:,}", totals.steps_at_least)),
         ("steps undone", at_least(f"{totals.steps_lost:,}", totals.steps_lost_at_least)),
@@ -143,7 +143,7 @@ def _facts(ledger: AuditReport) -> list[tuple[str, str]]:
         ("incidents", f"{totals.incidents:,}"),
         ("batches skipped", f"{totals.skipped_batches:,}"),
         ("attempts", f"{totals.attempts:,}"),
-        ("ranks", "-" if ledger.run.world_size is None else f"{ledger.run.world_size:,}"),
+        ("ranks", "-" if audit.run.world_size is None else f"{audit.run.world_size:,}"),
         *([("sharded", f"{spread.sharded:,} of {spread.parameters:,} parameters")] if spread else []),
         ("on record", duration(totals.seconds)),
     ]
@@ -159,17 +159,17 @@ class TimePart(NamedTuple):
     steps: int | None
 
 
-def time_parts(ledger: AuditReport) -> list[TimePart]:
+def time_parts(audit: AuditReport) -> list[TimePart]:
     """Where the time went, at the prices of `rollback.inspect.audit.cost`, in parts that add up to the whole; none
     where there is no time on record."""
-    totals = ledger.totals
+    totals = audit.totals
     if totals.seconds is None:
         return []
-    rewinds = sum(entry.seconds_lost or 0.0 for entry in ledger.incidents)
-    restarts = sum(entry.seconds_lost or 0.0 for entry in ledger.attempts)
+    rewinds = sum(entry.seconds_lost or 0.0 for entry in audit.incidents)
+    restarts = sum(entry.seconds_lost or 0.0 for entry in audit.attempts)
     rest = max(0.0, totals.seconds - rewinds - restarts - totals.seconds_hung - totals.seconds_down)
-    undone = sum(entry.steps_lost or 0 for entry in ledger.incidents)
-    lost = sum(entry.steps_lost or 0 for entry in ledger.attempts)
+    undone = sum(entry.steps_lost or 0 for entry in audit.incidents)
+    lost = sum(entry.steps_lost or 0 for entry in audit.attempts)
     return [
         TimePart("healthy", "training that counts", rest, totals.steps),
         TimePart("rewinds", "undone by rewinds", rewinds, undone),
@@ -179,9 +179,9 @@ def time_parts(ledger: AuditReport) -> list[TimePart]:
     ]
 
 
-def _account(ledger: AuditReport) -> dict[str, Any] | None:
+def _account(audit: AuditReport) -> dict[str, Any] | None:
     """The parts with what the bar needs: places from 0 to 1000."""
-    if not (spent := time_parts(ledger)):
+    if not (spent := time_parts(audit)):
         return None
     seconds = sum(part.seconds for part in spent)
     parts, x = [], 0.0
@@ -199,8 +199,8 @@ def _account(ledger: AuditReport) -> dict[str, Any] | None:
             }
         )
         x += width
-    unknown = sum(entry.restored is not None and entry.seconds_lost is None for entry in ledger.incidents)
-    unknown += sum(bool(entry.steps_lost) and entry.seconds_lost is None for entry in ledger.attempts)
+    unknown = sum(entry.restored is not None and entry.seconds_lost is None for entry in audit.incidents)
+    unknown += sum(bool(entry.steps_lost) and entry.seconds_lost is None for entry in audit.attempts)
     note = f"The price of {unknown} events is not on record; it stands under what counts."
     return {
         "parts": parts,

@@ -35,16 +35,16 @@ class Block:
     texts: Sequence[tuple[str, str]] = ()
 
 
-def blocks(ledger: AuditReport, records: Sequence[JournalEntry], paths: RunPaths) -> Iterator[Block]:
+def blocks(audit: AuditReport, records: Sequence[JournalEntry], paths: RunPaths) -> Iterator[Block]:
     """All sections that have something to say."""
-    yield _attempts(ledger, records, paths)
+    yield _attempts(audit, records, paths)
     drained = {fact.checkpoint: fact for _, fact in of_kind(records, Drained)}
-    yield _checkpoints(ledger.checkpoints, drained, paths)
-    if ledger.user_windows or ledger.requests:
-        yield _asked(ledger)
-    if ledger.noticed or ledger.probes or ledger.phases or ledger.scaler_skipped:
-        yield _left_alone(ledger)
-    messages = [("advice", m) for m in ledger.advice] + [("trouble", m) for m in ledger.troubles]
+    yield _checkpoints(audit.checkpoints, drained, paths)
+    if audit.user_windows or audit.requests:
+        yield _asked(audit)
+    if audit.noticed or audit.probes or audit.phases or audit.scaler_skipped:
+        yield _left_alone(audit)
+    messages = [("advice", m) for m in audit.advice] + [("trouble", m) for m in audit.troubles]
     if messages:
         rows = [[kind, m.subject, m.text, str(m.attempt)] for kind, m in messages]
         yield _cut("advice", "Advice and troubles", ["kind", "about", "what", "attempt"], rows, numbers=["attempt"])
@@ -60,14 +60,14 @@ def _cut(
     return Block(anchor, title, heads, rows[-_MOST:], f"{len(rows) if count is None else count:,}", note, **more)
 
 
-def _attempts(ledger: AuditReport, records: Sequence[JournalEntry], paths: RunPaths) -> Block:
+def _attempts(audit: AuditReport, records: Sequence[JournalEntry], paths: RunPaths) -> Block:
     hung = dict.fromkeys(record.attempt for record, _ in of_kind(records, Hung))
     texts = [text for attempt in list(hung)[-5:] for text in _stacks(paths, attempt)]
     return _cut(
         "attempts",
         "Attempts",
         ["attempt", "started", "steps", "how it ended", "undone", "what followed"],
-        [_attempt(entry) for entry in ledger.attempts],
+        [_attempt(entry) for entry in audit.attempts],
         numbers=["attempt"],
         texts=texts[:_STACKS],
     )
@@ -125,17 +125,16 @@ def _checkpoint(entry: CheckpointEntry, drained: bool) -> list[str]:
     return [entry.checkpoint, step, batch, fate, taken, size, seconds, entry.reason or ""]
 
 
-def _asked(ledger: AuditReport) -> Block:
+def _asked(audit: AuditReport) -> Block:
     rows = [
-        [f"skip batches {w.span.first:,} to {w.span.last:,}", w.who, w.why, f"{w.span.passed_over:,} passed over"]
-        for w in ledger.user_windows
+        [f"skip {w.span.in_words()}", w.who, w.why, f"{w.span.passed_over:,} passed over"] for w in audit.user_windows
     ]
-    rows += [[asked_in_words(e), e.who or "", e.why or "", fate_in_words(e)] for e in ledger.requests]
+    rows += [[asked_in_words(e), e.who or "", e.why or "", fate_in_words(e)] for e in audit.requests]
     title = "What people asked for, and what the supervisor skipped"
     return _cut("asked", title, ["what", "who", "why", "what became of it"], rows)
 
 
-def _left_alone(ledger: AuditReport) -> Block:
+def _left_alone(audit: AuditReport) -> Block:
     rows = [
         [
             f"{e.first_step:,}" + (f" to {e.last_step:,}" if e.last_step > e.first_step else ""),
@@ -143,12 +142,12 @@ def _left_alone(ledger: AuditReport) -> Block:
             f"peak {number(e.peak)}, threshold {number(e.threshold)}",
             e.fate,
         ]
-        for e in ledger.noticed
+        for e in audit.noticed
     ]
-    rows += [[f"{p.step:,}", "probe", p.explanation, p.finding or "not asked"] for p in ledger.probes]
-    rows += [[f"{p.step:,}", "announced", p.phase or "", "the sentinel learns afresh"] for p in ledger.phases]
-    if ledger.scaler_skipped:
-        steps = ", ".join(f"{point.step:,}" for point in ledger.scaler_skipped[-12:])
-        dropped = f"{len(ledger.scaler_skipped):,} updates dropped by the gradient scaler"
+    rows += [[f"{p.step:,}", "probe", p.explanation, p.finding or "not asked"] for p in audit.probes]
+    rows += [[f"{p.step:,}", "announced", p.phase or "", "the sentinel learns afresh"] for p in audit.phases]
+    if audit.scaler_skipped:
+        steps = ", ".join(f"{point.step:,}" for point in audit.scaler_skipped[-12:])
+        dropped = f"{len(audit.scaler_skipped):,} updates dropped by the gradient scaler"
         rows.append([steps, "scaler", dropped, "no incident"])
     return _cut("noticed", "Seen and left alone", ["steps", "rule", "what", "what became of it"], rows)

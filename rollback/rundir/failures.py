@@ -128,18 +128,18 @@ def class_of_exception(error: str, message: str, *, oom_killed: bool = False) ->
     return "exception"
 
 
-def class_of(record: FailureRecord) -> Why:
+def _class_of(record: FailureRecord) -> Why:
     return class_of_exception(record.error, record.message)
 
 
 def merely_noticed(record: FailureRecord) -> bool:
     """Whether a rank raised because of another one."""
-    return class_of(record) in NOTICED
+    return _class_of(record) in NOTICED
 
 
 def in_order_of_blame(records: Iterable[FailureRecord]) -> list[FailureRecord]:
     """Failure records, the first cause first; within a class, the earliest first."""
-    return sorted(records, key=lambda record: (PRECEDENCE[class_of(record)], record.seconds))
+    return sorted(records, key=lambda record: (PRECEDENCE[_class_of(record)], record.seconds))
 
 
 def qualified_name(kind: type[BaseException]) -> str:

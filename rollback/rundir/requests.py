@@ -75,11 +75,12 @@ class Request(BaseModel, frozen=True, extra="forbid"):
 
 def order_in_words(order: Order, to: int | None, skip: Window | None, samples: Iterable[int]) -> str:
     """What is asked for. The others: fields of a request."""
+    skipped = f"skip {skip.in_words()}" if skip else ""
     match order:
         case "rewind":
-            return f"rewind to step {to}" + (f" and skip batches {skip}" if skip else "")
+            return f"rewind to step {to}" + (f" and {skipped}" if skip else "")
         case "skip":
-            return f"skip batches {skip}"
+            return skipped
         case "quarantine":
             return f"leave out the samples {', '.join(map(str, samples))}"
         case "release":

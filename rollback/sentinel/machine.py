@@ -73,7 +73,6 @@ class Sentinel:
             raise UsageError(f"no sensitivity is called {sensitivity!r}", hint=f"one of {', '.join(PRESETS)}")
         if objective not in OBJECTIVES:
             raise UsageError(f"no objective is called {objective!r}", hint=f"one of {', '.join(OBJECTIVES)}")
-        self.sensitivity = sensitivity
         self._preset = PRESETS[sensitivity]
         self._state = State.LEARNING
         self._loss = Baseline(tail_aware=True)

@@ -89,19 +89,19 @@ class Turn:
     """What happens to variables in one turn of a loop. Where it may go several ways, a variable is set if all set it.
 
     stored: the line that sets each first. rebound: those that are set to another object, not changed in place alone.
-    exposed: what is read in front of being set. An inner loop has a turn at least: else all that such a loop sets would
-    seem to be carried.
+    An inner loop has a turn at least: else all that such a loop sets would seem to be carried.
     """
 
     def __init__(self) -> None:
         self.stored: dict[str, int] = {}
         self.rebound: set[str] = set()
-        self.exposed: set[str] = set()
+        self._exposed: set[str] = set()
+        """What is read in front of being set."""
 
     @property
     def carried(self) -> dict[str, int]:
         """What a turn hands on to the next one, each with the line that sets it first."""
-        found = {name: line for name, line in self.stored.items() if name in self.exposed}
+        found = {name: line for name, line in self.stored.items() if name in self._exposed}
         parts = {name: name.removeprefix("self.").split(".")[1:] for name in found}
         return {name: line for name, line in found.items() if _OF_PARAMETERS.isdisjoint(parts[name])}
 
@@ -109,7 +109,7 @@ class Turn:
         """An expression, or the parts of a simple statement."""
         if node is None:
             return
-        self.exposed |= {name for name in names_in(node) if not has_part_in(name, known)}
+        self._exposed |= {name for name in names_in(node) if not has_part_in(name, known)}
         for part in ast.walk(node):
             match part:
                 case ast.Call(func=ast.Attribute(attr=method, value=of)) if _changes(method, of):
@@ -124,7 +124,7 @@ class Turn:
     def _change(self, target: ast.expr, line: int, known: set[str]) -> None:
         """In place: it is read, too."""
         if (name := place_of(target)) is not None and not has_part_in(name, known):
-            self.exposed.add(name)
+            self._exposed.add(name)
             self.stored.setdefault(name, line)
 
     def _store(self, target: ast.expr, known: set[str]) -> None:
@@ -216,9 +216,9 @@ class Turn:
             outer = {name for node in of_scope(function) if isinstance(node, ast.Nonlocal | ast.Global)
                      for name in node.names}  # fmt: skip
             read = {name for part in function.body for name in names_in(part)}  # type: ignore[attr-defined]
-            self.exposed |= {name for name in read - (own - outer) if not has_part_in(name, known)}
+            self._exposed |= {name for name in read - (own - outer) if not has_part_in(name, known)}
             for name in outer & own:
-                self.exposed.add(name)
+                self._exposed.add(name)
                 self.stored.setdefault(name, function.lineno)
         known.add(function.name)  # type: ignore[attr-defined]
 

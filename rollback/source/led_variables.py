@@ -124,14 +124,14 @@ class CarriedByLoop:
             if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
             and isinstance(node.value, ast.Constant) and node.value.value == 1
         }  # fmt: skip
-        self._steering = steering_names(loops, loop)
+        self._steering = _steering_names(loops, loop)
 
     def steers(self, name: str) -> bool:
         """Whether the training depends on it, or on an object that it is an attribute of."""
         return has_part_in(name, self._steering)
 
 
-def steering_names(loops: ScriptLoops, loop: Loop) -> set[str]:
+def _steering_names(loops: ScriptLoops, loop: Loop) -> set[str]:
     """The names on which it depends what a loop trains, and when it ends: those that a loss is made of, or that decide
     of an update or of the loop's end, and those that these are made of in turn. Rather too many than too few."""
     nodes = [node for each in (loop, *loops.around(loop)) for node in (*ast.walk(each), *loops.reached(each))]

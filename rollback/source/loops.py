@@ -77,7 +77,7 @@ class ScriptLoops(ScriptFile):
             and not any(batches in inner[loop] for batches in self.batches)
             and any(is_call_of(node, "next") for node in self.reached(loop))
         ]  # fmt: skip
-        self.turning = [  # `while True: batch = next(batches)`
+        turning = [  # `while True: batch = next(batches)`
             node for node in self._all
             if isinstance(node, ast.While)
             and mentioned
@@ -85,7 +85,7 @@ class ScriptLoops(ScriptFile):
             and any(map(is_backward, self.reached(node)))
             and not any(item in self.batches for item in self.reached(node))
         ]  # fmt: skip
-        self.training: list[Loop] = [*self.batches, *self.drawing, *self.turning]
+        self.training: list[Loop] = [*self.batches, *self.drawing, *turning]
         """All that draw batches, and train on them."""
         self.epochs = {batches: near[0] for batches in self.batches if (near := nearest(around, batches))}
         self.trains_elsewhere = not training
@@ -98,7 +98,7 @@ class ScriptLoops(ScriptFile):
             if all(each in self.drawing for each in outer)
             and (found := turning_loop(self, loop, outer))
         ]  # fmt: skip
-        alone = len(turns) == 1 and not (self.batches or self.turning)
+        alone = len(turns) == 1 and not (self.batches or turning)
         self.by_turns = [each for each in turns if each.in_epochs or alone]
         within = [*self.batches, *(each.loop for each in self.by_turns if each.in_epochs)]
         may_train = [loop for batches in within for loop in nearest(around, batches)]

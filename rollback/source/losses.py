@@ -9,6 +9,7 @@ from rollback.errors import UsageError
 
 ByHand = Callable[[ast.stmt, str, str], UsageError]
 """The error for a statement, what is wrong with it, and what to do by hand."""
+_NAMED = "give the loss a name, loss = ..., then loss.backward() and guard.observe(loss)"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,3 @@ def _unscaled(receiver: ast.expr) -> ast.expr:
         case ast.IfExp(orelse=loss):
             return _unscaled(loss)
     return receiver
-
-
-_NAMED = "give the loss a name, loss = ..., then loss.backward() and guard.observe(loss)"

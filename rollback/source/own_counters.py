@@ -5,7 +5,6 @@ training too early behind a rollback, and too late behind a resume.
 """
 
 import ast
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -32,7 +31,6 @@ class OwnCounter:
     loop: Loop | None = field(default=None, compare=False, repr=False)
 
 
-@functools.cache
 def own_counters(loops: ScriptLoops) -> list[OwnCounter]:
     """Of the training loops: what their turns carry, and what limits them from outside. Of a large file that takes
     seconds."""

@@ -74,7 +74,7 @@ class Attempts:
         order: LaunchOrder,
         say: Callable[[str], None],
         host: Host,
-        ledger: SupervisorJournal,
+        own_journal: SupervisorJournal,
         signals: StopSignals,
         nodes: Nodes,
         keep_lock: Callable[[], None],
@@ -83,14 +83,14 @@ class Attempts:
         self._paths = order.paths
         self._say = say
         self._host = host
-        self._ledger = ledger
+        self._own_journal = own_journal
         self._signals = signals
         self._nodes, self._keep_lock = nodes, keep_lock
         self._requests = StopRequests(order.paths)
         self._stop_signals: list[signal.Signals] = []
         self._last_start: facts.AttemptStarted | None = None
         self._journal = TrainJournal(order.paths.train_journal)
-        self._draining = Draining(order.paths, ledger, say, nodes.transport)
+        self._draining = Draining(order.paths, own_journal, say, nodes.transport)
         self._salt = new_salt()
 
     def run(self, past: EarlierAttempts) -> RunResult:
@@ -102,7 +102,7 @@ class Attempts:
         best = furthest_step(self._paths, past.train.history.furthest)
         budget = Budget.full(self._order.restart_budget)
         attempt = earlier = past.last_attempt  # which goes on with the journal
-        self._ledger.attempt = max(earlier, 1)  # of what happens before the first attempt of this launch
+        self._own_journal.attempt = max(earlier, 1)  # of what happens before the first attempt of this launch
         while True:
             attempt += 1
             if not self._gather(attempt):
@@ -142,7 +142,7 @@ class Attempts:
             if isinstance(decision, GiveUp):
                 self._tell_failure(evidence, why)
                 return self._end(ExitCode.FAILED, f"{why}; {decision.reason}")
-            self._ledger.note(
+            self._own_journal.note(
                 facts.RestartScheduled(delay=decision.delay, budget_left=budget.left, reason=decision.reason),
             )
             when = f"in {decision.delay:.0f} s" if decision.delay else "at once"
@@ -157,7 +157,7 @@ class Attempts:
             if self._nodes.gather(attempt, lambda: bool(self._signals.received)):
                 return True
         except RollbackError as error:
-            if self._ledger.opened:
+            if self._own_journal.opened:
                 self._end(error.exit_code, error.message)
             raise
         self._hear_signals()
@@ -172,11 +172,11 @@ class Attempts:
             newest, reached = newest_there(self._paths, past.train.history), furthest_step(self._paths, None, attempt)
             others = len(past.seats) > 1  # which may have been lost with that supervisor
             last = kept.as_fact(newest, reached, host_lost=others)
-            note_kept(last, newest, past.train.history.finished, self._ledger, self._say)
+            note_kept(last, newest, past.train.history.finished, self._own_journal, self._say)
 
     def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
         """Run torchrun once. Returns the evidence when all its processes are gone, and the first cause."""
-        self._ledger.attempt = attempt
+        self._own_journal.attempt = attempt
         began = time.monotonic()
         with self._host.attempt(attempt, self._nodes.group) as running:
             self._note_start(running)
@@ -192,8 +192,8 @@ class Attempts:
         record = first.record if first else None
         if left.kept is not None:
             last = left.kept.as_fact(evidence.kept, evidence.step, host_lost=bool(left.lost_nodes))
-            note_kept(last, evidence.kept, evidence.finished, self._ledger, self._say)
-        self._ledger.note(
+            note_kept(last, evidence.kept, evidence.finished, self._own_journal, self._say)
+        self._own_journal.note(
             facts.AttemptEnded(
                 status=left.status,
                 cause=cause(evidence, first),
@@ -220,7 +220,7 @@ class Attempts:
         )  # fmt: skip
         started = started.model_copy(update={"changed": differences(self._last_start, started)})
         self._last_start = started
-        self._ledger.note(started)
+        self._own_journal.note(started)
         if started.changed:
             told = "; ".join(started.changed)
             self._say(f"attempt {running.attempt}: other than at the last start: {told}")
@@ -252,7 +252,7 @@ class Attempts:
                 if not told or insistent or time.monotonic() > deadline:
                     self._end_everywhere(running, None if insistent else b"g")
             elif ended is None and (ended := lookout.look()) is not None:  # also of other nodes' ranks alone
-                self._ledger.note(ended)
+                self._own_journal.note(ended)
                 self._say(ended.in_words())
                 self._end_everywhere(running, b"h", hopeless=True)
             elif runs and lookout.trains and self._order.restart_budget:  # else none would ever be started
@@ -292,17 +292,17 @@ class Attempts:
         noted += [facts.Signalled(signal=f"rollback stop by {who}") for who in self._requests.take()]
         noted += [facts.Signalled(signal=name, node=node) for node, name in self._nodes.signals()]
         for fact in noted:
-            self._ledger.note(fact)
+            self._own_journal.note(fact)
         self._stop_signals += [signal.Signals.__members__.get(fact.signal, signal.SIGTERM) for fact in noted]
         return [fact.signal if fact.node is None else f"{fact.signal} on {fact.node}" for fact in noted]
 
     def _begin_record(self) -> None:
         """The ranks did not refuse the job: from now on, facts and output go to the run directory."""
-        self._ledger.open()
+        self._own_journal.open()
         self._host.output.keep()
 
     def _tell_failure(self, evidence: AttemptEvidence, account: str) -> None:
-        self._say(f"attempt {self._ledger.attempt} failed: {account}")
+        self._say(f"attempt {self._own_journal.attempt} failed: {account}")
         if (failures := evidence.left.failures) and failures.failures:
             words = self._host.output.last_words(failures.failures[0].rank)
             if words is not None:
@@ -314,7 +314,7 @@ class Attempts:
         found = blame(first, attempt, told)
         if found is None:
             return False
-        self._ledger.note(found)
+        self._own_journal.note(found)
         self._say(f"the same exception again, at batch {found.batch}: {found.answer}")
         return True
 
@@ -337,7 +337,7 @@ class Attempts:
             return
         if evidence.attached:
             self._begin_record()
-        if self._ledger.opened:
+        if self._own_journal.opened:
             self._end(error.exit_code, error.message)
         raise error
 
@@ -377,16 +377,16 @@ class Attempts:
 
     def _end(self, exit_code: ExitCode, reason: str, *, guarded: bool = True) -> RunResult:
         self._drain_the_rest()
-        self._ledger.note(facts.RunEnded(exit_code=exit_code, reason=reason))
+        self._own_journal.note(facts.RunEnded(exit_code=exit_code, reason=reason))
         self._draining.close()
         return RunResult(
             exit_code=exit_code, reason=reason, hint=self._draining.hint, guarded=guarded,
-            recorded=self._ledger.opened,
+            recorded=self._own_journal.opened,
         )  # fmt: skip
 
     def _drain_the_rest(self) -> None:
         """Also what an earlier launch has left in memory, where the ranks of this one never came to attach."""
-        if self._ledger.opened:
+        if self._own_journal.opened:
             self._draining.follow(self._journal.history)
         self._draining.finish(self._out_of_time)
 

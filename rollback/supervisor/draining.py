@@ -54,11 +54,11 @@ class Draining:
     def __init__(
         self,
         paths: RunPaths,
-        ledger: SupervisorJournal,
+        own_journal: SupervisorJournal,
         say: Callable[[str], None],
         transport: Transport | None = None,
     ) -> None:
-        self._paths, self._ledger, self._say = paths, ledger, say
+        self._paths, self._own_journal, self._say = paths, own_journal, say
         self._transport = transport
         self._drainer: Drainer | None = None
         self._not_started = ""
@@ -78,7 +78,7 @@ class Draining:
             return
         settings = Settings.model_validate(history.settings)
         self._url = settings.ring
-        drainer = drainer_for(self._paths, settings, self._ledger.note, self._say, self._transport)
+        drainer = drainer_for(self._paths, settings, self._own_journal.note, self._say, self._transport)
         if drainer is None:
             return
         try:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account, last_locks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
+from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.facts.training import Finished, LastSnapshotMade
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.outcome import KeptOnHost
 from rollback.supervisor.journal import SupervisorJournal
 
 _ANSWER = 1.0  # seconds for a rank to begin
@@ -39,7 +39,7 @@ def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes) -> None:
         time.sleep(_POLL)
 
 
-def kept_on_host(paths: RunPaths, attempt: int | None = None) -> KeptOnHost | None:
+def kept_on_host(paths: RunPaths, attempt: int | None = None) -> LastAccount | None:
     """What this host's ranks made of the last snapshot of an attempt (default: of the newest that they know of), when
     they are gone; None: nobody has tried. A checkpoint that is in no slot any more was taken back."""
     if (marks := _marks(paths)) is None or not (accounts := last_account.read_accounts(marks, attempt)):
@@ -47,27 +47,24 @@ def kept_on_host(paths: RunPaths, attempt: int | None = None) -> KeptOnHost | No
     here = {place.name for place in tiers.in_slots(paths)}
     kept = [account for account in accounts if account.checkpoint in here or account.tier == "durable"]
     account = next((account for account in kept if account.checkpoint is not None), accounts[0])
-    is_there = account in kept
+    taken_back = {} if account in kept else {"checkpoint": None, "step": None}
     ends = [end for rank in end_marks.ranks_of(marks) for end in end_marks.read_ends(marks, rank)]
-    return KeptOnHost(
-        attempt=account.attempt, reason=account.reason, checkpoint=account.checkpoint if is_there else None,
-        step=account.step if is_there else None, rank=account.rank, seconds=account.seconds, why_not=account.why_not,
-        furthest=max(ends).step if ends else None,  # of the attempt's newest return to a checkpoint
-    )  # fmt: skip
+    furthest = max(ends).step if ends else None  # of the attempt's newest return to a checkpoint
+    return account.model_copy(update={**taken_back, "furthest": furthest, "metrics": ()})
 
 
 def note_kept(
     last: LastSnapshotMade,
     newest: int | None,
     finished: Finished | None,
-    ledger: SupervisorJournal,
+    own_journal: SupervisorJournal,
     say: Callable[[str], None],
 ) -> None:
     """Journal what became of a last snapshot, and say it, unless the ranks have saved more behind it, as those do that
     are told to stop. newest: the step of the newest checkpoint. finished: the end of the training, if it was reached:
     ranks that end one after the other have nothing to keep then."""
     if finished is None or last.checkpoint is not None or last.steps_lost != 0:
-        ledger.note(last)
+        own_journal.note(last)
         if last.step is None or newest is None or newest <= last.step:
             say(last.in_words())
 

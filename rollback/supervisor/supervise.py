@@ -193,14 +193,14 @@ class HostLaunch:
 
     def lead(self, claim: Claim, meeting: Meeting | None = None) -> RunResult:
         """Decide about attempts, then release the run directory."""
-        ledger = SupervisorJournal(self.order.paths, self.say)
+        own_journal = SupervisorJournal(self.order.paths, self.say)
         try:
-            with self._all_nodes(meeting, ledger) as nodes:
+            with self._all_nodes(meeting, own_journal) as nodes:
                 verdict = RunResult(
                     exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how"
                 )
                 try:
-                    verdict = self._run(claim, ledger, nodes)
+                    verdict = self._run(claim, own_journal, nodes)
                     return verdict
                 except RollbackError as error:
                     verdict = RunResult.of_error(error)
@@ -208,11 +208,11 @@ class HostLaunch:
                 finally:
                     nodes.farewell(verdict)
         finally:
-            let_go = claim.release if ledger.opened else claim.undo
-            ledger.close()
+            let_go = claim.release if own_journal.opened else claim.undo
+            own_journal.close()
             let_go()
 
-    def _run(self, claim: Claim, ledger: SupervisorJournal, nodes: Nodes) -> RunResult:
+    def _run(self, claim: Claim, own_journal: SupervisorJournal, nodes: Nodes) -> RunResult:
         order = self.order
         brought = self._fetch()
         try:
@@ -221,10 +221,10 @@ class HostLaunch:
             if (told := nothing_left(order.paths, past, order.job, order.settings, self.say)) is not None:
                 return RunResult(exit_code=ExitCode.DONE, reason=told)
             _require_adopted_again(past, order)
-            result = Attempts(order, self.say, self.host, ledger, self.signals, nodes, claim.keep).run(past)
+            result = Attempts(order, self.say, self.host, own_journal, self.signals, nodes, claim.keep).run(past)
             return result.model_copy(update={"durable": _durable(order.paths)})
         except RollbackError as error:
-            if error.exit_code in (ExitCode.UNFIT, ExitCode.USAGE) and not ledger.opened:
+            if error.exit_code in (ExitCode.UNFIT, ExitCode.USAGE) and not own_journal.opened:
                 with suppress(OSError, RollbackError):
                     unfetch(order.paths, brought)
             raise
@@ -239,13 +239,13 @@ class HostLaunch:
             return fetch(self.store, self.order.paths, self.say)
 
     @contextmanager
-    def _all_nodes(self, meeting: Meeting | None, ledger: SupervisorJournal) -> Iterator[Nodes]:
+    def _all_nodes(self, meeting: Meeting | None, own_journal: SupervisorJournal) -> Iterator[Nodes]:
         if self.place is None or meeting is None:
             yield Nodes()
             return
         with membership(self.order.paths, self.place):
             ring = self.order.settings.ring
-            yield Leader(self.order.paths, self.place, self.say, meeting, ledger.note, self.buddy, ring)
+            yield Leader(self.order.paths, self.place, self.say, meeting, own_journal.note, self.buddy, ring)
 
 
 def _require_adopted_again(past: EarlierAttempts, order: LaunchOrder) -> None:

@@ -46,7 +46,7 @@ def know_run_directory(root: Path) -> None:
     _run_directories.add(root)
 
 
-def made_for(of_a_file: int, umask: int) -> int:
+def _made_for(of_a_file: int, umask: int) -> int:
     """The mode of a new file or directory (`of_a_file`: 0o6, 0o7) under a umask.
 
     Only the owner has access, unless the umask lets the group (0o002) or everybody (0o000) write, which no umask does
@@ -67,7 +67,7 @@ def _umask() -> int:
 
 def file_mode() -> int:
     """The mode of a file that is made now."""
-    return made_for(0o6, _umask())
+    return _made_for(0o6, _umask())
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def directory(path: Path, *, make: bool = False) -> Iterator[int]:
         with directory(path.parent, make=True) as above:
             sys.audit(WRITES, str(path))
             with contextlib.suppress(FileExistsError):
-                os.mkdir(path.name, made_for(0o7, _umask()), dir_fd=above)
+                os.mkdir(path.name, _made_for(0o7, _umask()), dir_fd=above)
         fd = _open_directory(path)
     try:
         yield fd
@@ -126,7 +126,7 @@ def make_new_directory(path: Path) -> None:
     """Make a directory that must not exist yet; make its parents where they are missing."""
     with directory(path.parent, make=True) as fd:
         sys.audit(WRITES, str(path))
-        os.mkdir(path.name, made_for(0o7, _umask()), dir_fd=fd)
+        os.mkdir(path.name, _made_for(0o7, _umask()), dir_fd=fd)
 
 
 def open_file(path: Path, flags: int) -> int:

@@ -64,7 +64,7 @@ class CheckpointSide:
     """Copies checkpoints to the durable ring; None: another process does."""
 
 
-def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str], None]) -> CheckpointSide:
+def _checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str], None]) -> CheckpointSide:
     """Collective: make these parts. show: gets what this rank is doing, for its heartbeat."""
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
     tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
@@ -114,7 +114,7 @@ class GuardAssembly:
         layers, skips = Layers(state.model), SkipList(run)
         updates = Updates(optimizer, objects.get("scaler"), model, layers)
         self._batches = Batches(run, loader, cursor, skips)
-        self._checkpoints = checkpoint_side(run, state, heartbeat.turn_to)
+        self._checkpoints = _checkpoint_side(run, state, heartbeat.turn_to)
         manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
         evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
         self._pulse = pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))

@@ -53,6 +53,9 @@ class TrainingEnd:
         self._judge = judge
         self._record = run.record
         self.max_steps = max_steps
+        self.max_steps_in_words = "max_steps={}"
+        self.way_out = "max_steps=N or guard.epochs(N)"
+        """What would have ended the loop where the script has left it; empty: nothing that the script could write."""
         self.on_complete: list[Callable[[], object]] = []
         """Called when the guard has ended the loop at `max_steps`."""
         self._keeps = run.settings.snapshot_every != 0
@@ -62,7 +65,7 @@ class TrainingEnd:
         self._given_up = False
         self._stage = EndStage.UNTRAINED
         self.unrecorded = ""
-        """See `Heartbeat.unrecorded`."""
+        """Training is complete, and this is why the journal has not taken that; empty otherwise."""
         self._number = next(_NUMBERS)
         if (handled := sys.exc_info()[1]) is not None:
             # The script's loop may stand in an `except`, and a process be forked in one. That exception is marked and
@@ -75,6 +78,11 @@ class TrainingEnd:
     def is_due(self) -> bool:
         """Whether `max_steps` is reached."""
         return self.max_steps is not None and self._state.counters.step >= self.max_steps
+
+    @property
+    def by_max_steps(self) -> str:
+        """What ends the training then, in words."""
+        return self.max_steps_in_words.format(self.max_steps)
 
     @property
     def raised(self) -> BaseException | None:
@@ -173,7 +181,7 @@ class TrainingEnd:
             if self._before is not None and (self._before.step, self._before.checkpoint) == (step, end.checkpoint):
                 notice = f"nothing was left to train behind step {step}; ask for more steps or epochs to go on"
             elif self.max_steps is not None and 0 < step < self.max_steps:
-                notice = f"training ends at step {step}, by {end.by}, and not at max_steps={self.max_steps}"
+                notice = f"training ends at step {step}, by {end.by}, and not by {self.by_max_steps}"
             elif not step and batch and not end.left_over:
                 notice = f"nothing was trained: each of the {batch} batches is skipped, as the run's skip list says"
             elif not step:  # else "done" would be taken for trained
@@ -198,9 +206,8 @@ class TrainingEnd:
         left = ScriptLeft(**self._standing()[0], unjudged=unjudged)
         what = f"; its last {unjudged} updates were not judged" if unjudged > 1 else ""
         what = "; its last update was not judged" if unjudged == 1 else what
-        end_there = (
-            "" if self._given_up else ". To end there, let the guard end the loop: max_steps=N or guard.epochs(N)"
-        )
+        hinted = bool(self.way_out) and not self._given_up
+        end_there = f". To end there, let the guard end the loop: {self.way_out}" if hinted else ""
         self._record.note(
             left,
             f"the script has left its loop over the guard, at step {left.step}{what}. What came behind the newest "

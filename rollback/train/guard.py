@@ -166,7 +166,7 @@ class Guard(ScriptSide):
         self._act(Attend() if self._requests.starting else self._end_step())
         while not self._passes.interrupted:
             if self._end.is_due:
-                if self._all_is_well() and self._end_pass(f"max_steps={self._end.max_steps}", final=True):
+                if self._all_is_well() and self._end_pass(self._end.by_max_steps, final=True):
                     break
                 continue
             try:

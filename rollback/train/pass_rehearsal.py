@@ -34,19 +34,19 @@ class PassRehearsal:
         self._restored = False
         self.make: Callable[[], Any] | None = None
         self.due = self.ready = False
-        self.source: str | None = None
+        self._source: str | None = None
 
     def pass_begins(self, *, restored: bool) -> None:
         """restored: the state is that of the checkpoint that was restored last. Not collective."""
-        self.due, self.ready, self.source = self.make is not None, False, None
+        self.due, self.ready, self._source = self.make is not None, False, None
         self._held, self._restored = None, restored
 
     def prepare(self, timeline: int) -> None:
         """Collective: see to it that the present state can be put back. All steps are judged."""
         self._held = self._rewinder.present_state() if self._step.first_batch is not None else None
         if self._held is None and not self._restored:
-            self.source = self._schedule.take_now(timeline)
-        self.ready = self._restored or self._held is not None or self.source is not None
+            self._source = self._schedule.take_now(timeline)
+        self.ready = self._restored or self._held is not None or self._source is not None
 
     def begin(self) -> Any:
         """The batch. Not collective."""
@@ -65,6 +65,6 @@ class PassRehearsal:
         if (held := self._held) is not None:
             self._rewinder.put_back_probe(held, gradients)
         else:
-            gradients.put_back(lambda: self._rewinder.restore_again(RollbackCause.EPOCH_START, self.source))
+            gradients.put_back(lambda: self._rewinder.restore_again(RollbackCause.EPOCH_START, self._source))
         self._held = None
         put_back_step()

@@ -98,6 +98,11 @@ class ScriptSide(GuardAssembly):
         been of use, the journal has the reason."""
         self._prober.refuse(why)
 
+    def name_ends(self, max_steps: str, epochs: str = "guard.epochs({})") -> None:
+        """Say in these words what has ended the training: for loops of a library, whose users have written neither
+        `max_steps` nor `guard.epochs`. `{}` in them stands for the number."""
+        self._end.max_steps_in_words, self._passes.epochs_in_words, self._end.way_out = max_steps, epochs, ""
+
     def watch(self, variables: Sequence[tuple[str, Any]]) -> None:
         """Have advice look at these, too, pairs of a name and a value: for what is in no variable of the script's that
         the guard sees, as the attributes of a Trainer's callback. Advice names those that no checkpoint has."""

@@ -47,7 +47,7 @@ class StepInProgress:
         """Position of its first batch; None: it has no batch yet."""
         self.batches = 0
         """Number of batches so far."""
-        self.epoch_began = False
+        self._epoch_began = False
         """Whether an epoch begins with this step."""
         self.probe_batches: int | None = None
         """Number of probe batches so far, in place of the step's own; None: there is no probe."""
@@ -60,7 +60,7 @@ class StepInProgress:
 
     def begin_epoch(self) -> None:
         """An epoch has been opened. Its first batch may be read at once, to know whether there is one."""
-        self._state.counters.epoch_left, self.epoch_began = False, True
+        self._state.counters.epoch_left, self._epoch_began = False, True
         self.show_batch("reading", self._state.cursor.batch)
 
     def show_batch(self, doing: str, position: int) -> None:
@@ -136,7 +136,7 @@ class StepInProgress:
         counters, cursor, epoch_end = self._state.counters, self._state.cursor, self._state.cursor.epoch_end
         counters.note_update(self.batches, last_of_epoch=epoch_end == cursor.batch)
         hints = self._state.note_learning_rate()
-        if self.epoch_began:
+        if self._epoch_began:
             hints |= Hint.EPOCH
         habit = self.updates.end_step(self.batches)
         self._evidence.end_step(counters.step, self._losses, self.updates.gradients)
@@ -165,7 +165,9 @@ class StepInProgress:
 
     def hold(self) -> Callable[[], None]:
         """What makes it again the step that it is now, behind a batch that does not count."""
-        told = {name: getattr(self, name) for name in ("_grad_norm", "_phase", "first_batch", "batches", "epoch_began")}
+        told = {
+            name: getattr(self, name) for name in ("_grad_norm", "_phase", "first_batch", "batches", "_epoch_began")
+        }
         losses, phase = [*self._losses], self._state.kept.phase
 
         def put_back() -> None:

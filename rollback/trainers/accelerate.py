@@ -42,7 +42,8 @@ _GUARD_S_OWN = {
 
 
 def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...]:
-    """See `rollback.protect`. Returns `prepared`, with a loader that hands out guarded batches."""
+    """Put a guard into a loop over Accelerate: `rollback.protect(accelerator, ...)`. Returns `prepared`, with a loader
+    that hands out guarded batches."""
     require_known_ranks(accelerator)
     found = _sorted(prepared)
     loader, scheduler = found["loader"], found.get("scheduler")

@@ -74,7 +74,7 @@ def module_of(given: tuple[Any, ...]) -> Any:
         if known := _KNOWN.get((kind.__module__, kind.__qualname__)):
             module, *libraries = known
             for library in libraries:
-                require_version(library)
+                _require_version(library)
             return importlib.import_module(f"rollback.trainers.{module}")
     what = f"a {type(given[0]).__module__}.{type(given[0]).__qualname__}" if given else "nothing"
     raise UsageError(
@@ -84,7 +84,7 @@ def module_of(given: tuple[Any, ...]) -> Any:
     )
 
 
-def require_version(library: str) -> None:
+def _require_version(library: str) -> None:
     """Raises UsageError, with both numbers, where the installed version is not one that is supported."""
     first, below = SUPPORTED[library]
     installed = importlib.metadata.version(library)

@@ -125,8 +125,8 @@ def test_the_skips_of_a_run_are_those_that_it_passed_over_where_it_was_given_som
     late = toy.but(max_steps=70).with_settings(skip=[{"first": n, "last": n + 4} for n in (10, 38, 50)])
     ended = train(late, run)
     said = capsys.readouterr().err
-    assert "skip 10:14: batches 10:14 are part of the run already, which goes on at batch 40" in said
-    assert "skip 38:42: batches 38:39 are part of the run already" in said
+    assert "skip 10:14: batches 10:14 cannot be skipped any more: the run goes on at batch 40" in said
+    assert "skip 38:42: batches 38:39 cannot be skipped any more" in said
     assert "skip 50:54" not in said
     skips = read_settings({}, run).skip
     assert skips == (Window(first=40, last=42), Window(first=50, last=54))

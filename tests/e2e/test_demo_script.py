@@ -67,7 +67,7 @@ def test_validation_text_is_none_of_the_training_text() -> None:
     assert sum(window.tobytes() in training for window in held_out) <= 1  # a run of blanks, say
 
 
-def made_ledger(skipped_indices: set[int], incident_batches: list[int]) -> dict[str, Any]:
+def made_audit(skipped_indices: set[int], incident_batches: list[int]) -> dict[str, Any]:
     """What `rollback audit --json` would say: batches of 32 samples for two ranks, incidents of one batch each."""
     batches = sorted({index // 32 for index in skipped_indices})
     return {
@@ -90,14 +90,14 @@ def finished(name: str, validation: float) -> Progress:
     return Progress(name, "", 300, validation=validation)
 
 
-def failed_checks(ledger: dict[str, Any], protected: float = 2.01, unprotected: float = math.nan) -> list[str]:
+def failed_checks(audit: dict[str, Any], protected: float = 2.01, unprotected: float = math.nan) -> list[str]:
     validation = {"undisturbed": 2.0, "unprotected": unprotected, "protected": protected}
     progress = {name: finished(name, value) for name, value in validation.items()}
-    return [what for holds, what in checks(progress, ledger, compare_with_planted(ledger)) if not holds]
+    return [what for holds, what in checks(progress, audit, compare_with_planted(audit)) if not holds]
 
 
 PLANTED = {*GARBAGE, *NON_FINITE_WEIGHTS}
-AS_PLANNED = made_ledger(PLANTED | {GARBAGE[-1] + 1}, [GARBAGE[0] // 32, GARBAGE[40 * 32] // 32, 461])
+AS_PLANNED = made_audit(PLANTED | {GARBAGE[-1] + 1}, [GARBAGE[0] // 32, GARBAGE[40 * 32] // 32, 461])
 
 
 def test_a_demo_as_planned_passes_all_checks() -> None:
@@ -106,20 +106,18 @@ def test_a_demo_as_planned_passes_all_checks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ledger", "losses", "word"),
+    ("audit", "losses", "word"),
     [
-        (made_ledger(PLANTED - {*range(14_720, 14_752)}, [260, 300, 461]), {}, "32 of 1,792"),
-        (made_ledger(PLANTED | {*range(320)}, [260, 300, 5]), {}, "nothing planted"),
-        (made_ledger(PLANTED | {*range(64 * 32)}, [260, 300, 461]), {}, "good batches skipped"),
-        (made_ledger(PLANTED, [260, 461]), {}, "widened"),
+        (made_audit(PLANTED - {*range(14_720, 14_752)}, [260, 300, 461]), {}, "32 of 1,792"),
+        (made_audit(PLANTED | {*range(320)}, [260, 300, 5]), {}, "nothing planted"),
+        (made_audit(PLANTED | {*range(64 * 32)}, [260, 300, 461]), {}, "good batches skipped"),
+        (made_audit(PLANTED, [260, 461]), {}, "widened"),
         (AS_PLANNED, {"protected": 2.05}, "+2.50%"),
         (AS_PLANNED, {"unprotected": 2.01}, "visibly worse"),
     ],
 )
-def test_whatever_is_not_as_planned_fails_its_check(
-    ledger: dict[str, Any], losses: dict[str, float], word: str
-) -> None:
-    [failed] = failed_checks(ledger, **losses)
+def test_whatever_is_not_as_planned_fails_its_check(audit: dict[str, Any], losses: dict[str, float], word: str) -> None:
+    [failed] = failed_checks(audit, **losses)
     assert word in failed
 
 

@@ -76,7 +76,7 @@ def refused(kind: type[RollbackError], run: Path, text: str, **changes: Any) -> 
     ("changes", "text"),
     [
         ({"probation": 5}, "probation=5"),
-        ({"snapshot_every": 0}, "snapshot_every=0"),
+        ({"snapshot_every": 0}, "setting snapshot_every: 0 leaves"),
         ({"keep": 2}, "keep"),
         ({"rewind": -1}, "rewind"),
         ({"policy": "plam"}, "policy"),

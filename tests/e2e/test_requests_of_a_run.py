@@ -30,7 +30,7 @@ from rollback.facts.training import (
     Stopped,
     Window,
 )
-from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.reading import read_material
 from rollback.ring.in_run import RingInRun
 from rollback.rundir.journal import journal
@@ -189,7 +189,7 @@ def test_samples_are_left_out_and_taken_in_again_as_an_operator_asks(tmp_path: P
     assert (second.samples, second.released) == ((7,), (8,))
     assert [carried_out for carried_out, _ in answers(run).values()] == [True, True, False]
     assert "the data set has 160 samples, and no sample 4000" in list(answers(run).values())[2][1]
-    assert compile_ledger(read_material(run)).requests[0].samples == [7, 8]
+    assert compile_audit(read_material(run)).requests[0].samples == [7, 8]
     require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "told from the start")
     read = [ids for batch, ids in consumed(portrait).items() if batch >= 80]
     assert 7 not in {sample for ids in read for sample in ids}
@@ -282,7 +282,7 @@ def test_what_the_journal_has_no_room_for_is_not_skipped(tmp_path: Path, monkeyp
     portrait = train(TOY, run, hook=without_room(monkeypatch, asking(50, *requests), 45, 60))
     (carried_out, text), _ = answers(run).values()
     assert not carried_out
-    assert "batches 54:57 are part of the run" in text
+    assert "batches 54:57 cannot be skipped any more" in text
     assert not skipped(run)
     (left_out,) = facts(run, SampleQuarantine)
     assert left_out.batch >= 60, "carried out when there was room again"
@@ -325,7 +325,7 @@ REFUSED = {
     "not there yet": ({"order": "rewind", "to": 90}, "has not come to step 90"),
     "before the ring": ({"order": "rewind", "to": 5}, "no checkpoint at or before step 5"),
     "in the past": ({"order": "skip", "skip": (20, 30)}, "rollback rewind RUN --to STEP --skip 20:30"),
-    "before the checkpoint": ({"order": "rewind", "to": 44, "skip": (20, 30)}, "lie before batch 40"),
+    "before the checkpoint": ({"order": "rewind", "to": 44, "skip": (20, 30)}, "begins with batch 40"),
     "of another launch": ({"order": "stop", "launch": "elsewhere:1:then"}, "a launch that is over"),
 }
 
@@ -374,8 +374,8 @@ def test_rubbish_among_the_requests_is_refused_and_does_no_harm(tmp_path: Path) 
     assert not any("\x1b" in text for _, text in told.values())
     assert [name for name, (carried_out, _) in told.items() if carried_out] == names(RunPaths(run))[-1:]
     require_same(portrait, same_skips_from_the_start(TOY, run, tmp_path / "fresh"), "rubbish")
-    ledger = compile_ledger(read_material(run))
-    assert [entry.state for entry in ledger.requests].count("refused") == 41
+    audit = compile_audit(read_material(run))
+    assert [entry.state for entry in audit.requests].count("refused") == 41
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.config import ENV_SETTINGS, PRESETS, Settings, settings_as_environment, settings_from
+from rollback.config import ENV_SETTINGS, PRESETS, Settings, settings_as_environment, settings_from, spelt
 from rollback.errors import ExitCode, UsageError
 from rollback.facts.training import Window
 
@@ -85,7 +85,7 @@ def test_a_skip_list_of_any_length_is_handed_down() -> None:
         ({"skip": [(5, 2), (5, 2)]}, r"instance of Window \(got"),
         ({"snapshot_every": None}, r"setting snapshot_every: Input should be a valid integer or 'auto' \(got None\)"),
         ({"rewindd": 3}, "no setting 'rewindd'"),
-        ({"snapshot_every": 0}, "snapshot_every=0 leaves nothing to restore"),
+        ({"snapshot_every": 0}, "setting snapshot_every: 0 leaves nothing to restore"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
@@ -99,6 +99,14 @@ def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], words: str)
 def test_settings_handed_down_that_cannot_be_are_refused_too(text: str) -> None:
     with pytest.raises(UsageError):
         settings_from({}, {ENV_SETTINGS: text})
+
+
+def test_what_the_command_line_has_given_is_refused_by_its_option() -> None:
+    given = {ENV_SETTINGS: '{"snapshot_every": 0, "ring": null}'}
+    with pytest.raises(UsageError, match=r"^--snapshot-every: 0 leaves nothing to restore"):
+        settings_from({"keep": 3}, given)
+    assert [spelt(name, given) for name in ("snapshot_every", "keep")] == ["--snapshot-every", "keep"]
+    assert spelt("keep", {}) == "keep"
 
 
 def test_without_snapshots_one_may_still_observe() -> None:

@@ -1,11 +1,15 @@
-"""Accounts: what each rank made of the last snapshot, for the supervisor and the next start.
+"""Accounts: what each rank made of the last snapshot, for the supervisor and the next start. A supervisor makes one of
+those of its host, and the leader one of those of all hosts.
 
 They lie beside the end marks (`end_marks`), and the next attempt removes them.
 """
 
+from collections.abc import Iterable
+
 from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
+from rollback.facts.checkpoints import LastSnapshotMade
 from rollback.system import files
 from rollback.system.durable import write_file
 from rollback.system.small_json import sound_model
@@ -14,20 +18,44 @@ _LIMIT = 4 << 20
 
 
 class LastAccount(BaseModel, frozen=True):
-    """What a rank made of the last snapshot."""
+    """What a rank, or the ranks of one host or of all hosts, made of the last snapshot of an attempt."""
 
     attempt: int
     rank: int
+    """The rank that tells."""
     reason: str
     """Why there was one to make."""
     checkpoint: str | None = None
-    """The checkpoint; None: this rank made none."""
+    """The checkpoint; None: none was made."""
     step: int | None = None
     tier: str = "fast"
     seconds: float = 0.0
     why_not: str | None = None
     metrics: tuple[str, ...] = ()
-    """The newest lines of the metrics, which rank 0 may not have written any more."""
+    """Of one rank: the newest lines of the metrics, which rank 0 may not have written any more."""
+    furthest: int | None = None
+    """Of a host or of all: the furthest step that a rank has come to the end of."""
+
+    def as_fact(
+        self, kept: int | None = None, reached: int | None = None, *, host_lost: bool = False
+    ) -> LastSnapshotMade:
+        """kept: the step of the newest checkpoint. reached: the furthest step of the attempt by its other traces; its
+        end is not marked where an epoch ends with it. host_lost: that checkpoint may lack the part that was there."""
+        furthest = max((step for step in (self.furthest, reached) if step is not None), default=None)
+        if host_lost and self.checkpoint is None:
+            kept = None
+        lost = max(0, furthest - kept) if furthest is not None and kept is not None else None
+        return LastSnapshotMade(
+            reason=self.reason, checkpoint=self.checkpoint, step=self.step, rank=self.rank, seconds=self.seconds,
+            why_not=self.why_not, steps_lost=lost,
+        )  # fmt: skip
+
+
+def merged_accounts(hosts: Iterable[LastAccount | None]) -> LastAccount | None:
+    """One account of those of all hosts: a checkpoint that one of them tells of is on all. Else the first says why."""
+    told = sorted((host for host in hosts if host is not None), key=lambda host: host.checkpoint is None)
+    ends = [host.furthest for host in told if host.furthest is not None]
+    return told[0].model_copy(update={"furthest": max(ends, default=None)}) if told else None
 
 
 def write_account(paths: EndMarkPaths, account: LastAccount) -> None:

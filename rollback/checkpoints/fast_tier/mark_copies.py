@@ -140,7 +140,7 @@ class FedMarks:
                     os.posix_fallocate(fd, 0, end_marks.SIZE)
                 self.hear(_NEVER)
                 write_file(paths.hosts, hosts, durable=False)
-            give_up_others(tier, copied.slots.root)
+            _give_up_others(tier, copied.slots.root)
         except BaseException:
             self._close()
             raise
@@ -177,7 +177,7 @@ def all_copied(tier: SlotPaths) -> list[CopiedMarks]:
     return [CopiedMarks(tier, int(match[1])) for match in names if match]
 
 
-def give_up_others(tier: SlotPaths, stays: Path) -> None:
+def _give_up_others(tier: SlotPaths, stays: Path) -> None:
     """Give the memory of other seats' marks back: a host keeps those of one. Raises OSError."""
     for copied in all_copied(tier):
         if copied.slots.root != stays:

@@ -60,8 +60,9 @@ class PartReader:
         """They are in files alone."""
 
     def read_into(self, name: str, memory: memoryview, start: int | None = None) -> None:
-        """As `ShardReader.read_into`. Raises CheckpointDamaged where there is no such tensor, and CheckpointUnreadable
-        where the disk fails."""
+        """Read a tensor into memory of exactly its size; with `start`, only as much of it as the memory has room for,
+        from that byte on. Raises CheckpointDamaged where there is no such tensor, and CheckpointUnreadable where the
+        disk fails."""
         flat = memory.cast("B") if memory.nbytes else memoryview(b"")
         with reporting(CheckpointUnreadable, f"reading {self._path}"), open(self._path, "rb", buffering=0) as file:
             if self._start is None:

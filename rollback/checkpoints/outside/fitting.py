@@ -62,7 +62,7 @@ def open_outside(path: Path) -> OutsideCheckpoint:
     except (ValueError, CheckpointDamaged) as error:
         why = message_of(error)
     raise UsageError(
-        f"init: {path} cannot be read: {why}",
+        f"{path} cannot be read: {why}",
         hint="it takes a safetensors file, a folder with one or with an index, or a directory of "
         "torch.distributed.checkpoint (with .metadata)",
     )
@@ -91,7 +91,7 @@ def _open_safetensors(path: Path) -> OutsideCheckpoint:
 
 
 def hash_file(path: Path) -> str:
-    """As the hash of a shard. Raises OSError."""
+    """The hash of a file's bytes, by the same function as that of a shard. Raises OSError."""
     digest, memory = ShardHash(), memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
         while got := os.readv(file.fileno(), [memory]):
@@ -151,7 +151,7 @@ def fit(found: OutsideCheckpoint, job: JobTensors) -> Fitting:
     }
     if any(faults.values()):
         raise UsageError(
-            f"init: what is in {found.path} does not fit this job; "
+            f"what is in {found.path} does not fit this job; "
             + "; ".join(f"{len(names)} {what}: {first_few(names, _LISTED)}" for what, names in faults.items() if names),
             hint="make the model that it was saved from, under the names of its state_dict(), and in the same types",
         )
@@ -177,7 +177,7 @@ def _model_prefix(found: OutsideCheckpoint, job: JobTensors) -> str:
     most = [prefix for prefix, count in counts.items() if count == max(counts.values())]
     if len(most) > 1 and "model." not in most:
         raise UsageError(
-            f"init: {found.path} has this model more than once, under {first_few(sorted(most), _LISTED)}",
+            f"{found.path} has this model more than once, under {first_few(sorted(most), _LISTED)}",
             hint="save one of them under the name `model`",
         )
     return "model." if len(most) != 1 else most[0]

@@ -24,7 +24,7 @@ from rollback.system.collector import no_collection
 
 
 @no_collection()
-def compile_ledger(material: Material) -> report.AuditReport:
+def compile_audit(material: Material) -> report.AuditReport:
     """The report of a run."""
     records, told = material.records, of_kinds(material.records, facts.TOLD)
     history = material.history

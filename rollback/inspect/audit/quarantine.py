@@ -11,7 +11,7 @@ from rollback.terminal.messages import printable
 
 
 class SampleAccount(Document):
-    """Schema of `rollback audit --samples --format json`, version 1; conventions as in the ledger."""
+    """Schema of `rollback audit --samples --format json`, version 1; conventions as in the audit."""
 
     directory: str
     samples: list[SampleEntry]

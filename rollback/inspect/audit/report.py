@@ -72,6 +72,9 @@ class Span(ReportItem):
     batches: int = Field(description="how many they are")
     passed_over: int = Field(description="how many of them the ranks have passed over; the others are planned only")
 
+    def in_words(self) -> str:
+        return Window(first=self.first, last=self.last).in_words()
+
 
 class Run(ReportItem):
     directory: str

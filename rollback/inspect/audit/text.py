@@ -45,10 +45,10 @@ VERDICTS = {
 }  # fmt: skip
 
 
-def print_ledger(console: Console, ledger: report.AuditReport, *, everything: bool = False) -> None:
+def print_audit(console: Console, audit: report.AuditReport, *, everything: bool = False) -> None:
     """Print a report. everything: all of long lists, not only the first or last few."""
-    _print_head(console, ledger)
-    stories = ledger.stories()
+    _print_head(console, audit)
+    stories = audit.stories()
     shown = stories if everything else stories[-_LATEST:]
     if len(shown) < len(stories):
         earlier = sum(map(len, stories[:-_LATEST]))
@@ -57,31 +57,31 @@ def print_ledger(console: Console, ledger: report.AuditReport, *, everything: bo
         console.print()
         for place, entry in enumerate(story):
             _print_incident(console, entry, continued=place > 0)
-    if ledger.skipped:
+    if audit.skipped:
         _section(console, "skipped batches, with the data set indices that each rank would have read")
-        _print_skipped(console, ledger.skipped, everything)
+        _print_skipped(console, audit.skipped, everything)
     section = partial(_print_section, console, everything=everything)
-    windows = [(w.span, f"{span_in_words(w.span)} by {by_whom(w.who, w.why)}") for w in ledger.user_windows]
+    windows = [(w.span, f"{_span_in_words(w.span)} by {by_whom(w.who, w.why)}") for w in audit.user_windows]
     section("skip windows that no incident gave", [(str(span.first), text) for span, text in windows])
-    samples = [(str(entry.sample), sample_in_words(entry)) for entry in ledger.samples]
+    samples = [(str(entry.sample), sample_in_words(entry)) for entry in audit.samples]
     section("data set samples that are suspected or left out", samples)
-    _print_left_alone(console, ledger)
-    phases = [(f"step {p.step}", p.phase or "(no name on record)") for p in ledger.phases]
+    _print_left_alone(console, audit)
+    phases = [(f"step {p.step}", p.phase or "(no name on record)") for p in audit.phases]
     section("phases that the script announced", phases)
-    requests = [(entry.request.partition("-")[0], _request(entry)) for entry in ledger.requests]
+    requests = [(entry.request.partition("-")[0], _request(entry)) for entry in audit.requests]
     section("what operators asked for", requests)
-    section("attempts", [(str(e.attempt), _attempt(e)) for e in ledger.attempts], always=True)
-    odd = [(e.checkpoint, f"{e.status}: {e.reason}") for e in ledger.checkpoints if e.status in _PUT_ASIDE]
-    taken = sum(entry.status != "dropped" for entry in ledger.checkpoints)
-    section(f"checkpoints: {taken} taken", odd, always=True)
-    section("advice", [(m.subject, m.text) for m in ledger.advice])
+    section("attempts", [(str(e.attempt), _attempt(e)) for e in audit.attempts], always=True)
+    taken = sum(entry.status != "dropped" for entry in audit.checkpoints)
+    put_aside = list(_put_aside(audit.checkpoints, everything))
+    section(f"checkpoints: {taken} taken", put_aside, always=True)
+    section("advice", [(m.subject, m.text) for m in audit.advice])
     section(
-        "troubles of rollback itself, which training went on without", [(m.subject, m.text) for m in ledger.troubles]
+        "troubles of rollback itself, which training went on without", [(m.subject, m.text) for m in audit.troubles]
     )
 
 
-def _print_head(console: Console, ledger: report.AuditReport) -> None:
-    run, totals = ledger.run, ledger.totals
+def _print_head(console: Console, audit: report.AuditReport) -> None:
+    run, totals = audit.run, audit.totals
     rows: list[tuple[str, str | Text]] = [("run", quoted(run.directory))]
     if run.run_id:
         ranks = f"{run.world_size} rank{'s' if run.world_size != 1 else ''}"
@@ -91,11 +91,11 @@ def _print_head(console: Console, ledger: report.AuditReport) -> None:
     rows.append(("skipped", f"{counted(totals.skipped_batches, 'batch', 'batches')}{samples}"))
     undone = at_least(str(totals.steps_lost), totals.steps_lost_at_least)
     rows.append(("steps", f"{at_least(str(totals.steps), totals.steps_at_least)} count, {undone} were undone"))
-    if (judged := ledger.last_judged) is not None:
-        rows.append(("loss", loss_in_words(judged, last=ledger.ending is None)))
+    if (judged := audit.last_judged) is not None:
+        rows.append(("loss", loss_in_words(judged, last=audit.ending is None)))
     rows.append(("time", _time_in_words(totals)))
-    if ledger.ending:
-        rows.append(("ended", quoted(ledger.ending.in_words())))
+    if audit.ending:
+        rows.append(("ended", quoted(audit.ending.in_words())))
     else:
         rows.append(("ended", "no end on record: it is running, or died without a word (see rollback status)"))
     print_rows(console, rows, indent=0)
@@ -124,21 +124,25 @@ def _print_incident(console: Console, entry: report.IncidentEntry, *, continued:
     title.append(": ")
     title.append_text(quoted(f"{entry.cause} {VERDICTS[entry.verdict]}", style="bold"))
     console.print(title)
-    print_rows(console, list(_incident_rows(entry)), indent=4 if continued else 2)
+    rows = [(label, quoted(words)) for label, words in incident_rows(entry)]
+    outcome = Text(outcome_in_words(entry), style=OUTCOMES[entry.outcome][1])
+    print_rows(console, [*rows, ("outcome", outcome)], indent=4 if continued else 2)
 
 
-def _incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Text]]:
-    """What is known of an incident: labels and words."""
+def incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str]]:
+    """What is known of an incident besides its outcome: labels and words."""
     if entry.verdict == "requested":
-        yield "because", quoted(entry.explanation)
+        yield "because", entry.explanation
         yield "asked at", f"step {entry.detection.step}, batch {entry.detection.batch}"
         yield from _answer_rows(entry)
         return
     yield "onset", f"step {entry.onset.step}, batch {entry.onset.batch}"
-    yield "detected", f"step {entry.detection.step}, batch {entry.detection.batch}"
+    late = entry.detection.step - entry.onset.step
+    steps_on = f" ({counted(late, 'step')} on)" if late else ""
+    yield "detected", f"step {entry.detection.step}, batch {entry.detection.batch}{steps_on}"
     threshold = "" if entry.threshold is None else f", threshold {number(entry.threshold)}"
-    yield "rule", quoted(f"{entry.rule}: value {number(entry.value)}{threshold}")
-    yield "because", quoted(entry.explanation)
+    yield "rule", f"{entry.rule}: value {number(entry.value)}{threshold}"
+    yield "because", entry.explanation
     if entry.recent:
         values = " ".join(number(value) for value in entry.recent[-_SHOWN_VALUES:])
         yield "before it", f"{'... ' if len(entry.recent) > _SHOWN_VALUES else ''}{values}"
@@ -149,41 +153,43 @@ def _incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Tex
     yield from _answer_rows(entry)
 
 
-def _answer_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Text]]:
-    yield "answer", quoted(answer_in_words(entry))
+def _answer_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str]]:
+    yield "answer", _answer_in_words(entry)
     if entry.reason:
-        yield "reason", quoted(entry.reason)
+        yield "reason", entry.reason
     if entry.restored:
         yield "lost", f"{or_unknown(entry.steps_lost)} steps, {duration(entry.seconds_lost)}"
-    words, style = OUTCOMES[entry.outcome]
-    if entry.repeated_by is not None:
-        words += f" as incident {entry.repeated_by}"
+
+
+def outcome_in_words(entry: report.IncidentEntry) -> str:
+    words, _ = OUTCOMES[entry.outcome]
+    again = f" as incident {entry.repeated_by}" if entry.repeated_by is not None else ""
     at = f" (step {entry.outcome_step})" if entry.outcome_step is not None else ""
-    yield "outcome", Text(words + at, style=style)
+    return words + again + at
 
 
-def _evidence_rows(evidence: report.EvidenceEntry) -> Iterator[tuple[str, str | Text]]:
-    yield "where", quoted(evidence.began)
+def _evidence_rows(evidence: report.EvidenceEntry) -> Iterator[tuple[str, str]]:
+    yield "where", evidence.began
     counts = [f"{count} {_EXPLODING[kind]}" for kind, count in evidence.exploding.items() if count]
     if evidence.vanishing:
         counts.append(f"{evidence.vanishing} vanishing (below 1e-8)")
     if evidence.leading:
         leading = ", ".join(f"{tensor.name} {number(tensor.norm)}" for tensor in evidence.leading)
-        yield "gradients", quoted(f"{'; '.join(counts) + '; ' if counts else ''}leading: {leading}")
+        yield "gradients", f"{'; '.join(counts) + '; ' if counts else ''}leading: {leading}"
     if kept := [batch.file for batch in evidence.batches if batch.file]:
-        yield "batch", quoted(f"step {evidence.batches[0].step}, kept in {first_few(kept, _SHOWN_FILES)}")
+        yield "batch", f"step {evidence.batches[0].step}, kept in {first_few(kept, _SHOWN_FILES)}"
     if missing := [f"rank {batch.rank}: {why}" for batch in evidence.batches for why in batch.left_out]:
-        yield "not kept", quoted(missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
+        yield "not kept", missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
 
 
-def answer_in_words(entry: report.IncidentEntry) -> str:
+def _answer_in_words(entry: report.IncidentEntry) -> str:
     if entry.action is None:
         return "none on record: a crash came before the plan"
     if entry.action == "stop":
         return "stop the run"
-    skip = f", skip batches {span_in_words(entry.skip)}" if entry.skip else ""
+    skip = f", skip {_span_in_words(entry.skip)}" if entry.skip else ""
     if (screen := entry.screen) is not None:
-        skip = f", screen batches {screen.first}:{screen.last} ({screen.passed_over} of {screen.batches} were skipped)"
+        skip = f", screen {screen.in_words()} ({screen.passed_over} of {screen.batches} were skipped)"
     if entry.lower_rate is not None:
         skip += f", learning rate times {entry.lower_rate[0]:g} for {entry.lower_rate[1]} steps"
     if entry.action == "observe":
@@ -197,9 +203,11 @@ def answer_in_words(entry: report.IncidentEntry) -> str:
     return f"{verb} to {done.checkpoint}, step {done.step}, batch {done.batch}, {route}{skip}{nth}"
 
 
-def span_in_words(span: report.Span) -> str:
-    rest = "all passed over" if span.passed_over == span.batches else f"{span.passed_over} passed over so far"
-    return f"{span.first}:{span.last} ({counted(span.batches, 'batch', 'batches')}, {rest})"
+def _span_in_words(span: report.Span) -> str:
+    """A skip window, with how much of it is done."""
+    done = f"{'all ' * (span.batches > 1)}passed over"
+    rest = done if span.passed_over == span.batches else f"{span.passed_over} passed over so far"
+    return f"{span.in_words()} ({f'{span.batches} batches, ' * (span.batches > 1)}{rest})"
 
 
 def _print_skipped(console: Console, skipped: Sequence[report.SkippedBatchEntry], everything: bool) -> None:
@@ -238,23 +246,23 @@ def indices_in_words(indices: list[int] | None, everything: bool) -> str:
     return " ".join(map(str, shown)) + (f" +{len(indices) - len(shown)}" if len(shown) < len(indices) else "")
 
 
-def _print_left_alone(console: Console, ledger: report.AuditReport) -> None:
-    if ledger.noticed:
+def _print_left_alone(console: Console, audit: report.AuditReport) -> None:
+    if audit.noticed:
         _section(console, "seen and left alone")
-        for entry in ledger.noticed:
+        for entry in audit.noticed:
             steps = f"step {entry.first_step}" + (f"-{entry.last_step}" if entry.last_step > entry.first_step else "")
             text = (
                 f"{steps}: {entry.rule}, peak {number(entry.peak)}, threshold {number(entry.threshold)}: {entry.fate}"
             )
             console.print(Padding(quoted(text), (0, 0, 0, 2)))
-    if ledger.probes:
+    if audit.probes:
         _section(console, "what the model was asked, where the loss was up")
-        for probe in ledger.probes:
+        for probe in audit.probes:
             console.print(Padding(quoted(f"step {probe.step}: {probe.explanation}"), (0, 0, 0, 2)))
-    if ledger.scaler_skipped:
-        steps = ", ".join(str(point.step) for point in ledger.scaler_skipped[-_SHOWN_VALUES:])
-        earlier = "... " if len(ledger.scaler_skipped) > _SHOWN_VALUES else ""
-        _section(console, f"updates that the gradient scaler dropped: {len(ledger.scaler_skipped)}")
+    if audit.scaler_skipped:
+        steps = ", ".join(str(point.step) for point in audit.scaler_skipped[-_SHOWN_VALUES:])
+        earlier = "... " if len(audit.scaler_skipped) > _SHOWN_VALUES else ""
+        _section(console, f"updates that the gradient scaler dropped: {len(audit.scaler_skipped)}")
         console.print(f"  at steps {earlier}{steps}")
 
 
@@ -289,6 +297,24 @@ def _attempt(entry: report.AttemptEntry) -> str:
         left = f"{entry.restart_budget_left} restarts left"
         parts.append(f"restarted after {duration(entry.restart_delay)} ({entry.restart_reason}; {left})")
     return "; ".join(parts)
+
+
+def _put_aside(checkpoints: Iterable[report.CheckpointEntry], everything: bool) -> Iterator[tuple[str, str]]:
+    """The checkpoints that are none, or no longer. Those in a row with one fate for one reason, as of a full disk, are
+    one line, unless everything is to be shown."""
+
+    def fate(entry: report.CheckpointEntry) -> tuple[str, str]:
+        return entry.status, (entry.reason or "").replace(entry.checkpoint, "")  # paths have its name in them
+
+    for (status, _), alike in itertools.groupby(checkpoints, fate):
+        if status not in _PUT_ASIDE:
+            continue
+        first, *others = alike
+        if everything or not others:
+            yield from ((entry.checkpoint, f"{status}: {entry.reason}") for entry in (first, *others))
+        else:
+            last = others[-1]
+            yield first.checkpoint, f"to {last.checkpoint}: {len(others) + 1} {status}, the last one: {last.reason}"
 
 
 def _print_section(

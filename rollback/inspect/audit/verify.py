@@ -54,7 +54,7 @@ class JournalState(ReportItem):
 
 
 class Integrity(Document):
-    """Schema of `rollback audit --verify --format json`, version 1; conventions as in the ledger."""
+    """Schema of `rollback audit --verify --format json`, version 1; conventions as in the audit."""
 
     directory: str
     journals: list[JournalState]
@@ -122,7 +122,7 @@ def _skips(paths: RunPaths, records: list[JournalEntry]) -> list[str]:
     listed, conditions = merge_windows(history.skip_list), of_kinds(records, CONDITIONS)
     for window in told:
         if not any(window.first in other and window.last in other for other in listed):
-            found.append(f"batches {window} were passed over, and the skip list does not have all of them")
+            found.append(f"the skip list does not have all that was passed over: {window.in_words()}")
     for rank in range(max([identity.job.world_size, *ranks_of.values()]) if identity else 0):
         # An attempt may have had fewer ranks than another.
         seen = merge_windows(window for attempt, window in passed if ranks_of.get(attempt, rank + 1) > rank)
@@ -151,7 +151,7 @@ def _rank(path: Path, told: list[Window], listed: list[Window], conditions: list
     seen = merge_windows(Window(first=batch, last=batch) for batch in sorted(known))
     for window in told:
         for gap in _gaps(window, seen):
-            yield f"{path}: batches {gap} were passed over and are not in it"
+            yield f"{path}: it does not have {gap.in_words()}, which the ranks passed over"
 
 
 def _columns(metrics: Path) -> Iterator[str]:

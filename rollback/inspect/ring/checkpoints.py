@@ -79,7 +79,7 @@ class FrozenFile(ReportItem):
 
 
 class Listing(Document):
-    """Schema of `rollback ring list --json`, version 1; conventions as in the ledger."""
+    """Schema of `rollback ring list --json`, version 1; conventions as in the audit."""
 
     directory: str
     ring: str = Field(description="where the ring is: a path that works from anywhere, or a URL")

@@ -56,7 +56,7 @@ class Verified(ReportItem):
 
 
 class Verification(Document):
-    """Schema of `rollback ring verify --json`, version 1; conventions as in the ledger."""
+    """Schema of `rollback ring verify --json`, version 1; conventions as in the audit."""
 
     directory: str
     checkpoints: list[Verified] = Field(description="oldest first")

@@ -91,7 +91,7 @@ class Work(ReportItem):
 
 
 class Status(Document):
-    """Schema of `rollback status --json`, version 1; conventions as in the ledger."""
+    """Schema of `rollback status --json`, version 1; conventions as in the audit."""
 
     directory: str
     run_id: str | None

@@ -68,7 +68,7 @@ class Blame(ReportItem):
 
 
 class AttemptAccount(Document):
-    """Schema of `rollback why --json`, version 1; conventions as in the ledger."""
+    """Schema of `rollback why --json`, version 1; conventions as in the audit."""
 
     directory: str
     state: str = Field(description="of the run now, as in `rollback status`")

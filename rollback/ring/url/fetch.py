@@ -226,7 +226,7 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
         try:
             _require_sound(paths.frozen / weights.file, weights.written)
         except CheckpointDamaged:
-            bring_frozen(store, weights, paths, say)
+            _bring_frozen(store, weights, paths, say)
 
 
 def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
@@ -253,7 +253,7 @@ def _require_sound(path: Path, expected: Written, start: int | None = None) -> N
         pass
 
 
-def bring_frozen(store: Store, needed: FrozenRecord, paths: RunPaths, say: Say) -> None:
+def _bring_frozen(store: Store, needed: FrozenRecord, paths: RunPaths, say: Say) -> None:
     """Fetch frozen weights. Where they are not at the URL what they should be, that is said and no more: the script may
     load the same.
 
@@ -290,7 +290,7 @@ def bring(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> None:
     directory cannot be written; the checkpoint then does not exist there.
     """
     if manifest.frozen is not None and not frozen.is_there(paths, manifest.frozen):
-        bring_frozen(store, manifest.frozen, paths, say)
+        _bring_frozen(store, manifest.frozen, paths, say)
     directory = paths.writing(manifest.name, manifest.attempt)
     files.remove_directory(directory)
     files.make_new_directory(directory)

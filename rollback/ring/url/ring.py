@@ -90,7 +90,7 @@ class RingAtUrl:
         return tuple(self._held)
 
     def if_stuck(self, act: Callable[[], None]) -> AbstractContextManager[None]:
-        """As `StoreProgress.if_stuck`."""
+        """In this block: call it once, in a thread, when nothing has got through to the URL for `STUCK` seconds."""
         return self._store.progress.if_stuck(act)
 
     def put(self, manifest: Manifest, directory: Path) -> None:

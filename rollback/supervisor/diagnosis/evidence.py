@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollback.checkpoints import tiers
+from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.resume import is_provisional
 from rollback.facts.history import History, fold, furthest_of, in_durable_ring
 from rollback.facts.training import (
@@ -25,7 +26,7 @@ from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.records import Heartbeat, read_all_heartbeats
 from rollback.supervisor.diagnosis.first_cause import RankEnd
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, KeptOnHost, Left, Unrecorded
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Left, Unrecorded
 
 _Fact = TypeVar("_Fact", bound=Fact)
 
@@ -136,7 +137,7 @@ def gather(
 
 
 def _step_since_rollback(
-    paths: RunPaths, records: Sequence[JournalEntry], attempt: int, kept: KeptOnHost | None, furthest: int | None
+    paths: RunPaths, records: Sequence[JournalEntry], attempt: int, kept: LastAccount | None, furthest: int | None
 ) -> int | None:
     """How far an attempt had come at its end. A heartbeat may be from before a rollback in it; a failure record and the
     newest end mark are not."""

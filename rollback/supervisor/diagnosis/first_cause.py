@@ -223,7 +223,7 @@ def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
 def _of_torchrun(evidence: AttemptEvidence) -> str:
     if evidence.left.status < 0:
         memory = evidence.left.oom_kills and evidence.left.status == -signal.SIGKILL
-        return f"torchrun was killed by {signal_name(-evidence.left.status)}{_OF_CLASS['oom_kill'] if memory else ''}"
+        return f"torchrun was killed by {_signal_name(-evidence.left.status)}{_OF_CLASS['oom_kill'] if memory else ''}"
     if evidence.left.failures is None:
         return f"torchrun exited with status {evidence.left.status} and left no account"
     return f"torchrun failed with {evidence.left.failures.error}"
@@ -239,7 +239,7 @@ def _describe(why: Why, end: RankEnd) -> str:
     if why == "oom_kill":
         return f"{who} was killed by signal 9 (SIGKILL): the kernel was out of memory{_last_seen(end)}"
     if end.exitcode < 0:
-        return f"{who} was killed by {signal_name(-end.exitcode)}{_last_seen(end)}"
+        return f"{who} was killed by {_signal_name(-end.exitcode)}{_last_seen(end)}"
     message = (end.failure.message if end.failure else None) or ""
     what = f": {message.strip().splitlines()[-1]}" if message.strip() else ""
     return f"{who} exited with status {end.exitcode}{what}{_OF_CLASS.get(why, '')}{_last_seen(end)}"
@@ -277,7 +277,7 @@ def _where(record: FailureRecord) -> str:
     return f"step {record.step}, {'reading ' if record.doing == 'reading' else ''}batch {record.batch}"
 
 
-def signal_name(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:

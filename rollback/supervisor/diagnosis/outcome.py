@@ -28,15 +28,15 @@ stop, so it goes on.
 """
 
 import signal
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel
 
+from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.errors import EARLY, ExitCode, Refused, RollbackError, ScriptRefused
 from rollback.facts.ending import GivingUp
-from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, LastSnapshotMade, Stopped
+from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, Stopped
 
 Ending = Literal["refused", "ended", "resumable", "unsaved", "unkept", "done", "left", "failed"] | GivingUp
 
@@ -92,38 +92,6 @@ class Failures(BaseModel, frozen=True):
     failures: tuple[RankFailure, ...]
 
 
-class KeptOnHost(BaseModel, frozen=True):
-    """What the ranks of one host, or (merged) of all hosts, made of the last snapshot of an attempt."""
-
-    attempt: int
-    reason: str
-    """Why there was one to make."""
-    checkpoint: str | None
-    step: int | None
-    rank: int
-    """The rank that tells."""
-    seconds: float
-    why_not: str | None
-    furthest: int | None
-    """The furthest step that a rank has come to the end of."""
-
-    def as_fact(self, kept: int | None, reached: int | None, *, host_lost: bool = False) -> LastSnapshotMade:
-        """kept: the step of the newest checkpoint. reached: the furthest step of the attempt by its other traces; its
-        end is not marked where an epoch ends with it. host_lost: that checkpoint may lack the part that was there."""
-        furthest = max((step for step in (self.furthest, reached) if step is not None), default=None)
-        if host_lost and self.checkpoint is None:
-            kept = None
-        lost = max(0, furthest - kept) if furthest is not None and kept is not None else None
-        return LastSnapshotMade(steps_lost=lost, **self.model_dump(exclude={"attempt", "furthest"}))
-
-
-def merged_kept(hosts: Iterable[KeptOnHost | None]) -> KeptOnHost | None:
-    """One account of those of all hosts: a checkpoint that one of them tells of is on all. Else the first says why."""
-    told = sorted((host for host in hosts if host is not None), key=lambda host: host.checkpoint is None)
-    ends = [host.furthest for host in told if host.furthest is not None]
-    return told[0].model_copy(update={"furthest": max(ends, default=None)}) if told else None
-
-
 class Unrecorded(BaseModel, frozen=True):
     """Training is complete, and the ranks' journal could not take that, as rank 0 showed on its host's board."""
 
@@ -146,7 +114,7 @@ class Left(BaseModel, frozen=True):
     """How often the kernel's OOM killer struck in the memory cgroups of this host's ranks."""
     lost_nodes: tuple[str, ...] = ()
     """The nodes that left no account: they fell silent, or were started anew while the attempt ran."""
-    kept: KeptOnHost | None = None
+    kept: LastAccount | None = None
     """What became of the last snapshot; None: nobody has tried to make one."""
     unrecorded: Unrecorded | None = None
 

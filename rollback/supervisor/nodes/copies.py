@@ -4,6 +4,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.resume import on_record
 from rollback.facts.training import Fact, NoBuddyCopy, PartBroughtBack
 from rollback.rundir.identity import read_identity
@@ -11,7 +12,6 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
-from rollback.supervisor.diagnosis.outcome import KeptOnHost
 from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport
@@ -59,7 +59,7 @@ class Copies:
         return buddies.model_copy(
             update={
                 "run": identity.run_id if identity is not None else "",
-                "wanted": (*last_snapshots(kept, history.last_attempt), *newest),
+                "wanted": (*_last_snapshots(kept, history.last_attempt), *newest),
                 "addresses": addresses(seats, members),
             }
         )
@@ -94,7 +94,7 @@ class Copies:
             self._buddy.rest()
 
 
-def last_snapshots(hosts: Iterable[KeptOnHost | None], attempt: int) -> list[str]:
+def _last_snapshots(hosts: Iterable[LastAccount | None], attempt: int) -> list[str]:
     """What the ranks of an attempt have kept at its end, on any host. Pure.
 
     attempt: the newest one that has journalled anything. The next one journals what is kept of it; what an earlier one

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from rollback.checkpoints.fast_tier.last_account import LastAccount, merged_accounts
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
 from rollback.facts.training import Fact, NodeReplaced, SpareNodes
 from rollback.rundir.beacon import Beacon, Transport, Watchtower
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.buddy import Buddy
-from rollback.supervisor.diagnosis.outcome import KeptOnHost, Left, merged_kept
+from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes.copies import Copies
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting, first_orders
 from rollback.supervisor.nodes.membership import Namesakes, NodePlace, Unlike, differences
@@ -268,9 +269,9 @@ class Leader(Nodes):
             if report is not None:
                 self._keeper.keep(report.launch, f"{report.node} ({report.host})", report.files)
 
-    def kept(self, own: KeptOnHost | None, attempt: int) -> KeptOnHost | None:
+    def kept(self, own: LastAccount | None, attempt: int) -> LastAccount | None:
         others = (report.kept for report in self._reports.values())
-        return merged_kept([own, *(kept for kept in others if kept is not None and kept.attempt == attempt)])
+        return merged_accounts([own, *(kept for kept in others if kept is not None and kept.attempt == attempt)])
 
     def farewell(self, verdict: RunResult) -> None:
         if self._overtaken:  # the record is another leader's

@@ -59,7 +59,7 @@ class SharedMeeting:
         if time.monotonic() - self._lock_looked_at < self._lock_every:
             return False
         self._lock_looked_at = time.monotonic()
-        return lock_is_free(self._paths)
+        return _lock_is_free(self._paths)
 
     def rival(self, own: Orders) -> Orders | None:
         """The orders of another one that leads by now; None: this one still does. own: what it gives.
@@ -81,7 +81,8 @@ class SharedMeeting:
 
 
 class EndpointMeeting:
-    """Every host has a run directory of its own; they meet in the store at the endpoint. As `SharedMeeting`."""
+    """Every host has a run directory of its own; they meet in the store at the endpoint. Whose process has the store
+    leads: nobody can dispute that, and while the store is gone nobody leads."""
 
     apart = True
 
@@ -137,7 +138,7 @@ def first_orders(paths: RunPaths, place: NodePlace, ring: str | None) -> Orders:
     return Orders(leader=place.launch, host=place.host, pid=place.pid, directory=directory, ring=ring)
 
 
-def lock_is_free(paths: RunPaths) -> bool:
+def _lock_is_free(paths: RunPaths) -> bool:
     lock = filelock.FileLock(paths.lock, timeout=0, thread_local=False)
     try:
         lock.acquire()

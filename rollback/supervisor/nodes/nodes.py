@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.rundir.beacon import Transport
 from rollback.rundir.records import Heartbeat
-from rollback.supervisor.diagnosis.outcome import KeptOnHost, Left
+from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes.protocol import LeadersMove, RunResult
 from rollback.supervisor.torchrun.command import NodeGroup
 
@@ -92,7 +93,7 @@ class Nodes:
         """What the attempt left on all nodes, once it is over everywhere."""
         return own
 
-    def kept(self, own: KeptOnHost | None, attempt: int) -> KeptOnHost | None:
+    def kept(self, own: LastAccount | None, attempt: int) -> LastAccount | None:
         """What the ranks of all nodes that have gathered kept at the end of an attempt. own: those of this node."""
         return own
 

@@ -34,11 +34,12 @@ from typing import Literal
 
 from pydantic import BaseModel, model_validator
 
+from rollback.checkpoints.fast_tier.last_account import LastAccount, merged_accounts
 from rollback.errors import ExitCode, Refused, RollbackError, ScriptRefused
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.wire import Buddies
-from rollback.supervisor.diagnosis.outcome import Failures, KeptOnHost, Left, merged_kept
+from rollback.supervisor.diagnosis.outcome import Failures, Left
 
 Phase = Literal["gather", "run", "stop", "end", "over"]
 State = Literal["ready", "running", "ended"]
@@ -140,7 +141,7 @@ class NodeReport(BaseModel, frozen=True):
     """The ranks that have written their stacks, once the leader has ordered it."""
     left: Left | None = None
     """What the attempt left on this node, once it has ended there."""
-    kept: KeptOnHost | None = None
+    kept: LastAccount | None = None
     """What its ranks have kept at the end of the last attempt that they took part in: told when it gets ready."""
     buddy: str = ""
     """HOST:PORT at which this node keeps a copy of another node's snapshots; empty: it keeps none."""
@@ -227,7 +228,7 @@ def merged(own: Left, others: Mapping[str, Left | None]) -> Left:
             "refusal": next((left.refusal for left in lefts if left.refusal), None),
             "failures": Failures(error=errors[0], failures=tuple(failures)) if errors else None,
             "lost_nodes": lost,
-            "kept": merged_kept(left.kept for left in lefts),
+            "kept": merged_accounts(left.kept for left in lefts),
             "unrecorded": next((left.unrecorded for left in lefts if left.unrecorded), None),
         }
     )

@@ -103,7 +103,7 @@ class StoreTransport:
         self._send(name, body.decode())
 
     def remove(self, name: str) -> None:
-        """As of a transport. A store that is gone shows nothing any more."""
+        """Take back what was written. Where the store is gone nothing shows any more, and nothing is to be done."""
         with contextlib.suppress(OSError):
             self._send(name, "")
 

@@ -72,9 +72,9 @@ class Running:
         self._paths, self._node, self._board = paths, node, board
         self._torchrun = torchrun
         self._told: set[tuple[psutil.Process, signal.Signals]] = set()
-        self.memory = OomCounters()
-        self.memory.watch()
-        self.states: dict[int, str] = {}
+        self._memory = OomCounters()
+        self._memory.watch()
+        self._states: dict[int, str] = {}
         """Of the ranks, as they were last looked at."""
         self._computed: dict[int, int] = {}
         self._pids: dict[int, int] = {}
@@ -88,6 +88,14 @@ class Running:
     def poll(self) -> int | None:
         """torchrun's status; None while it runs."""
         return self._torchrun.poll()
+
+    def stopped(self) -> tuple[int, ...]:
+        """The ranks that were SIGSTOPped when they were last looked at."""
+        return tuple(sorted(rank for rank, state in self._states.items() if state in ("T", "t")))
+
+    def oom_kills(self) -> int:
+        """How often the kernel's OOM killer has struck in the memory cgroups of this host's ranks."""
+        return self._memory.kills()
 
     def tell_ranks_to_stop(self, signals: Iterable[signal.Signals], *, guarded: bool) -> bool:
         """Tell each rank on this host to stop, once. False: no rank exists yet. Ranks that have left already count as
@@ -143,9 +151,9 @@ class Running:
         beats = self.beats()
         ranks = living_ranks(beats, self._paths)
         self._pids = {rank: process.pid for rank, process in ranks.items()}
-        self.memory.watch(process.pid for process in ranks.values())
+        self._memory.watch(process.pid for process in ranks.values())
         found = {rank: state for rank, process in ranks.items() if (state := state_of(process.pid)) is not None}
-        self.states.update(found)
+        self._states.update(found)
         return dict.fromkeys(dead_ranks(beats), GONE) | found
 
     def take_stacks(self) -> tuple[int, ...]:
@@ -308,8 +316,8 @@ class Host:
             guarded=self.guarded,
             refusal=sound_model(self._refusal, Refusal, _ACCOUNT),  # who wrote it may have been killed meanwhile
             failures=sound_model(self._failures, Failures, _ACCOUNT),
-            stopped=tuple(sorted(rank for rank, state in running.states.items() if state in ("T", "t"))),
-            oom_kills=running.memory.kills(),
+            stopped=running.stopped(),
+            oom_kills=running.oom_kills(),
             kept=kept_on_host(self._paths, running.attempt),
             unrecorded=unrecorded_by(running.beats_in_memory()),
         )

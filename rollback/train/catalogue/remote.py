@@ -60,7 +60,7 @@ class RemoteRing:
         )
         if self._ranks.first:
             self._tried.add(name)
-        seen = self._ranks.from_first(end_of(download, self._ranks, self._unreachable))
+        seen = self._ranks.from_first(_end_of(download, self._ranks, self._unreachable))
         if download is not None:
             self._note(name, download, seen)
         self._show("rewinding")
@@ -145,7 +145,7 @@ class CheckpointDownload:
         return manifest
 
 
-def end_of(download: CheckpointDownload | None, ranks: Ranks, fault: str | None) -> dict[str, Any]:
+def _end_of(download: CheckpointDownload | None, ranks: Ranks, fault: str | None) -> dict[str, Any]:
     """Collective: what becomes of this rank's download, as `look` tells it; `fault` where it has none. All ranks meet
     several times a second meanwhile, so that no collective takes as long as a download."""
     while True:
@@ -189,7 +189,7 @@ class HostCopies:
                 download = CheckpointDownload(self._paths, self._url, name)
             except OSError as error:
                 fault = f"making room for {name} in {self._paths.ring}: {error}"
-        seen = end_of(download, self._ranks, fault)
+        seen = _end_of(download, self._ranks, fault)
         out_of_reach = self._ranks.first_fault(None if seen.get("damaged") else seen.get("fault"))
         damaged = self._ranks.first_fault(seen.get("fault") if seen.get("damaged") else None)
         self._show("restoring")

@@ -104,7 +104,7 @@ class Beat(HostFields, GaugeFields[float]):
     loss: float | None = None
     """Mean over the ranks, NaN or Inf if any rank's was; None if no rank had one."""
     grad_norm: float | None = None
-    """As `loss`."""
+    """Mean over the ranks, NaN or Inf if any rank's was; None if no rank had one."""
     ailing: tuple[int, ...] = ()
     """The ranks whose loss was not finite; if there are none, the ranks whose gradient norm was not (after DDP's
     all-reduce these are all ranks)."""

@@ -17,7 +17,7 @@ from rollback.rundir.journal.journal import Journal
 from rollback.rundir.metrics.column_file import ColumnWriter
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, Metric, metric_line
-from rollback.wording import first_few
+from rollback.wording import filled, first_few
 
 _FLUSH_SECONDS = 1.0
 _BLOCKS = 2  # of columns in one flush: some milliseconds each
@@ -120,9 +120,8 @@ class Recorder:
 
     def advise_of(self, advice: tuple[str, str], names: Sequence[str], **more: str) -> None:
         """Note a likely mistake about these names, of which the first few are listed. No names: no advice."""
-        code, text = advice
         if names:
-            self.advise(code, text.format(names=first_few([*map(repr, names)], _NAMED), **more))
+            self.advise(*filled(advice, names=first_few([*map(repr, names)], _NAMED), **more))
 
     def metric(
         self, step: int, batch: int, loss: float | None, grad_norm: float | None, verdict: str, timeline: int

@@ -85,11 +85,11 @@ class Batches:
             ) from error
 
     def knows(self, batch: int) -> bool:
-        """As the cursor's witness: whether a batch that is read and dropped can be compared."""
+        """Whether a batch that is read and dropped can be compared. The cursor asks: this is its `witness`."""
         return self.skips.window_at(batch) is None and self._log.knows(batch, self.skips.digest_before(batch))
 
     def check(self, batch: int, data: Any) -> None:
-        """As the cursor's witness: raise RunDoesNotFit where the batch was another one."""
+        """Raise RunDoesNotFit where the batch was another one before. The cursor's `witness`, too."""
         self._log.compare(batch, data, self.skips.digest_before(batch))
 
     def may_resume_here(self, *, between: bool = False) -> bool:

@@ -25,9 +25,21 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from rollback.errors import RollbackError, UsageError
 from rollback.train.data.cursor import Cursor
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.updates.advice import OWN_SNAPSHOT_EPOCH, PLAIN_EPOCH_LOOP, filled
 from rollback.train.updates.wanted_gradients import WantedGradients
+from rollback.wording import filled
 
+PLAIN_EPOCH_LOOP = (
+    "plain-epoch-loop",
+    "the script counts its epochs itself: when the run resumes in a later epoch, the loop body first runs with no "
+    "batches for each epoch before it. `for epoch in guard.epochs(n):` begins where the run stands; with --adopt so "
+    "does `for epoch in range(n):` in the training loop's own file",
+)
+OWN_SNAPSHOT_EPOCH = (
+    "own-snapshot",
+    "the script begins with epoch {told} by its own count: it seems to load a snapshot of its own. The guard's epochs "
+    "begin where the run stands, in epoch {epoch}, so the script's loop would end at another place than meant. Take "
+    "that loading out, and write `for epoch in guard.epochs(n):`",
+)
 _LATE = 2  # some count epochs from 1
 _BEHIND_THE_END = 1_000_000  # passes in a row, in some seconds: more than any script has epochs
 
@@ -78,6 +90,7 @@ class Passes:
         self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
         self._gradients = gradients
         self._sought: SoughtPass | None = None
+        self.epochs_in_words = "guard.epochs({})"
         self._loop = OuterLoop.SCRIPT
         self._behind_the_end = 0  # passes that have begun there
         self._steps_at_end: list[int] | None = None
@@ -188,13 +201,14 @@ class Passes:
                 scheduler.step()
 
     def epochs(self, count: int, end: Callable[[str], bool] = lambda by: True) -> Iterator[int]:
-        """See `Guard.epochs`. end: `Guard.finish`, called after the last epoch; False: training has moved."""
+        """The epochs from where the run stands to `count`, each for one body of the script's loop (`Guard.epochs`).
+        end: `Guard.finish`, called after the last epoch; False: training has moved."""
         try:
             while self.state is not PassState.LAST:
                 number = self._sought.number if self._sought else self._cursor.epoch + self._in_broken_epoch()
                 if number >= count:
                     self._loop = OuterLoop.ASKING
-                    if end(f"guard.epochs({count})"):
+                    if end(self.epochs_in_words.format(count)):
                         return
                     continue
                 self._loop, self._next = OuterLoop.HANDED_OUT, number

@@ -111,9 +111,9 @@ class Cases:
             self._leave_out(incident, max(plan.last, incident.detection_batch) + 1)
         self._record.note(plan, _in_words(plan))
         if plan.action == "observe":
-            self.note_outcome(incident, "observed", incident.detection_step)
+            self._note_outcome(incident, "observed", incident.detection_step)
         elif plan.giving_up is not None:
-            self.note_outcome(incident, plan.giving_up, incident.detection_step)
+            self._note_outcome(incident, plan.giving_up, incident.detection_step)
         return plan
 
     def plan_request(
@@ -159,14 +159,14 @@ class Cases:
             self._open, self.last_plan = case, case.plan
             self._skipped += [case.plan.skip] if case.plan.skip else []
         else:
-            self.note_outcome(case.incident, "carried_out", step)
+            self._note_outcome(case.incident, "carried_out", step)
 
     def close(self, step: int) -> None:
         """Say how the open incident ended, if enough steps have gone well since."""
         if self._open is not None and self._healthy >= self._settings.probation:
             self._conclude(self._open, _good_end(self._open), step)
 
-    def note_outcome(self, incident: Incident, outcome: Outcome, step: int) -> None:
+    def _note_outcome(self, incident: Incident, outcome: Outcome, step: int) -> None:
         self._record.note(Concluded(incident=incident.incident, outcome=outcome, step=step))
 
     def _is_suspected(self, incident: Incident) -> bool:
@@ -199,7 +199,7 @@ class Cases:
 
     def _conclude(self, case: Case, outcome: Outcome, step: int) -> None:
         self._open = None
-        self.note_outcome(case.incident, outcome, step)
+        self._note_outcome(case.incident, outcome, step)
 
 
 def _good_end(case: Case) -> Outcome:

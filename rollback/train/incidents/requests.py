@@ -148,7 +148,7 @@ class Requests:
         history = self._record.history
         if request.order == "rewind" and (case := history.case_of(name)) and case.restored:
             return _back_at(case.restored.step, case.restored.batch, case.restored.checkpoint, request.skip)
-        if request.order == "skip" and any(added.request == name for added in history.added):
+        if request.skip is not None and any(added.request == name for added in history.added):
             return _to_be_skipped(request.skip)
         done = next((fact for fact in history.quarantine if fact.request == name), None)
         return _left_out(done) if done else None
@@ -158,8 +158,8 @@ class Requests:
         window, position = request.skip, self._cursor.batch
         if window.last < position:
             self.answer(
-                name, False, f"refused: batches {window} are part of the run, which is at batch {position}; to pass "
-                f"over them, rewind to before them: rollback rewind RUN --to STEP --skip {window}",
+                name, False, f"refused: {window.in_words()} cannot be skipped any more: the run is at batch "
+                f"{position}; rewind to before that, and skip it then: rollback rewind RUN --to STEP --skip {window}",
             )  # fmt: skip
             return
         window = Window(first=max(window.first, position), last=window.last)
@@ -212,8 +212,8 @@ class Requests:
             return None
         if request.skip is not None and request.skip.last < target.batch:
             self.answer(
-                name, False, f"refused: batches {request.skip} lie before batch {target.batch}, where checkpoint "
-                f"{target.name} begins; rewind further to pass over them",
+                name, False, f"refused: {request.skip.in_words()} cannot be skipped from there: {target.name} begins "
+                f"with batch {target.batch}; rewind further",
             )  # fmt: skip
             return None
         return self._judge.plan_request(name, request, target, step=step, batch=self._cursor.batch)
@@ -246,8 +246,8 @@ def _back_at(step: int, batch: int, checkpoint: str, skip: Window | None) -> str
     return f"back at step {step}, batch {batch} ({checkpoint})" + (f"; {_to_be_skipped(skip)}" if skip else "")
 
 
-def _to_be_skipped(window: Window | None) -> str:
-    return f"batches {window} will be passed over"
+def _to_be_skipped(window: Window) -> str:
+    return f"{window.in_words()} will be passed over"
 
 
 def _left_out(fact: SampleQuarantine) -> str:

@@ -17,9 +17,9 @@ from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.held import HeldGradients, HeldState
+from rollback.train.state.module_buffers import NOT_IN_CHECKPOINT
 from rollback.train.state.own_snapshot import writes_behind
 from rollback.train.state.state import TrainingState
-from rollback.train.updates.advice import NOT_IN_CHECKPOINT
 from rollback.train.updates.wrappers import ddp_inside
 
 

@@ -37,11 +37,11 @@ class Peers:
     def __init__(self, paths: EndMarkPaths, ranks: Ranks) -> None:
         self._paths, self._ranks = paths, ranks
         self.pidfds: dict[int, int] = {}
-        self.pids: Sequence[int] = ()
+        self._pids: Sequence[int] = ()
 
     def watch(self, pids: Sequence[int]) -> None:
         """Know the processes of this host's ranks from now on. pids: of all ranks. Raises OSError."""
-        self.pids = pids
+        self._pids = pids
         for rank in self._ranks.on_this_host:
             if rank != self._ranks.rank:
                 self.pidfds[rank] = os.pidfd_open(pids[rank])
@@ -54,23 +54,23 @@ class Peers:
         for rank in self.pidfds:
             end_marks.ring_bell(self._paths, rank, why)
 
-    def is_gone(self, rank: int) -> bool:
+    def _is_gone(self, rank: int) -> bool:
         fd = self.pidfds.get(rank)
         return fd is not None and _any_ended([fd])
 
     def _computed(self, rank: int) -> int | None:
         """What a rank's process has used of the processor's time, in nanoseconds; None: it is gone by now."""
         try:
-            used = psutil.Process(self.pids[rank]).cpu_times()
+            used = psutil.Process(self._pids[rank]).cpu_times()
         except psutil.Error:
             return None
-        return None if self.is_gone(rank) else int((used.user + used.system) * 1e9)
+        return None if self._is_gone(rank) else int((used.user + used.system) * 1e9)
 
     def lost(self, in_a_moment: bool) -> list[int]:
         """The ranks that are gone and did not end as they should. in_a_moment: one is about to end."""
         if self.pidfds and in_a_moment:  # a dying rank's connections end a moment before it does
             _any_ended(self.pidfds.values(), _MOMENT)
-        return [rank for rank in self.pidfds if self.is_gone(rank) and not end_marks.has_left(self._paths, rank)]
+        return [rank for rank in self.pidfds if self._is_gone(rank) and not end_marks.has_left(self._paths, rank)]
 
     def marks_of(self, end: StepEnd, began: float, *, early: bool, over: bool) -> tuple[HostMarks, list[int]]:
         """What this host's ranks have left at a step's end, and the ranks that have left nothing there.
@@ -83,7 +83,7 @@ class Peers:
         def stand_in(rank: int) -> bytes | None:
             return self._stand_in(rank, end, began, over) if early else None
 
-        return host_marks(self._paths, ranks, end, stand_in)
+        return _host_marks(self._paths, ranks, end, stand_in)
 
     def all_ends(self, began: float, *, over: bool = False) -> dict[StepEnd, HostMarks]:
         """The ends of steps of which all ranks of this host have left marks. The rest is as for `marks_of`."""
@@ -94,7 +94,7 @@ class Peers:
         """The early mark of a rank in place of its mark of that end, if that can be proved."""
         if not self._is_behind(rank, end):
             return None
-        if self.is_gone(rank):
+        if self._is_gone(rank):
             return of_gone(self._paths, rank, end, int(began * 1e9))
         return of_living(self._paths, rank, end, self._computed(rank) if over else None)
 
@@ -115,21 +115,21 @@ class Peers:
 
         deadline: monotonic seconds. Raises NotProved.
         """
-        waiting = {rank for rank in self.pidfds if not self.is_gone(rank)}
+        waiting = {rank for rank in self.pidfds if not self._is_gone(rank)}
         while waiting:
             for rank in list(waiting):
                 other = end_marks.read_digest(self._paths, rank, end)
                 if other is not None and other != digest:
                     raise NotProved(f"the parameters of rank {rank} are others, though they are replicas")
                 ends = end_marks.read_ends(self._paths, rank)
-                if other is not None or self.is_gone(rank) or any(later.step > end.step for later in ends):
+                if other is not None or self._is_gone(rank) or any(later.step > end.step for later in ends):
                     waiting.discard(rank)
             if time.monotonic() > deadline:
                 return  # stopped, or in a call that does not end: as if it were gone
             time.sleep(POLL)
 
 
-def host_marks(
+def _host_marks(
     paths: EndMarkPaths, ranks: Sequence[int], end: StepEnd, stand_in: Callable[[int], bytes | None]
 ) -> tuple[HostMarks, list[int]]:
     """What these ranks have left at a step's end, and those that have left nothing there. stand_in: an early mark in
@@ -154,7 +154,7 @@ def all_ends(
     found = {}
     for end in sorted(known, reverse=True):
         with contextlib.suppress(NotProved):
-            marks, missing = host_marks(paths, ranks, end, lambda rank, end=end: stand_in(rank, end))  # type: ignore[misc]
+            marks, missing = _host_marks(paths, ranks, end, lambda rank, end=end: stand_in(rank, end))  # type: ignore[misc]
             if not missing:
                 found[end] = marks
     return found

@@ -31,7 +31,7 @@ _LOOK = 0.02
 _HEARD = 0.8  # seconds in which a host that lives has heard the bell; who decides waits two for somebody to be there
 
 
-def job_of(paths: EndMarkPaths) -> HostsOfJob | None:
+def _job_of(paths: EndMarkPaths) -> HostsOfJob | None:
     """What the ranks that left these marks knew of the other hosts."""
     return sound_model(paths.hosts, HostsOfJob, _LIMIT)
 
@@ -39,7 +39,7 @@ def job_of(paths: EndMarkPaths) -> HostsOfJob | None:
 def stand_in(paths: EndMarkPaths, noticed: float, deadline: float, lost_at: int | None = None) -> None:
     """noticed: when it was known that the ranks are gone. deadline: monotonic seconds, too. lost_at: for a host that is
     lost, until when it may have lived, in nanoseconds of its own clock. Raises OSError."""
-    if (job := job_of(paths)) is None:
+    if (job := _job_of(paths)) is None:
         return
     gone = [rank for rank in job.ranks if not end_marks.has_left(paths, rank)]
     account = LastAccount(attempt=job.attempt, rank=job.own, reason=in_words(gone))
@@ -119,7 +119,7 @@ def _speak(hosts: Hosts, copied: CopiedMarks, deadline: float, over: threading.E
             if over.wait(_LOOK):
                 return
             silent = None if copied.is_fed() else silent or time.monotonic()
-        job = job_of(copied.marks)
+        job = _job_of(copied.marks)
         if job is not None and _is_lost(job, hosts, copied):
             stand_in(copied.marks, silent, deadline, copied.last_alive())
 

@@ -34,8 +34,15 @@ from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
-from rollback.train.updates.advice import VALUES_BEHIND
 from rollback.train.updates.hooks import before_update, weak_hook
+
+VALUES_BEHIND = (
+    "values-behind-backward",
+    "the script changes {names}, which guard.keep keeps, behind the backward of a step: from now on a rank that is "
+    "killed between its backward and the step's end costs the steps since the newest checkpoint, and not this one "
+    "alone, for nobody can tell any more what it knew. Change such a value in front of loss.backward(), where that can "
+    "be, as a count of tokens",
+)
 
 
 class LastSnapshot:
@@ -102,7 +109,7 @@ class LastSnapshot:
         digest = digest_of_large_state(self._state) if by_digest else None
         shared = self._small_state.shared()
         sent = self._sent() if self._device is None else self._device.holding(self._sent())
-        body, late = content_of(sent, local, told_at_end(self._state), self._small_state.on_gpu)
+        body, late = _content_of(sent, local, told_at_end(self._state), self._small_state.on_gpu)
         if (size := len(body) + len(local.stays)) > end_marks.MOST:
             self._stop(f"{size >> 10} KiB of buffers and other small state would be copied at every step")
             return
@@ -224,7 +231,7 @@ class LastSnapshot:
         self.leave()
 
 
-def content_of(
+def _content_of(
     sent: bytes | Tensor, local: LocalState, at_end: Mapping[str, Any], on_gpu: Sequence[Tensor]
 ) -> tuple[bytes, Sequence[Tensor]]:
     """A mark's content without what stays, and what a GPU puts in place of its last bytes.

@@ -96,7 +96,7 @@ class FailureRecorder:
         self._before = sys.excepthook
         sys.excepthook = self._on_error
         self._exit: FailureRecord | None = None
-        watch_exits(self._on_exit)
+        _watch_exits(self._on_exit)
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.script_failed |= os.getpid() == self._pid
@@ -164,7 +164,7 @@ class FailureRecorder:
         )  # fmt: skip
 
 
-def watch_exits(listener: Callable[[SystemExit], object]) -> None:
+def _watch_exits(listener: Callable[[SystemExit], object]) -> None:
     """From now on `listener` is told before this process's main thread leaves by `sys.exit`, `exit` or `quit` with an
     error, in place of an earlier one. The exception has the traceback that it would have.
 

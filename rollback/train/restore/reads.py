@@ -134,7 +134,7 @@ def reading(ranks: Ranks) -> Iterator[Reads]:
     """At the end of the body, read all that was asked for. Raises CheckpointUnreadable, when all threads have ended."""
     reads, threads = Reads(), threads_of(ranks)
     yield reads
-    await_devices(reads.to_devices)
+    _await_devices(reads.to_devices)
     with ThreadPoolExecutor(threads, thread_name_prefix="rollback-reader") as pool:
         begun = [pool.submit(_read_all, reads.wanted[part::threads]) for part in range(threads)]
         begun += [pool.submit(read_to_devices, reads.to_devices[part::threads]) for part in range(threads)]
@@ -160,7 +160,7 @@ class DeviceRead:
     target: Tensor
 
 
-def await_devices(wanted: Sequence[DeviceRead]) -> None:
+def _await_devices(wanted: Sequence[DeviceRead]) -> None:
     """Wait until nothing that was asked of their devices before still works on the tensors."""
     for device in {read.target.device for read in wanted if read.target.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -19,6 +19,24 @@ from rollback.train.state import tree
 from rollback.train.state.image import STILL, Image, tensor_in_words
 from rollback.wording import ranks_in_words
 
+REPLICAS_DIFFER = (
+    "replicas-differ",
+    "the ranks no longer have the same state, and no checkpoint is taken of that. Stop the job and run the same "
+    "command again: all ranks then go on from the last checkpoint, where they agreed. If the same rank is named again, "
+    "suspect its machine; if the script changes parameters outside of DDP, or objects that it has handed over, it must "
+    "do so alike on all ranks (guard.keep keeps what is to be another on each), and step a ReduceLROnPlateau by the "
+    "same number (in Lightning: sync_dist=True). An optimizer or object of your own that keeps something for each "
+    "rank's part of a sharded parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them",
+)
+NEVER_ALIKE = (
+    "no checkpoint can be taken of that, and it seems to be how the script trains. Where nothing averages gradients, "
+    "each rank trains a model of its own: wrap the model in DistributedDataParallel, or average them in front of "
+    "optimizer.step(), for what the optimizer keeps must be alike, too; models that are to differ are jobs of their "
+    "own, each of one rank. An optimizer or object of your own that keeps something for each rank's part of a sharded "
+    "parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them. If it is neither, suspect a rank's "
+    "machine"
+)
+"""The hint, where the ranks have never made an update alike."""
 _OF_OPTIMIZER, _OF_OBJECTS = 3, 16  # tensors that are compared with a snapshot: of Adam's, one moment at least
 _OF_EACH = 1 << 18  # bytes of each
 BITS = 52  # of a digest: a whole number that a float64 of the pulse carries exactly

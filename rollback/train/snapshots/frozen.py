@@ -75,7 +75,7 @@ class FrozenWeights:
             tensors = {}
         record, digests = None, {}
         if tensors and ranks.first:
-            digests = self._prints | digests_of({name: item for name, item in tensors.items() if item.is_cuda})
+            digests = self._prints | _digests_of({name: item for name, item in tensors.items() if item.is_cuda})
             record = frozen.describe([piece_of(*item) for item in tensors.items()])
             self._stored = frozen.is_there(self._paths, record)
         told_record, self.digests = ranks.from_first([record.model_dump() if record else None, digests])
@@ -137,7 +137,7 @@ class FrozenInCheckpoint:
         """Find out what has to be read, and verify that it can be read. Returns the fault, or None."""
         live = state.live_tensors(whole=True)
         known = {name: live[name] for name in self.digests if name in live}
-        found = digests_of(known, threads)
+        found = _digests_of(known, threads)
         self._live = {name: item for name, item in known.items() if found[name] == self.digests[name]}
         differing = self.digests.keys() - self._live.keys()
         try:
@@ -187,11 +187,11 @@ def prints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     if on_device:
         with copy_stream(next(iter(on_device.values())).device):
             sums = on_host(torch.stack([drift.on_device([item]) for item in on_device.values()])).tolist()
-    here = digests_of({name: item for name, item in tensors.items() if name not in on_device})
+    here = _digests_of({name: item for name, item in tensors.items() if name not in on_device})
     return {**dict(zip(on_device, map(str, sums), strict=True)), **here}
 
 
-def digests_of(tensors: Mapping[str, Tensor], threads: int = 1) -> dict[str, str]:
+def _digests_of(tensors: Mapping[str, Tensor], threads: int = 1) -> dict[str, str]:
     """The digest of each tensor's bytes, on the host or on a device."""
     with ThreadPoolExecutor(threads, thread_name_prefix="rollback-digest") as pool:
         found = pool.map(_digest, tensors.values()) if threads > 1 else map(_digest, tensors.values())

@@ -33,9 +33,9 @@ from rollback.train.comm.beat import Beat
 from rollback.train.comm.recorder import say, say_if_it_fails
 from rollback.train.events import RollbackApplied
 from rollback.train.run import AttachedRun
+from rollback.train.snapshots.drift import NEVER_ALIKE, REPLICAS_DIFFER
 from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.updates.advice import NEVER_ALIKE, REPLICAS_DIFFER
 
 
 class CheckpointManager:
@@ -188,7 +188,8 @@ class CheckpointManager:
         return found
 
     def _bring(self, name: str) -> CheckpointDamaged | None:
-        """See `CheckpointPlace`. What is only at the URL is fetched into the run directory first."""
+        """Collective: make sure that a checkpoint is in the run directory of every host; returns the fault or None.
+        What is only at the URL is fetched first."""
         if self._remote is not None and self.catalogue.is_remote(name):
             found = self._remote.fetch(name)
             if isinstance(found, str):

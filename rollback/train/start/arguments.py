@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollback.config import Settings, host_name, settings_from
+from rollback.config import Settings, host_name, settings_from, spelt
 from rollback.errors import UsageError, WrongSetting
 from rollback.rundir import seal
 from rollback.sentinel import Sentinel
@@ -197,9 +197,9 @@ def sentinel_for(settings: Settings) -> Sentinel:
     sentinel = Sentinel(settings.sensitivity, settings.objective)
     if settings.probation <= sentinel.patience:
         raise WrongSetting(
-            f"probation={settings.probation} is no longer than the sentinel's patience of {sentinel.patience} "
-            "steps: a checkpoint could be called good before the trouble in it is called",
-            hint=f"set probation to {sentinel.patience + 1} or more",
+            f"{spelt('probation')}={settings.probation} is no longer than the sentinel's patience of "
+            f"{sentinel.patience} steps: a checkpoint could be called good before the trouble in it is called",
+            hint=f"set it to {sentinel.patience + 1} or more",
         )
     return sentinel
 

@@ -20,7 +20,6 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import (
-    beyond_the_record,
     candidates,
     is_on_record,
     is_provisional,
@@ -56,7 +55,7 @@ from rollback.train.run import AttachedRun, require_first, supervised
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
 from rollback.train.start.found_run import FoundRun, read_run
-from rollback.train.start.initial import begin_with
+from rollback.train.start.initial import INIT_NOT_READ, begin_with
 from rollback.train.start.start_record import (
     evict_what_was_cut_off,
     finish_pending_plan,
@@ -67,20 +66,14 @@ from rollback.train.start.start_record import (
     require_samples,
     take_over_last_snapshot,
     tell_of_unequal_epochs,
+    tell_what_is_not_on_record,
     where_it_goes_on,
 )
+from rollback.train.state.module_buffers import NOT_IN_CHECKPOINT, NOT_KEPT
 from rollback.train.state.nonfinite import union
 from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.stateful import StateRefused
-from rollback.train.updates.advice import (
-    INIT_NOT_READ,
-    JOURNAL_CUT,
-    JOURNAL_GONE,
-    NOT_IN_CHECKPOINT,
-    NOT_KEPT,
-    SKIPS_UNKNOWN,
-)
 
 
 def run_paths(given: str | os.PathLike[str] | None) -> RunPaths:
@@ -254,13 +247,8 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     if ranks.first:
         take_over_last_snapshot(paths, history, chosen, record)
     leave_out_what_is_new(history, found.blamed, settings, state.cursor.batch, record)
-    if chosen is not None and ranks.first and not record.history.attached:
-        record.advise_of(JOURNAL_GONE, [chosen.name])
-    if history.attached:
-        known = [manifest for manifest in found.manifests if manifest.name not in found.ahead]  # else told above
-        record.advise_of(JOURNAL_CUT, beyond_the_record(history, known))
-    if chosen is not None and not is_on_record(history, chosen, found.ahead):
-        record.advise_of(SKIPS_UNKNOWN, [chosen.name])
+    if ranks.first:
+        tell_what_is_not_on_record(history, found.manifests, found.ahead, chosen, record)
     ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None
     record.note(
         Attached(

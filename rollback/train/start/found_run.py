@@ -108,9 +108,9 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     if "error" in body:
         raise getattr(errors, body["error"])(body["message"], hint=body["hint"])
     if ranks.apart:
-        require_one_run(paths, body["identity"], ranks)
+        _require_one_run(paths, body["identity"], ranks)
     in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
-    in_memory, slots, strays, ahead = take_inventory(paths, ranks, {manifest.name for manifest in in_ring})
+    in_memory, slots, strays, ahead = _take_inventory(paths, ranks, {manifest.name for manifest in in_ring})
     by_name = {manifest.name: manifest for manifest in [*in_memory, *in_ring]}
     manifests = sorted(by_name.values(), key=lambda manifest: manifest.order)
     newer, unknown = only_at_url(paths, settings, journal.history, manifests) if journal else ([], None)
@@ -182,7 +182,7 @@ class Inventory(NamedTuple):
     """Of the first, those that are ahead of the record (`tiers.SlotsLook`)."""
 
 
-def take_inventory(paths: RunPaths, ranks: Ranks, in_ring: Collection[str]) -> Inventory:
+def _take_inventory(paths: RunPaths, ranks: Ranks, in_ring: Collection[str]) -> Inventory:
     """Collective: what is in the slots, the same on all ranks. The first rank of each host looks into them.
 
     in_ring: names of the checkpoints in the run directory, which are these and not what memory has
@@ -217,7 +217,7 @@ def common(hosts: Sequence[Sequence[InSlot]]) -> tuple[list[InSlot], list[str]]:
     return held, sorted({item.name for host in hosts for item in host} - {item.name for item in held})
 
 
-def require_one_run(paths: RunPaths, identity: dict[str, Any] | None, ranks: Ranks) -> None:
+def _require_one_run(paths: RunPaths, identity: dict[str, Any] | None, ranks: Ranks) -> None:
     """Collective: raise RunDoesNotFit, on all ranks, where a host's directory holds another run than rank 0's. Each has
     the run's `run.json`, so that it is known whose it is.
 

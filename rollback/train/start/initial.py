@@ -10,6 +10,7 @@ from torch import Tensor
 from rollback.checkpoints.format.parts import whole
 from rollback.checkpoints.outside.fitting import Fitting, JobTensors, OutsideCheckpoint, fit, hash_file, hash_together
 from rollback.checkpoints.outside.fitting import open_outside as open_it
+from rollback.config import spelt
 from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, WrongSetting
 from rollback.facts.fact import InitialState
 from rollback.train.comm.ranks import Ranks
@@ -18,8 +19,12 @@ from rollback.train.sharded import is_sharded, local_of, part_of, sharded_like
 from rollback.train.state import tree
 from rollback.train.state.state import TrainingState
 
+INIT_NOT_READ = (
+    "init-not-read",
+    "the run has checkpoints and goes on from them: {names}, which `init` names, is read by a run that has none",
+)
 _T = TypeVar("_T")
-_HINT = "nothing was written; mend it, or leave init out, and run the same command again"
+_HINT = "nothing was written; mend it, or leave it out, and run the same command again"
 
 
 def begin_with(place: str, state: TrainingState, ranks: Ranks) -> InitialState:
@@ -37,7 +42,8 @@ def begin_with(place: str, state: TrainingState, ranks: Ranks) -> InitialState:
         sizes = _agreed(ranks, NoUsableCheckpoint, lambda: found.sizes)
         if any(other != sizes for other in ranks.from_each(sizes)):
             raise WrongSetting(
-                f"init: the hosts of this job have different files at {path}", hint="give all of them the same files"
+                f"{spelt('init')}: the hosts of this job have different files at {path}",
+                hint="give all of them the same files",
             )
         _agreed(ranks, NoUsableCheckpoint, lambda: _load(found, fitting, state, ranks))
         own = found.files[ranks.rank :: ranks.world_size]
@@ -60,10 +66,11 @@ def _agreed(ranks: Ranks, kind: type[RollbackError], act: Callable[[], _T]) -> _
     except RollbackError as error:
         fault, hint = error.message, error.hint or _HINT
     except OSError as error:
-        fault = f"init: {error.filename or 'a file'} cannot be read: {error.strerror or error}"
+        fault = f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
     told = [item for item in ranks.from_each(None if fault is None else [fault, hint]) if item is not None]
     if told:
-        raise kind(told[0][0], hint=told[0][1])
+        fault, hint = told[0]
+        raise kind(f"{spelt('init')}: {fault}", hint=hint)
     return done[0]
 
 
@@ -94,7 +101,7 @@ def _load(found: OutsideCheckpoint, fitting: Fitting, state: TrainingState, rank
                     key: _of_state(found, full, parameter, reads) for key, full in kept.items()
                 }  # fmt: skip
     except CheckpointDamaged as error:
-        raise NoUsableCheckpoint(f"init: {error.message}") from error
+        raise NoUsableCheckpoint(error.message) from error
     state.begin_with({name: live[name] for name in fitting.model}, optimizer)
 
 

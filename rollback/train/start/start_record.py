@@ -9,8 +9,8 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account
 from rollback.checkpoints.fast_tier.slots import forget
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.checkpoints.resume import healthy_before, is_on_record
-from rollback.config import Settings
+from rollback.checkpoints.resume import beyond_the_record, healthy_before, is_on_record
+from rollback.config import Settings, spelt
 from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural, WrongSetting
 from rollback.facts.history import History, merge_windows
 from rollback.facts.training import (
@@ -18,7 +18,6 @@ from rollback.facts.training import (
     Blamed,
     Committed,
     Evicted,
-    LastSnapshotMade,
     Quarantined,
     Restored,
     SampleQuarantine,
@@ -35,9 +34,31 @@ from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import why_kept
 from rollback.train.run import supervised
-from rollback.train.updates.advice import UNEQUAL_EPOCHS, filled
-from rollback.wording import first_few
+from rollback.wording import filled, first_few
 
+JOURNAL_GONE = (
+    "journal-gone",
+    "there is the checkpoint {names} and no journal of the attempts that made it: what was skipped before it, and what "
+    "was planned when they ended, is not known. Training goes on from it as if that were nothing; if the run directory "
+    "was copied, bring its journal/ too",
+)
+JOURNAL_CUT = (
+    "journal-cut",
+    "the journal ends in front of checkpoints that were made later: {names}. What was skipped before them since is not "
+    "known. Training goes on as if that were nothing; if there is a copy of journal/ that has more, bring it back",
+)
+SKIPS_UNKNOWN = (
+    "skips-unknown",
+    "what led to {names} is not in the journal, which could not take it or of which an older copy was put back, and no "
+    "checkpoint that is on record is left: what was skipped before it is not known. Training goes on from it as if "
+    "that were nothing",
+)
+UNEQUAL_EPOCHS = (
+    "unequal-epochs",
+    "the ranks have different numbers of batches in an epoch ({counts}): where the shortest ends they wait for each "
+    "other, and the job stands still until that is taken for a hang. Give all ranks data of the same length, dealt out "
+    "by a DistributedSampler; or end before that with max_steps=",
+)
 _SHOWN = 4  # numbers of batches
 NOT_ON_RECORD = "it is from behind a rollback that the journal could not take: what was skipped before it is not known"
 
@@ -83,7 +104,9 @@ def require_samples(settings: Settings, cursor: Cursor) -> None:
     if not listed or (cursor.leaves_out and settings.accept_data_change):
         return
     if (why := why_kept(listed, cursor)) is not None:
-        raise WrongSetting(f"skip_samples: {why}", hint="leave it out, or say --skip A:B to pass over whole batches")
+        raise WrongSetting(
+            f"{spelt('skip_samples')}: {why}", hint="leave it out, or say --skip A:B to pass over whole batches"
+        )
 
 
 def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest | None, record: Recorder) -> None:
@@ -105,12 +128,7 @@ def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest 
             )
         )  # fmt: skip
         if not supervised():
-            record.note(
-                LastSnapshotMade(
-                    reason=account.reason, checkpoint=chosen.name, step=chosen.step, rank=account.rank,
-                    seconds=account.seconds,
-                )
-            )  # fmt: skip
+            record.note(account.as_fact())
         record.complete_metrics(account.metrics)
 
 
@@ -151,8 +169,8 @@ def given_too_late(window: Window, passed_over: Sequence[Window], batch: int) ->
     if any(known.first <= late.first and late.last <= known.last for known in passed_over):
         return None
     return (
-        f"skip {window}: batches {late} are part of the run already, which goes on at batch {batch}; they are passed "
-        "over if it goes back to before them: rollback rewind RUN --to STEP"
+        f"skip {window}: {late.in_words()} cannot be skipped any more: the run goes on at batch {batch}; only where it "
+        "goes back to before that is all of the window passed over: rollback rewind RUN --to STEP"
     )
 
 
@@ -231,6 +249,20 @@ def where_it_goes_on(history: History, chosen: Manifest, found: Collection[str])
     by = f", by {end.by}" if end.by else ""
     lost = f"; {end.left_over} batches behind its last update do not count if it goes on" if end.left_over else ""
     return f"the run was complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"
+
+
+def tell_what_is_not_on_record(
+    history: History, manifests: Iterable[Manifest], ahead: Collection[str], chosen: Manifest | None, record: Recorder
+) -> None:
+    """On rank 0: others have no journal. manifests: of all checkpoints. ahead: as for `is_on_record`. chosen: the one
+    that this attempt goes on from."""
+    if chosen is not None and not record.history.attached:
+        record.advise_of(JOURNAL_GONE, [chosen.name])
+    if history.attached:
+        known = [manifest for manifest in manifests if manifest.name not in ahead]  # else told when it was put aside
+        record.advise_of(JOURNAL_CUT, beyond_the_record(history, known))
+    if chosen is not None and not is_on_record(history, chosen, ahead):
+        record.advise_of(SKIPS_UNKNOWN, [chosen.name])
 
 
 def tell_of_unequal_epochs(batches: Sequence[int | None], record: Recorder) -> None:

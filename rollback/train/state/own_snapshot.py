@@ -20,11 +20,26 @@ from rollback.train.run import AttachedRun
 from rollback.train.sharded import sharding_of, version_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.stateful import tensors_of_state
-from rollback.train.updates.advice import (
-    OWN_SNAPSHOT_AT_THE_START,
-    OWN_SNAPSHOT_ON_RESUME,
-    WRITTEN_BEHIND_GUARD,
-    filled,
+from rollback.wording import filled
+
+OWN_SNAPSHOT_ON_RESUME = (
+    "own-snapshot",
+    "before it made the guard, the script has {done}, which it had not at the run's first start: it seems to load a "
+    "snapshot of its own. The checkpoint of step {step} stands in its place now; but what the script itself takes from "
+    "its snapshot, such as the epoch to begin with, is not of that step. Take that loading out: the guard restores all "
+    "that it is handed, and `for epoch in guard.epochs(n):` begins where the run stands",
+)
+OWN_SNAPSHOT_AT_THE_START = (
+    "own-snapshot",
+    "this run is new, and its optimizer has made updates before the guard was made: the script seems to have loaded a "
+    "snapshot of its own. If the run is to begin with that, load it at the first start only: the guard restores all "
+    "that it is handed, and later starts go on from the run's checkpoints. If not, take the loading out",
+)
+WRITTEN_BEHIND_GUARD = (
+    "written-behind-guard",
+    "behind the guard and before its loop, the script has written to the weights or to the optimizer's state: it loads "
+    "a snapshot of its own there, initializes the model, or wraps it in DistributedDataParallel. The checkpoint of "
+    "step {step} has been put in place again. Make the guard behind all that, and take the loading out",
 )
 
 

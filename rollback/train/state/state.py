@@ -22,7 +22,7 @@ from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.stateful import Stateful, load_into, load_optimizer, tensors_of_state
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.wanted_gradients import WantedGradients
-from rollback.train.updates.wrappers import Broadcasts, unwrap
+from rollback.train.updates.wrappers import unwrap
 
 _SHOWN = 6
 _CARRIED_OUT = "a rollback that was under way is carried out by the same command"
@@ -69,7 +69,7 @@ class TrainingState:
         self.fsdp = HeldByFsdp(self.modules.values())
         self.fsdp.reshard()
         self.gradients = WantedGradients(self.modules)
-        self.broadcasts = Broadcasts({"model": model, **objects})
+        self.broadcasts = module_buffers.Broadcasts({"model": model, **objects})
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""
         self._own_memory = {memory_of(item) for item in self._kept_buffers()}

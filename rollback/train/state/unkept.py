@@ -31,9 +31,9 @@ from rollback.train.sharded import local_of
 from rollback.train.state.module_buffers import storage_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
-from rollback.train.updates.advice import filled
 from rollback.train.updates.own_attributes import OwnAttributes, goes_on, tells_itself
 from rollback.train.updates.script_tensors import copies_of_script, modules_of_script, tensors_of, tensors_of_script
+from rollback.wording import filled
 
 OPTIMIZER_NOT_KEPT = (
     "optimizer-not-kept",

@@ -16,38 +16,8 @@ from rollback.sentinel import Kind, Verdict
 from rollback.train.comm.beat import Beat
 from rollback.train.updates.habits import Habit
 from rollback.train.updates.layers import Layers
+from rollback.wording import filled
 
-PLAIN_EPOCH_LOOP = (
-    "plain-epoch-loop",
-    "the script counts its epochs itself: when the run resumes in a later epoch, the loop body first runs with no "
-    "batches for each epoch before it. `for epoch in guard.epochs(n):` begins where the run stands; with --adopt so "
-    "does `for epoch in range(n):` in the training loop's own file",
-)
-OWN_SNAPSHOT_ON_RESUME = (
-    "own-snapshot",
-    "before it made the guard, the script has {done}, which it had not at the run's first start: it seems to load a "
-    "snapshot of its own. The checkpoint of step {step} stands in its place now; but what the script itself takes from "
-    "its snapshot, such as the epoch to begin with, is not of that step. Take that loading out: the guard restores all "
-    "that it is handed, and `for epoch in guard.epochs(n):` begins where the run stands",
-)
-OWN_SNAPSHOT_AT_THE_START = (
-    "own-snapshot",
-    "this run is new, and its optimizer has made updates before the guard was made: the script seems to have loaded a "
-    "snapshot of its own. If the run is to begin with that, load it at the first start only: the guard restores all "
-    "that it is handed, and later starts go on from the run's checkpoints. If not, take the loading out",
-)
-WRITTEN_BEHIND_GUARD = (
-    "written-behind-guard",
-    "behind the guard and before its loop, the script has written to the weights or to the optimizer's state: it loads "
-    "a snapshot of its own there, initializes the model, or wraps it in DistributedDataParallel. The checkpoint of "
-    "step {step} has been put in place again. Make the guard behind all that, and take the loading out",
-)
-OWN_SNAPSHOT_EPOCH = (
-    "own-snapshot",
-    "the script begins with epoch {told} by its own count: it seems to load a snapshot of its own. The guard's epochs "
-    "begin where the run stands, in epoch {epoch}, so the script's loop would end at another place than meant. Take "
-    "that loading out, and write `for epoch in guard.epochs(n):`",
-)
 CLIPPED_WHILE_SCALED = (
     "clipped-while-scaled",
     "gradients are clipped while GradScaler's factor of {scale:,.0f} is still in them: a limit of {limit:.3g} acts as "
@@ -93,55 +63,9 @@ NEVER_OBSERVED = (
     "no loss was told in {updates} updates, so that only NaN and Inf in the gradients and jumps of their norm are "
     "noticed. Call guard.observe(loss) in the loop's body",
 )
-NOT_KEPT = (
-    "tensors-not-kept",
-    "modules hold tensors that are neither parameters nor dense buffers: {names}. No checkpoint keeps them and no "
-    "rollback brings them back. If one changes while training, make it a buffer: self.register_buffer(name, tensor), "
-    "with persistent=False where the state_dict is to be without it; for a metric of torchmetrics, "
-    "metric.persistent(True)",
-)
-VALUES_BEHIND = (
-    "values-behind-backward",
-    "the script changes {names}, which guard.keep keeps, behind the backward of a step: from now on a rank that is "
-    "killed between its backward and the step's end costs the steps since the newest checkpoint, and not this one "
-    "alone, for nobody can tell any more what it knew. Change such a value in front of loss.backward(), where that can "
-    "be, as a count of tokens",
-)
 NO_PROGRESS = (
     "no-progress",
     "step {step}: {text}. Only what is far beyond all seen is called, as for adversarial and reinforcement learning",
-)
-JOURNAL_GONE = (
-    "journal-gone",
-    "there is the checkpoint {names} and no journal of the attempts that made it: what was skipped before it, and what "
-    "was planned when they ended, is not known. Training goes on from it as if that were nothing; if the run directory "
-    "was copied, bring its journal/ too",
-)
-JOURNAL_CUT = (
-    "journal-cut",
-    "the journal ends in front of checkpoints that were made later: {names}. What was skipped before them since is not "
-    "known. Training goes on as if that were nothing; if there is a copy of journal/ that has more, bring it back",
-)
-SKIPS_UNKNOWN = (
-    "skips-unknown",
-    "what led to {names} is not in the journal, which could not take it or of which an older copy was put back, and no "
-    "checkpoint that is on record is left: what was skipped before it is not known. Training goes on from it as if "
-    "that were nothing",
-)
-INIT_NOT_READ = (
-    "init-not-read",
-    "the run has checkpoints and goes on from them: {names}, which `init` names, is read by a run that has none",
-)
-UNEQUAL_EPOCHS = (
-    "unequal-epochs",
-    "the ranks have different numbers of batches in an epoch ({counts}): where the shortest ends they wait for each "
-    "other, and the job stands still until that is taken for a hang. Give all ranks data of the same length, dealt out "
-    "by a DistributedSampler; or end before that with max_steps=",
-)
-NOT_IN_CHECKPOINT = (
-    "buffers-not-in-checkpoint",
-    "checkpoint {checkpoint} has no values for the buffers {names}, which are in no state_dict: it was taken before "
-    "they were kept, or before the model had them. They stay as they are now; checkpoints from here on have them",
 )
 WITHOUT_UPDATE = 1000  # batches; an accumulation over so many would be a strange one
 NEVER_UPDATED = (
@@ -161,24 +85,6 @@ EVALUATED = (
     "epoch of the training, and what it takes counts as trained on. Evaluate over a loader; loop over the guard to "
     "train",
 )
-REPLICAS_DIFFER = (
-    "replicas-differ",
-    "the ranks no longer have the same state, and no checkpoint is taken of that. Stop the job and run the same "
-    "command again: all ranks then go on from the last checkpoint, where they agreed. If the same rank is named again, "
-    "suspect its machine; if the script changes parameters outside of DDP, or objects that it has handed over, it must "
-    "do so alike on all ranks (guard.keep keeps what is to be another on each), and step a ReduceLROnPlateau by the "
-    "same number (in Lightning: sync_dist=True). An optimizer or object of your own that keeps something for each "
-    "rank's part of a sharded parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them",
-)
-NEVER_ALIKE = (
-    "no checkpoint can be taken of that, and it seems to be how the script trains. Where nothing averages gradients, "
-    "each rank trains a model of its own: wrap the model in DistributedDataParallel, or average them in front of "
-    "optimizer.step(), for what the optimizer keeps must be alike, too; models that are to differ are jobs of their "
-    "own, each of one rank. An optimizer or object of your own that keeps something for each rank's part of a sharded "
-    "parameter must keep it in DTensors, as torch.zeros_like(parameter) makes them. If it is neither, suspect a rank's "
-    "machine"
-)
-"""The hint, where the ranks have never made an update alike."""
 
 _UNOBSERVED = 20
 _EVALUATED = 3  # batches in a row
@@ -195,11 +101,13 @@ _SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
 
 
 class NotHandedOver(Protocol):
-    """See `rollback.train.state.unkept.Unkept`."""
+    """Finds what acts on the training and is in no checkpoint (`rollback.train.state.unkept`)."""
 
-    def advice(self) -> Iterable[tuple[str, str]]: ...
+    def advice(self) -> Iterable[tuple[str, str]]:
+        """After each update: code and text."""
 
-    def in_its_place(self) -> str | None: ...
+    def in_its_place(self) -> str | None:
+        """The kind of the optimizer that trains in place of the guard's, if there is one."""
 
 
 class Advisor:
@@ -304,7 +212,3 @@ def _is_one_limit(seen: Collection[tuple[float, float]]) -> bool:
 
 def _is_attention(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower()
-
-
-def filled(advice: tuple[str, str], **values: object) -> tuple[str, str]:
-    return advice[0], advice[1].format(**values)

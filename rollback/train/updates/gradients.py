@@ -63,7 +63,7 @@ class GradientNorms(NamedTuple):
     own: Tensor | None
     """The norm of the telltale on this rank alone; None: it was not seen."""
     squares: Tensor | None = None
-    """As in `GaugeFields`; None: the gradients are not sharded."""
+    """Of sharded ones: the sum of squares, weighted as `GaugeFields.squares` says; None: they are not sharded."""
 
 
 class Gradients:

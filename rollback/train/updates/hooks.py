@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class _WeakHook:
-    """See `weak_hook`."""
+    """Calls a method for as long as its object lives; then nothing."""
 
     def __init__(self, method: Any) -> None:
         self._owner, self._function = weakref.ref(method.__self__), method.__func__
@@ -36,7 +36,7 @@ def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _WatchedMethod:
-    """See `watch_method`."""
+    """In the place of a method: calls `before`, then the method."""
 
     def __init__(self, owner: Any, name: str, before: Callable[..., object]) -> None:
         self._owner, self._name, self._before = owner, name, before

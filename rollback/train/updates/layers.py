@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rollback.train.sharded import is_sharded
 from rollback.train.updates.gradients import GradientNorms
-from rollback.wording import first_few
+from rollback.wording import filled, first_few
 
 EVERY = 100
 """Updates between two looks."""
@@ -107,8 +107,8 @@ class Layers:
             self._vanished[layer] = self._vanished[layer] + 1 if sqrt(square / total) < VANISHED else 0
         if LOOKS in self._vanished.values():
             gone = [layer for layer, looks in self._vanished.items() if looks >= LOOKS]
-            code, text = VANISHING
-            self._advice.append((code, text.format(layers=first_few(gone, _NAMED), looks=LOOKS, updates=LOOKS * EVERY)))
+            layers = first_few(gone, _NAMED)
+            self._advice.append(filled(VANISHING, layers=layers, looks=LOOKS, updates=LOOKS * EVERY))
 
     def _judge_rows(self, layer: str, norm: float, row: float, median: float) -> None:
         past = self._largest[layer]
@@ -119,9 +119,12 @@ class Layers:
         half = len(steps) // 2
         unabated = sum(steps[half:]) >= _UNABATED * sum(steps[:half])
         if min(steps) > 0 and unabated and norm > _GROWN * past[0] and norm > _ABOVE_OTHERS * median:
-            code, text = GROWING_ROWS
-            values = {"layer": layer, "row": int(row), "norm": norm, "times": norm / median, "growth": norm / past[0]}
-            self._advice.append((code, text.format(**values, updates=GROWTH_LOOKS * EVERY)))
+            self._advice.append(
+                filled(
+                    GROWING_ROWS, layer=layer, row=int(row), norm=norm, times=norm / median, growth=norm / past[0],
+                    updates=GROWTH_LOOKS * EVERY,
+                )
+            )  # fmt: skip
 
 
 def _layer_of(name: str) -> str:

@@ -29,7 +29,7 @@ class Updates:
         self.attempted = False
         self.gradients: GradientNorms | None = None
         """Norms of the update's gradients; None: the optimizer has not begun, or there are no gradients."""
-        self.found_inf: Tensor | None = None
+        self._found_inf: Tensor | None = None
         """Of a fused optimizer, on its device: above zero if the scaler drops the update."""
         self.in_training_mode = False
         """Whether the model was, as the newest update began."""
@@ -73,7 +73,7 @@ class Updates:
             measured=norms.total if norms and not sharded else None,
             squares=norms.squares if norms and self.happened and not told else None,
             measured_squares=norms.squares if norms else None,
-            found_inf=self.found_inf,
+            found_inf=self._found_inf,
         )
 
     def expect_backward(self, last: bool) -> None:
@@ -91,14 +91,14 @@ class Updates:
 
     def forget(self) -> None:
         self.happened = self.attempted = self._scale_is_due = False
-        self.gradients = self.found_inf = None
+        self.gradients = self._found_inf = None
         self._sensed.forget()
         self._habits.forget()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self.happened = True
         self._note_mode()
-        self.found_inf = getattr(optimizer, "found_inf", None)
+        self._found_inf = getattr(optimizer, "found_inf", None)
         self.gradients = self._sensed.before_step()
         self._habits.before_step(self._sensed.written)
 

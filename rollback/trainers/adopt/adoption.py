@@ -39,9 +39,8 @@ from rollback.trainers.adopt.counts import Turned, TurningLoops
 from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved, in_place_of
 from rollback.trainers.adopt.losses import ScriptLosses
-from rollback.trainers.adopt.objects import MadeObjects, applies_gradients, optimizers_of
+from rollback.trainers.adopt.objects import Adopted, MadeObjects, applies_gradients, guard_parts, optimizers_of
 from rollback.trainers.adopt.own_resume import OwnResume
-from rollback.trainers.adopt.plan import Adopted, plan_for
 from rollback.trainers.adopt.script_pass import OtherBatches, ScriptPass, described
 from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
@@ -214,24 +213,25 @@ class Adoption:
         try:
             if self._sources.cycles():
                 raise signs.goes_round()
-            plan = plan_for(loader, self.made.alive(), loop, strict=self._signs.strict)
-            seen = plan.seen(None if loop is None else loop.last)
+            parts = guard_parts(loader, self.made.alive(), loop, strict=self._signs.strict)
+            seen = parts.seen(None if loop is None else loop.last)
         except UsageError as error:
             seen = {"refused": {"message": error.message, "hint": error.hint}}
         self._signs.agree(seen)
         try:
-            guard, prepared = self._with_guard(plan.make)
+            guard, prepared = self._with_guard(parts.make)
         except UsageError as error:
             self._signs.refuse(error)
         self._signs.guard = guard
         self._handed.begin(guard)
-        self._carried.keep(guard, plan.model, self._sources.counts_of_turns())
+        self._carried.keep(guard, parts.model, self._sources.counts_of_turns())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
+        guard.name_ends("the script's {} updates", "the script's {} epochs")
         if loop is None and (where := self._sources.left_at()) is not None:
             self._signs.say(signs.not_led(where))
         for where, counter in self._sources.counters():
             self._signs.counts_by_itself(where, counter, here=self._sources.is_here(counter))
-        return Adopted(guard, plan.model, plan.optimizer, self.made.schedulers_of(plan.optimizer), loader, prepared)
+        return Adopted(guard, parts.model, parts.optimizer, self.made.schedulers_of(parts.optimizer), loader, prepared)
 
     def _steer(self, adopted: Adopted, loop: EpochLoop) -> None:
         """Let the guard lead the loop over epochs that the script has just begun. Collective."""

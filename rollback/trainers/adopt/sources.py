@@ -29,6 +29,7 @@ class ScriptSources:
     def __init__(self, carries: Callable[[str, str, LedVariable], object]) -> None:
         self._carries = carries
         self._files: dict[str, ScriptLoops] = {}
+        self._counters: dict[str, list[OwnCounter]] = {}
         self._script = ""
         self._steered: dict[str, list[str]] = {}
         """Those that are, each with the counts of turns in it."""
@@ -112,9 +113,14 @@ class ScriptSources:
     def counters(self) -> Iterator[tuple[str, OwnCounter]]:
         """Those of the training loops in the files that were read that are not led, and where that is."""
         for name in self._files:
-            for counter in own_counters(self._files[name]):
+            for counter in self._counters_in(name):
                 if not (counter.led and name in self._steered):
                     yield f"{self._where(name)}line {counter.line}", counter
+
+    def _counters_in(self, name: str) -> list[OwnCounter]:
+        if name not in self._counters:
+            self._counters[name] = own_counters(self._files[name])
+        return self._counters[name]
 
     def is_here(self, counter: OwnCounter) -> bool:
         """Whether it counts the batches of a loop that iterates the loader now, or that comes next."""
@@ -122,7 +128,7 @@ class ScriptSources:
 
     def ends_by_what_is_led(self) -> bool:
         """Whether it is that by which a training loop, or one over epochs, ends, for all that can be seen."""
-        ending = any(counter.ends for loops in self._files.values() for counter in own_counters(loops))
+        ending = any(counter.ends for name in self._files for counter in self._counters_in(name))
         return ending and not any(counter.ends for _, counter in self.counters())
 
     def counts_of_turns(self) -> Iterator[tuple[str, str]]:

@@ -49,7 +49,7 @@ class _Moved(Exception):
 
 
 def protect(trainer: Any, **settings: Any) -> Any:
-    """See `rollback.protect`."""
+    """Put a guard into the loop of a Trainer of transformers or TRL: `rollback.protect(trainer)`."""
     _require_known(trainer)
     _GuardedLoop(trainer, settings).install()
     return trainer
@@ -160,6 +160,8 @@ class _GuardedLoop:
             **{**following, **self._settings},
         )  # fmt: skip
         self.guard.without_probes("the Trainer counts every batch as one of its own")
+        steps = "max_steps={}" if trainer.args.max_steps > 0 else "the Trainer's {} steps"
+        self.guard.name_ends(steps, f"num_train_epochs={trainer.args.num_train_epochs:g}")
         if samples(trainer):
             self.guard.judge_first()
         identity = read_identity(RunPaths(self.guard.run))

@@ -40,7 +40,7 @@ _NONE = object()
 
 
 def protect(trainer: Any, **settings: Any) -> Any:
-    """See `rollback.protect`."""
+    """Put a guard into the loop of Lightning's Trainer: `rollback.protect(trainer)`."""
     require_unprotected(trainer.fit, _GuardedFit)
     require_known(trainer)
     _GuardedFit(trainer, settings).install()
@@ -269,6 +269,7 @@ class _GuardedFit:
             max_steps=None if trainer.max_steps == -1 else trainer.max_steps, **others, **self._settings,
         )  # fmt: skip
         self.guard.without_probes("the Trainer counts every batch as one of its own")
+        self.guard.name_ends("max_steps={}")
         self._state.saved = SavedFiles(self.guard.run)
         self.guard.keep(lightning_counts=self._state.counts, lightning=self._state, lightning_evaluated=self._evaluated)
 

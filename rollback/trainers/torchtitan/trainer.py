@@ -36,7 +36,7 @@ _LOOP = {"train": "a loop", "should_continue_training": "an end"}
 
 
 def protect(trainer: Any, **settings: Any) -> Any:
-    """See `rollback.protect`."""
+    """Put a guard into the loop of torchtitan's Trainer: `rollback.protect(trainer)`."""
     require_unprotected(trainer.train, _GuardedTraining)
     _require_known(trainer)
     _GuardedTraining(trainer, settings).install()
@@ -145,6 +145,7 @@ class _GuardedTraining:
                 loader=trainer.dataloader, max_steps=config.training.steps, **others, **self._settings,
             )  # fmt: skip
             self.guard.without_probes("the Trainer counts every batch as one of its own")
+            self.guard.name_ends("training.steps={}")
             self.guard.keep(torchtitan=self._state)
         except UsageError as error:
             attach.refuse(error)

@@ -253,5 +253,6 @@ def test_a_run_that_was_adopted_is_not_gone_on_with_without_it(tmp_path: Path) -
 def test_a_setting_that_does_not_fit_is_wrong_use_and_no_reason_to_go_without_protection(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt", "--probation", "3", str(PLAIN / "refused.py"), "a limit of its own")
     assert done.returncode == ExitCode.USAGE, done.stdout
-    assert "set probation to 6 or more" in done.stdout
+    assert "--probation=3 is no longer than" in done.stdout
+    assert "set it to 6 or more" in done.stdout
     assert "not protected" not in done.stdout

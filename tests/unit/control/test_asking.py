@@ -131,7 +131,7 @@ def test_what_is_only_at_the_url_may_be_gone_back_to(run: RecordedRun) -> None:
     result = ask(run, "rewind", "--to", "15", "--no-wait")
     assert result.exit_code == 0
     assert f"{ten}, of step 10" in result.stderr
-    assert "lie before batch 20" in refusal(ask(run, "rewind", "--to", "15", "--skip", "3:8"))
+    assert "begins with batch 20" in refusal(ask(run, "rewind", "--to", "15", "--skip", "3:8"))
 
 
 def test_a_run_that_is_not_running_is_told_at_its_next_start(run: RecordedRun) -> None:
@@ -177,9 +177,9 @@ def test_a_stop_of_a_job_that_has_no_ranks_left_is_carried_out_when_it_ends(
     [
         (["rewind", "--to", "37"], 2, "it is at step 36"),
         (["rewind", "--to", "19"], 65, "the oldest one is of step 20"),
-        (["rewind", "--to", "33", "--skip", "10:59"], 2, "lie before batch 60"),
+        (["rewind", "--to", "33", "--skip", "10:59"], 2, "begins with batch 60"),
         (["rewind", "--to", "33", "--skip", "9"], 2, "is not a range of batches"),
-        (["skip", "10:71"], 2, "it is at batch 72"),
+        (["skip", "10:71"], 2, "the run is at batch 72"),
         (["skip", "9:5"], 2, "is not a range of batches"),
         (["skip"], 2, "name either batches or samples"),
         (["skip", "80:90", "--sample", "3"], 2, "name either batches or samples"),
@@ -208,7 +208,7 @@ def test_a_stop_of_what_does_not_run_and_anything_of_what_has_ended_is_refused(r
 
 def test_a_job_that_goes_on_from_its_newest_checkpoint_may_skip_what_it_would_do_again(run: RecordedRun) -> None:
     dead(run)
-    assert "it is at batch 60" in refusal(ask(run, "skip", "10:59"))
+    assert "the run is at batch 60" in refusal(ask(run, "skip", "10:59"))
     assert ask(run, "skip", "62:65").exit_code == 0
 
 

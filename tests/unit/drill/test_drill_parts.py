@@ -26,7 +26,7 @@ from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.trials import Trial
 from rollback.errors import ExitCode, UsageError
 from rollback.facts.training import Dropped, Finished, Restored
-from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.reading import read_material
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected, exercise_of
 from rollback.train.drill import _FullDisk, _mapped, _noise
@@ -103,7 +103,7 @@ def trial(run: RecordedRun | None, fault: str | None = "nan-loss", **changed: An
         "codes": (0,),
         "seconds": 5.0,
         "overdue": False,
-        "ledger": compile_ledger(read_material(run.paths.root)) if run else None,
+        "audit": compile_audit(read_material(run.paths.root)) if run else None,
         "injected": [struck] if fault else [],
         "ends": [end(0), end(1)],
         "losses": dict.fromkeys(range(60), 2.5),

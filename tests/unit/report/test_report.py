@@ -25,7 +25,7 @@ from rollback.errors import UsageError
 from rollback.facts.ring import Drained
 from rollback.facts.supervisor import Hung
 from rollback.facts.training import Advice, AttemptEnded, AttemptStarted, Trouble
-from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.reading import read_material
 from rollback.report.page import make_page, time_parts
 from rollback.report.series import nonfinite_ranges, series, stretches, table, thin
@@ -164,11 +164,11 @@ def test_columns_are_what_the_lines_say_and_damage_is_passed_over(tmp_path: Path
 def test_the_account_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eventful_run(tmp_path / "run", monkeypatch)
     material = read_material(tmp_path / "run")
-    ledger = compile_ledger(material)
-    parts = {part.key: part for part in time_parts(ledger)}
-    assert sum(part.seconds for part in parts.values()) == pytest.approx(ledger.totals.seconds)
-    assert parts["rewinds"].seconds + parts["restarts"].seconds == pytest.approx(ledger.totals.seconds_lost)
-    assert parts["down"].seconds == pytest.approx(ledger.totals.seconds_down)
+    audit = compile_audit(material)
+    parts = {part.key: part for part in time_parts(audit)}
+    assert sum(part.seconds for part in parts.values()) == pytest.approx(audit.totals.seconds)
+    assert parts["rewinds"].seconds + parts["restarts"].seconds == pytest.approx(audit.totals.seconds_lost)
+    assert parts["down"].seconds == pytest.approx(audit.totals.seconds_down)
     assert (parts["healthy"].steps, parts["rewinds"].steps, parts["restarts"].steps) == (100, 40, 10)
     assert parts["stalled"].seconds == 0
 
@@ -189,7 +189,7 @@ def test_what_a_hang_kept_waiting_is_told_apart(tmp_path: Path, monkeypatch: pyt
     )
     write_processes(run.paths.processes(1), [seen])
     material = read_material(run.paths.root)
-    assert {part.key: part.seconds for part in time_parts(compile_ledger(material))} == pytest.approx(
+    assert {part.key: part.seconds for part in time_parts(compile_audit(material))} == pytest.approx(
         {"healthy": 0, "rewinds": 0, "restarts": 20, "stalled": 60, "down": 10}
     )
     page = make_page(run.paths.root)
@@ -276,7 +276,7 @@ def test_the_policy_allows_this_page_s_own_texts_and_nothing_else(
     assert "unsafe" not in policy
 
 
-def test_the_page_says_what_the_ledger_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_says_what_the_audit_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eventful_run(tmp_path / "run", monkeypatch)
     text = "".join(Page(make_page(tmp_path / "run")).texts[""])
     for words in (

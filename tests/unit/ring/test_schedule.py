@@ -7,9 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorded_run import incident, rollback_plan
-from rollback.facts.history import History, fold
-from rollback.facts.training import BecameGood, Committed, Evicted, JournalEntry, Restored
-from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain, to_evict
+from rollback.facts.history import History, fold, in_durable_ring
+from rollback.facts.training import (
+    BecameGood,
+    Committed,
+    Drained,
+    Evicted,
+    JournalEntry,
+    LeftDurableRing,
+    Quarantined,
+    Restored,
+)
+from rollback.policy import PolicyCheckpoint
+from rollback.ring.schedule import DrainPace, LastCopy, Situation, good_ones_at, next_to_drain, to_evict
 from rollback.rundir.paths import CheckpointName
 
 AUTO = DrainPace()
@@ -142,3 +152,70 @@ def test_the_newest_good_one_and_what_is_pinned_never_leave(now: Situation, keep
     local = run_of(len(now.history.committed), len(now.history.good), min(evicted, len(now.history.committed)))
     elsewhere = Situation(local, now.drained, now.pinned, now.lost, now.last, now.ending)
     assert to_evict(elsewhere, keep) == to_evict(now, keep), "what the local ring holds is another matter"
+
+
+# --- what a ring at a URL holds by what the journals say --------------------------------------------------------------
+
+URL = "s3://bucket/run"
+NAMES = [CheckpointName.of(seq, 10 * seq) for seq in range(5)]
+
+
+def journal(*facts: Any) -> History:
+    return fold(JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts))
+
+
+def committed(count: int, timeline: int = 0) -> list[Any]:
+    return [
+        Committed(checkpoint=name, step=10 * seq, batch=20 * seq, timeline=timeline, bytes=1, seconds=0.0)
+        for seq, name in enumerate(NAMES[:count])
+    ]
+
+
+def good(*names: str) -> list[Any]:
+    return [BecameGood(checkpoint=name, step=0) for name in names]
+
+
+def drained(*names: str, place: str = URL) -> list[Any]:
+    return [Drained(checkpoint=name, step=0, place=place, bytes=1, seconds=0.0) for name in names]
+
+
+def left(name: str) -> LeftDurableRing:
+    return LeftDurableRing(checkpoint=name, place=URL, reason="the ring is full")
+
+
+def test_what_was_drained_and_has_not_left_is_there_wherever_it_was_noted() -> None:
+    ranks = journal(*committed(4), *good(*NAMES[1:4]), *drained(NAMES[0], NAMES[2]))
+    supervisor = journal(*drained(NAMES[1], NAMES[3]), left(NAMES[2]))
+    assert good_ones_at(f"{URL}/", ranks, supervisor) == [
+        PolicyCheckpoint(NAMES[0], 0, 0, True),
+        PolicyCheckpoint(NAMES[1], 10, 20, True),
+        PolicyCheckpoint(NAMES[3], 30, 60, True),
+    ]
+
+
+def test_what_has_left_one_ring_and_what_came_back_are_in_a_ring() -> None:
+    moved = journal(*drained(NAMES[0]), left(NAMES[0]), *drained(NAMES[0], place="/run/ring"))
+    again = journal(*drained(NAMES[1], NAMES[2]), left(NAMES[1]), left(NAMES[2]), *drained(NAMES[1]))
+    assert in_durable_ring(moved, again) == {NAMES[0], NAMES[1]}
+    assert in_durable_ring(moved, again, place=URL) == {NAMES[1]}
+
+
+def test_candidates_and_what_is_at_another_place_are_left_out() -> None:
+    ranks = journal(*committed(4), *good(NAMES[1], NAMES[2]))
+    supervisor = journal(*drained(NAMES[1], NAMES[3]), *drained(NAMES[2], place="/run/ring"))
+    assert [point.name for point in good_ones_at(URL, ranks, supervisor)] == [NAMES[1]]
+
+
+def test_what_a_rollback_has_cut_off_is_left_out() -> None:
+    plan = rollback_plan(0, NAMES[1], 10, (20, 50), discards=(NAMES[2],), timeline=1)
+    back = Restored(incident=0, checkpoint=NAMES[1], step=10, batch=20, steps_lost=9, seconds=0.0, route="in_process")
+    ranks = journal(*committed(4), *good(*NAMES[1:4]), incident(0, 25, 26), plan, back)
+    assert [point.name for point in good_ones_at(URL, ranks, journal(*drained(*NAMES[:4])))] == NAMES[:2]
+
+
+def test_what_has_left_the_run_directory_or_was_damaged_there_is_there_all_the_same() -> None:
+    ranks = journal(
+        *committed(3), *good(*NAMES[1:3]), Evicted(checkpoint=NAMES[1], reason="the ring is full"),
+        Quarantined(checkpoint=NAMES[2], reason="flipped bit"),
+    )  # fmt: skip
+    assert [point.name for point in good_ones_at(URL, ranks, journal(*drained(*NAMES[1:3])))] == NAMES[1:3]

@@ -74,16 +74,16 @@ def test_how_far_ranks_had_come_is_counted_since_their_last_rollback(marks: EndM
 def test_of_a_complete_run_no_last_snapshot_is_missed(tmp_path: Path) -> None:
     """As where the supervisor was killed and the ranks have trained on to the end: they do not leave all at once."""
     said: list[str] = []
-    ledger = SupervisorJournal(RunPaths(tmp_path), said.append)
+    own_journal = SupervisorJournal(RunPaths(tmp_path), said.append)
     missed = LastSnapshotMade(reason="another rank is about to end", checkpoint=None, step=None, steps_lost=0)
-    last_snapshot.note_kept(missed, 200, Finished(step=200, batch=200), ledger, said.append)
+    last_snapshot.note_kept(missed, 200, Finished(step=200, batch=200), own_journal, said.append)
     assert said == []
     for told, finished in (
         (missed, None),
         (missed.model_copy(update={"steps_lost": 3}), Finished(step=200, batch=200)),  # of a pass behind that one
         (missed.model_copy(update={"checkpoint": "c000001-s00000203", "step": 203}), Finished(step=200, batch=200)),
     ):
-        last_snapshot.note_kept(told, told.step, finished, ledger, said.append)
+        last_snapshot.note_kept(told, told.step, finished, own_journal, said.append)
         assert said.pop() == told.in_words()
 
 
@@ -91,10 +91,10 @@ def test_a_last_snapshot_is_not_told_of_where_the_ranks_have_saved_more_behind_i
     """As when torchrun is killed: they keep what they have, and are told to stop, and save that. It is on record."""
     said: list[str] = []
     paths = RunPaths(tmp_path)
-    ledger = SupervisorJournal(paths, said.append)
-    ledger.open()
+    own_journal = SupervisorJournal(paths, said.append)
+    own_journal.open()
     last = LastSnapshotMade(reason="the attempt is ended", checkpoint="c000001-s00000058", step=58, steps_lost=0)
     for newest in (61, 58):
-        last_snapshot.note_kept(last, newest, None, ledger, said.append)
+        last_snapshot.note_kept(last, newest, None, own_journal, said.append)
     assert said == [last.in_words()]
     assert len(read_journal(paths.supervisor_journal).records) == 2

@@ -81,8 +81,8 @@ def evidence(
 def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Path) -> None:
     paths, nodes = RunPaths(tmp_path), Nodes()
     order, output = SimpleNamespace(paths=paths), SimpleNamespace(keep=lambda: None)
-    ledger = SupervisorJournal(paths, print)
-    attempts = Attempts(order, print, SimpleNamespace(output=output), ledger, StopSignals(), nodes, lambda: None)  # type: ignore[arg-type]
+    own_journal = SupervisorJournal(paths, print)
+    attempts = Attempts(order, print, SimpleNamespace(output=output), own_journal, StopSignals(), nodes, lambda: None)  # type: ignore[arg-type]
     journal = Journal(paths.train_journal, 1)
     journal.append(attached_at(0))
     attempts._journal.history  # noqa: B018 - reads
@@ -93,11 +93,11 @@ def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Pa
     journal.attempt = 2
     journal.append(attached_at(0))
     assert attempts._look_at_journal(2, attached=False)
-    assert ledger.opened
+    assert own_journal.opened
     paths.train_journal.write_bytes(paths.train_journal.read_bytes() + b"no line\nof ours\n")
     with pytest.raises(JournalDamaged):
         attempts._look_at_journal(3, attached=False)
-    ledger.close()
+    own_journal.close()
     journal.close()
 
 

@@ -95,7 +95,26 @@ def test_data_that_end_before_max_steps_are_told(
         made.observe(0.5)
     made.close()
     said = capsys.readouterr().err
-    assert ("training ends at step 3, by the end of the data, and not at max_steps=5" in said) == told
+    assert ("training ends at step 3, by the end of the data, and not by max_steps=5" in said) == told
+
+
+def test_a_library_s_users_are_told_of_an_end_in_the_library_s_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for epochs in (1, 2):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        made = guard(tmp_path / "run", model=model, optimizer=optimizer, loader=[*torch.ones(3, 2, 4)], max_steps=7)
+        made.name_ends("the Trainer's {} steps", "num_train_epochs={}")
+        for _ in made.epochs(epochs):
+            for x in made:
+                model(x).sum().backward()
+                optimizer.step()
+                made.observe(0.5)
+        made.close()
+    said = capsys.readouterr().err
+    assert "training ends at step 3, by num_train_epochs=1, and not by the Trainer's 7 steps" in said
+    assert "the run was complete: it ended at step 3, by num_train_epochs=1" in said
 
 
 def test_a_guard_that_is_made_in_an_except_block_keeps_nothing_of_it(tmp_path: Path) -> None:

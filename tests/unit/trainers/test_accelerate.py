@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import rollback
 from rollback.errors import UsageError
-from rollback.trainers.adopt.plan import plan_for
+from rollback.trainers.adopt.objects import guard_parts
 
 
 class Average:
@@ -80,7 +80,7 @@ def test_strict_refuses_a_loader_whose_order_would_be_another_one() -> None:
         use_stateful_dataloader = True
 
     with pytest.raises(UsageError, match="use_stateful_dataloader=True"):
-        plan_for(Prepared(), [], strict=True)
+        guard_parts(Prepared(), [], strict=True)
 
 
 def test_an_adopted_script_s_average_and_scheduler_go_back_though_they_were_not_prepared(
@@ -96,11 +96,11 @@ def test_an_adopted_script_s_average_and_scheduler_go_back_though_they_were_not_
     data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
     model, prepared, loader = accelerator.prepare(weights, optimizer, data)
     made = [weights, *average.modules(), registered, optimizer, scheduler]
-    plan = plan_for(loader, made)
-    assert [name for name in plan.objects if name in ("AveragedModel", "StepLR", "Linear")] == [
+    parts = guard_parts(loader, made)
+    assert [name for name in parts.objects if name in ("AveragedModel", "StepLR", "Linear")] == [
         "Linear", "StepLR", "AveragedModel",
     ]  # fmt: skip
-    guard, batches = plan.make()
+    guard, batches = parts.make()
     after: list[Tensor] = []
     for place, (given, wanted) in enumerate(batches):
         loss = (model(given) - wanted).square().mean()

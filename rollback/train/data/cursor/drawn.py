@@ -8,7 +8,7 @@ from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.base import Cursor, Indices, cannot_ask_again
 from rollback.train.data.cursor.digest import Digest
-from rollback.train.updates.advice import filled
+from rollback.wording import filled
 
 DRAWS_BESIDE = (
     "draws-beside-the-data",

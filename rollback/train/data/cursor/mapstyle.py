@@ -40,7 +40,7 @@ _COMPARED = 16
 
 
 class MapStyleCursor(Cursor):
-    """See the module's docstring. `loader` itself is never iterated."""
+    """Reads a map-style `DataLoader` by index. The loader itself is never iterated."""
 
     kind = "map-style"
     leaves_out = True

@@ -9,11 +9,11 @@ from rich.console import Console
 
 from recorded_run import RecordedRun, incident
 from rollback.facts.training import PhaseAnnounced
-from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.incidents import put_together
 from rollback.inspect.audit.reading import read_material
 from rollback.inspect.audit.report import AuditReport
-from rollback.inspect.audit.text import print_ledger
+from rollback.inspect.audit.text import print_audit
 from rollback.rundir.evidence import (
     BatchKept,
     LeftOut,
@@ -54,23 +54,23 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     return run
 
 
-def ledger(run: RecordedRun, *evidence: RankEvidence) -> AuditReport:
+def audit(run: RecordedRun, *evidence: RankEvidence) -> AuditReport:
     for item in evidence:
         path = run.paths.evidence(item.incident, item.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_evidence(path, item)
-    return compile_ledger(read_material(run.paths.root))
+    return compile_audit(read_material(run.paths.root))
 
 
 def began(run: RecordedRun, *evidence: RankEvidence) -> str:
-    found = ledger(run, *evidence).incidents[0].evidence
+    found = audit(run, *evidence).incidents[0].evidence
     assert found is not None
     return found.began
 
 
 def text(found: AuditReport) -> str:
     stream = io.StringIO()
-    print_ledger(Console(file=stream, width=200, highlight=False, markup=False), found)
+    print_audit(Console(file=stream, width=200, highlight=False, markup=False), found)
     return stream.getvalue()
 
 
@@ -117,7 +117,7 @@ def test_what_is_finite_is_told_by_its_largest_gradients(run: RecordedRun) -> No
     large = seen(
         0, gradients=norms(large=["head"]), steps=[StepSeen(step=45, losses=[9.0], grad_norm=200.0, kind="large")]
     )  # fmt: skip
-    found = ledger(run, large)
+    found = audit(run, large)
     assert found.incidents[0].evidence is not None
     assert found.incidents[0].evidence.began == "everything was finite; a large norm (200, led by head) in step 45"
     assert found.incidents[0].evidence.exploding == {"nonfinite": 0, "overflow": 0, "large": 1}
@@ -127,7 +127,7 @@ def test_what_is_finite_is_told_by_its_largest_gradients(run: RecordedRun) -> No
 
 def test_the_text_says_where_it_began_and_what_is_kept(run: RecordedRun) -> None:
     kept = BatchKept(step=45, file="../../else.safetensors", tensors=[], left_out=[LeftOut(name="45/x", reason="big")])
-    shown = text(ledger(run, seen(0, "gradients", name="a\x1b[31mb"), seen(1, batch=kept)))
+    shown = text(audit(run, seen(0, "gradients", name="a\x1b[31mb"), seen(1, batch=kept)))
     assert "began in the gradients of a\\x1b[31mb on rank 0" in shown
     assert "incidents/0001/rank-00001.safetensors" in shown
     assert "else" not in shown
@@ -135,14 +135,14 @@ def test_the_text_says_where_it_began_and_what_is_kept(run: RecordedRun) -> None
 
 
 def test_an_incident_without_evidence_has_none(run: RecordedRun) -> None:
-    assert ledger(run).incidents[0].evidence is None
+    assert audit(run).incidents[0].evidence is None
 
 
 def test_evidence_that_cannot_be_read_or_is_about_something_else_is_left_out_with_a_notice(run: RecordedRun) -> None:
-    ledger(run, seen(0, "loss"))
+    audit(run, seen(0, "loss"))
     (run.paths.incident(1) / "rank-00001.json").write_text(seen(0).model_dump_json())
     (run.paths.incident(1) / "rank-00002.json").write_text("{")
-    found = compile_ledger(read_material(run.paths.root))
+    found = compile_audit(read_material(run.paths.root))
     assert found.incidents[0].evidence is not None
     assert [entry.rank for entry in found.incidents[0].evidence.batches] == [0]
     assert any("about another" in notice for notice in found.notices)
@@ -151,6 +151,6 @@ def test_evidence_that_cannot_be_read_or_is_about_something_else_is_left_out_wit
 
 def test_announced_phases_are_told(run: RecordedRun) -> None:
     run.tell(51, PhaseAnnounced(step=50, batch=100, phase="long context"))
-    found = ledger(run)
+    found = audit(run)
     assert [(entry.step, entry.phase) for entry in found.phases] == [(50, "long context")]
     assert "long context" in text(found)

@@ -84,11 +84,11 @@ def test_a_batch_that_holds_other_samples_when_it_is_passed_over_again_has_those
 ) -> None:
     passed_over_again(run, between, 1 if isinstance(between, Accepted) else 2)
     assert [row["sample"] for row in rows_of(run) if row["batch"] == 4] == [240, 241, 242, 243]
-    ledger = json.loads(cli("audit", run.paths.root, "--json").stdout)
-    assert (ledger["totals"]["skipped_batches"], ledger["totals"]["skipped_samples"]) == (2, 8)
-    held = ledger["skipped"][0]["indices"].values()
+    audit = json.loads(cli("audit", run.paths.root, "--json").stdout)
+    assert (audit["totals"]["skipped_batches"], audit["totals"]["skipped_samples"]) == (2, 8)
+    held = audit["skipped"][0]["indices"].values()
     assert [sample for indices in held for sample in indices] == [240, 241, 242, 243]
-    assert ledger["notices"] == []
+    assert audit["notices"] == []
     assert check_integrity(run.paths.root).disagreements == []
 
 

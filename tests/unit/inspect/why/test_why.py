@@ -23,11 +23,11 @@ from rollback.facts.training import (
     StuckAtExit,
     Window,
 )
-from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.cost import Death, deaths
 from rollback.inspect.audit.ending import NO_END
 from rollback.inspect.audit.reading import read_material
-from rollback.inspect.audit.text import print_ledger
+from rollback.inspect.audit.text import print_audit
 from rollback.inspect.status.status import read_status
 from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.text import print_account
@@ -224,10 +224,10 @@ def test_what_a_run_has_accepted_and_could_not_keep_is_told_by_why_and_audit(
     ]
     assert read_account(run.paths.root).remarks == remarks
     assert re.search("also +no last snapshots: the model is sharded", shown(run))
-    ledger = compile_ledger(read_material(run.paths.root))
-    assert ledger.attempts[0].remarks == remarks
+    audit = compile_audit(read_material(run.paths.root))
+    assert audit.attempts[0].remarks == remarks
     out = io.StringIO()
-    print_ledger(Console(file=out, width=2000), ledger)
+    print_audit(Console(file=out, width=2000), audit)
     assert "; ".join(remarks) in out.getvalue()
 
 
@@ -255,8 +255,8 @@ def test_what_a_death_has_undone_is_told_by_why_and_status_as_by_audit(run: Reco
     status = read_status(run.paths.root)
     assert status.death is not None
     assert status.death.in_words() == said
-    ledger = compile_ledger(read_material(run.paths.root))
-    assert (ledger.attempts[0].steps_lost, ledger.attempts[0].at_least) == (13, True)
+    audit = compile_audit(read_material(run.paths.root))
+    assert (audit.attempts[0].steps_lost, audit.attempts[0].at_least) == (13, True)
     run.tell(
         7, AttemptEnded(status=1, cause="rank 1 raised", step=71, seconds=9.0, why="exception", fingerprint="f"), 2
     )
@@ -275,8 +275,8 @@ def test_a_checkpoint_that_is_on_record_and_was_lost_tells_status_and_audit_alik
     run.commit(4, "c000001-s00000070", 70)
     run.attach(6, 2, "c000000-s00000050", 50)
     death = read_status(run.paths.root).death
-    ledger = compile_ledger(read_material(run.paths.root))
-    assert (death and death.steps_lost) == ledger.attempts[0].steps_lost == 20
+    audit = compile_audit(read_material(run.paths.root))
+    assert (death and death.steps_lost) == audit.attempts[0].steps_lost == 20
 
 
 def test_what_is_given_up_and_what_a_later_attempt_says_was_kept_is_no_loss_without_a_reason(run: RecordedRun) -> None:
@@ -302,7 +302,7 @@ def test_where_a_state_was_kept_its_account_tells_what_is_lost_to_the_step(run: 
         write_heartbeat(run.paths.heartbeat(rank), beat)
     assert [stood.rank for stood in read_account(run.paths.root, 1).ranks] == [0], "rank 1 had come to step 77, too"
     assert read_account(run.paths.root).death is None
-    totals = compile_ledger(read_material(run.paths.root)).totals
+    totals = compile_audit(read_material(run.paths.root)).totals
     assert (totals.steps_lost, totals.steps_lost_at_least) == (0, False)
     run.tell(7, AttemptEnded(status=1, cause="rank 1 was killed", step=99, seconds=9.0, why="signal", rank=1), 2)
     assert read_status(run.paths.root).last_snapshot is None, "that was the attempt before it"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollback.facts.supervisor import Why
 from rollback.facts.training import AttemptEnded, Blamed, Fact, JournalEntry, Window
 from rollback.rundir.failures import FailureRecord
-from rollback.supervisor.diagnosis.blamed_data import SKIPS_THAT_DID_NOT_HELP, blame
+from rollback.supervisor.diagnosis.blamed_data import SKIPS_THAT_DID_NOT_HELP, blame, comes_again
 from rollback.supervisor.diagnosis.first_cause import FirstCause
 
 
@@ -179,3 +179,36 @@ def test_no_batch_is_blamed_where_none_was_in_hand_or_rollback_itself_raised(cha
     assert first.record is not None
     again = replace(first, record=first.record.model_copy(update=changed))
     assert [supervisor.fails(again) for _ in range(4)] == [None] * 4
+
+
+# --- exceptions without a batch in hand, which come again and again ---------------------------------------------------
+
+
+def ended(*ends: tuple[int, str]) -> list[JournalEntry]:
+    """Attempts that ended at these steps by these exceptions."""
+    facts = [AttemptEnded(status=1, cause="", step=step, seconds=1.0, fingerprint=which) for step, which in ends]
+    return [JournalEntry(seq=place, at="", attempt=place, fact=fact) for place, fact in enumerate(facts, 1)]
+
+
+def raised(*, in_hand: bool = False) -> FirstCause:
+    record = FailureRecord(
+        rank=1, pid=1, host="h", attempt=1, at="", seconds=0.0, step=9, batch=9, whole_step=Window(first=9, last=9),
+        doing="training", error="ValueError", message="bad", traceback="", frames=[], fingerprint="f", in_hand=in_hand,
+    )  # fmt: skip
+    return FirstCause("exception", "", 1, record)
+
+
+@pytest.mark.parametrize(
+    ("ends", "again"),
+    [
+        ([(9, "f")], False),
+        ([(9, "f"), (9, "f")], True),
+        ([(9, "g"), (9, "f")], False),
+        ([(9, "f"), (18, "f")], False),
+        ([(9, "f"), (9, "f"), (18, "f")], False),
+        ([(9, "g"), (18, "f"), (18, "f")], True),
+    ],
+)
+def test_an_exception_that_comes_at_one_step_comes_again(ends: list[tuple[int, str]], again: bool) -> None:
+    assert comes_again(raised(), len(ends), ended(*ends)) is again
+    assert not comes_again(raised(in_hand=True), len(ends), ended(*ends))

@@ -5,21 +5,22 @@ from pathlib import Path
 import pytest
 
 from recorded_run import incident, rollback_plan
+from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.facts.training import Committed, Restored
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.supervisor.diagnosis.evidence import TrainJournal, gather
-from rollback.supervisor.diagnosis.outcome import KeptOnHost, Left
+from rollback.supervisor.diagnosis.outcome import Left
 
-KEPT = KeptOnHost(
+KEPT = LastAccount(
     attempt=1, reason="rank 1 is gone", checkpoint=None, step=None, rank=0, seconds=0.1, why_not="no", furthest=12
 )
 
 
 @pytest.mark.parametrize(("kept", "step"), [(KEPT, 12), (None, 8)])
 def test_steps_that_a_rollback_has_undone_are_not_where_an_attempt_stood(
-    tmp_path: Path, kept: KeptOnHost | None, step: int
+    tmp_path: Path, kept: LastAccount | None, step: int
 ) -> None:
     paths = RunPaths(tmp_path)
     journal = Journal(paths.train_journal, 1)

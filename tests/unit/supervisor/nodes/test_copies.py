@@ -24,7 +24,7 @@ from rollback.rundir.paths import RunPaths, shard_name
 from rollback.supervisor import supervise
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
-from rollback.supervisor.diagnosis.outcome import KeptOnHost, Left
+from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.last_snapshot import forget_last_snapshot, kept_on_host
 from rollback.supervisor.nodes.copies import Copies, addresses
 from rollback.supervisor.nodes.follow import Follower
@@ -336,7 +336,7 @@ def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_
     journal.close()
     copies = Copies(paths, place(), buddy, lambda fact: None, lambda line: None)
 
-    def wanted(*kept: KeptOnHost | None) -> tuple[str, ...]:
+    def wanted(*kept: LastAccount | None) -> tuple[str, ...]:
         reports = [report(kept=each) for each in kept]
         arranged = copies.arrange(copies.get_ready(), ("node-0", "node-1"), reports)
         assert arranged is not None
@@ -346,8 +346,8 @@ def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_
     assert wanted(kept_by(2, "c000007-s00000007")) == (), "another attempt has begun since"
 
 
-def kept_by(attempt: int, checkpoint: str | None) -> KeptOnHost:
-    return KeptOnHost(
+def kept_by(attempt: int, checkpoint: str | None) -> LastAccount:
+    return LastAccount(
         attempt=attempt, reason="a rank is gone", checkpoint=checkpoint, step=7 if checkpoint else None, rank=0,
         seconds=0.1, why_not=None, furthest=7,
     )  # fmt: skip

@@ -13,12 +13,13 @@ from disks import disk_of, fill, may_mount
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.config import Settings
 from rollback.errors import RunInUse, UsageError
 from rollback.facts.training import LastSnapshotMade
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, SharedDirectory, Watchtower, read_in_place, write_in_place
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.outcome import Failures, KeptOnHost, Left, RankFailure, Refusal, Unrecorded
+from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal, Unrecorded
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import command_of, differences, membership, place_among_nodes
@@ -148,7 +149,7 @@ def test_what_the_hosts_made_of_the_last_snapshot_is_one_fact() -> None:
     """A host that tells of a checkpoint knows that all have it; the furthest step may be known on another one."""
 
     def left(rank: int, step: int | None, furthest: int | None) -> Left:
-        kept = KeptOnHost(
+        kept = LastAccount(
             attempt=1, reason="rank 3 is gone", checkpoint=None if step is None else "c", step=step, rank=rank,
             seconds=0.5, why_not="it was in its update" if step is None else None, furthest=furthest,
         )  # fmt: skip

@@ -88,8 +88,8 @@ def test_a_stop_signal_on_another_node_is_heard_at_once_between_two_attempts(pat
     """The next one may be a minute away, and whoever has signalled does not wait so long before it kills."""
     leader = Leader(paths, place(), print, SharedMeeting(paths, 2))
     told = NodeReport(node="node-1", launch="b:1:1.0", host="b", pid=1, leader=place().launch, signals=("SIGTERM",))
-    order, ledger = SimpleNamespace(paths=paths), SupervisorJournal(paths, print)
-    attempts = Attempts(order, print, SimpleNamespace(), ledger, StopSignals(), leader, lambda: None)  # type: ignore[arg-type]
+    order, own_journal = SimpleNamespace(paths=paths), SupervisorJournal(paths, print)
+    attempts = Attempts(order, print, SimpleNamespace(), own_journal, StopSignals(), leader, lambda: None)  # type: ignore[arg-type]
     write_in_place(paths.node("node-1"), told.model_dump_json().encode())
     assert attempts._stopped_while_waiting(5.0)
     paths.node("node-1").unlink()

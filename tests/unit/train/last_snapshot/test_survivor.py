@@ -481,7 +481,7 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
     else:
         second.write(end._replace(step=end.step - 1, batch=end.batch - 1), body)
         second.write_early(end, without_sent(body), hold())
-    last._peers.pidfds[1], last._peers.pids = os.pidfd_open(pid), (os.getpid(), pid)
+    last._peers.pidfds[1], last._peers._pids = os.pidfd_open(pid), (os.getpid(), pid)
     guard._run.ranks.world_size = 2
     return second
 
@@ -801,7 +801,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
 
 
 def _it_computes(guard: rollback.Guard, second: EndMark) -> None:
-    guard._last._peers.pids = os.getpid(), os.getpid()  # this process has
+    guard._last._peers._pids = os.getpid(), os.getpid()  # this process has
 
 
 def _it_gives_up(guard: rollback.Guard, second: EndMark) -> None:

@@ -11,7 +11,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -23,7 +23,7 @@ from warm_server import WarmPopen
 from rollback.config import ENV_SUPERVISOR
 from rollback.system.processes import name_process
 from rollback.train.data.workers import LeavesStoppingToTheRank, leave_stopping_to_the_rank
-from rollback.train.process.stopping import StopRequest
+from rollback.train.process.stopping import Departure, StopRequest
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LIMIT = 30.0
@@ -282,3 +282,27 @@ def test_a_rank_that_ends_for_want_of_torchrun_says_whether_the_supervisor_lives
         for process in (supervisor, torchrun):
             process.kill()
             process.communicate()
+
+
+# --- a rank that was told to leave, and goes on all the same ----------------------------------------------------------
+
+
+def test_who_was_not_told_to_leave_stays() -> None:
+    Departure().require_none()
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_rank_that_does_not_leave_is_ended_again_and_then_by_force_under_a_supervisor(
+    supervised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_force(status: int) -> NoReturn:
+        raise ProcessLookupError(status)
+
+    monkeypatch.setenv(ENV_SUPERVISOR, "1" if supervised else "")
+    monkeypatch.setattr(os, "_exit", by_force)
+    departure = Departure()
+    departure.note(SystemExit(75))
+    with pytest.raises(SystemExit, match="75"):
+        departure.require_none()
+    with pytest.raises(ProcessLookupError if supervised else SystemExit, match="75"):
+        departure.require_none()

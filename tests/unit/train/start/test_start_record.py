@@ -122,13 +122,18 @@ def test_of_whole_lists_the_one_that_is_given_last_counts_from_its_batch_on() ->
 
 @pytest.mark.parametrize(
     ("first", "last", "late"),
-    [(60, 70, None), (10, 20, "10:20"), (50, 70, "50:59"), (30, 35, None), (30, 40, None), (30, 41, "30:41")],
+    [(10, 20, "batches 10:20"), (50, 70, "batches 50:59"), (59, 70, "batch 59"), (30, 41, "batches 30:41")],
 )
-def test_of_a_window_that_is_given_late_it_is_said_what_is_part_of_the_run_already(
-    first: int, last: int, late: str | None
+def test_of_a_window_that_is_given_late_it_is_said_what_cannot_be_skipped_any_more(
+    first: int, last: int, late: str
 ) -> None:
     said = given_too_late(Window(first=first, last=last), [Window(first=2, last=4), Window(first=30, last=40)], 60)
-    assert said == late or (late is not None and f": batches {late} are part of the run already" in (said or ""))
+    assert f": {late} cannot be skipped any more: " in (said or "")
+
+
+@pytest.mark.parametrize(("first", "last"), [(60, 70), (30, 35), (30, 40)])
+def test_a_window_that_is_still_to_come_or_was_passed_over_is_not_late(first: int, last: int) -> None:
+    assert given_too_late(Window(first=first, last=last), [Window(first=30, last=40)], 60) is None
 
 
 # --- with a run directory ---------------------------------------------------------------------------------------------

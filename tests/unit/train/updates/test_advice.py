@@ -28,6 +28,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Blip, Kind, Sentinel, Verdict
 from rollback.train.comm.beat import Beat
 from rollback.train.data.cursor import cursor_for
+from rollback.train.data.passes import PLAIN_EPOCH_LOOP
 from rollback.train.state.state import TrainingState
 from rollback.train.state.unkept import Unkept
 from rollback.train.updates import advice
@@ -954,8 +955,8 @@ def test_no_advice_to_clip_otherwise(model: nn.Module, habit: Habit, verdicts: A
 
 
 def test_every_advice_says_what_to_do_and_no_placeholder_is_left() -> None:
-    for name in ("CLIPPED_AFTER_STEP", "PLAIN_EPOCH_LOOP"):
-        assert "{" not in getattr(advice, name)[1]
+    for given_as_it_is in (advice.CLIPPED_AFTER_STEP, PLAIN_EPOCH_LOOP):
+        assert "{" not in given_as_it_is[1]
     one = advisor(nn.Linear(1, 1))
     one._layers.heaviest = "head"
     for norm, _ in zip(norms(), range(2 * advice._CLIPPED), strict=False):

@@ -89,9 +89,9 @@ def test_the_reason_is_told_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drainer: Copying, expected: str
 ) -> None:
     monkeypatch.setattr(draining, "drainer_for", lambda *_: drainer)
-    ledger: Any = SimpleNamespace(note=None)
+    own_journal: Any = SimpleNamespace(note=None)
     history: Any = SimpleNamespace(attached=True, settings={})
-    side = Draining(RunPaths(tmp_path), ledger, lambda text: None)
+    side = Draining(RunPaths(tmp_path), own_journal, lambda text: None)
     side.follow(history)
     side.finish(lambda: True)
     assert side.why_not().startswith(expected)
