@@ -323,9 +323,12 @@ class Totals(ReportItem):
     steps_lost: int = Field(description="updates that were undone and done again")
     steps_lost_at_least: bool = Field(description="as above")
     goodput: float | None = Field(
-        description="share of `seconds` that is neither lost, nor hung, nor down; null before the first step"
+        description="share of `seconds` that is neither lost, nor hung, nor down; null before the first step, or where "
+        "`seconds` is null"
     )
-    seconds: float | None = Field(description="wall-clock time from the first fact to the last")
+    seconds: float | None = Field(
+        description="wall-clock time from the first fact to the last; null where a clock was set back"
+    )
     seconds_lost: float = Field(description="of these, undone by rollbacks and deaths")
     seconds_hung: float = Field(description="of these, from the last progress of attempts that hung to their end")
     seconds_down: float = Field(description="of these, between the end of an attempt and the next one's beginning")

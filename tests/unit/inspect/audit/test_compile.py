@@ -151,6 +151,32 @@ def test_steps_and_seconds_lost_are_charged_once(eventful: RecordedRun) -> None:
     assert totals.seconds_down == pytest.approx(124 - 114)
 
 
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0])
+def test_seconds_are_those_of_one_clock_where_the_clocks_of_hosts_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    alike, totals = (
+        ledger_of(eventful_run(tmp_path / f"{seconds}", monkeypatch, ahead=seconds)).totals for seconds in (0.0, ahead)
+    )
+    (notice,) = ledger_of(eventful_run(tmp_path / "run", monkeypatch, ahead=ahead)).notices
+    assert re.match("the clocks of rank 0's host and the leading supervisor's differ by (59|60) min", notice)
+    assert totals.seconds == pytest.approx(alike.seconds, abs=2)
+    assert totals.seconds_lost == pytest.approx(alike.seconds_lost, abs=2)
+    assert totals.seconds_down == pytest.approx(alike.seconds_down, abs=2)
+    assert totals.goodput == pytest.approx(alike.goodput, abs=0.02)
+
+
+def test_how_long_a_run_took_is_not_told_where_its_clock_was_set_back(run: RecordedRun) -> None:
+    run.commit(3640, C2, 40)
+    run.commit(50, "c000003-s00000050", 50)
+    run.tell(100, Finished(step=100, batch=200))
+    run.tell(101, AttemptEnded(status=0, cause="finished", step=100, seconds=101.0))
+    ledger = ledger_of(run)
+    assert (ledger.totals.seconds, ledger.totals.goodput) == (None, None)
+    assert "a clock was set back by 59 min on the way" in ledger.notices[0]
+    assert "an unknown time on record" in text_of(ledger)
+
+
 def test_attempts_tell_how_they_ended_and_what_came_next(eventful: RecordedRun) -> None:
     first, second = ledger_of(eventful).attempts
     assert (first.ended, first.cause, first.reached) == ("died", "rank 1 was killed by signal 9", 70)
