@@ -337,14 +337,19 @@ def is_reach_known(own: Sequence[facts.JournalEntry]) -> bool:
     """Whether it is on record, to the step, how far an attempt that died had come."""
     ended, kept = last_fact(own, facts.AttemptEnded), last_fact(own, facts.LastSnapshotMade)
     # A rank that raised has recorded its step, and its peers cannot have done another one without it. Who counts what
-    # is lost at a last snapshot has the marks of all steps.
+    # is lost at a last snapshot has the marks of all steps. An attempt that ended well has lost what it kept since.
     raised = ended is not None and ended.fingerprint is not None
     counted = kept is not None and kept.steps_lost is not None
-    return raised or counted or last_fact(own, facts.Stopped) is not None
+    return raised or counted or _ended_well(own) or last_fact(own, facts.Stopped) is not None
+
+
+def _ended_well(own: Sequence[facts.JournalEntry]) -> bool:
+    ended = last_fact(own, facts.AttemptEnded)
+    return ended is not None and ended.status == 0
 
 
 def _why_not_kept(own: Sequence[facts.JournalEntry]) -> str | None:
-    if last_fact(own, facts.LastSnapshotMade) is not None:
+    if _ended_well(own) or last_fact(own, facts.LastSnapshotMade) is not None:
         return None
     none = last_fact(own, facts.NoLastSnapshot)
     return none.in_words() if none is not None else "no rank was left that could keep it"
