@@ -497,6 +497,18 @@ def test_hung_minutes_are_lost_time(run: RecordedRun) -> None:
     assert "goodput at most 21.5%" in text
 
 
+def test_a_finished_run_whose_final_state_is_not_where_it_belongs_says_so(run: RecordedRun) -> None:
+    run.tell(100, Finished(step=100, batch=200))
+    run.tell(101, AttemptEnded(status=0, cause="all ranks ended", step=100, seconds=101.0))
+    run.tell(101, RunEnded(exit_code=74, reason="its final state is not at s3://b/run: the token has expired"))
+    ending = ledger_of(run).ending
+    assert ending
+    assert ending.in_words() == (
+        "finished at step 100: the training loop ended; exit code 74: "
+        "its final state is not at s3://b/run: the token has expired"
+    )
+
+
 def test_a_structural_stop_is_told_with_its_account(run: RecordedRun) -> None:
     run.tell(35, incident(1, 30, 34, verdict="nonfinite", value=float("nan"), threshold=None))
     stop = {"action": "stop", "checkpoint": None, "step": None, "batch": None, "timeline": 0, "reason": "3 rollbacks"}
