@@ -249,6 +249,13 @@ def test_of_an_attempt_that_ended_well_and_whose_final_state_is_lost_no_rank_is_
     assert deaths_of(run, ("c000001-s00000050", 50))[1].in_words() == told
 
 
+def test_of_an_attempt_without_an_end_it_is_told_which_one_went_on(run: RecordedRun) -> None:
+    run.tell(1, AttemptStarted(command=("torchrun",), host="h", pid=1))
+    assert "the same command goes on" in shown(run, 1)
+    run.tell(60, AttemptStarted(command=("torchrun",), host="h", pid=2), 2)
+    assert re.search("then +a later launch went on with attempt 2", shown(run, 1))
+
+
 def test_what_a_death_has_undone_is_told_by_why_and_status_as_by_audit(run: RecordedRun) -> None:
     run.commit(2, "c000000-s00000000", 0)
     run.commit(4, "c000001-s00000050", 50)
