@@ -117,7 +117,8 @@ def reckon(
     charged = Charged()
     taken = _Taken(records, clock)
     began: float | None = None
-    last_seen = {record.attempt: record for record in records}
+    # Of what may be in either journal, the next launch writes some of an attempt that is long over.
+    last_seen = {record.attempt: record for record in of_kinds(records, _OF_RANKS | _OF_SUPERVISOR)}
     trained: int | None = None  # the last attempt that trained
     pending = False
     hung: dict[int, float] = {}  # when it was called, by attempt

@@ -380,6 +380,16 @@ def test_what_was_kept_and_lost_with_its_host_was_undone(run: RecordedRun) -> No
     assert (ledger.attempts[0].reached, ledger.attempts[0].steps_lost, ledger.totals.steps_lost) == (60, 40, 40)
 
 
+def test_the_night_until_a_killed_launch_is_started_again_is_down_and_not_undone(run: RecordedRun) -> None:
+    run.judge(0, 29)
+    run.tell(30, Advice(code="any", text="the last line before the supervisor was killed"))
+    run.tell(36000, LastSnapshotMade(reason="the supervisor is gone", checkpoint=None, step=None, steps_lost=10))
+    run.attach(36010, 2, C1, 20)
+    totals = ledger_of(run).totals
+    assert totals.seconds_lost == pytest.approx(30 - 20)
+    assert totals.seconds_down == pytest.approx(36010 - 30)
+
+
 def test_what_was_trained_after_the_last_line_of_a_run_that_was_killed_is_not_claimed_to_be_known(
     run: RecordedRun,
 ) -> None:
