@@ -32,6 +32,8 @@ _PRICED = frozenset({facts.Planned, facts.Restored, facts.Attached, facts.Hung, 
 _OF_RANKS, _OF_SUPERVISOR = (
     frozenset(kind for kind in facts.KINDS if kind.writer == writer) for writer in ("train", "supervisor")
 )
+_SIGNS_OF_LIFE = _OF_RANKS | {facts.Hung, facts.AttemptEnded}
+"""Of an attempt. Other facts of it the next launch may write, when it is long over."""
 _APART = 10.0  # seconds: what is less may be a machine that is busy between an event and its line
 _SET_BACK = 0.01  # of the time on record; beyond it the rest says nothing
 
@@ -117,8 +119,7 @@ def reckon(
     charged = Charged()
     taken = _Taken(records, clock)
     began: float | None = None
-    # Of what may be in either journal, the next launch writes some of an attempt that is long over.
-    last_seen = {record.attempt: record for record in of_kinds(records, _OF_RANKS | _OF_SUPERVISOR)}
+    last_seen = {record.attempt: record for record in of_kinds(records, _SIGNS_OF_LIFE)}
     trained: int | None = None  # the last attempt that trained
     pending = False
     hung: dict[int, float] = {}  # when it was called, by attempt

@@ -51,6 +51,7 @@ from rollback.facts.training import (
     ScalerSkipped,
     Signalled,
     SkipAdded,
+    SpareNodes,
     Stopped,
     Trouble,
     Window,
@@ -384,6 +385,7 @@ def test_the_night_until_a_killed_launch_is_started_again_is_down_and_not_undone
     run.judge(0, 29)
     run.tell(30, Advice(code="any", text="the last line before the supervisor was killed"))
     run.tell(36000, LastSnapshotMade(reason="the supervisor is gone", checkpoint=None, step=None, steps_lost=10))
+    run.tell(36001, SpareNodes(nodes=("node-2",)))
     run.attach(36010, 2, C1, 20)
     totals = ledger_of(run).totals
     assert totals.seconds_lost == pytest.approx(30 - 20)
