@@ -92,7 +92,7 @@ class Drill:
             undisturbed_seconds=round(undisturbed.seconds, 1),
             seconds=round(time.monotonic() - began, 1),
             rows=rows,
-            notices=self._notices(undisturbed),
+            notices=notices_of(undisturbed, self._again),
         )
 
     def _steps_by_rehearsal(self) -> int:
@@ -199,17 +199,23 @@ class Drill:
                 hint=f"--steps {reached}" if reached >= FEWEST_STEPS else "give the script more to do",
             )
 
-    def _notices(self, undisturbed: Trial) -> list[str]:
-        assert undisturbed.audit is not None
-        notices = []
-        if not undisturbed.told_a_loss:
-            notices.append("the guard was never told a loss: the sentinel has nothing to judge by")
-        if count := len(undisturbed.incidents):
-            notices.append(f"the undisturbed run has {count} incidents of its own; rows may tell of those")
-        if self._again is not None and (apart := differences(self._again, undisturbed)):
-            notices.append(f"two undisturbed runs differ in {parts(apart)}: of these nothing can be told")
-        notices += [f"advice: {message.text}" for message in undisturbed.audit.advice]
-        return notices
+
+def notices_of(undisturbed: Trial, again: Trial | None) -> list[str]:
+    """What is to be known of the undisturbed run, and of a second one, where there was one."""
+    assert undisturbed.audit is not None
+    notices = []
+    if not undisturbed.told_a_loss:
+        notices.append("the guard was never told a loss: the sentinel has nothing to judge by")
+    if count := len(undisturbed.incidents):
+        notices.append(f"the undisturbed run has {count} incidents of its own; rows may tell of those")
+    if (count := len(undisturbed.attempts)) > 1:
+        cause = undisturbed.attempts[0].cause or "it is not on record why"
+        notices.append(
+            f"the undisturbed run failed by itself, and had {count} attempts ({cause}); rows may tell of those"
+        )
+    if again is not None and (apart := differences(again, undisturbed)):
+        notices.append(f"two undisturbed runs differ in {parts(apart)}: of these nothing can be told")
+    return [*notices, *(f"advice: {message.text}" for message in undisturbed.audit.advice)]
 
 
 def scratch_for(script: str, given: Path | None) -> Path:

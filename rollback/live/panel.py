@@ -167,7 +167,7 @@ def _incidents(status: Status) -> Text:
 
 def _now(status: Status, room: int) -> RenderableType:
     if status.ending is not None and status.state != "running":
-        well = status.ending.how == "finished"
+        well = status.ending.how == "finished" and not status.ending.exit_code
         how = status.ending.how.replace("_", " ")
         if status.durable is not None and status.holder is not None and status.holder.alive == "yes":
             return Text(f"{how}; draining the newest checkpoints to the durable ring", style="yellow")

@@ -57,11 +57,17 @@ def rollback_plan(number: int, checkpoint: str, step: int, skip: tuple[int, int]
 
 
 class RecordedRun:
-    """Writes a run directory line by line. `at` is seconds since the run's start; every fact is stamped with it."""
+    """Writes a run directory line by line. `at` is seconds since the run's start; every fact is stamped with it.
 
-    def __init__(self, root: Path, monkeypatch: Any, *, world_size: int = 2) -> None:
+    ahead: seconds by which the clock of rank 0's host is ahead of the supervisor's.
+    """
+
+    _ahead = 0.0
+
+    def __init__(self, root: Path, monkeypatch: Any, *, world_size: int = 2, ahead: float = 0.0) -> None:
         self.paths = RunPaths(root)
         self.at = 0.0
+        self._ahead = ahead
         self._monkeypatch = monkeypatch
         clock = self
 
@@ -83,7 +89,7 @@ class RecordedRun:
 
     def tell(self, at: float, fact: Fact, attempt: int = 1) -> None:
         """Append a fact to the journal it belongs to."""
-        self.at = at
+        self.at = at + (self._ahead if fact.writer == "train" else 0.0)
         path = self.paths.train_journal if fact.writer == "train" else self.paths.supervisor_journal
         writer = Journal(path, attempt)
         writer.append(fact)
@@ -167,12 +173,12 @@ def hold(paths: RunPaths, *, alive: bool, host: str = "") -> None:
     paths.holder.write_text(json.dumps(holder if alive else {**holder, "start": "1@another boot"}))
 
 
-def eventful_run(root: Path, monkeypatch: Any) -> RecordedRun:
+def eventful_run(root: Path, monkeypatch: Any, *, ahead: float = 0.0) -> RecordedRun:
     """A trouble that comes back and is widened, a death, a trouble that recovers, a blip, the end.
 
     One step a second. Batches 2k and 2k+1 belong to step k.
     """
-    run = RecordedRun(root, monkeypatch)
+    run = RecordedRun(root, monkeypatch, ahead=ahead)
     c0, c1, c2, c3 = "c000000-s00000000", "c000001-s00000020", "c000002-s00000040", "c000003-s00000060"
     run.tell(0, AttemptStarted(command=("torchrun", "train.py"), host="node1", pid=4000))
     run.attach(2, 1, None, 0)

@@ -29,7 +29,7 @@ def compile_audit(material: Material) -> report.AuditReport:
     records, told = material.records, of_kinds(material.records, facts.TOLD)
     history = material.history
     costs = reckon(records, history.reached, material.progress)
-    notices = list(material.notices)
+    notices = [*material.notices, *costs.notices]
     passed = _passed_over(material, told)
     last_passed = passings(told, sorted({line.batch for lines in material.skipped.values() for line in lines}))
     skipped = _skipped(material, history, last_passed, notices)

@@ -7,16 +7,18 @@ the order of the record, and each is charged only for time that no event before 
 back to an older checkpoint costs the older stretch and the second try, not the first try again. So every second of a
 run is either kept, lost to one incident, lost to one death, hung, or down.
 
-Times are those of the journal (`at`). A checkpoint was taken at the time of its `committed` line minus the seconds of
-that commit. A checkpoint without this line (because of a crash) counts from the `attached` that used it. Where a clock
-was set back, an interval that ends before it begins costs nothing.
+Times are those of the journals (`at`), on one clock. A checkpoint was taken at the time of its `committed` line minus
+the seconds of that commit. A checkpoint without this line (because of a crash) counts from the `attached` that used it.
+Where a clock was set back, an interval that ends before it begins costs nothing, and of a run that this leaves with no
+time to speak of it is not known how long it took.
 """
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from itertools import pairwise
 
 from pydantic import Field
 
@@ -24,9 +26,16 @@ from rollback.facts import training as facts
 from rollback.inspect.audit.reading import by_attempt
 from rollback.inspect.audit.report import ReportItem
 from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
-from rollback.terminal.quantities import at_least
+from rollback.terminal.quantities import at_least, duration
 
 _PRICED = frozenset({facts.Planned, facts.Restored, facts.Attached, facts.Hung, facts.AttemptEnded})
+_OF_RANKS, _OF_SUPERVISOR = (
+    frozenset(kind for kind in facts.KINDS if kind.writer == writer) for writer in ("train", "supervisor")
+)
+_SIGNS_OF_LIFE = _OF_RANKS | {facts.Hung, facts.AttemptEnded}
+"""Of an attempt. Other facts of it the next launch may write, when it is long over."""
+_APART = 10.0  # seconds: what is less may be a machine that is busy between an event and its line
+_SET_BACK = 0.01  # of the time on record; beyond it the rest says nothing
 
 TELLING: frozenset[type[facts.Fact]] = frozenset({
     facts.Attached, facts.Planned, facts.Restored, facts.Stopped, facts.AttemptEnded, facts.LastSnapshotMade,
@@ -54,6 +63,9 @@ class Costs:
     seconds_hung: float = 0.0
     seconds_down: float = 0.0
     seconds: float | None = None
+    """From the first fact to the last; None: not known."""
+    notices: list[str] = field(default_factory=list)
+    """What is wrong with the clocks, in words."""
 
     @property
     def prices(self) -> list[Price]:
@@ -102,16 +114,17 @@ def reckon(
     records: in merged order. reached: of their history. progress: by attempt, the timeline and step of its last judged
     step, from the metrics.
     """
-    costs = Costs(reached=_reached(records, reached, progress))
+    clock = _OneClock(records)
+    costs = Costs(reached=_reached(records, reached, progress), notices=clock.notices)
     charged = Charged()
-    taken = _Taken(records)
+    taken = _Taken(records, clock)
     began: float | None = None
-    last_seen = {record.attempt: record.at for record in records}
+    last_seen = {record.attempt: record for record in of_kinds(records, _SIGNS_OF_LIFE)}
     trained: int | None = None  # the last attempt that trained
     pending = False
     hung: dict[int, float] = {}  # when it was called, by attempt
     for record in of_kinds(records, _PRICED):
-        at = seconds_since_epoch(record.at)
+        at = clock.time_of(record)
         match record.fact:
             case facts.Planned() as fact:
                 pending = fact.goes_back
@@ -124,7 +137,7 @@ def reckon(
             case facts.Attached() as fact:
                 began = at if began is None else began
                 if trained is not None:
-                    death = at if trained == record.attempt else seconds_since_epoch(last_seen[trained])
+                    death = at if trained == record.attempt else clock.time_of(last_seen[trained])
                     costs.seconds_down += charged.charge(death, at) or 0.0
                     costs.deaths[trained] = Price(0, 0.0)
                     if not pending:  # else the restore that follows pays
@@ -140,22 +153,106 @@ def reckon(
                 hung[record.attempt] = at
             case facts.AttemptEnded() if record.attempt in hung:
                 costs.seconds_hung += charged.charge(hung[record.attempt], at) or 0.0
-    costs.seconds = _between([record.at for record in records])
+    costs.seconds = clock.seconds
     return costs
+
+
+class _OneClock:
+    """The times of a record on one clock, the supervisor's.
+
+    Each journal has the times of its writer's host: rank 0's, and the leading supervisor's. Within an attempt it is
+    known what came first: its start, what its ranks did, its end; and a commit before its copy. Where the times say
+    otherwise by more than some seconds, those of the ranks are moved by as much as it takes.
+    """
+
+    def __init__(self, records: Sequence[facts.JournalEntry]) -> None:
+        self._records = records
+        self._moved: dict[int, float] = {}
+        """Seconds, by attempt."""
+        moved = 0.0
+        for attempt, own in by_attempt(records).items():
+            moved = self._moved[attempt] = _apart(own, moved)
+        self._set_back = max(map(self._backwards, (_OF_RANKS, _OF_SUPERVISOR)))
+
+    def time_of(self, record: facts.JournalEntry) -> float | None:
+        """Seconds since the epoch; None: the time cannot be read."""
+        at = seconds_since_epoch(record.at)
+        return at + self._moved.get(record.attempt, 0.0) if at is not None and type(record.fact) in _OF_RANKS else at
+
+    @property
+    def seconds(self) -> float | None:
+        """From the first fact to the last; None: not known."""
+        seconds = _between([record.at for record in self._records])
+        if any(self._moved.values()):
+            told = [self.time_of(record) for record in of_kinds(self._records, _OF_RANKS | _OF_SUPERVISOR)]
+            times = [at for at in told if at is not None]
+            seconds = max(times) - min(times)
+        return None if seconds is not None and self._set_back > max(_APART, _SET_BACK * seconds) else seconds
+
+    @property
+    def notices(self) -> list[str]:
+        told, apart = [], max(map(abs, self._moved.values()), default=0.0)
+        if apart:
+            told.append(
+                f"the clocks of rank 0's host and the leading supervisor's differ by {duration(apart)}: times are as "
+                "each of them wrote them, and durations as on one clock; keep the hosts' clocks alike (NTP)"
+            )
+        if self._set_back > _APART:
+            told.append(
+                f"a clock was set back by {duration(self._set_back)} on the way, or another host with a clock that is "
+                "behind wrote on: durations that go over this moment are not known"
+            )
+        return told
+
+    def _backwards(self, kinds: Collection[type]) -> float:
+        """The longest way back from one line of a journal to the next."""
+        own = of_kinds(self._records, kinds)
+        suspicious = (  # all are spelt alike, so they sort as texts: a long run has half a million
+            pair for pair in pairwise(own) if pair[1].at < pair[0].at or pair[1].attempt != pair[0].attempt
+        )
+        ways = [(self.time_of(before), self.time_of(after)) for before, after in suspicious]
+        return max((was - at for was, at in ways if was is not None and at is not None), default=0.0)
+
+
+def _apart(own: Sequence[facts.JournalEntry], before: float) -> float:
+    """Seconds by which the times of an attempt's ranks are to be moved. before: those of the attempt before it, which
+    count where nothing tells."""
+    ranks = of_kinds(own, _OF_RANKS)
+    started = [(record, ranks[0]) for record, _ in of_kind(own, facts.AttemptStarted) if ranks]
+    ended = [(record, ranks[-1]) for record, _ in of_kind(own, facts.AttemptEnded) if ranks]
+    committed = {fact.checkpoint: record for record, fact in of_kind(ranks, facts.Committed)}
+    copied = [(record, committed.get(fact.checkpoint)) for record, fact in of_kind(own, facts.Drained)]
+    ended += [(record, commit) for record, commit in copied if commit is not None][-1:]
+    if not (started or ended):
+        return before
+    least = max((_seconds_from(one, other) for one, other in started), default=-math.inf)
+    most = min((_seconds_from(one, other) for one, other in ended), default=math.inf)
+    if least > most + _APART:  # a clock was set meanwhile
+        return 0.0
+    if least <= _APART and most >= -_APART:
+        return 0.0
+    return most if math.isfinite(most) else least  # an end is journalled at once, and what starts takes its time
+
+
+def _seconds_from(one: facts.JournalEntry, other: facts.JournalEntry) -> float:
+    """By how much the first is later than the other; 0: not known."""
+    later, earlier = seconds_since_epoch(one.at), seconds_since_epoch(other.at)
+    return 0.0 if later is None or earlier is None else later - earlier
 
 
 class _Taken:
     """When the run stood at a checkpoint. Of a hundred thousand that were committed, few are ever gone back to."""
 
-    def __init__(self, records: Sequence[facts.JournalEntry]) -> None:
+    def __init__(self, records: Sequence[facts.JournalEntry], clock: _OneClock) -> None:
+        self._clock = clock
         commits = reversed(of_kind(records, facts.Committed))  # the first one of each counts
-        self._committed = {fact.checkpoint: (record.at, fact.seconds) for record, fact in commits}
+        self._committed = {fact.checkpoint: (record, fact.seconds) for record, fact in commits}
         self.used: dict[str, float] = {}
         """When an attempt began with it first."""
 
     def when(self, checkpoint: str) -> float | None:
-        at, seconds = self._committed.get(checkpoint, ("", 0.0))
-        committed = seconds_since_epoch(at)
+        record, seconds = self._committed.get(checkpoint, (None, 0.0))
+        committed = None if record is None else self._clock.time_of(record)
         return self.used.get(checkpoint) if committed is None else committed - seconds
 
 
@@ -242,14 +339,19 @@ def is_reach_known(own: Sequence[facts.JournalEntry]) -> bool:
     """Whether it is on record, to the step, how far an attempt that died had come."""
     ended, kept = last_fact(own, facts.AttemptEnded), last_fact(own, facts.LastSnapshotMade)
     # A rank that raised has recorded its step, and its peers cannot have done another one without it. Who counts what
-    # is lost at a last snapshot has the marks of all steps.
+    # is lost at a last snapshot has the marks of all steps. An attempt that ended well has lost what it kept since.
     raised = ended is not None and ended.fingerprint is not None
     counted = kept is not None and kept.steps_lost is not None
-    return raised or counted or last_fact(own, facts.Stopped) is not None
+    return raised or counted or _ended_well(own) or last_fact(own, facts.Stopped) is not None
+
+
+def _ended_well(own: Sequence[facts.JournalEntry]) -> bool:
+    ended = last_fact(own, facts.AttemptEnded)
+    return ended is not None and ended.status == 0
 
 
 def _why_not_kept(own: Sequence[facts.JournalEntry]) -> str | None:
-    if last_fact(own, facts.LastSnapshotMade) is not None:
+    if _ended_well(own) or last_fact(own, facts.LastSnapshotMade) is not None:
         return None
     none = last_fact(own, facts.NoLastSnapshot)
     return none.in_words() if none is not None else "no rank was left that could keep it"

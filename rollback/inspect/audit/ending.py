@@ -37,7 +37,11 @@ def ending_of(records: Iterable[facts.JournalEntry]) -> Ending | None:
             case facts.Stopped() as fact:
                 ending = _said(record, fact.reason, fact.step, fact.account)
             case facts.RunEnded() as fact if ending:
-                ending = ending.model_copy(update={"exit_code": fact.exit_code, "by_supervisor": True})
+                account = ending.account
+                if ending.how == "finished" and fact.exit_code:  # as where the final state is not where it belongs
+                    account += f"; exit code {fact.exit_code}: {fact.reason}"
+                told = {"exit_code": fact.exit_code, "by_supervisor": True, "account": account}
+                ending = ending.model_copy(update=told)
             case facts.RunEnded() as fact:
                 ending = Ending(
                     how=_by_exit_code(fact.exit_code), at=record.at, step=None, exit_code=fact.exit_code,

@@ -19,7 +19,6 @@ from rollback.rundir.evidence import Explosion, Where
 Ended = Literal["finished", "preempted", "structural", "no_checkpoint", "gave_up"]
 CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
 
-
 NODES = (
     "in words: spares that took a node's place, what they got from another host's memory, and nodes whose snapshots "
     "were in no other host's memory"
@@ -326,9 +325,12 @@ class Totals(ReportItem):
     steps_lost: int = Field(description="updates that were undone and done again")
     steps_lost_at_least: bool = Field(description="as above")
     goodput: float | None = Field(
-        description="share of `seconds` that is neither lost, nor hung, nor down; null before the first step"
+        description="share of `seconds` that is neither lost, nor hung, nor down; null before the first step, or where "
+        "`seconds` is null"
     )
-    seconds: float | None = Field(description="wall-clock time from the first fact to the last")
+    seconds: float | None = Field(
+        description="wall-clock time from the first fact to the last; null where a clock was set back"
+    )
     seconds_lost: float = Field(description="of these, undone by rollbacks and deaths")
     seconds_hung: float = Field(description="of these, from the last progress of attempts that hung to their end")
     seconds_down: float = Field(description="of these, between the end of an attempt and the next one's beginning")

@@ -32,6 +32,7 @@ from rollback.rundir import seal
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 
+_AHEAD = 10.0  # seconds that the clock of the machine that took it may be ahead
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
 _OF_A_MANIFEST = {"step", "batch", "epoch", "timeline", "attempt", "created"}
@@ -52,7 +53,9 @@ class Checkpoint(ReportItem):
     timeline: int | None
     attempt: int | None
     created: str | None
-    age: float | None = Field(description="seconds since it was taken, by this machine's clock")
+    age: float | None = Field(
+        description="seconds since it was taken, by this machine's clock; null too where that clock is behind"
+    )
     bytes: int | None = Field(description="of all its shards")
     ranks: int | None = Field(description="that wrote it, a shard each")
     status: Status = Field(
@@ -278,7 +281,7 @@ def _entry(
         told = {**dict.fromkeys((*_OF_A_MANIFEST, "age", "bytes", "ranks")), "step": CheckpointName(name).step}
     else:
         taken = seconds_since_epoch(manifest.created)
-        age = None if taken is None else max(0.0, time.time() - taken)
+        age = None if taken is None or taken > time.time() + _AHEAD else max(0.0, time.time() - taken)
         told = {**manifest.model_dump(include=_OF_A_MANIFEST), "age": age, "bytes": manifest.bytes}
         told["ranks"] = manifest.world_size
     return Checkpoint(checkpoint=name, tiers=list(tiers), status=status, pinned=pinned, fault=fault, **told)

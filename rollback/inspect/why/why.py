@@ -5,7 +5,7 @@ records of the ranks: exceptions with their tracebacks, stacks, and positions.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import Field
@@ -142,7 +142,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         blamed=Blame.of(culprit, answer=culprit.answer) if culprit else None,
         last_snapshot=last.in_words() if last else None,
         death=reader.deaths.get(number) if number is not None else None,
-        decision=_decision(told_of),
+        decision=_decision(told_of) or _went_on(number, attempts),
         nodes=[r.fact.in_words() for r in told_of if isinstance(r.fact, ABOUT_NODES)],
         remarks=[r.fact.in_words() for r in told_of if isinstance(r.fact, REMARKS)],
         signals=[signalled.signal for _, signalled in of_kind(told_of, facts.Signalled)],
@@ -194,6 +194,11 @@ def _decision(own: Sequence[facts.JournalEntry]) -> str | None:
             case _:
                 continue
     return None
+
+
+def _went_on(attempt: int | None, attempts: Collection[int]) -> str | None:
+    later = min((number for number in attempts if attempt is not None and number > attempt), default=None)
+    return None if later is None else f"a later launch went on with attempt {later}"
 
 
 def _last_words(

@@ -25,7 +25,7 @@ from rollback.drill.judge import compare, differences, judge
 from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.trials import Trial
 from rollback.errors import ExitCode, UsageError
-from rollback.facts.training import Dropped, Finished, Restored
+from rollback.facts.training import AttemptEnded, Dropped, Finished, Restored
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.reading import read_material
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected, exercise_of
@@ -127,6 +127,14 @@ def rewound(run: RecordedRun) -> None:
     run.tell(42, incident(0, 40, 41))
     run.tell(42, rollback_plan(0, C1, 20, (40, 90)))
     run.tell(43, Restored(incident=0, checkpoint=C1, step=20, batch=40, steps_lost=22, seconds=1, route="in_process"))
+
+
+def test_an_undisturbed_run_that_failed_by_itself_is_told_of(run: RecordedRun) -> None:
+    assert drilling.notices_of(trial(run, None), None) == []
+    run.tell(50, AttemptEnded(status=1, cause="rank 0 raised ValueError", step=30, seconds=9.0, why="exception"))
+    run.attach(51, 2, C1, 20)
+    (notice,) = drilling.notices_of(trial(run, None), None)
+    assert "failed by itself, and had 2 attempts (rank 0 raised ValueError)" in notice
 
 
 def test_an_incident_and_a_rewind_pass(run: RecordedRun) -> None:

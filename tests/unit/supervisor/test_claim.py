@@ -1,12 +1,14 @@
 """The run directory before the first attempt: what is refused, and that nothing on disk changes by it."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 
 import pytest
+from disks import disk_of, may_mount
 from warm_server import run_warm
 
 from recorded_run import RecordedRun
@@ -109,6 +111,15 @@ def test_a_directory_without_permission_is_refused_by_name(
     with pytest.raises(RollbackError) as caught:
         read_past(paths)
     assert caught.value.message.endswith(f"may not read and write {forbidden}")
+    assert caught.value.exit_code == ExitCode.IO
+
+
+@pytest.mark.skipif(not may_mount(), reason="only root may mount, and not everywhere")
+def test_a_directory_on_a_read_only_disk_is_refused_as_such(tmp_path: Path) -> None:
+    with disk_of("1m", tmp_path / "disk") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(RollbackError, match=f"the disk of {disk} is read-only") as caught:
+            read_past(RunPaths(disk / "run"))
     assert caught.value.exit_code == ExitCode.IO
 
 

@@ -51,6 +51,7 @@ from rollback.facts.training import (
     ScalerSkipped,
     Signalled,
     SkipAdded,
+    SpareNodes,
     Stopped,
     Trouble,
     Window,
@@ -149,6 +150,32 @@ def test_steps_and_seconds_lost_are_charged_once(eventful: RecordedRun) -> None:
     assert totals.seconds == pytest.approx(165)
     assert totals.seconds_lost == pytest.approx(11 + 31 + 10)
     assert totals.seconds_down == pytest.approx(124 - 114)
+
+
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0])
+def test_seconds_are_those_of_one_clock_where_the_clocks_of_hosts_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    alike, totals = (
+        audit_of(eventful_run(tmp_path / f"{seconds}", monkeypatch, ahead=seconds)).totals for seconds in (0.0, ahead)
+    )
+    (notice,) = audit_of(eventful_run(tmp_path / "run", monkeypatch, ahead=ahead)).notices
+    assert re.match("the clocks of rank 0's host and the leading supervisor's differ by (59|60) min", notice)
+    assert totals.seconds == pytest.approx(alike.seconds, abs=2)
+    assert totals.seconds_lost == pytest.approx(alike.seconds_lost, abs=2)
+    assert totals.seconds_down == pytest.approx(alike.seconds_down, abs=2)
+    assert totals.goodput == pytest.approx(alike.goodput, abs=0.02)
+
+
+def test_how_long_a_run_took_is_not_told_where_its_clock_was_set_back(run: RecordedRun) -> None:
+    run.commit(3640, C2, 40)
+    run.commit(50, "c000003-s00000050", 50)
+    run.tell(100, Finished(step=100, batch=200))
+    run.tell(101, AttemptEnded(status=0, cause="finished", step=100, seconds=101.0))
+    audit = audit_of(run)
+    assert (audit.totals.seconds, audit.totals.goodput) == (None, None)
+    assert "a clock was set back by 59 min on the way" in audit.notices[0]
+    assert "an unknown time on record" in text_of(audit)
 
 
 def test_attempts_tell_how_they_ended_and_what_came_next(eventful: RecordedRun) -> None:
@@ -354,6 +381,17 @@ def test_what_was_kept_and_lost_with_its_host_was_undone(run: RecordedRun) -> No
     assert (audit.attempts[0].reached, audit.attempts[0].steps_lost, audit.totals.steps_lost) == (60, 40, 40)
 
 
+def test_the_night_until_a_killed_launch_is_started_again_is_down_and_not_undone(run: RecordedRun) -> None:
+    run.judge(0, 29)
+    run.tell(30, Advice(code="any", text="the last line before the supervisor was killed"))
+    run.tell(36000, LastSnapshotMade(reason="the supervisor is gone", checkpoint=None, step=None, steps_lost=10))
+    run.tell(36001, SpareNodes(nodes=("node-2",)))
+    run.attach(36010, 2, C1, 20)
+    totals = audit_of(run).totals
+    assert totals.seconds_lost == pytest.approx(30 - 20)
+    assert totals.seconds_down == pytest.approx(36010 - 30)
+
+
 def test_what_was_trained_after_the_last_line_of_a_run_that_was_killed_is_not_claimed_to_be_known(
     run: RecordedRun,
 ) -> None:
@@ -470,6 +508,18 @@ def test_hung_minutes_are_lost_time(run: RecordedRun) -> None:
     text = text_of(audit, width=200)
     assert "5 min hung" in text
     assert "goodput at most 21.5%" in text
+
+
+def test_a_finished_run_whose_final_state_is_not_where_it_belongs_says_so(run: RecordedRun) -> None:
+    run.tell(100, Finished(step=100, batch=200))
+    run.tell(101, AttemptEnded(status=0, cause="all ranks ended", step=100, seconds=101.0))
+    run.tell(101, RunEnded(exit_code=74, reason="its final state is not at s3://b/run: the token has expired"))
+    ending = audit_of(run).ending
+    assert ending
+    assert ending.in_words() == (
+        "finished at step 100: the training loop ended; exit code 74: "
+        "its final state is not at s3://b/run: the token has expired"
+    )
 
 
 def test_a_structural_stop_is_told_with_its_account(run: RecordedRun) -> None:

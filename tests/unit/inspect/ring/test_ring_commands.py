@@ -167,6 +167,7 @@ def test_the_list_as_text_and_as_json(paths: RunPaths) -> None:
         (10, 20, True), (20, 40, False), (30, 60, False),
     ]  # fmt: skip
     assert {tuple(entry["tiers"]) for entry in body["checkpoints"]} == {("durable",)}
+    assert {entry["age"] for entry in body["checkpoints"]} == {None}, "they were taken in 2030: another host's clock"
     assert body["checkpoints"][0]["bytes"] == sum(p.stat().st_size for p in paths.checkpoint(OLD).glob("*.safetensors"))
     assert body["leftovers"] == [".writing-c000003-s00000040-0001"]
     assert read_only(paths) == before

@@ -240,6 +240,22 @@ def deaths_of(run: RecordedRun, next_start: tuple[str, int]) -> dict[int, Death]
     return deaths(material.records, material.history.reached, {}, next_start)
 
 
+def test_of_an_attempt_that_ended_well_and_whose_final_state_is_lost_no_rank_is_missed(run: RecordedRun) -> None:
+    run.commit(4, "c000001-s00000050", 50)
+    run.tell(5, Finished(step=63, batch=126))
+    run.tell(5, AttemptEnded(status=0, cause="all ranks ended", step=63, seconds=9.0))
+    run.attach(6, 2, "c000001-s00000050", 50)
+    told = "13 steps of attempt 1: the run went back to c000001-s00000050, step 50"
+    assert deaths_of(run, ("c000001-s00000050", 50))[1].in_words() == told
+
+
+def test_of_an_attempt_without_an_end_it_is_told_which_one_went_on(run: RecordedRun) -> None:
+    run.tell(1, AttemptStarted(command=("torchrun",), host="h", pid=1))
+    assert "the same command goes on" in shown(run, 1)
+    run.tell(60, AttemptStarted(command=("torchrun",), host="h", pid=2), 2)
+    assert re.search("then +a later launch went on with attempt 2", shown(run, 1))
+
+
 def test_what_a_death_has_undone_is_told_by_why_and_status_as_by_audit(run: RecordedRun) -> None:
     run.commit(2, "c000000-s00000000", 0)
     run.commit(4, "c000001-s00000050", 50)
