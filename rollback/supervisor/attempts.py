@@ -264,10 +264,11 @@ class Attempts:
         return status, ended
 
     def _end_everywhere(self, running: Running, last: bytes | None, *, hopeless: bool = False) -> None:
-        """On this node as `Running.kill`, if its torchrun still runs."""
+        """On this node as `Running.kill`, if its torchrun still runs. The other nodes are told before that: for a last
+        snapshot, each host has a few seconds to say what it has."""
+        self._nodes.end()
         if running.poll() is None:
             running.kill(last, hopeless=hopeless)
-        self._nodes.end()
 
     def _look_at_journal(self, attempt: int, attached: bool) -> bool:
         """Whether the ranks have attached. attached: they had before. A disk that fails is looked at again: it has to

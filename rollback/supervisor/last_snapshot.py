@@ -3,7 +3,7 @@ they made of it."""
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account, last_locks
@@ -18,25 +18,28 @@ _PATIENCE = 30.0
 _POLL = 0.02
 
 
-def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes) -> None:
+def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes, stopped: Collection[int] = ()) -> bool:
     """Have the ranks of this host that still live keep what they hold, and wait for it. why: of `end_marks.REASONS`.
 
-    Ranks that are stopped do not answer, and are not waited for. Where none lives and there are other hosts, somebody
+    stopped: ranks that do not answer, and are not waited for. Where none lives and there are other hosts, somebody
     speaks for them, and torchrun may have the store by which the hosts agree: that is waited for, too.
+    Returns False where other hosts wait for a word of this one, and its ranks live and do not answer.
     """
     if (marks := _marks(paths)) is None:
-        return
+        return True
     ranks = [rank for rank in end_marks.ranks_of(marks) if not end_marks.has_left(marks, rank)]
-    asked = {rank for rank in ranks if end_marks.ring_bell(marks, rank, why)}
-    if not asked and not (ranks and marks.hosts.exists()):
-        return
+    living = {rank for rank in ranks if end_marks.ring_bell(marks, rank, why)}
+    asked, others_wait = living - {*stopped}, bool(ranks) and marks.hosts.exists()
+    if not asked and (living or not others_wait):
+        return not others_wait
     began = time.monotonic()
     while (waited := time.monotonic() - began) < _PATIENCE:
         told = {account.rank for account in last_account.read_accounts(marks, attempt)}
         answered = asked <= told if asked else bool(told)
         if answered or (waited > _ANSWER and not last_locks.is_busy(marks)):
-            return
+            return bool(told) or not (asked and others_wait)
         time.sleep(_POLL)
+    return True
 
 
 def kept_on_host(paths: RunPaths, attempt: int | None = None) -> LastAccount | None:

@@ -167,7 +167,11 @@ class Running:
         """
         self.hopeless, self.asks = hopeless, False
         if last is not None:
-            ask_for_last_snapshot(self._paths, self.attempt, last)
+            self.look()
+            if not ask_for_last_snapshot(self._paths, self.attempt, last, self.stopped()):
+                # Once they are gone, torchrun has somebody speak for this host.
+                send(living_ranks(self.beats(), self._paths).values(), signal.SIGKILL)
+                ask_for_last_snapshot(self._paths, self.attempt, last)
         self._torchrun.kill()
         return self._torchrun.wait()
 

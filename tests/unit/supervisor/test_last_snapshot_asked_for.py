@@ -1,8 +1,9 @@
 """What a supervisor waits for before it ends the ranks of its host, and torchrun's process with them."""
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,28 @@ def test_where_nobody_speaks_for_them_nobody_is_waited_for_long(marks: EndMarkPa
     began = time.monotonic()
     last_snapshot.ask_for_last_snapshot(RunPaths(Path("run")), 1, b"e")
     assert time.monotonic() - began < (5 * last_snapshot._ANSWER if hosts else last_snapshot._ANSWER)
+
+
+@pytest.mark.parametrize("others_wait", [True, False])
+def test_a_host_whose_ranks_live_and_do_not_answer_has_not_spoken(
+    marks: EndMarkPaths, monkeypatch: pytest.MonkeyPatch, others_wait: bool
+) -> None:
+    """Where others wait for it, its ranks must be gone before anybody speaks for them. A stopped one is not waited
+    for."""
+    monkeypatch.setattr(last_snapshot, "_ANSWER", 0.05)
+    if others_wait:
+        marks.hosts.write_text("{}")
+
+    def has_spoken(stopped: Collection[int]) -> bool:
+        return last_snapshot.ask_for_last_snapshot(RunPaths(Path("run")), 1, b"h", stopped)
+
+    hears = os.open(marks.bell(0), os.O_RDONLY | os.O_NONBLOCK)
+    assert has_spoken(()) != others_wait
+    monkeypatch.setattr(last_snapshot, "_ANSWER", LONG)
+    assert has_spoken((0,)) != others_wait
+    last_account.write_account(marks, LastAccount(attempt=1, rank=0, reason="rank 1 is gone"))
+    assert has_spoken(())
+    os.close(hears)
 
 
 def test_how_far_ranks_had_come_is_counted_since_their_last_rollback(marks: EndMarkPaths) -> None:
