@@ -19,6 +19,7 @@ from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, take_parts, 
 from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
+from rollback.train.state.script_rates import ScriptRates
 from rollback.train.state.stateful import Stateful, load_into, load_optimizer, tensors_of_state
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.wanted_gradients import WantedGradients
@@ -40,6 +41,8 @@ class Counters:
     """The last one."""
     highest_rate: float | None = None
     """The highest learning rate so far."""
+    first_rate: float | None = None
+    """That of the run's first update; None: checkpoints did not have it once."""
     epoch_left: bool = False
     """At an epoch's end: whether the script has already done its work between this epoch and the next."""
 
@@ -77,6 +80,7 @@ class TrainingState:
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
+        self.script_rates = ScriptRates(objects.values())
         self.kept = KeptByScript()
         self.not_in_checkpoint: list[str] = []
         """Buffers without a value in the last `load`; they did not change."""
@@ -336,6 +340,8 @@ class TrainingState:
             return Hint.NONE  # an optimizer that finds its step by itself
         rate = float(given)
         hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
+        first = counters.first_rate = rate if counters.step == 0 else counters.first_rate
+        self.script_rates.note(counters.step, self.cursor.epoch, rate, counters.learning_rate, first)
         counters.learning_rate = rate
         counters.highest_rate = max(rate, counters.highest_rate or rate)
         return hint

@@ -1,6 +1,8 @@
 """Objects that the guard keeps: what they must have, how a state is loaded into one, and a state that one cannot
 load."""
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -60,9 +62,14 @@ def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
 
     torch's `state_dict` gives the live states. One of an optimizer's own making gives copies, perhaps of other types;
     what its `load_state_dict` makes of them stays.
+
+    torch puts new groups and a new `state` in place of those that were there. They come into the old ones here: whoever
+    holds these would read and set them in vain from then on, as a wrapper that shares the `param_groups` of the
+    optimizer inside (SAM) and a script that sets `group["lr"]`.
     """
     before = dict(optimizer.state)
-    optimizer.load_state_dict(stored)
+    with _same_groups(optimizer):
+        optimizer.load_state_dict(stored)
     loaded, then = optimizer.state_dict(), stored.get("state")
     if not (isinstance(loaded.get("state"), dict) and isinstance(then, dict)):
         return
@@ -71,6 +78,36 @@ def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
     for number, parameter in zip(numbers, parameters, strict=False):
         if isinstance(live := loaded["state"].get(number), dict):
             live.update(_as_it_was(live, then.get(number), before.get(parameter), parameter))
+
+
+@contextlib.contextmanager
+def _same_groups(optimizer: Optimizer) -> Iterator[None]:
+    """While a state is loaded: by a hook, since a wrapper's own `load_state_dict` hands the loaded groups on."""
+    own = vars(optimizer)
+    if not {"param_groups", "state", "_optimizer_load_state_dict_post_hooks"} <= own.keys():
+        yield  # it hands out those of another
+        return
+    groups, state = optimizer.param_groups, optimizer.state
+    each = [*groups]
+
+    def put_into_them(_: Optimizer) -> None:
+        for group, loaded in zip(each, optimizer.param_groups, strict=True):
+            _fill(group, loaded)
+        groups[:] = each
+        _fill(state, optimizer.state)
+        optimizer.param_groups, optimizer.state = groups, state
+
+    hook = optimizer.register_load_state_dict_post_hook(put_into_them)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _fill(held: dict[Any, Any], loaded: Mapping[Any, Any]) -> None:
+    if loaded is not held:
+        held.clear()
+        held.update(loaded)
 
 
 def _as_it_was(now: Any, then: Any, before: Any, parameter: Tensor) -> Any:

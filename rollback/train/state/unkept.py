@@ -196,6 +196,7 @@ class Unkept:
     def advice(self) -> Iterator[tuple[str, str]]:
         """What is found behind an update: code and text. Ask it once in each."""
         self._looks += 1
+        yield from self._state.script_rates.advice()
         if self._looks > EARLY and self._looks % _SELDOM:
             return
         for kind in self._optimizers():

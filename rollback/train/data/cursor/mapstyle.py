@@ -29,7 +29,7 @@ from rollback.train.data.cursor.description import description_of, length_of, sa
 from rollback.train.data.cursor.digest import digest_of_indices, hex_digest_of
 from rollback.train.data.cursor.feed import Feed
 from rollback.train.data.cursor.generators import Generators
-from rollback.train.data.cursor.order import BatchOrder, gives_all, order_of, order_of_share, share_of
+from rollback.train.data.cursor.order import BatchOrder, OneSize, gives_all, order_of, order_of_share, share_of
 from rollback.train.data.cursor.quarantine import Neighbours, unreadable
 from rollback.train.data.cursor.workers import clone_of
 from rollback.train.data.rng import RawRandom, tree_of
@@ -58,7 +58,8 @@ class MapStyleCursor(Cursor):
         self._unproven = False
         """Whether the batch before is to be read again, to see that the data come back."""
         self._unfit: RunDoesNotFit | None = None
-        """What is wrong with the position, if the script's next `set_epoch` may still put it right."""
+        """What is wrong with the position, if the script may still put it right in front of its next epoch, by
+        `set_epoch` or another `batch_size`."""
         self._owed: list[Any] = []  # states of generators that the first read of this process is yet to make
         self._random = RawRandom()
         self._feed = Feed()
@@ -66,7 +67,7 @@ class MapStyleCursor(Cursor):
         self._clone_epoch = 0
         self._reader: Iterator[Any] | None = None
         self._indices: Indices = None
-        self._order_from = self._what_orders_it()
+        self._order_from, self._size = self._what_orders_it(), OneSize(self._index_sampler)
         """What the open epoch's order was made from."""
 
     def indices(self) -> Indices:
@@ -238,6 +239,8 @@ class MapStyleCursor(Cursor):
         return {"length": length_of(self._loader.dataset), "share": share_of(self._index_sampler)}
 
     def _seek(self, state: dict[str, Any]) -> None:
+        # In front of a later epoch, or in this process, the script may have set what the order depends on.
+        settled = self._epoch_setters.all_read and not (self.epoch or self._opening)
         kept = state["opening"] or state
         if len(kept["generators"]) != len(self._generators):
             raise self._does_not_fit("other generators take part")
@@ -264,13 +267,15 @@ class MapStyleCursor(Cursor):
             self._begin(order, self._move_to_position(order, state))
             self._compare_next(state)
         except RunDoesNotFit as error:
-            if self._epoch_setters.all_read:
+            if settled:
                 raise
             self._unfit = error
 
     def _refuse_unfit(self) -> None:
         if self._unfit is not None:
             raise self._unfit
+        if not self._feed.is_over():
+            self._size.require()
 
     def _move_to_position(self, order: BatchOrder, state: dict[str, Any]) -> Any:
         """Moves a fresh order to the position and returns the indices of the batch before it.
@@ -328,7 +333,7 @@ class MapStyleCursor(Cursor):
             if loader.num_workers > 0:  # which asks its sampler for an iterator a second time
                 order = order_of(self._index_sampler, lookahead)
         order.begin()
-        self._order_from = self._what_orders_it()
+        self._order_from, self._size = self._what_orders_it(), OneSize(self._index_sampler)
         return order
 
     def _start_reading(self) -> Iterator[Any]:

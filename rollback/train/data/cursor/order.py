@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
+from rollback.errors import UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.description import samplers_of
 
@@ -53,6 +54,27 @@ def order_of_share(index_sampler: Any, share: list[int | None] | None) -> "Batch
     if batching is not None:
         other = BatchSampler(other, batch_size or 1, batching.drop_last)
     return order_of(other, 1)
+
+
+class OneSize:
+    """The batch size of torch's own batch sampler in one epoch. A script may change it from epoch to epoch."""
+
+    def __init__(self, index_sampler: Any) -> None:
+        self._batching, _ = _taken_apart(index_sampler)
+        self._size = self._now()
+
+    def require(self) -> None:
+        """Raise UsageError where it was changed since. Without a guard the next batch would heed it."""
+        if (now := self._now()) != self._size:
+            raise UsageError(
+                f"batch_size of the loader's batch sampler was changed from {self._size} to {now} in the midst of an "
+                "epoch: the guard counts all batches of an epoch in one size, so that it can go back to each",
+                hint="change it between two epochs: in the body of `for epoch in guard.epochs(n):`, in front of the "
+                "loop over the guard",
+            )
+
+    def _now(self) -> int | None:
+        return self._batching.batch_size if self._batching is not None else None
 
 
 def gives_all(index_sampler: Any, length: int) -> bool:

@@ -1,5 +1,6 @@
 """Objects that do not load what a checkpoint has of them."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,36 @@ def test_what_is_not_the_state_s_fault_stays_what_it_is(error: Exception) -> Non
     with pytest.raises(type(error)) as caught:
         load_into("ema", Raises(error), {"x": 1})
     assert caught.value is error
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Shares its groups with the optimizer inside, as SAM does. A scheduler has this one, and the guard that one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.5, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.inner.param_groups = self.param_groups
+
+
+def test_whoever_holds_groups_or_state_of_an_optimizer_still_does_when_one_is_loaded() -> None:
+    model = nn.Linear(2, 1)
+    sharpness = Sharpness(model.parameters())
+    inner = sharpness.inner
+    model(torch.ones(1, 2)).sum().backward()
+    inner.step()
+    (group,), state, stored = inner.param_groups, inner.state, copy.deepcopy(inner.state_dict())
+    whole = copy.deepcopy(sharpness.state_dict())
+    group["lr"] = 0.1
+    load_into("optimizer", inner, stored)
+    assert group["lr"] == 0.5
+    load_into("sharpness", sharpness, whole)
+    sharpness.param_groups[0]["lr"] = 0.2
+    assert inner.param_groups[0] is group
+    assert group["lr"] == 0.2
+    assert inner.state is state
+    assert len(state) == 2
+    assert torch.equal(state[model.bias]["momentum_buffer"], torch.ones(1))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from sharding import one_rank
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
@@ -996,6 +997,52 @@ def test_a_shorter_epoch_than_before_is_refused() -> None:
     other = cursor_for(DataLoader(Numbers(9), 4))
     with pytest.raises(RunDoesNotFit, match="fewer batches"):
         other.load_state_dict(cursor.state_dict())
+
+
+def test_a_batch_size_that_the_script_sets_in_front_of_each_epoch_may_be_set_again() -> None:
+    def cursor_with(size: int) -> tuple[Cursor, Any]:
+        batching = BatchSampler(RandomSampler(Numbers(), generator=torch.Generator().manual_seed(1)), size, False)
+        return cursor_for(DataLoader(Numbers(), batch_sampler=batching)), batching
+
+    cursor, batching = cursor_with(4)
+    cursor.open_epoch()
+    for _ in range(5):
+        cursor.skip()
+    first, left = cursor.state_dict(), skip_to_the_end(cursor)
+    batching.batch_size = 6
+    cursor.open_epoch()
+    cursor.skip()
+    second, later = cursor.state_dict(), skip_to_the_end(cursor)
+
+    cursor.load_state_dict(first)
+    with pytest.raises(RunDoesNotFit, match="fewer batches"):
+        cursor.skip()
+    batching.batch_size = 4
+    cursor.begin_pass()
+    assert skip_to_the_end(cursor) == left
+
+    resumed, batching = cursor_with(4)
+    resumed.load_state_dict(second)
+    batching.batch_size = 6
+    resumed.begin_pass()
+    assert skip_to_the_end(resumed) == later
+
+
+@any_workers
+def test_a_batch_size_that_is_changed_in_the_midst_of_an_epoch_is_refused(workers: dict[str, Any]) -> None:
+    batching = BatchSampler(RandomSampler(Numbers()), 4, False)
+    cursor = cursor_for(DataLoader(Numbers(), batch_sampler=batching, **workers))
+    cursor.open_epoch()
+    cursor.next()
+    batching.batch_size = 6
+    with pytest.raises(UsageError, match="changed from 4 to 6 in the midst of an epoch"):
+        cursor.next()
+    batching.batch_size = 4
+    for _ in range(5):
+        cursor.next()
+    batching.batch_size = 6  # for the epoch to come
+    with pytest.raises(StopIteration):
+        cursor.next()
 
 
 def test_the_data_are_described_by_what_tells_another_data_set() -> None:
