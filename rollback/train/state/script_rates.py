@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from rollback.train.updates.advice import filled
+from rollback.wording import filled
 
 RATE_NOT_KEPT = (
     "learning-rate-not-kept",
