@@ -137,7 +137,7 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     @classmethod
     def _leaves_something_to_restore(cls, every: int | str, info: ValidationInfo) -> int | str:
         if every == 0 and not info.data.get("observe_only"):
-            raise ValueError("0 leaves nothing to restore: it goes with --observe-only (observe_only=True) alone")
+            raise ValueError("0 leaves nothing to restore: it is for --observe-only (observe_only=True) alone")
         return every
 
     @property
@@ -272,7 +272,7 @@ def explain(error: ValidationError, of_command_line: Container[str] = ()) -> str
     """A validation error of Settings in one line for people. of_command_line: the settings that it gives."""
     first = error.errors()[0]
     if not first["loc"]:
-        return f"the settings that were handed down are none: {first['msg']}"
+        return f"the settings that were handed down cannot be read: {first['msg']}"
     setting, *places = first["loc"]
     if first["type"] == "extra_forbidden":
         return f"there is no setting {setting!r}"

@@ -114,8 +114,8 @@ def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> Asked:
     if position is not None and skip.last < position:
         raise UsageError(
             f"{skip.in_words()} cannot be skipped any more: the run is at batch {position}",
-            hint=f"rewind to before that, and skip it then: rollback rewind {shlex.quote(str(run))} --to STEP "
-            f"--skip {skip}",
+            hint=f"rewind to a step before batch {skip.first}, and skip from there: rollback rewind "
+            f"{shlex.quote(str(run))} --to STEP --skip {skip}",
         )
     notice = None
     if position is not None and skip.first < position:

@@ -167,11 +167,11 @@ def _incidents(status: Status) -> Text:
 
 def _now(status: Status, room: int) -> RenderableType:
     if status.ending is not None and status.state != "running":
-        well = status.ending.how == "finished" and not status.ending.exit_code
         how = status.ending.how.replace("_", " ")
         if status.durable is not None and status.holder is not None and status.holder.alive == "yes":
             return Text(f"{how}; draining the newest checkpoints to the durable ring", style="yellow")
-        return Text(_cut(printable(f"{how}: {status.ending.account}"), _LONGEST), style="green" if well else "yellow")
+        style = "green" if status.ending.well else "yellow"
+        return Text(_cut(printable(f"{how}: {status.ending.account}"), _LONGEST), style=style)
     if status.state == "died":
         return Text("no process of it is left; the same command goes on from the newest checkpoint", style="red")
     if status.pending:

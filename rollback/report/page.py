@@ -127,7 +127,7 @@ def _ending(audit: AuditReport) -> dict[str, str]:
     ending = audit.ending
     at = f" at step {ending.step:,}" if ending.step is not None else ""
     return {
-        "tone": _ENDINGS[ending.how],
+        "tone": "warn" if ending.how == "finished" and not ending.well else _ENDINGS[ending.how],
         "badge": ending.how.replace("_", " ") + at,
         "text": ending.account,
     }

@@ -85,8 +85,9 @@ def _require_access(paths: RunPaths) -> None:
     for directory in (nearest, paths.ring, paths.ranks, paths.skips, journals, paths.metrics.parent):
         if directory.is_dir() and not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             why, do = f"this user may not read and write {directory}", "change its permissions"
-            if os.statvfs(directory).f_flag & os.ST_RDONLY:
-                why, do = f"the disk of {directory} is read-only", "mount it so that it can be written"
+            with contextlib.suppress(OSError):  # of a mount that has gone away
+                if os.statvfs(directory).f_flag & os.ST_RDONLY:
+                    why, do = f"the disk of {directory} is read-only", "mount it so that it can be written"
             raise RunDirectoryError(
                 f"the run directory {paths.root} cannot be used: {why}",
                 hint=f"{do}, or name another run directory with --run DIR",

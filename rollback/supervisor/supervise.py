@@ -54,9 +54,7 @@ def supervise(order: LaunchOrder, audience: Audience, signals: StopSignals) -> R
     Raises RollbackError, with the run directory unchanged, where the directory cannot be used or the ranks refuse it;
     also where processes of an attempt cannot be ended.
     """
-    alike = {
-        "--spare-nodes": order.spare_nodes, "--replicas": order.replicas, "--restart-budget": order.restart_budget
-    }  # fmt: skip
+    alike = {"--spare-nodes": order.spare_nodes, "--replicas": order.replicas}
     command = command_of(order.job, order.settings, alike)
     place = place_among_nodes(order.job.flags, order.node_timeout, order.spare_nodes, command)
     if place is None and order.replicas > 1:

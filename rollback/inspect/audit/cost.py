@@ -9,8 +9,8 @@ run is either kept, lost to one incident, lost to one death, hung, or down.
 
 Times are those of the journals (`at`), on one clock. A checkpoint was taken at the time of its `committed` line minus
 the seconds of that commit. A checkpoint without this line (because of a crash) counts from the `attached` that used it.
-Where a clock was set back, an interval that ends before it begins costs nothing, and of a run that this leaves with no
-time to speak of it is not known how long it took.
+Where a clock was set back, an interval that ends before it begins costs nothing. Where this takes more than a
+hundredth of the time on record, the length of the run is not told.
 """
 
 import math
@@ -34,7 +34,7 @@ _OF_RANKS, _OF_SUPERVISOR = (
 )
 _SIGNS_OF_LIFE = _OF_RANKS | {facts.Hung, facts.AttemptEnded}
 """Of an attempt. Other facts of it the next launch may write, when it is long over."""
-_APART = 10.0  # seconds: what is less may be a machine that is busy between an event and its line
+CLOCKS_DIFFER = 10.0  # seconds: what is less may be a machine that is busy between an event and its line
 _SET_BACK = 0.01  # of the time on record; beyond it the rest says nothing
 
 TELLING: frozenset[type[facts.Fact]] = frozenset({
@@ -171,7 +171,7 @@ class _OneClock:
         """Seconds, by attempt."""
         moved = 0.0
         for attempt, own in by_attempt(records).items():
-            moved = self._moved[attempt] = _apart(own, moved)
+            moved = self._moved[attempt] = _shift_of(own, moved)
         self._set_back = max(map(self._backwards, (_OF_RANKS, _OF_SUPERVISOR)))
 
     def time_of(self, record: facts.JournalEntry) -> float | None:
@@ -187,7 +187,7 @@ class _OneClock:
             told = [self.time_of(record) for record in of_kinds(self._records, _OF_RANKS | _OF_SUPERVISOR)]
             times = [at for at in told if at is not None]
             seconds = max(times) - min(times)
-        return None if seconds is not None and self._set_back > max(_APART, _SET_BACK * seconds) else seconds
+        return None if seconds is not None and self._set_back > max(CLOCKS_DIFFER, _SET_BACK * seconds) else seconds
 
     @property
     def notices(self) -> list[str]:
@@ -197,10 +197,10 @@ class _OneClock:
                 f"the clocks of rank 0's host and the leading supervisor's differ by {duration(apart)}: times are as "
                 "each of them wrote them, and durations as on one clock; keep the hosts' clocks alike (NTP)"
             )
-        if self._set_back > _APART:
+        if self._set_back > CLOCKS_DIFFER:
             told.append(
                 f"a clock was set back by {duration(self._set_back)} on the way, or another host with a clock that is "
-                "behind wrote on: durations that go over this moment are not known"
+                "behind wrote on: what went on over this moment counts as no time"
             )
         return told
 
@@ -214,12 +214,13 @@ class _OneClock:
         return max((was - at for was, at in ways if was is not None and at is not None), default=0.0)
 
 
-def _apart(own: Sequence[facts.JournalEntry], before: float) -> float:
+def _shift_of(own: Sequence[facts.JournalEntry], before: float) -> float:
     """Seconds by which the times of an attempt's ranks are to be moved. before: those of the attempt before it, which
     count where nothing tells."""
     ranks = of_kinds(own, _OF_RANKS)
     started = [(record, ranks[0]) for record, _ in of_kind(own, facts.AttemptStarted) if ranks]
-    ended = [(record, ranks[-1]) for record, _ in of_kind(own, facts.AttemptEnded) if ranks]
+    hung = bool(of_kind(own, facts.Hung))  # its end comes hours behind its ranks' last line
+    ended = [(record, ranks[-1]) for record, _ in of_kind(own, facts.AttemptEnded) if ranks and not hung]
     committed = {fact.checkpoint: record for record, fact in of_kind(ranks, facts.Committed)}
     copied = [(record, committed.get(fact.checkpoint)) for record, fact in of_kind(own, facts.Drained)]
     ended += [(record, commit) for record, commit in copied if commit is not None][-1:]
@@ -227,9 +228,9 @@ def _apart(own: Sequence[facts.JournalEntry], before: float) -> float:
         return before
     least = max((_seconds_from(one, other) for one, other in started), default=-math.inf)
     most = min((_seconds_from(one, other) for one, other in ended), default=math.inf)
-    if least > most + _APART:  # a clock was set meanwhile
+    if least > most + CLOCKS_DIFFER:  # a clock was set meanwhile
         return 0.0
-    if least <= _APART and most >= -_APART:
+    if least <= CLOCKS_DIFFER and most >= -CLOCKS_DIFFER:
         return 0.0
     return most if math.isfinite(most) else least  # an end is journalled at once, and what starts takes its time
 

@@ -328,9 +328,7 @@ class Totals(ReportItem):
         description="share of `seconds` that is neither lost, nor hung, nor down; null before the first step, or where "
         "`seconds` is null"
     )
-    seconds: float | None = Field(
-        description="wall-clock time from the first fact to the last; null where a clock was set back"
-    )
+    seconds: float | None = Field(description="wall-clock; null: a clock was set back by over 1% of it")
     seconds_lost: float = Field(description="of these, undone by rollbacks and deaths")
     seconds_hung: float = Field(description="of these, from the last progress of attempts that hung to their end")
     seconds_down: float = Field(description="of these, between the end of an attempt and the next one's beginning")
@@ -354,10 +352,12 @@ class Ending(ReportItem):
     step: int | None
     exit_code: int | None = Field(description="of the supervisor")
     by_supervisor: bool = Field(description="whether it was a supervisor that saw it; false: the ranks alone said so")
-    orphaned: bool = Field(
-        False, description="whether the ranks stopped since their supervisor was killed, or its host went down"
-    )
+    orphaned: bool = Field(False, description="whether the ranks stopped since their supervisor, or its host, was gone")
     account: str
+
+    @property
+    def well(self) -> bool:
+        return self.how == "finished" and not self.exit_code
 
     def in_words(self) -> str:
         at = f" at step {self.step}" if self.step is not None else ""

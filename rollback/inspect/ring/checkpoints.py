@@ -23,7 +23,7 @@ from rollback.errors import (
 )
 from rollback.facts.history import History
 from rollback.facts.training import Tier
-from rollback.inspect.audit.cost import seconds_since_epoch
+from rollback.inspect.audit.cost import CLOCKS_DIFFER, seconds_since_epoch
 from rollback.inspect.audit.reading import lost_lines, require_run_directory
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.policy import PolicyCheckpoint
@@ -32,7 +32,6 @@ from rollback.rundir import seal
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 
-_AHEAD = 10.0  # seconds that the clock of the machine that took it may be ahead
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
 _OF_A_MANIFEST = {"step", "batch", "epoch", "timeline", "attempt", "created"}
@@ -281,7 +280,7 @@ def _entry(
         told = {**dict.fromkeys((*_OF_A_MANIFEST, "age", "bytes", "ranks")), "step": CheckpointName(name).step}
     else:
         taken = seconds_since_epoch(manifest.created)
-        age = None if taken is None or taken > time.time() + _AHEAD else max(0.0, time.time() - taken)
+        age = None if taken is None or taken > time.time() + CLOCKS_DIFFER else max(0.0, time.time() - taken)
         told = {**manifest.model_dump(include=_OF_A_MANIFEST), "age": age, "bytes": manifest.bytes}
         told["ranks"] = manifest.world_size
     return Checkpoint(checkpoint=name, tiers=list(tiers), status=status, pinned=pinned, fault=fault, **told)

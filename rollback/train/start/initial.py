@@ -24,7 +24,7 @@ INIT_NOT_READ = (
     "the run has checkpoints and goes on from them: {names}, which `init` names, is read by a run that has none",
 )
 _T = TypeVar("_T")
-_HINT = "nothing was written; mend it, or leave it out, and run the same command again"
+_HINT = "nothing was written; mend the files, or leave `init` out, and run the same command again"
 
 
 def begin_with(place: str, state: TrainingState, ranks: Ranks) -> InitialState:

@@ -169,8 +169,8 @@ def given_too_late(window: Window, passed_over: Sequence[Window], batch: int) ->
     if any(known.first <= late.first and late.last <= known.last for known in passed_over):
         return None
     return (
-        f"skip {window}: {late.in_words()} cannot be skipped any more: the run goes on at batch {batch}; only where it "
-        "goes back to before that is all of the window passed over: rollback rewind RUN --to STEP"
+        f"skip {window}: {late.in_words()} cannot be skipped any more: the run goes on at batch {batch}. To skip "
+        f"them too, rewind to a step before batch {window.first}: rollback rewind RUN --to STEP"
     )
 
 

@@ -55,7 +55,7 @@ def watch_library(adoption: Adoption, name: str, module: Any) -> None:
     for what, by in _LIBRARIES[name].items():
         name_of_owner, _, attribute = what.rpartition(".")
         owner = getattr(module, name_of_owner) if name_of_owner else module
-        if attribute in vars(owner):  # what is inherited is watched where it stands
+        if attribute != "__iter__" or attribute in vars(owner):  # one that is inherited is a DataLoader's, as above
             _replace(owner, attribute, attrgetter(by)(adoption))
 
 

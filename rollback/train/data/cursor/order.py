@@ -69,8 +69,7 @@ class OneSize:
             raise UsageError(
                 f"batch_size of the loader's batch sampler was changed from {self._size} to {now} in the midst of an "
                 "epoch: the guard counts all batches of an epoch in one size, so that it can go back to each",
-                hint="change it between two epochs: in the body of `for epoch in guard.epochs(n):`, in front of the "
-                "loop over the guard",
+                hint="change it between two epochs, in front of the loop over the batches",
             )
 
     def _now(self) -> int | None:

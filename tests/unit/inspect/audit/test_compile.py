@@ -1,4 +1,4 @@
-"""The audit: the audit says what happened, its sums are right, and what a journal quotes cannot steer a terminal."""
+"""The audit says what happened, its sums are right, and what a journal quotes cannot steer a terminal."""
 
 import io
 import json
