@@ -13,16 +13,19 @@ from rollback.facts.training import Finished, LastSnapshotMade
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.journal import SupervisorJournal
 
-_ANSWER = 1.0  # seconds for a rank to begin
+_ANSWER = 1.0  # seconds
 _PATIENCE = 30.0
 _POLL = 0.02
 
 
-def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes, stopped: Collection[int] = ()) -> bool:
+def ask_for_last_snapshot(
+    paths: RunPaths, attempt: int, why: bytes, stopped: Collection[int] = (), *, begins_within: float = _ANSWER
+) -> bool:
     """Have the ranks of this host that still live keep what they hold, and wait for it. why: of `end_marks.REASONS`.
 
     stopped: ranks that do not answer, and are not waited for. Where none lives and there are other hosts, somebody
-    speaks for them, and torchrun may have the store by which the hosts agree: that is waited for, too.
+    speaks for them, and torchrun may have the store by which the hosts agree: that is waited for, too. begins_within:
+    seconds that whoever answers has to begin.
     Returns False where other hosts wait for a word of this one, and its ranks live and do not answer.
     """
     if (marks := _marks(paths)) is None:
@@ -36,7 +39,7 @@ def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes, stopped: Co
     while (waited := time.monotonic() - began) < _PATIENCE:
         told = {account.rank for account in last_account.read_accounts(marks, attempt)}
         answered = asked <= told if asked else bool(told)
-        if answered or (waited > _ANSWER and not last_locks.is_busy(marks)):
+        if answered or (waited > begins_within and not last_locks.is_busy(marks)):
             return bool(told) or not (asked and others_wait)
         time.sleep(_POLL)
     return True

@@ -51,6 +51,7 @@ from rollback.system.processes import name_process, state_of, ticks_computed
 from rollback.system.small_json import sound_model
 
 # After an attempt: remaining ranks have lost their peers and have nothing to save.
+_GONE, _SPEAKER = 1.0, 5.0  # seconds for ranks to be gone, and for torchrun to see it and have somebody speak for them
 _PATIENCE = 2.0
 # Ranks of a killed supervisor find out by themselves that it is gone, which takes them a few seconds.
 _PATIENCE_WITH_LEFTOVERS = 5.0
@@ -167,11 +168,13 @@ class Running:
         """
         self.hopeless, self.asks = hopeless, False
         if last is not None:
-            self.look()
-            if not ask_for_last_snapshot(self._paths, self.attempt, last, self.stopped()):
-                # Once they are gone, torchrun has somebody speak for this host.
-                send(living_ranks(self.beats(), self._paths).values(), signal.SIGKILL)
-                ask_for_last_snapshot(self._paths, self.attempt, last)
+            stopped = [rank for rank, state in self.look().items() if state == "T"]  # a debugger's stop is a short one
+            if not ask_for_last_snapshot(self._paths, self.attempt, last, stopped):
+                ranks = list(living_ranks(self.beats(), self._paths).values())
+                send(ranks, signal.SIGKILL)
+                psutil.wait_procs(ranks, timeout=_GONE)
+                # Now torchrun has somebody speak for this host.
+                ask_for_last_snapshot(self._paths, self.attempt, last, begins_within=_SPEAKER)
         self._torchrun.kill()
         return self._torchrun.wait()
 
@@ -264,7 +267,7 @@ class Host:
                 # Also when we fail ourselves: nothing that we started may go on writing to the run directory.
                 torchrun.kill()
                 torchrun.wait()
-                if running.asks:
+                if running.asks:  # torchrun is gone, and so is who would speak for ranks that do not answer
                     ask_for_last_snapshot(self._paths, number, b"e")
                 patience = 0.0 if running.hopeless else _PATIENCE
                 others = [*self._before_us, *(self._meeting() if self._meeting else ())]

@@ -1,12 +1,16 @@
 """What a supervisor waits for before it ends the ranks of its host, and torchrun's process with them."""
 
 import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+import psutil
 import pytest
+from waiting import wait_for
 
 from rollback.checkpoints.fast_tier import end_marks, last_account, last_locks
 from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths, StepEnd
@@ -17,6 +21,8 @@ from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import last_snapshot
 from rollback.supervisor.journal import SupervisorJournal
+from rollback.supervisor.torchrun import host
+from rollback.system.processes import state_of
 
 LONG = 30.0
 
@@ -62,25 +68,43 @@ def test_where_nobody_speaks_for_them_nobody_is_waited_for_long(marks: EndMarkPa
 
 
 @pytest.mark.parametrize("others_wait", [True, False])
-def test_a_host_whose_ranks_live_and_do_not_answer_has_not_spoken(
-    marks: EndMarkPaths, monkeypatch: pytest.MonkeyPatch, others_wait: bool
-) -> None:
+def test_a_host_whose_ranks_live_and_do_not_answer_has_not_spoken(marks: EndMarkPaths, others_wait: bool) -> None:
     """Where others wait for it, its ranks must be gone before anybody speaks for them. A stopped one is not waited
     for."""
-    monkeypatch.setattr(last_snapshot, "_ANSWER", 0.05)
     if others_wait:
         marks.hosts.write_text("{}")
 
-    def has_spoken(stopped: Collection[int]) -> bool:
-        return last_snapshot.ask_for_last_snapshot(RunPaths(Path("run")), 1, b"h", stopped)
+    def has_spoken(stopped: Collection[int], within: float = LONG) -> bool:
+        return last_snapshot.ask_for_last_snapshot(RunPaths(Path("run")), 1, b"h", stopped, begins_within=within)
 
     hears = os.open(marks.bell(0), os.O_RDONLY | os.O_NONBLOCK)
-    assert has_spoken(()) != others_wait
-    monkeypatch.setattr(last_snapshot, "_ANSWER", LONG)
+    assert has_spoken((), within=0.05) != others_wait
     assert has_spoken((0,)) != others_wait
     last_account.write_account(marks, LastAccount(attempt=1, rank=0, reason="rank 1 is gone"))
     assert has_spoken(())
     os.close(hears)
+
+
+@pytest.mark.parametrize("spoken", [True, False])
+def test_ranks_that_do_not_answer_are_gone_before_somebody_is_asked_to_speak_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoken: bool
+) -> None:
+    rank, torchrun = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    rank.send_signal(signal.SIGSTOP)
+    wait_for(lambda: state_of(rank.pid) == "T")
+    asked: list[tuple[list[int], bool]] = []
+
+    def ask(paths: RunPaths, attempt: int, why: bytes, stopped: Collection[int] = (), **within: float) -> bool:
+        asked.append(([*stopped], psutil.pid_exists(rank.pid)))
+        return spoken
+
+    monkeypatch.setattr(host, "living_ranks", lambda beats, paths: {3: psutil.Process(rank.pid)})
+    monkeypatch.setattr(host, "ask_for_last_snapshot", ask)
+    running = host.Running(RunPaths(tmp_path), 1, ("torchrun",), torchrun, None, None)
+    running.kill(b"h")
+    assert asked == [([3], True), *([] if spoken else [([], False)])]
+    rank.kill()
+    rank.wait()
 
 
 def test_how_far_ranks_had_come_is_counted_since_their_last_rollback(marks: EndMarkPaths) -> None:
