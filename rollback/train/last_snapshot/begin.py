@@ -73,6 +73,8 @@ def meet(
 
 def _why_not(run: AttachedRun, state: TrainingState) -> str | None:
     """Why the parameters of this job are not kept, in words; None: they are."""
+    if run.ranks.host_count > 1 and place_of_store() is None:
+        return NO_STORE
     parameters = list(state.model.parameters())
     if any(map(is_sharded, parameters)):
         return "the model is sharded"
@@ -93,11 +95,10 @@ def _why_not(run: AttachedRun, state: TrainingState) -> str | None:
 
 
 def _meet_hosts(run: AttachedRun, paths: EndMarkPaths) -> Hosts | str:
-    ranks, place = run.ranks, place_of_store()
+    ranks, place, why = run.ranks, place_of_store(), None
+    assert place is not None
     keys = ranks.from_first(f"rollback-last/{uuid.uuid4()}")
     firsts = sorted({*ranks.from_each(ranks.on_this_host[0])})
-    if (why := ranks.first_fault(None if place is not None else NO_STORE)) is not None or place is None:
-        return why or NO_STORE
     hosts = Hosts(place, keys, firsts, ranks.on_this_host[0])
 
     def rung() -> None:

@@ -7,7 +7,7 @@ changes in between what only that rank knows. That is looked at in every step, b
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -170,10 +170,10 @@ def of_living(paths: EndMarkPaths, rank: int, end: StepEnd, computed: int | None
     return early.body if stands else None
 
 
-def why_loud(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> str | None:
-    """Which of these ranks, all of which have come to that step's end, has not told it early as it was, in words."""
-    for rank in ranks:
-        early, body = end_marks.read_early(paths, rank).get(end), end_marks.read_ends(paths, rank).get(end)
-        if early is None or body is None or not same_but_for_next(split(early.body)[1], split(body)[1]):
+def why_loud(paths: EndMarkPaths, ended: Mapping[int, bytes], end: StepEnd) -> str | None:
+    """Which rank has not told that step's end early as it was, in words. ended: by rank, what each knows there."""
+    for rank, own in ended.items():
+        early = end_marks.read_early(paths, rank).get(end)
+        if early is None or not same_but_for_next(split(early.body)[1], own):
             return f"behind the backward of step {end.step} rank {rank} changed what only it knows"
     return None

@@ -271,8 +271,9 @@ def keep_together(
         )
         try:
             plan = exchange.agree(offer, late, stands, writes)
-            write = every.get(plan.at) or every[max(every)]  # another end only where nothing is written any more
-            if plan.at not in writes:
+            write: HostWrite | None = writes.get(plan.at)
+            if write is None:
+                write = by_marks.get(plan.at) or by_marks[max(by_marks)]  # another end where all of it is written
                 write.alike, write.texts, write.shared = plan.alike, plan.texts, plan.shared
             return plan, exchange.keep(plan, write, stands)
         except Anew:

@@ -127,7 +127,7 @@ def _connection(place: tuple[str, int]) -> Any:
         try:
             timeout = timedelta(seconds=_CONNECT)
             connected.set_result(distributed.TCPStore(*place, timeout=timeout, wait_for_workers=False))
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
             connected.set_exception(error)
 
     socket.create_connection(place, _REACH).close()  # torch's own complaint is forty lines

@@ -101,14 +101,11 @@ class Peers:
     def _is_behind(self, rank: int, end: StepEnd) -> bool:
         """Whether a rank has not come to that step's end, nor further."""
         ends = end_marks.read_ends(self._paths, rank)
-        return all((other.returns, other.step) < (end.returns, end.step) for other in ends)
+        return all(_is_later(other, end) for other in ends)
 
     def any_is_beyond(self, end: StepEnd) -> bool:
         """Whether another rank has come to the end of a later step: then all have been given the sums of that step."""
-        return any(
-            (later.returns, later.step) > (end.returns, end.step)
-            for rank in self.pidfds for later in end_marks.read_ends(self._paths, rank)
-        )  # fmt: skip
+        return any(_is_later(end, other) for rank in self.pidfds for other in end_marks.read_ends(self._paths, rank))
 
     def require_same(self, end: StepEnd, digest: int, deadline: float) -> None:
         """Compare the parameters with those of the ranks that still live and stand at this very step's end.
@@ -122,11 +119,16 @@ class Peers:
                 if other is not None and other != digest:
                     raise NotProved(f"the parameters of rank {rank} are others, though they are replicas")
                 ends = end_marks.read_ends(self._paths, rank)
-                if other is not None or self._is_gone(rank) or any(later.step > end.step for later in ends):
+                if other is not None or self._is_gone(rank) or any(_is_later(end, later) for later in ends):
                     waiting.discard(rank)
             if time.monotonic() > deadline:
                 return  # stopped, or in a call that does not end: as if it were gone
             time.sleep(POLL)
+
+
+def _is_later(end: StepEnd, other: StepEnd) -> bool:
+    """Whether the other is later: behind a return to a checkpoint the steps begin anew."""
+    return (other.returns, other.step) > (end.returns, end.step)
 
 
 def _host_marks(
@@ -138,7 +140,7 @@ def _host_marks(
     ended = {rank: split(body) for rank, body in found.items() if body is not None}
     missing = [rank for rank in ranks if rank not in ended]
     early = {rank: split(body) for rank in missing if (body := stand_in(rank)) is not None}
-    loud = why_loud(paths, ended, end)
+    loud = why_loud(paths, {rank: own for rank, (_, own) in ended.items()}, end)
     if early and loud is not None:  # their gradients are in the sums, or none would have come to that end
         raise NotProved(loud)
     bodies = {rank: own for rank, (_, own) in sorted({**ended, **early}.items())}

@@ -2,23 +2,34 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+
+class _Scaled(NamedTuple):
+    tensor: "weakref.ref[Tensor]"
+    loss: Tensor
+    scale: Callable[[Tensor], Tensor]
+    """By which it was scaled."""
 
 
 class ScriptLosses:
     """Told as they come. The norm of the gradients the guard measures by itself, before they are clipped."""
 
     def __init__(self) -> None:
-        self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self._scaled: list[_Scaled] = []
         self._in_backward = False
 
     def scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         """GradScaler.scale: the loss is what is handed to it, not what it returns."""
         scaled = original(scaler, outputs)
-        if isinstance(scaled, Tensor) and isinstance(outputs, Tensor):
-            self._scaled = weakref.ref(scaled), outputs.detach()
+        pairs = zip(scaled, outputs, strict=True) if isinstance(outputs, (list, tuple)) else ((scaled, outputs),)
+        for tensor, loss in pairs:
+            if isinstance(tensor, Tensor) and isinstance(loss, Tensor):
+                self._scaled.append(_Scaled(weakref.ref(tensor), loss.detach(), partial(original, scaler)))
         return scaled
 
     def backward(
@@ -33,6 +44,18 @@ class ScriptLosses:
         finally:
             self._in_backward = False
         if isinstance(tensors, Tensor) and tensors.numel() == 1:
-            scaled = self._scaled if self._scaled is not None and self._scaled[0]() is tensors else None
-            observe(tensors.detach() if scaled is None else scaled[1])
+            observe(self._loss_of(tensors))
         return result
+
+    def _loss_of(self, root: Tensor) -> Tensor:
+        """What backward was called on, without the scaler's factor: also of a sum of scaled losses, or a part."""
+        if not self._scaled:
+            return root.detach()
+        for scaled in self._scaled:
+            if scaled.tensor() is root:
+                # Of the others, those that nobody has any more were scaled for nothing.
+                self._scaled = [item for item in self._scaled if item is not scaled and item.tensor() is not None]
+                return scaled.loss
+        factor = self._scaled[-1].scale(torch.ones((), device=root.device))
+        self._scaled.clear()
+        return root.detach().float() / factor

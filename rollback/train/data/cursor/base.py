@@ -321,9 +321,9 @@ class Cursor(ABC):
 
 
 def cannot_ask_again(name: str) -> UsageError:
-    """For what is read through an iterator that has raised, and was caught by the script."""
+    """For an iterator that has raised, where the script has caught that or the batch was passed over."""
     return UsageError(
-        f"the script catches what reading a batch of '{name}' has raised, and asks for it again: its iterator does not "
-        "outlive that, so what comes next would not be that batch, or would pass for the end of the data",
+        f"reading a batch of '{name}' has raised, and its iterator does not outlive that: what comes next would not be "
+        "the next batch, or would pass for the end of the data",
         hint="do not catch it: the same command reads the batch again; or let the data pass over what they cannot read",
     )

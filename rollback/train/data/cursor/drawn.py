@@ -89,27 +89,34 @@ class DrawnCursor(Cursor):
     def _fetch(self) -> Any:
         assert self._stream is not None
         self._drew_beside = self._drew_beside or (self._last is not None and self._stream.drawn_beside)
-        if self._is_lost:
-            raise cannot_ask_again(self._name)
+        self._require_more()
         before = self._stream.copy()
         try:
             with self._stream:
                 data = self._draw()
         except Exception:
-            self._is_lost = inspect.isgenerator(getattr(self._draw, "__self__", None))  # it has come to its end
+            self._note_failure()
             raise
         self._last = before, Digest(data)
         return data
 
+    def _note_failure(self) -> None:
+        self._is_lost = inspect.isgenerator(getattr(self._draw, "__self__", None))  # it has come to its end
+
+    def _require_more(self) -> None:
+        if self._is_lost:
+            raise cannot_ask_again(self._name)
+
     def _pass_over(self) -> Indices:
         assert self._stream is not None
+        self._require_more()
         with self._stream:
             try:
                 self._draw()
             except StopIteration:
                 raise
             except Exception:  # noqa: BLE001 - it may be passed over for this very reason; the draws made still count
-                pass
+                self._note_failure()
         return None
 
     def _state(self) -> dict[str, Any]:

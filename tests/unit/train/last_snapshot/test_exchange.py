@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ from test_agreement import AT_END, END, MANIFEST, offer
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import StepEnd
+from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.errors import UsageError
 from rollback.rundir.paths import shard_name
@@ -25,6 +27,7 @@ from rollback.train.last_snapshot.agreement import ROUNDS, Commitment, HostOffer
 from rollback.train.last_snapshot.device import NoAnswer
 from rollback.train.last_snapshot.exchange import Exchange
 from rollback.train.last_snapshot.hosts import Hosts, HostStore, StoreGone
+from rollback.train.last_snapshot.peers import HostMarks
 from rollback.train.last_snapshot.write import Anew, Foreseen, HostWrite, LastWrite, NotProved, SharedPart, SharedTensor
 
 LIMIT = 30.0
@@ -564,3 +567,29 @@ def test_an_offer_that_is_taken_back_while_another_host_looks_at_it_keeps_nobody
     monkeypatch.setattr(first, "_store", LooksWhileItGoes())
     assert first.get("offer/2") is None
     assert second.get("offer/2") is None
+
+
+def test_a_plan_for_an_end_that_only_others_have_leaves_what_writes_the_own_one_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next plan may be for that one. Without what is the same on all ranks nobody could read its shards."""
+    of_marks = SimpleNamespace(buffers="", free_slots=list)
+    own = SimpleNamespace(buffers="", free_slots=list, alike={"counters": 7}, texts={"draws": "x"}, shared="shared")
+    plans = [SimpleNamespace(at=at, alike={}, texts={}, shared=None) for at in (LATER, END)]
+    written: list[Any] = []
+
+    def keep(plan: Any, write: Any, stands: Any) -> str:
+        written.append(write)
+        if len(written) == 1:
+            raise Anew("a host stands elsewhere")
+        return "kept"
+
+    monkeypatch.setattr(exchange_module, "HostWrite", lambda *given: of_marks)
+    exchange = cast(Exchange, SimpleNamespace(late=False, agree=lambda *given: plans.pop(0), keep=keep))
+    marks = {END: HostMarks([], {}, early=False, loud=None)}
+    writes = cast(Mapping[StepEnd, LastWrite], {END: own})
+    _, kept = exchange_module.keep_together(
+        exchange, cast(SlotPaths, None), [0], [1], lambda late: marks, writes=writes
+    )
+    assert (kept, written) == ("kept", [of_marks, own])
+    assert (own.alike, own.texts, own.shared) == ({"counters": 7}, {"draws": "x"}, "shared")

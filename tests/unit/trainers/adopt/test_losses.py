@@ -50,6 +50,28 @@ def test_a_loss_that_raises_is_none() -> None:
     assert losses.of(torch.tensor(2.0)) == [2.0]
 
 
+def test_of_what_is_made_of_scaled_losses_the_loss_is_told() -> None:
+    """Not 65536 times that, with a jump at each change of the scale."""
+    losses = Told()
+
+    def scale(value: Any) -> Any:
+        return losses.scale(by_1024, None, value)
+
+    losses.of(scale(torch.tensor(3.0)) + scale(torch.tensor(4.0)))
+    losses.of(scale(torch.tensor(6.0)) / 2)
+    first, second = scale(torch.tensor(1.0)), scale(torch.tensor(2.0))
+    losses.of(second)
+    losses.of(first)
+    for part in scale([torch.tensor(8.0), torch.tensor(9.0)]):
+        losses.of(part)
+    losses.of(torch.tensor(5.0))
+    assert losses.told == [7.0, 3.0, 2.0, 1.0, 8.0, 9.0, 5.0]
+
+
+def by_1024(scaler: Any, outputs: Any) -> Any:
+    return [item * 1024 for item in outputs] if isinstance(outputs, list) else outputs * 1024
+
+
 def test_of_a_scaled_loss_the_loss_is_told() -> None:
     losses = Told()
     scaled = losses.scale(lambda scaler, outputs: outputs * 1024, None, torch.tensor(3.0))

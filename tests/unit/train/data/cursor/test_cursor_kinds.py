@@ -258,6 +258,21 @@ def test_a_callable_that_fails_can_be_tried_again_or_passed_over() -> None:
     assert got == [expected[0], expected[2]]
 
 
+def test_a_generator_that_has_raised_where_a_batch_was_passed_over_has_not_come_to_the_end_of_the_data() -> None:
+    def fragile() -> Iterator[int]:
+        for _ in range(3):  # two are drawn to be compared
+            yield random.randrange(10**6)
+        raise OSError("it cannot be read")
+
+    cursor = cursor_for(fragile())
+    cursor.open_epoch()
+    cursor.next()
+    cursor.skip()
+    for go_on in (cursor.next, cursor.skip):
+        with pytest.raises(UsageError, match="its iterator does not outlive that"):
+            go_on()
+
+
 def counting() -> Callable[[], int]:
     counter = iter(range(1000))
     return lambda: next(counter)
