@@ -58,8 +58,7 @@ class MapStyleCursor(Cursor):
         self._unproven = False
         """Whether the batch before is to be read again, to see that the data come back."""
         self._unfit: RunDoesNotFit | None = None
-        """What is wrong with the position, if the script may still put it right in front of its next epoch, by
-        `set_epoch` or another `batch_size`."""
+        """What is wrong with the position, if `set_epoch` or another `batch_size` may still put it right."""
         self._owed: list[Any] = []  # states of generators that the first read of this process is yet to make
         self._random = RawRandom()
         self._feed = Feed()
@@ -224,7 +223,7 @@ class MapStyleCursor(Cursor):
         return indices
 
     def _state(self) -> dict[str, Any]:
-        return {
+        told = {
             "opening": self._opening if self.opened else None,
             "base_seed": self._base_seed,
             "seeding": self._seeding if self._loader.persistent_workers else None,
@@ -233,6 +232,9 @@ class MapStyleCursor(Cursor):
             "last_indices": self._feed.last.hex_digest if self.offset and self._feed.last is not None else None,
             **self._order_from,
         }
+        if self._unfit is None or self._sought is None:
+            return told
+        return {name: self._sought.get(name) for name in told}  # nothing has been read since
 
     def _what_orders_it(self) -> dict[str, Any]:
         """What an order depends on besides the sampler's random states."""

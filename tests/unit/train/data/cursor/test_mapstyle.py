@@ -1023,6 +1023,8 @@ def test_a_batch_size_that_the_script_sets_in_front_of_each_epoch_may_be_set_aga
 
     resumed, batching = cursor_with(4)
     resumed.load_state_dict(second)
+    told = resumed.state_dict()  # of a checkpoint that is taken before the first batch is asked for
+    assert told["last_indices"] == second["last_indices"]
     batching.batch_size = 6
     resumed.begin_pass()
     assert skip_to_the_end(resumed) == later
