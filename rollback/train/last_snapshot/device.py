@@ -73,14 +73,18 @@ class Device:
 
     # The thread that trains ------------------------------------------------------------------------------------------
 
+    def is_capturing(self) -> bool:
+        """Whether the script records what it asks of the GPU as a graph, into which nothing else may come."""
+        return self._stream is not None and torch.cuda.is_current_stream_capturing()
+
     def await_gradients(self) -> None:
         """Before an update: wait for all that was asked of the GPU so far."""
-        if self._stream is not None and not torch.cuda.is_current_stream_capturing():
+        if self._stream is not None and not self.is_capturing():
             await_event(torch.cuda.current_stream(self._device).record_event())
 
     def note_update(self) -> None:
         """Behind an update: what is added next comes behind it, in whatever stream it was made."""
-        if self._stream is not None and not torch.cuda.is_current_stream_capturing():
+        if self._stream is not None and not self.is_capturing():
             self._updated = torch.cuda.current_stream(self._device).record_event()
 
     def holding(self, told: bytes | Tensor) -> Tensor:

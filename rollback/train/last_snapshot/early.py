@@ -72,6 +72,8 @@ class EarlyMarks:
     def _in_backward(self, *_: object) -> None:
         """Called by the telltale's own hook, before DDP learns that its gradient is there."""
         self._present = None
+        if self._device is not None and self._device.is_capturing():
+            return
         if (end := self._coming()) is None or (local := self._small_state.coming()) is None:
             return
         now = time.monotonic_ns(), time.process_time_ns()
