@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rollback.errors import RunDoesNotFit, UsageError
@@ -77,6 +78,13 @@ class Reader:
         self.position = state["position"]
 
 
+def augmenting() -> Any:
+    """torchdata's nodes, of which one draws in this process."""
+    node: Any = nodes.SamplerWrapper(RandomSampler(range(14)))
+    node = nodes.Mapper(node, lambda item: item + torch.rand(1))
+    return nodes.Loader(nodes.Mapper(nodes.Batcher(node, 3), torch.stack))
+
+
 LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "callable": ("drawn", lambda: get_batch),
     "generator": ("drawn", endless),
@@ -91,6 +99,7 @@ LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "stateful reader": ("stateful", Reader),
     "StatefulDataLoader": ("map-style", lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True)),  # type: ignore[arg-type]
     "StatefulDataLoader, iterable": ("re-iterated", lambda: StatefulDataLoader(InOrder(), batch_size=3)),
+    "nodes that draw": ("stateful", augmenting),
     "StatefulDataLoader, worker": (
         "map-style",
         lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True, num_workers=1),  # type: ignore[arg-type]
