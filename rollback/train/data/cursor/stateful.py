@@ -157,6 +157,21 @@ def _reading_nothing_ahead(loader: Any) -> Iterator[None]:
             setattr(loader, _BEGINS_ANEW, True)
 
 
+def loses_order(loader: Any) -> bool:
+    """Whether workers race within it, so that no position in its batches means anything: `in_order=False`."""
+    waiting, seen = [loader], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or not _is_of_nodes(node):
+            continue
+        seen.add(id(node))
+        if getattr(node, "in_order", True) is False and getattr(node, "num_workers", 0) > 1:
+            return True
+        for held in vars(node).values():
+            waiting += held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else [held]
+    return False
+
+
 class HuggingFaceStream:
     """What the state of a streaming data set of Hugging Face's `datasets` does not tell. It is in `loader`, or that
     itself.
