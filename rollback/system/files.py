@@ -81,7 +81,7 @@ def directory(path: Path, *, make: bool = False) -> Iterator[int]:
         with directory(path.parent, make=True) as above:
             sys.audit(WRITES, str(path))
             with contextlib.suppress(FileExistsError):
-                os.mkdir(path.name, _made_for(0o7, _umask()), dir_fd=above)
+                _mkdir(path, above)
         fd = _open_directory(path)
     try:
         yield fd
@@ -126,7 +126,24 @@ def make_new_directory(path: Path) -> None:
     """Make a directory that must not exist yet; make its parents where they are missing."""
     with directory(path.parent, make=True) as fd:
         sys.audit(WRITES, str(path))
-        os.mkdir(path.name, _made_for(0o7, _umask()), dir_fd=fd)
+        _mkdir(path, fd)
+
+
+def _mkdir(path: Path, above: int) -> None:
+    try:
+        os.mkdir(path.name, _made_for(0o7, _umask()), dir_fd=above)
+    except OSError as error:
+        raise _refused(error, path, above) from None
+
+
+def _refused(error: OSError, path: Path, folder: int) -> OSError:
+    """The same with the whole path, and with a word where a disk with room is full all the same: of files."""
+    why = error.strerror
+    if error.errno == errno.ENOSPC:
+        disk = os.statvfs(folder)
+        if disk.f_bavail and disk.f_files and not disk.f_favail:
+            why = f"{why} for another file: it has room, but all of its inodes are in use (df -i {path.parent})"
+    return OSError(error.errno, why, str(path))
 
 
 def open_file(path: Path, flags: int) -> int:
@@ -145,7 +162,7 @@ def open_file(path: Path, flags: int) -> int:
                 raise NotAFileOfOurs(errno.ELOOP, "it is a symbolic link", str(path)) from None
             if error.errno in (errno.ENXIO, errno.EISDIR):
                 raise NotAFileOfOurs(error.errno, "it is not a regular file", str(path)) from None
-            raise OSError(error.errno, error.strerror, str(path)) from None
+            raise _refused(error, path, folder) from None
         try:
             status, above = os.fstat(fd), os.fstat(folder)
             _require_ours(status, above, path, writes=writes)

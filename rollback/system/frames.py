@@ -40,13 +40,13 @@ def own_callers() -> Iterator[FrameType]:
 def own_variables() -> Iterator[tuple[str, Any]]:
     """The variables of these frames by name, and what the user's own objects, and short lists and dicts, hold there."""
     for frame in own_callers():
-        for name, thing in [*_locals_of(frame), *frame.f_globals.items()]:
+        for name, thing in [*locals_of(frame), *frame.f_globals.items()]:
             yield name, thing
             for place, held in _held_by(thing):
                 yield f"{name}{place}", held
 
 
-def _locals_of(frame: FrameType) -> list[tuple[str, Any]]:
+def locals_of(frame: FrameType) -> list[tuple[str, Any]]:
     """Up to CPython 3.12 a function's frame keeps the dict that is made for this, and what is in it, until it ends."""
     variables = frame.f_locals
     found = [*variables.items()]

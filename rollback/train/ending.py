@@ -206,8 +206,11 @@ class TrainingEnd:
         left = ScriptLeft(**self._standing()[0], unjudged=unjudged)
         what = f"; its last {unjudged} updates were not judged" if unjudged > 1 else ""
         what = "; its last update was not judged" if unjudged == 1 else what
-        hinted = bool(self.way_out) and not self._given_up
-        end_there = f". To end there, let the guard end the loop: {self.way_out}" if hinted else ""
+        end_there = ""
+        if self.way_out and not self._given_up:
+            end_there = f". To end there, let the guard end the loop: {self.way_out}"
+            if self.max_steps is not None and left.step + unjudged >= self.max_steps:
+                end_there = f". Take the `break` out of the loop: the guard itself ends it at {self.by_max_steps}"
         self._record.note(
             left,
             f"the script has left its loop over the guard, at step {left.step}{what}. What came behind the newest "

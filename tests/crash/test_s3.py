@@ -10,8 +10,9 @@ from s3_server import S3Server, serving_s3
 from toy import Toy, facts, require_same, train
 
 from rollback.checkpoints.format.hashing import hash_of
-from rollback.errors import ExitCode, RingUnavailable
+from rollback.errors import ExitCode, RingUnavailable, UsageError
 from rollback.facts.training import Attached, Committed, DrainFailed, Fetched, Restored
+from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.verify import verify
 from rollback.ring.url import store as storing
 from rollback.ring.url.store import Source, Store
@@ -91,6 +92,10 @@ def test_what_is_wrong_with_s3_is_said_before_anything_is_touched(
     monkeypatch.setattr(draining, "_PATIENCE_AT_START", 0.5)
     with pytest.raises(RingUnavailable, match="bucket does not exist"):
         train(TOY.with_settings(ring="s3://nowhere/run"), tmp_path / "run")
+    with pytest.raises(RingUnavailable, match="bucket does not exist"), readable("s3://nowhere/run"):
+        pass
+    with pytest.raises(UsageError, match="there is no ring"), readable(URL):
+        pass
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")

@@ -140,17 +140,22 @@ def test_a_crash_between_two_epochs_goes_on_in_a_pass_that_has_a_batch(tmp_path:
     require_same(ended, train(toy, tmp_path / "undisturbed"), "after the crash")
 
 
+@pytest.mark.parametrize(
+    ("max_steps", "hint"), [(None, "let the guard end the loop: max_steps=N"), (17, "Take the `break` out of the loop")]
+)
 def test_the_last_step_of_a_script_that_breaks_off_is_judged_where_that_needs_no_peer_and_it_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_steps: int | None, hint: str
 ) -> None:
     run = tmp_path / "run"
-    train(EPOCHS.but(epochs=1, leave_after=17), run)
+    train(EPOCHS.but(epochs=1, leave_after=17, max_steps=max_steps), run)
     assert not facts(run, Finished)
     (left,) = facts(run, ScriptLeft)
     assert (left.step, left.unjudged) == (17, 0)
     judged = [json.loads(line)["step"] for line in RunPaths(run).metrics.read_text().splitlines()]
     assert judged == list(range(17))
-    assert "has left its loop over the guard, at step 17" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "has left its loop over the guard, at step 17" in said
+    assert hint in said
 
 
 def test_an_exception_in_mid_run_is_no_end(tmp_path: Path) -> None:

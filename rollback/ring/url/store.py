@@ -8,7 +8,6 @@ import contextlib
 import io
 import os
 import random
-import re
 import shutil
 import sys
 import threading
@@ -16,14 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import tenacity
 
 from rollback.checkpoints.format.hashing import ShardHash
 from rollback.checkpoints.format.shard import Written, read_verified
-from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, UsageError
+from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError
 from rollback.ring.url.progress import StoreProgress
+from rollback.ring.url.urls import require_url
 from rollback.system import files
 from rollback.system.durable import sync_directory
 
@@ -39,9 +39,6 @@ _dice = random.Random()
 # What trying again does not mend. botocore's are named, since it is imported only where S3 is used.
 _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ImportError, TypeError)
 _FINAL_BY_NAME = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError"}
-# What stands before an @ is a user or a container, no key.
-_USERS = {"sftp", "ssh", "abfs", "abfss", "hdfs"}
-_OF_ONE_PROCESS = {"memory"}
 # Of a file system with directories; an object store has none, and "making" one might make a bucket.
 _WITH_DIRECTORIES = {"file", "local", "sftp", "ssh", "smb"}
 
@@ -51,69 +48,7 @@ class _Transient(Exception):
 
 
 class _Missing(Exception):
-    """There is no such object (or no such bucket)."""
-
-
-def require_url(url: str) -> None:
-    """Raise UsageError unless `url` can be a ring: a protocol that fsspec knows, and no credentials inside."""
-    import fsspec
-
-    require_no_credentials(url)
-    parts = urlsplit(url)
-    protocol = parts.scheme
-    if not protocol or "://" not in url:
-        raise UsageError(
-            f"the ring {url!r} is not a URL", hint="write PROTOCOL://PLACE, for example s3://bucket/runs/one"
-        )
-    if not (parts.netloc + parts.path).strip("/"):
-        raise UsageError(f"the ring {url!r} names no place", hint="for example s3://bucket/runs/one")
-    if protocol in _OF_ONE_PROCESS:
-        raise UsageError(
-            f"the ring {url!r} is in the memory of each process by itself: no other process would find it",
-            hint="checkpoints in this host's memory are kept without a ring (--fast-tier); for tests, file:///PLACE",
-        )
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ValueError as error:
-        raise UsageError(
-            f"the ring {url!r}: no file system is known by the protocol {protocol!r}",
-            hint="s3, gs, abfs, file and sftp are among those that fsspec knows",
-        ) from error
-    except ImportError as error:
-        raise UsageError(
-            f"the ring {url!r} needs a package that is not installed: {error}",
-            hint="s3fs for s3, gcsfs for gs, adlfs for abfs; for S3 also: pip install 'torch-rollback[s3]'",
-        ) from error
-
-
-def require_no_credentials(url: str) -> None:
-    """Raise UsageError where a URL, or one of a chain (`one::other://...`), contains credentials or a place for them.
-
-    The error does not repeat them.
-    """
-    protocol = ""
-    for part in re.split(r"::|://", url):
-        user, at, _ = re.split(r"[/?#]", part.lstrip("/"), maxsplit=1)[0].rpartition("@")
-        if at and (":" in unquote(user) or not (protocol in _USERS or part.startswith("/"))):
-            raise _names_credentials(url)
-        protocol = part
-    if set(unquote(url)) & {"?", "#"}:
-        raise UsageError(
-            f"the ring {_without_fields(url)} has a query or a fragment, and the URL is written into the run's record",
-            hint="leave credentials and options to the environment or to fsspec's configuration files",
-        )
-
-
-def _without_fields(url: str) -> str:
-    return re.split(r"[?#]|%3[fF]|%23", url, maxsplit=1)[0]
-
-
-def _names_credentials(url: str) -> UsageError:
-    shown = re.sub(r"[^/:@]*(:[^/@]*)?@", "…@", _without_fields(url))
-    return UsageError(
-        f"the ring {shown} names credentials, and the URL is written into the run's record",
-        hint="leave them to the environment or to fsspec's configuration files",
-    )
+    """There is no such object; where a file system does not tell the two apart, or no such bucket."""
 
 
 @dataclass(frozen=True)
@@ -324,6 +259,9 @@ class Store:
             except RollbackError:
                 raise
             except FileNotFoundError as error:
+                if _lacks_bucket(error):
+                    self._refused = True
+                    raise self._explain(doing, key, error) from error
                 raise _Missing(key) from error
             except Exception as error:
                 if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_BY_NAME:
@@ -359,6 +297,12 @@ class Store:
             f"{doing} {place}: {why or type(error).__name__}",
             hint="check the URL, the credentials, and that the bucket exists and is reachable from this machine",
         )
+
+
+def _lacks_bucket(error: BaseException) -> bool:
+    """Whether the answer was that there is no such bucket, as S3's are: s3fs raises the same for a missing object."""
+    response = getattr(error.__cause__, "response", None) or {}
+    return bool(response.get("Error", {}).get("Code") == "NoSuchBucket")
 
 
 def _pause(state: tenacity.RetryCallState) -> float:

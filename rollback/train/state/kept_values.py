@@ -197,8 +197,10 @@ class KeptByScript:
         for name in states.keys() & self._generators:
             self._generators[name].load_state_dict(states[name])
 
-    def is_kept(self, generator: object) -> bool:
-        return any(generator is item.generator for item in self._generators.values())
+    def is_kept(self, thing: object) -> bool:
+        """Whether it is a generator or an object among the values."""
+        kept = (item.generator if isinstance(item, KeptGenerator) else item for item in self._objects.values())
+        return any(thing is item for item in kept)
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from rollback.system.frames import is_of_own_file
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators, generators_of_script, is_generator
 from rollback.train.sharded import local_of
+from rollback.train.state.carried_tensors import CarriedByScript
 from rollback.train.state.module_buffers import storage_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
@@ -63,9 +64,11 @@ COPIES_NOT_KEPT = (
 )
 VARIABLES_NOT_KEPT = (
     "variables-not-kept",
-    "the training writes to {names}, tensors of the script's that no checkpoint has: a rollback leaves them as they "
-    "are, and a resume begins them anew. If a later batch reads what is written there, as from a queue of features, "
-    'make them buffers of a module that is handed over: bank.register_buffer("queue", queue), Guard(..., bank=bank)',
+    "the training writes to {names}, tensors or samples of the script's that no checkpoint has: a rollback leaves them "
+    "as they are, and a resume begins them anew. If a later batch reads what is written there, as from a queue of "
+    'features, make tensors buffers of a module that is handed over: bank.register_buffer("queue", queue), '
+    "Guard(..., bank=bank). Hand over a list in an object with state_dict and load_state_dict, and have a number kept: "
+    "kept = guard.keep(mean=0.0)",
 )
 NUMBERS_NOT_KEPT = (
     "numbers-not-kept",
@@ -164,6 +167,7 @@ class Unkept:
         """Of the model's weights, as of an average; and modules."""
         self._tensors: list[_Watched] = []
         """Others."""
+        self._carried = CarriedByScript(self._has)
         self._numbers: dict[str, deque[float]] = {}
         """Of the modules, at the last looks."""
         self._looks = 0
@@ -206,8 +210,8 @@ class Unkept:
         if self._looks <= _FIRST:
             for advice, names in (
                 (GENERATOR_NOT_KEPT, self._generators_that_drew()),
-                (COPIES_NOT_KEPT, self._lacked(self._copies)),
-                (VARIABLES_NOT_KEPT, self._lacked(self._tensors)),
+                (COPIES_NOT_KEPT, self._lacking(_written(self._copies))),
+                (VARIABLES_NOT_KEPT, self._variables_that_lack()),
                 (NUMBERS_NOT_KEPT, self._numbers_that_go_on()),
             ):
                 if names:
@@ -238,19 +242,31 @@ class Unkept:
         unkept = {name: one for name, one in self._generators.items() if not self._state.kept.is_kept(one[0])}
         return [name for name, (thing, then) in unkept.items() if _state_of(thing) != then]
 
-    def _lacked(self, watched: Iterable[_Watched]) -> list[str]:
-        """Names of those to which the script writes, in what no checkpoint has. Nor is it a gradient, or trained by
-        an optimizer, which is named itself."""
-        written = {each.name: items for each in watched if (items := each.written())}
+    def _variables_that_lack(self) -> list[str]:
+        """Also those that have got what they hold only since the guard was made. Copies of weights are told as such."""
+        carried = self._carried.changed()
+        for name in [each.name for each in self._copies]:
+            carried.pop(name, None)
+        return self._lacking(_written(self._tensors) | carried)
+
+    def _has(self, thing: object) -> bool:
+        """Whether the guard was handed it."""
+        handed = (*self._handed, *self._state.modules.values())
+        return any(thing is item for item in handed) or self._state.kept.is_kept(thing)
+
+    def _lacking(self, written: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Names of those that no checkpoint has. Nor is it a gradient, or trained by an optimizer, which is named
+        itself."""
         if not written:
             return []
         gradients = tensors_of([item.grad for item in self._state.trained])
         kept = {storage_of(item) for item in (*self._state.image(data=False).tensors, *gradients.values())}
         trained = {id(item) for optimizer in self._seen for item in _trained_by(optimizer)}
-        return [
-            name for name, items in written.items()
-            if any(storage_of(item) not in kept and id(item) not in trained for item in items)
-        ]  # fmt: skip
+
+        def has(item: Any) -> bool:
+            return isinstance(item, Tensor) and (storage_of(item) in kept or id(item) in trained)
+
+        return [name for name, items in written.items() if not all(map(has, items))]
 
     def _numbers_that_go_on(self) -> list[str]:
         """Names of numbers which the script's own modules have as attributes, and which go on in each update, as counts
@@ -312,6 +328,11 @@ class Unkept:
         """Whether another object, which was handed over, has it."""
         others = (item for item in self._state.objects.values() if not isinstance(item, Optimizer | LRScheduler))
         return any(value is optimizer for item in others for value in _attributes(item))
+
+
+def _written(watched: Iterable[_Watched]) -> dict[str, list[Tensor]]:
+    """What the script has written to, by name."""
+    return {each.name: items for each in watched if (items := each.written())}
 
 
 def _state_of(generator: Any) -> int:

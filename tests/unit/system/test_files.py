@@ -1,6 +1,7 @@
 """A run directory that somebody else has written: nothing outside of it is read, changed, removed or ended."""
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -287,3 +290,31 @@ def test_a_disk_that_a_drill_has_made_full_refuses_what_is_made_below_a_descript
             make(paths)
     disk.full = False
     writes_metrics(paths)
+
+
+@pytest.mark.parametrize(("inodes", "free", "told"), [(100, 0, True), (100, 5, False), (0, 0, False)])
+@pytest.mark.parametrize(
+    "make", [lambda path: files.open_file(path, os.O_WRONLY | os.O_CREAT), files.make_new_directory]
+)
+def test_a_disk_that_has_room_and_no_inode_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object], inodes: int, free: int, told: bool
+) -> None:
+    """Some file systems have no limit of inodes, and say that there are 0."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    opened = os.open
+
+    def open_what_is_there(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_CREAT:
+            refuse()
+        return opened(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(os, "open", open_what_is_there)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=9, f_files=inodes, f_favail=free))
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        make(tmp_path / "new")
+    assert (f"df -i {tmp_path}" in str(caught.value.strerror)) == told
+    assert caught.value.filename == str(tmp_path / "new")

@@ -9,7 +9,7 @@ from rollback.train.data.cursor.base import Cursor
 from rollback.train.data.cursor.drawn import DrawnCursor
 from rollback.train.data.cursor.mapstyle import MapStyleCursor
 from rollback.train.data.cursor.reiterated import ReiteratedCursor
-from rollback.train.data.cursor.stateful import HuggingFaceStream, StatefulCursor
+from rollback.train.data.cursor.stateful import HuggingFaceStream, StatefulCursor, loses_order
 
 _ACCEPTED = (
     "accepted are: a torch DataLoader; an iterable with state_dict and load_state_dict; a callable without arguments "
@@ -31,6 +31,12 @@ def cursor_for(loader: Any) -> Cursor:
             "anew whenever it is iterated",
             hint="model, optimizer, loader, scheduler = rollback.protect(accelerator, model, optimizer, loader, "
             "scheduler) hands out its batches under a guard; or hand over a DataLoader with a DistributedSampler",
+        )
+    if loses_order(loader):
+        raise UsageError(
+            "cannot go back in the batches of ParallelMapper(in_order=False) of torchdata.nodes: it hands them out as "
+            "its workers finish, so no start would get them in the same order again",
+            hint="take in_order=False out: its workers still work side by side, and each item waits for its turn",
         )
     if _is_torchdata_map_style(loader):
         return MapStyleCursor(loader)

@@ -10,7 +10,7 @@ import pytest
 from rollback.config import Settings
 from rollback.errors import UsageError
 from rollback.facts.training import AttemptStarted
-from rollback.ring.url.store import require_no_credentials, require_url
+from rollback.ring.url.urls import require_no_credentials, require_url
 from rollback.supervisor.complete import fingerprint
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.redaction import new_salt, redacted

@@ -1,5 +1,6 @@
 """Setup mistakes are noticed, and what looks like them is not. Each mistake is trained beside its correct twin."""
 
+import builtins
 import copy
 import os
 import random
@@ -26,6 +27,7 @@ from rollback.facts.training import Advice, Incident
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Blip, Kind, Sentinel, Verdict
+from rollback.source.steering import BY_BATCH
 from rollback.train.comm.beat import Beat
 from rollback.train.data.cursor import cursor_for
 from rollback.train.data.passes import PLAIN_EPOCH_LOOP
@@ -617,6 +619,88 @@ def test_a_tensor_of_the_scripts_that_the_training_writes_to_is_named(tmp_path: 
     texts = [fact.text for fact in said if isinstance(fact, Advice) and fact.code == "variables-not-kept"]
     assert len(texts) == (held == "variable")
     assert all("writes to queue," in text for text in texts)
+
+
+class Held:
+    """What a script hands over that keeps a mean."""
+
+    mean: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": None if self.mean is None else float(self.mean)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = None if state["mean"] is None else torch.tensor(state["mean"])
+
+
+@pytest.mark.parametrize("kind", ["mean", "replay", "state", "logged", "attribute", "handed over", "kept"])
+def test_what_the_training_depends_on_and_is_there_only_since_the_guard_was_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Not what is merely logged, nor what is made anew in each turn."""
+    monkeypatch.delattr(builtins, BY_BATCH, raising=False)  # as in a process in which no script was adopted
+    model, held = nn.Linear(2, 3), Held()
+    mean: Any = None
+    state: Any = None
+    logged: Any = None
+    replay: list[Any] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    others = {"held": held} if kind == "handed over" else {}
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=[torch.ones(1, 2) for _ in range(6)], run=tmp_path, **others
+    )
+    if kind == "kept":
+        guard.keep(held=held)
+    for x in guard:
+        out = model(x)
+        loss = out.sum()
+        if kind == "mean":
+            mean = loss.detach() if mean is None else 0.9 * mean + 0.1 * loss.detach()
+            loss = loss / mean
+        elif kind in ("attribute", "handed over", "kept"):
+            held.mean = loss.detach() if held.mean is None else 0.9 * held.mean + 0.1 * loss.detach()
+            loss = loss / held.mean
+        elif kind == "replay":
+            if replay:
+                loss = loss + model(random.choice(replay)).sum()
+            replay.append(x)
+        elif kind == "state":
+            loss = loss if state is None else loss + state.sum()
+            state = out.detach()
+        else:
+            logged = loss.detach() if logged is None else 0.9 * logged + 0.1 * loss.detach()
+            print(logged)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        guard.observe(loss)
+    guard.close()
+    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    texts = [fact.text for fact in said if isinstance(fact, Advice) and fact.code == "variables-not-kept"]
+    named = {"attribute": "held.mean"}.get(kind, kind) if kind not in ("logged", "handed over", "kept") else None
+    assert len(texts) == bool(named)
+    assert all(f"writes to {named}, tensors" in text for text in texts)
+
+
+def test_a_batch_that_is_taken_at_the_end_of_a_turn_is_taken_again_and_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(builtins, BY_BATCH, raising=False)
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2) for _ in range(6)], run=tmp_path)
+    batches = iter(guard)
+    x = next(batches, None)
+    while x is not None:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        guard.observe(loss)
+        x = next(batches, None)
+    assert guard.step == 6
+    guard.close()
+    said = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    assert [fact.code for fact in said if isinstance(fact, Advice)] == []
 
 
 PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rollback.errors import RunDoesNotFit, UsageError
@@ -77,6 +78,15 @@ class Reader:
         self.position = state["position"]
 
 
+def augmenting(**settings: Any) -> Any:
+    """torchdata's nodes, of which one draws in this process; with a `ParallelMapper` of these settings."""
+    node: Any = nodes.SamplerWrapper(RandomSampler(range(14)))
+    if settings:
+        node = nodes.ParallelMapper(node, abs, prebatch=2, **settings)
+    node = nodes.Mapper(node, lambda item: item + torch.rand(1))
+    return nodes.Loader(nodes.Mapper(nodes.Batcher(node, 3), torch.stack))
+
+
 LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "callable": ("drawn", lambda: get_batch),
     "generator": ("drawn", endless),
@@ -91,6 +101,7 @@ LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "stateful reader": ("stateful", Reader),
     "StatefulDataLoader": ("map-style", lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True)),  # type: ignore[arg-type]
     "StatefulDataLoader, iterable": ("re-iterated", lambda: StatefulDataLoader(InOrder(), batch_size=3)),
+    "nodes that draw": ("stateful", augmenting),
     "StatefulDataLoader, worker": (
         "map-style",
         lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True, num_workers=1),  # type: ignore[arg-type]
@@ -307,6 +318,15 @@ def test_who_hands_over_an_iterator_is_told_to_hand_over_what_it_goes_through(
     with pytest.raises(UsageError, match="drawn twice") as refusal:
         cursor_for(make()).open_epoch()
     assert ("hand over the loader: `batches = " in str(refusal.value.hint)) == of_loader
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_nodes_whose_workers_race_are_refused_by_name(workers: int, in_order: bool) -> None:
+    loader = augmenting(num_workers=workers, in_order=in_order)
+    refused = pytest.raises(UsageError, match=r"ParallelMapper\(in_order=False\)")
+    with refused if workers > 1 and not in_order else contextlib.nullcontext():
+        cursor_for(loader)
 
 
 def test_values_that_are_not_numbers_do_not_count_as_another_batch() -> None:

@@ -1,0 +1,72 @@
+"""What the URL of a ring may be: one that fsspec knows, without credentials in it."""
+
+import re
+from urllib.parse import unquote, urlsplit
+
+from rollback.errors import UsageError
+
+# What stands before an @ is a user or a container, no key.
+_USERS = {"sftp", "ssh", "abfs", "abfss", "hdfs"}
+_OF_ONE_PROCESS = {"memory"}
+
+
+def require_url(url: str) -> None:
+    """Raise UsageError unless `url` can be a ring: a protocol that fsspec knows, and no credentials inside."""
+    import fsspec
+
+    require_no_credentials(url)
+    parts = urlsplit(url)
+    protocol = parts.scheme
+    if not protocol or "://" not in url:
+        raise UsageError(
+            f"the ring {url!r} is not a URL", hint="write PROTOCOL://PLACE, for example s3://bucket/runs/one"
+        )
+    if not (parts.netloc + parts.path).strip("/"):
+        raise UsageError(f"the ring {url!r} names no place", hint="for example s3://bucket/runs/one")
+    if protocol in _OF_ONE_PROCESS:
+        raise UsageError(
+            f"the ring {url!r} is in the memory of each process by itself: no other process would find it",
+            hint="checkpoints in this host's memory are kept without a ring (--fast-tier); for tests, file:///PLACE",
+        )
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError as error:
+        raise UsageError(
+            f"the ring {url!r}: no file system is known by the protocol {protocol!r}",
+            hint="s3, gs, abfs, file and sftp are among those that fsspec knows",
+        ) from error
+    except ImportError as error:
+        raise UsageError(
+            f"the ring {url!r} needs a package that is not installed: {error}",
+            hint="s3fs for s3, gcsfs for gs, adlfs for abfs; for S3 also: pip install 'torch-rollback[s3]'",
+        ) from error
+
+
+def require_no_credentials(url: str) -> None:
+    """Raise UsageError where a URL, or one of a chain (`one::other://...`), contains credentials or a place for them.
+
+    The error does not repeat them.
+    """
+    protocol = ""
+    for part in re.split(r"::|://", url):
+        user, at, _ = re.split(r"[/?#]", part.lstrip("/"), maxsplit=1)[0].rpartition("@")
+        if at and (":" in unquote(user) or not (protocol in _USERS or part.startswith("/"))):
+            raise _names_credentials(url)
+        protocol = part
+    if set(unquote(url)) & {"?", "#"}:
+        raise UsageError(
+            f"the ring {_without_fields(url)} has a query or a fragment, and the URL is written into the run's record",
+            hint="leave credentials and options to the environment or to fsspec's configuration files",
+        )
+
+
+def _without_fields(url: str) -> str:
+    return re.split(r"[?#]|%3[fF]|%23", url, maxsplit=1)[0]
+
+
+def _names_credentials(url: str) -> UsageError:
+    shown = re.sub(r"[^/:@]*(:[^/@]*)?@", "…@", _without_fields(url))
+    return UsageError(
+        f"the ring {shown} names credentials, and the URL is written into the run's record",
+        hint="leave them to the environment or to fsspec's configuration files",
+    )
