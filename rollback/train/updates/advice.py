@@ -119,8 +119,8 @@ class Advisor:
         self._unkept, self._without_grad = unkept, 0
         self._layers = layers or Layers(model)
         self._transformer = any(_is_attention(module) for module in model.modules())
-        # Others clip by themselves, or need no clipping.
         self._optimizer = type(optimizer)
+        # Others clip by themselves, or need no clipping.
         self._plain_optimizer = type(optimizer).__name__ in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
         self._late = self._undivided = self._averaged = 0
         self._clipped: list[tuple[float, float] | None] = []

@@ -130,7 +130,7 @@ class Gradients:
     def norm_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """For `clipping`: the norm over gradients that nobody has written to since they were measured."""
         seen = self.seen
-        if self._at_clipping or seen is None:  # None: this backward was not expected to be the last
+        if self._at_clipping or seen is None:  # seen is None: this backward was not expected to be the last
             return self._measure_for_clipping(gradients)
         if self.scale is not None or seen.each.dtype is not torch.float32:
             return None
@@ -239,9 +239,9 @@ class Gradients:
 
     def _after_averaging(self) -> None:
         self._queued = False
-        parameters, gradients = _with_gradients(self._parameters())
         if self.telltale is None or self.telltale.grad is None:
             return  # FSDP2 holds back what is not summed yet
+        parameters, gradients = _with_gradients(self._parameters())
         self._marks = self._marks_of(parameters, gradients)
         self._firsts = _Firsts.of(gradients, self._marks)
         each, total = _measure(gradients, self.scale)

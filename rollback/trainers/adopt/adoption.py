@@ -386,7 +386,8 @@ class Adoption:
     def _note_raised(self) -> tuple[()]:
         """An exception leaves a loop that trains. Returns the kinds that the loop is to catch: none."""
         in_pass = self._state is AdoptionState.IN_PASS and self._stranger is None
-        if self._loop is self._steered if self._steered is not None else in_pass:
+        trains = in_pass if self._steered is None else self._loop is self._steered
+        if trains:
             self._handed.note_raised()
         return ()
 

@@ -115,4 +115,4 @@ class Feed:
 
     def is_planned(self, ahead: int = 0) -> bool:
         """Whether the batch `ahead` batches behind the position is planned to be skipped."""
-        return bool(self.planned) and any(self._batch + ahead in window for window in self.planned)
+        return any(self._batch + ahead in window for window in self.planned)

@@ -183,8 +183,8 @@ class MapStyleCursor(Cursor):
         if self._feed.is_planned():  # said to be skipped, and wanted after all
             self._feed.planned.clear()
             self._reader = None
-        reader = self._start_reading() if self._reader is None or self._unproven else self._reader
-        owed = not self._put_back()  # never of workers
+        reader = self._start_reading()
+        owed = not self._put_back()  # true only where there are no workers
         before = (self._random.read(), self._of_reading().states()) if self._loader.num_workers == 0 else None
         try:
             data = next(reader)
