@@ -28,6 +28,7 @@ stop, so it goes on.
 """
 
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,7 +81,7 @@ class RankFailure(BaseModel, frozen=True):
     """-N for a rank that signal N ended."""
     message: str | None
     ended: bool = False
-    """Whether torchrun ended this rank because another one had failed."""
+    """Whether torchrun ended this rank because another one had failed, or the supervisor with the attempt."""
     at: float | None = None
     """When torchrun saw the failure, in whole seconds since the epoch."""
 
@@ -90,6 +91,18 @@ class Failures(BaseModel, frozen=True):
 
     error: str
     failures: tuple[RankFailure, ...]
+
+    def with_ended(self, ranks: Collection[int]) -> "Failures":
+        """The same, where the supervisor has ended these ranks: what SIGKILL did to them is no failure of theirs."""
+        ended = {"ended": True}
+        return self.model_copy(
+            update={
+                "failures": tuple(
+                    each.model_copy(update=ended) if each.rank in ranks and each.exitcode == -signal.SIGKILL else each
+                    for each in self.failures
+                )
+            }
+        )
 
 
 class Unrecorded(BaseModel, frozen=True):

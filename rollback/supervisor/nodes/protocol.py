@@ -211,11 +211,11 @@ def merged(own: Left, others: Mapping[str, Left | None]) -> Left:
     """What an attempt left on all nodes, as one account. others: by node; None: the node was lost.
 
     Ranks that a signal ended come before ranks that exited: peers of a dead rank raise at the same moment, and hosts
-    have no common clock. Ranks that torchrun ended because of another rank come last.
+    have no common clock. Ranks that torchrun or a supervisor ended come last.
     """
     lefts = [own, *(left for left in others.values() if left is not None)]
     failures = [failure for left in lefts if left.failures for failure in left.failures.failures]
-    failures.sort(key=lambda failure: (failure.exitcode == -signal.SIGTERM, failure.exitcode >= 0))
+    failures.sort(key=lambda failure: (failure.ended or failure.exitcode == -signal.SIGTERM, failure.exitcode >= 0))
     errors = [left.failures.error for left in lefts if left.failures]
     lost = tuple(node for node, left in others.items() if left is None)
     return own.model_copy(

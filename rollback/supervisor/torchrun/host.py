@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class Running:
         self.hopeless = False
         self.asks = True
         """Whether the ranks are to be asked for a last snapshot when torchrun has ended."""
+        self.ended_ranks: Collection[int] = ()
+        """Those that were ended so that somebody can speak for this host."""
         self.attempt = attempt
         self.command = command
         self.pid = torchrun.pid
@@ -170,9 +172,10 @@ class Running:
         if last is not None:
             stopped = [rank for rank, state in self.look().items() if state == "T"]  # a debugger's stop is a short one
             if not ask_for_last_snapshot(self._paths, self.attempt, last, stopped):
-                ranks = list(living_ranks(self.beats(), self._paths).values())
-                send(ranks, signal.SIGKILL)
-                psutil.wait_procs(ranks, timeout=_GONE)
+                ranks = living_ranks(self.beats(), self._paths)
+                self.ended_ranks = ranks.keys()
+                send(ranks.values(), signal.SIGKILL)
+                psutil.wait_procs(ranks.values(), timeout=_GONE)
                 # Now torchrun has somebody speak for this host.
                 ask_for_last_snapshot(self._paths, self.attempt, last, begins_within=_SPEAKER)
         self._torchrun.kill()
@@ -318,11 +321,12 @@ class Host:
 
     def left(self, status: int, running: Running) -> Left:
         """What the attempt that has just ended left on this host. status: torchrun's."""
+        failures = sound_model(self._failures, Failures, _ACCOUNT)
         return Left(
             status=status,
             guarded=self.guarded,
             refusal=sound_model(self._refusal, Refusal, _ACCOUNT),  # who wrote it may have been killed meanwhile
-            failures=sound_model(self._failures, Failures, _ACCOUNT),
+            failures=failures.with_ended(running.ended_ranks) if failures is not None else None,
             stopped=running.stopped(),
             oom_kills=running.oom_kills(),
             kept=kept_on_host(self._paths, running.attempt),

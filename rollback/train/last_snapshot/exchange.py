@@ -144,6 +144,7 @@ class Exchange:
         if waited > _OFFER and self._round.get(f"offer/{host}") is None:
             why = self._refusals().get(host)
         if silent or why is not None:
+            self._round.take_back(f"offer/{self._own}")  # who comes later would wait for this host to decide
             raise NotProved(f"{why or 'no rank has answered'} (on the host of rank {host})")
 
     def _is_here(self, host: int) -> bool:

@@ -6,8 +6,9 @@ run's very first update, and the update before it had not. Updates of another ep
 step between two, and a skip window may have led over that.
 """
 
+import dis
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
@@ -29,8 +30,7 @@ class ScriptRates:
     def __init__(self, objects: Iterable[object]) -> None:
         schedulers = [item for item in objects if isinstance(item, LRScheduler)]
         self._by_metric = any(isinstance(item, ReduceLROnPlateau) for item in schedulers)
-        self._by_step_alone = all(type(item) is LambdaLR for item in schedulers)
-        """None of them begins anew by itself, as one with warm restarts does."""
+        self._by_script_alone = not any(map(_may_begin_anew, schedulers))
         self._had: dict[int, tuple[int, float]] = {}
         """Epoch and rate by step."""
         self._last: int | None = None
@@ -57,7 +57,7 @@ class ScriptRates:
             epoch_then, then = self._had[step]
             other = epoch_then == epoch and not math.isclose(then, rate)
             return f"and had {then:g} before the run went back" if other else None
-        if before is None or first is None or not self._by_step_alone:
+        if before is None or first is None or not self._by_script_alone:
             return None
         anew = math.isclose(rate, first) and not math.isclose(before, first)
         return f"that of the run's first one, and the update before it had {before:g}" if anew else None
@@ -66,3 +66,17 @@ class ScriptRates:
         """What was found: code and text."""
         if self._found is not None:
             yield self._found
+
+
+def _may_begin_anew(scheduler: LRScheduler) -> bool:
+    """Whether its rates may come again by what is kept, as with warm restarts: also those of a LambdaLR may, but for
+    functions that do not look at the count that they are given."""
+    return type(scheduler) is not LambdaLR or any(map(_looks_at_its_argument, scheduler.lr_lambdas))
+
+
+def _looks_at_its_argument(function: Callable[[int], float]) -> bool:
+    """True too where that cannot be seen, as of an object that is called."""
+    if (code := getattr(function, "__code__", None)) is None:
+        return True
+    read = (one.argval for one in dis.get_instructions(code))
+    return any(code.co_varnames[0] in (names if isinstance(names, tuple) else (names,)) for names in read)

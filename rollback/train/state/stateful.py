@@ -82,7 +82,9 @@ def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _same_groups(optimizer: Optimizer) -> Iterator[None]:
-    """While a state is loaded: by a hook, since a wrapper's own `load_state_dict` hands the loaded groups on."""
+    """While a state is loaded: by a hook, since a wrapper's own `load_state_dict` hands the loaded groups on. It is the
+    first one, since others may do so too. Groups of which there were none before stay those that were loaded.
+    """
     own = vars(optimizer)
     if not {"param_groups", "state", "_optimizer_load_state_dict_post_hooks"} <= own.keys():
         yield  # it hands out those of another
@@ -91,13 +93,14 @@ def _same_groups(optimizer: Optimizer) -> Iterator[None]:
     each = [*groups]
 
     def put_into_them(_: Optimizer) -> None:
-        for group, loaded in zip(each, optimizer.param_groups, strict=True):
-            _fill(group, loaded)
-        groups[:] = each
+        loaded = optimizer.param_groups
+        for group, its in zip(each, loaded, strict=False):
+            _fill(group, its)
+        groups[:] = [*each[: len(loaded)], *loaded[len(each) :]]
         _fill(state, optimizer.state)
         optimizer.param_groups, optimizer.state = groups, state
 
-    hook = optimizer.register_load_state_dict_post_hook(put_into_them)
+    hook = optimizer.register_load_state_dict_post_hook(put_into_them, prepend=True)
     try:
         yield
     finally:

@@ -137,6 +137,10 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
     assert whole.status == 1
     assert [failure.rank for failure in whole.failures.failures] == [1, 0, 2]
     assert whole.lost_nodes == ()
+    killed, raised = failed(1, -9), failed(0, 1)
+    silent = killed.model_copy(update={"failures": killed.failures.with_ended({1, 2})})
+    assert [failure.rank for failure in merged(silent, {"node-1": raised}).failures.failures] == [0, 1], "by its end"
+    assert raised.failures.with_ended({0}) == raised.failures, "it had ended before"
     lost = merged(Left(status=-9), {"node-1": None, "node-2": Left(status=0)})
     assert (lost.status, lost.lost_nodes) == (-9, ("node-1",))
     refusal = Refusal(exit_code=78, message="another model")

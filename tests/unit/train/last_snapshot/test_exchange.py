@@ -439,6 +439,20 @@ def test_a_host_that_has_nothing_to_offer_says_why(
     assert speak(both[speaks], Shards()) == f"it was in its update (on the host of rank {other.own})"
 
 
+def test_a_host_that_has_given_up_is_not_waited_for_by_one_that_comes_later(
+    unrung: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had made its offer, and the one that comes later, whose ranks are gone, cannot decide."""
+    for name, seconds in {"_ANSWER": 0.05, "_OFFER": 0.1}.items():
+        monkeypatch.setattr(exchange_module, name, seconds)
+    late, other = unrung
+    other.ring()
+    other.refuse(why := str(speak(other, Shards())))
+    began = time.monotonic()
+    assert speak(late, Shards(), by_marks(late, END), at=()) == f"{why} (on the host of rank {other.own})"
+    assert time.monotonic() - began < LIMIT / 2
+
+
 @pytest.mark.parametrize("speaks", [0, 1])
 def test_a_host_that_is_at_it_is_waited_for_until_the_time_is_over(
     both: tuple[Hosts, Hosts], monkeypatch: pytest.MonkeyPatch, speaks: int

@@ -1,6 +1,7 @@
 """A learning rate that goes by a count of the script's own is noticed, and one that goes by what is kept is not."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ def test_a_rate_that_begins_anew_where_the_run_goes_on_is_told() -> None:
 def test_what_may_be_so_by_the_schedule_is_nothing() -> None:
     restarts = scheduler(lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 7))
     assert told([(7, 0, 0.1)], restarts, before=0.001) == ""
+    for by_its_count in (lambda count: 1.0 - count % 7 / 7, partial(lambda count, of: 1.0 - count % of / of, of=7)):
+        anew = scheduler(lambda optimizer, by=by_its_count: LambdaLR(optimizer, by))
+        assert told([(7, 0, 0.1)], anew, before=0.001) == "", "as of transformers' cosine_with_restarts"
     assert told([*FORTH, (1, 0, 0.02)], scheduler(ReduceLROnPlateau)) == ""
     assert told([(7, 0, 0.1)], before=0.1) == "", "a rate that stays"
     assert told([(0, 0, 0.1)]) == "", "a run that begins"

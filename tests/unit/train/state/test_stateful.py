@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,3 +103,33 @@ def test_whoever_holds_groups_or_state_of_an_optimizer_still_does_when_one_is_lo
     assert inner.state is state
     assert len(state) == 2
     assert torch.equal(state[model.bias]["momentum_buffer"], torch.ones(1))
+
+
+def test_whoever_is_handed_the_loaded_groups_by_a_hook_of_its_own_gets_those_that_stay() -> None:
+    optimizer, mirror = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1), SimpleNamespace()
+    optimizer.register_load_state_dict_post_hook(lambda loaded: vars(mirror).update(groups=loaded.param_groups))
+    load_into("optimizer", optimizer, copy.deepcopy(optimizer.state_dict()))
+    assert mirror.groups is optimizer.param_groups
+
+
+class AsManyGroups(torch.optim.SGD):
+    """Makes as many groups as the state has when that is loaded."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        del self.param_groups[len(state_dict["param_groups"]) :]
+        while len(self.param_groups) < len(state_dict["param_groups"]):
+            self.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("before", [1, 3])
+def test_an_optimizer_may_make_its_groups_when_a_state_is_loaded(before: int) -> None:
+    had, optimizer = (
+        AsManyGroups([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for _ in range(number)])
+        for number, rate in ((2, 0.5), (before, 0.1))
+    )
+    groups, (first, *_) = optimizer.param_groups, optimizer.param_groups
+    load_into("optimizer", optimizer, had.state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    assert optimizer.param_groups is groups
+    assert groups[0] is first
