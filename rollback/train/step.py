@@ -135,7 +135,7 @@ class StepInProgress:
         """The update is done: count its batches, keep its losses and gradients, and return its mark."""
         counters, cursor, epoch_end = self._state.counters, self._state.cursor, self._state.cursor.epoch_end
         counters.note_update(self.batches, last_of_epoch=epoch_end == cursor.batch)
-        hints = self._state.note_learning_rate()
+        hints = self._state.note_learning_rate(epoch_began=self._epoch_began)
         if self._epoch_began:
             hints |= Hint.EPOCH
         habit = self.updates.end_step(self.batches)

@@ -333,15 +333,16 @@ class TrainingState:
         """Whether a batch has been handed out since the last load."""
         return self.cursor.batch > self._loaded_at
 
-    def note_learning_rate(self) -> Hint:
-        """Note the learning rate of the step that has ended. Returns the sentinel's hint about its change."""
+    def note_learning_rate(self, *, epoch_began: bool) -> Hint:
+        """Note the rate of the step that has ended, with which an epoch began or not. Returns the sentinel's hint."""
         counters = self.counters
         if (given := self.optimizer.param_groups[0].get("lr")) is None:
             return Hint.NONE  # an optimizer that finds its step by itself
         rate = float(given)
         hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
         first = counters.first_rate = rate if counters.step == 0 else counters.first_rate
-        self.script_rates.note(counters.step, self.cursor.epoch, rate, counters.learning_rate, first)
+        before = None if epoch_began else counters.learning_rate
+        self.script_rates.note(counters.step, self.cursor.epoch, rate, before, first)
         counters.learning_rate = rate
         counters.highest_rate = max(rate, counters.highest_rate or rate)
         return hint
