@@ -49,6 +49,7 @@ _OF_COMMANDS = (
 _OF_SCRIPTS = [name for name in ("boto3",) if importlib.util.find_spec(name) is not None]
 """Two thirds of what it takes to import Accelerate, which is watched itself when a script does."""
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
+_LOOKED_UP = 10  # seconds in which a name of this host is, however busy it is
 ENV_REGISTER = "TESTS_REGISTER"
 _register = Path(os.environ.get(ENV_REGISTER) or tempfile.gettempdir())
 
@@ -120,6 +121,29 @@ def _entry(process: psutil.Process) -> Path:
     return _register / f"warm-{process.pid}-{(start_of(process.pid) or 'gone').partition('@')[0]}"
 
 
+def _fork_with_names() -> int:
+    """As `os.fork`. Where another thread was looking up a name at that moment, the lock of the C library's resolver
+    stays taken in the child for ever: such a child ends at once, and there is another fork."""
+    while True:
+        reading, writing = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.close(reading)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+            signal.alarm(_LOOKED_UP)
+            socket.getaddrinfo("localhost", None)
+            signal.alarm(0)
+            os.write(writing, b"!")
+            os.close(writing)
+            return 0
+        os.close(writing)
+        has_names = bool(os.read(reading, 1))
+        os.close(reading)
+        if has_names:
+            return pid
+        os.waitpid(pid, 0)
+
+
 class WarmPython:
     """What is used of `subprocess.Popen`, for commands that begin with this Python."""
 
@@ -139,7 +163,7 @@ class WarmPython:
         sys.stdout.flush()
         sys.stderr.flush()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # none of our handlers is to run in the child
-        self.pid = os.fork()
+        self.pid = _fork_with_names()
         if self.pid == 0:
             status = 1
             try:
