@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from rollback.inspect.audit.text import print_rows
 from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.why import AttemptAccount
 from rollback.rundir.failures import FailureRecord
 from rollback.terminal.escape import quoted
+from rollback.terminal.rows import print_rows
 
 _TRACEBACK_LINES = 30
 _LAST_WORDS = 20

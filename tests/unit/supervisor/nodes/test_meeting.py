@@ -18,7 +18,7 @@ from waiting import free_port, wait_for
 
 from rollback.errors import ExitCode, NodesMissing, RunDirectoryError
 from rollback.facts.training import SkipAdded, Window
-from rollback.inspect.audit.reading import require_run_directory
+from rollback.inspect.record.reading import require_run_directory
 from rollback.instructions import MeetingPoint
 from rollback.rundir.beacon import LIMIT, SILENT_AFTER, Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.elsewhere import HandedOver, write_elsewhere
