@@ -31,7 +31,7 @@ from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.last_snapshot import kept_on_host, note_kept
 from rollback.supervisor.nodes.nodes import Nodes
-from rollback.supervisor.nodes.protocol import RunResult
+from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.signals import StopRequests, StopSignals
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.host import Host, Running
@@ -352,7 +352,8 @@ class Attempts:
             undrained = self._draining.lacks(evidence.finished.checkpoint if evidence.finished is not None else None)
             end = end if undrained is None else "unkept"
         if (account := account_of(end, evidence, undrained)) is not None:
-            return self._end(EXIT_CODES[end], account, guarded=end != "done" or evidence.finished is not None)
+            protected = end != "done" or evidence.finished is not None
+            return self._end(EXIT_CODES[end], account, protected=protected, lacking=undrained is not None)
         if evidence.stopped is not None:
             none = "" if end != "ended" else "; no checkpoints are taken, so there is none to go on from"
             return self._end(EXIT_CODES[end], evidence.stopped.account + none)
@@ -361,7 +362,7 @@ class Attempts:
             none = "; there is no checkpoint to go on from" if evidence.left.guarded else ""
             return self._end(EXIT_CODES[end], f"told to stop; {why}{none}")
         if (step := evidence.goes_on_at) is not None:
-            why = f"resumable at step {step} of at least {evidence.step}: {why}"
+            why = f"goes on at step {step} of at least {evidence.step}: {why}"
         return self._end(EXIT_CODES[end], why)
 
     def _end_behind(self, finished: facts.Finished, evidence: AttemptEvidence, why: str) -> RunResult:
@@ -374,16 +375,17 @@ class Attempts:
             ExitCode.FAILED,
             f"the script failed behind its training: {why}. Training is complete at step {finished.step}, and its "
             f"final state {finished.checkpoint} is {kept}",
+            lacking=lacking is not None,
         )
 
-    def _end(self, exit_code: ExitCode, reason: str, *, guarded: bool = True) -> RunResult:
+    def _end(self, exit_code: ExitCode, reason: str, *, protected: bool = True, lacking: bool = False) -> RunResult:
+        """lacking: the reason is about what the durable ring does not have."""
         self._drain_the_rest()
-        self._own_journal.note(facts.RunEnded(exit_code=exit_code, reason=reason))
+        hint = self._draining.hint if lacking else None
+        self._own_journal.note(facts.RunEnded(exit_code=exit_code, reason=f"{reason}; {hint}" if hint else reason))
         self._draining.close()
-        return RunResult(
-            exit_code=exit_code, reason=reason, hint=self._draining.hint, guarded=guarded,
-            recorded=self._own_journal.opened,
-        )  # fmt: skip
+        record = RecordPlace() if self._own_journal.opened else None
+        return RunResult(exit_code=exit_code, reason=reason, hint=hint, protected=protected, record=record)
 
     def _drain_the_rest(self) -> None:
         """Also what an earlier launch has left in memory, where the ranks of this one never came to attach."""

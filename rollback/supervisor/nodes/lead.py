@@ -244,11 +244,11 @@ class Leader(Nodes):
         others = (report.kept for report in self._roster.reports.values())
         return merged_accounts([own, *(kept for kept in others if kept is not None and kept.attempt == attempt)])
 
-    def farewell(self, verdict: RunResult) -> None:
+    def farewell(self, result: RunResult) -> None:
         if self._overtaken:  # the record is another leader's
             self._beacon.put_out(remove=False)
             return
-        self._beacon.show(phase="over", verdict=verdict)
+        self._beacon.show(phase="over", result=result)
         deadline = time.monotonic() + _FAREWELL
         while follow := any(report.leader == self._place.launch for report in self._tower.look().values()):
             if time.monotonic() >= deadline:
