@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from rollback.checkpoints.fast_tier import end_marks
 from rollback.errors import ExitCode, NodesMissing, RunInUse, UsageError
 from rollback.ring.helper import Helper
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
@@ -249,7 +250,7 @@ class Follower:
                 signals = self._signals.received or [signal.SIGTERM]
                 running.tell_ranks_to_stop(signals, guarded=self._host.guarded)
                 if time.monotonic() > deadline:
-                    return running.kill(b"g")
+                    return running.kill(end_marks.GRACE_IS_OVER)
             time.sleep(_POLL)
         return status
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -37,7 +38,16 @@ from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.complete import change_in_words
 from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, RankFailure, Refusal, ending
+from rollback.supervisor.diagnosis.outcome import (
+    AttemptEvidence,
+    Ending,
+    Failures,
+    Left,
+    RankFailure,
+    Refusal,
+    ending,
+    reason_of,
+)
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.signals import StopSignals
@@ -208,6 +218,31 @@ class TestEnding:
         assert isinstance(error, ScriptRefused) == of_script
         assert (error.exit_code, error.hint) == (2, "one")
         assert ("has come to step 100" in error.message) == (reached == 100)
+
+
+@pytest.mark.parametrize(
+    ("end", "given", "lacking", "reason"),
+    [
+        ("done", evidence(finished=True, step=9), None, "training is complete at step 9"),
+        ("unkept", evidence(finished=True), "not there", "training is complete, but its final state is not there"),
+        (
+            "failed",
+            evidence(finished=True),
+            None,
+            "the script failed behind its training: X. .* final state .* is kept: .*",
+        ),
+        ("failed", evidence(finished=True), "not there", ".* final state c000001-s00000009 is not there"),
+        ("resumable", evidence(stopped=PREEMPTED, step=84, kept=75), None, "saved"),
+        ("resumable", evidence(step=84, kept=75), None, "goes on at step 75 of at least 84: X"),
+        ("resumable", evidence(step=84, kept=84), None, "X"),
+        ("ended", evidence(stopped=PREEMPTED), None, "saved; no checkpoints are taken, so there is none to go on from"),
+        ("ended", evidence(step=5), None, "told to stop; X; there is no checkpoint to go on from"),
+    ],
+)
+def test_the_reason_of_an_end_is_what_the_ranks_said_or_how_the_attempt_ended(
+    end: Ending, given: AttemptEvidence, lacking: str | None, reason: str
+) -> None:
+    assert re.fullmatch(reason, reason_of(end, given, lacking, "X"))
 
 
 class TestBudget:
