@@ -14,7 +14,6 @@ from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import EarlierAttempts
-from rollback.supervisor.complete import fingerprint
 from rollback.supervisor.diagnosis.blamed_data import blame, comes_again
 from rollback.supervisor.diagnosis.evidence import (
     TrainJournal,
@@ -37,7 +36,7 @@ from rollback.supervisor.signals import StopRequests, StopSignals
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.host import Host, Running
 from rollback.supervisor.torchrun.redaction import new_salt, redacted
-from rollback.supervisor.torchrun.start_conditions import differences
+from rollback.supervisor.torchrun.start_conditions import differences, fingerprint
 
 _POLL = 0.1
 
