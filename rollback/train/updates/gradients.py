@@ -270,11 +270,11 @@ class Gradients:
         return [address for address, _ in marks], [version for _, version in marks]
 
     def _squares(self, parameters: list[nn.Parameter], each: Tensor) -> Tensor | None:
-        """What this rank adds to the square of the norm over all ranks' parts; None where nothing is sharded."""
+        """What this rank adds to the norm's square; None: nothing is sharded. Summands (`Partial`) are no replicas."""
         if not self._any_sharded:
             return None
         ranks = torch.distributed.get_world_size()
-        told = [ranks / copies_of(parameter, ranks) for parameter in parameters]
+        told = [ranks / copies_of(parameter.grad, ranks) for parameter in parameters]  # type: ignore[arg-type]
         # Made on the device it would be waited for, and with it the whole backward.
         weights = torch.tensor(told, dtype=torch.float64, device="cpu")
         return (each.double().square() * weights.to(each.device, non_blocking=True)).sum()

@@ -281,6 +281,7 @@ def test_what_a_death_has_undone_is_told_by_why_and_status_as_by_audit(run: Reco
         "21 steps of attempt 2: the run went back to c000001-s00000050, step 50; nothing newer is left (no last "
         "snapshots: it is switched off)"
     )
+    assert " ".join(shown(run, 2).split()).count("it is switched off") == 1, "and not once more, below"
     assert death_in(shown(run, 1)) == said
 
 
