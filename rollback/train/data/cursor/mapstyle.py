@@ -192,6 +192,8 @@ class MapStyleCursor(Cursor):
                 self._unread(before)
                 self._put_back()
                 data = next(self._start_reading())
+            elif owed and before is not None:
+                self._require_as_many(self._of_reading(), self._owed)
         except BaseException as error:
             if not isinstance(error, StopIteration):
                 self._unread(before)
