@@ -303,7 +303,7 @@ class Cursor(ABC):
         accepts other data: which of them was which, nobody could tell."""
         if len(states) != len(generators) and not self.accepts_other_length:
             raise RunDoesNotFit(
-                f"cannot go to batch {self.batch} of the data: at the checkpoint loader and data set held "
+                f"cannot go to batch {self.batch} of the data: at the checkpoint sampler and data set held "
                 f"{counted(len(states), 'random generator')} (of torch, NumPy or Python), and hold {len(generators)} "
                 "now, so that they would draw other numbers",
                 hint="put back what has changed in them, and make all generators with the data set, none when a sample "
