@@ -137,7 +137,7 @@ class GuardAssembly:
         self._unseen = UnseenWrites(state, self._checkpoints.snapshots, model, updates.telltale)
         self._last = LastSnapshot(
             run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, pulse.sent,
-            pulse.await_sum, self._judge.foresee, updates.telltale, self._unseen,
+            pulse.await_sum, self._judge.foresee, lambda: updates.telltale, self._unseen,
             lambda: self._step_in_progress.batches >= state.counters.batches_per_step, self._batches.may_be_marked,
         )  # fmt: skip
         heartbeat.failure_recorder.before_the_end = weak_hook(self._last.raised)

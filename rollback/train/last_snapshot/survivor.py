@@ -50,9 +50,8 @@ class LastSnapshot:
 
     sent: what this rank has told the others of the last step. await_told: waits for what they have told. foresee:
     judges that step ahead by what the ranks that came to its end have told, from any thread; raises NotProved.
-    telltale: a parameter by which a backward is noticed. at_last_batch: whether the batch in hand is probably its
-    update's last one. may_resume: whether a run may resume where the data stand. Making one is collective; nothing
-    else is.
+    telltale: as `EarlyMarks` has it. at_last_batch: whether the batch in hand is probably its update's last one.
+    may_resume: whether a run may resume where the data stand. Making one is collective; nothing else is.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class LastSnapshot:
         sent: Callable[[], bytes | Tensor],
         await_told: Callable[[], None],
         foresee: Callable[[Sequence[bytes]], Foreseen],
-        telltale: torch.nn.Parameter | None,
+        telltale: Callable[[], torch.nn.Parameter | None],
         unseen: UnseenWrites,
         at_last_batch: Callable[[], bool],
         may_resume: Callable[[], bool],

@@ -115,8 +115,14 @@ class Gradients:
     def expect(self, awaited: bool) -> None:
         """Set whether the next backward is the update's last one. Only that one is measured."""
         self._awaited, self._queued = awaited, False
-        if self.telltale is not None and not self.telltale.requires_grad:
-            self._watch_backward()  # the script has frozen it, and no backward reaches it any more
+        self.present_telltale()
+
+    def present_telltale(self) -> nn.Parameter | None:
+        """The telltale, or another one where the script has frozen that and no backward reaches it any more."""
+        frozen = self.telltale is None or not self.telltale.requires_grad
+        if frozen and any(map(_requires_grad, self._parameters())):  # else it may have frozen all for a while
+            self._watch_backward()
+        return self.telltale
 
     def look(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Check whether the gradients are as backward left them. Call it before they are used; `before_step` does."""
