@@ -8,6 +8,7 @@ that note: it says of a file in a folder that the trainer saves to whether it is
 gives what it saves numbers, by which it is known what is undone.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -117,8 +118,8 @@ def rename_undone(path: Path, of: str, into: Path | None = None) -> None:
     """Rename what was saved of steps that are undone, and say so, whatever becomes of it. of: which steps, in words.
     into: another folder that it is moved to."""
     folder = into or path.parent
-    taken = len(list(folder.glob(f"undone-*{path.name}")))
-    undone = folder / f"undone-{f'{taken}-' if taken else ''}{path.name}"
+    names = (folder / f"undone-{f'{number}-' if number else ''}{path.name}" for number in itertools.count())
+    undone = next(name for name in names if not os.path.lexists(name))
     try:
         path.rename(undone)
     except FileNotFoundError:

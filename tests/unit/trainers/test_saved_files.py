@@ -43,6 +43,19 @@ def test_what_was_saved_of_later_steps_is_renamed_and_may_be_saved_anew(tmp_path
     assert names(folder) == ["10.ckpt", "undone-1-20.ckpt", "undone-20.ckpt", "undone-last.ckpt"]
 
 
+def test_a_name_of_something_undone_that_is_still_there_is_not_taken_again(tmp_path: Path, folder: Path) -> None:
+    files = SavedFiles(tmp_path / "run")
+    for name in ("20.ckpt", "[20].ckpt"):
+        for text in ("first", "second", "third"):
+            files.note(str(folder / name), SavedAt(20, 40))
+            (folder / name).write_text(text)
+            files.set_aside(SavedAt(15, 30), [str(folder)])
+            if text == "second":
+                (folder / f"undone-{name}").unlink()
+        assert (folder / f"undone-1-{name}").read_text() == "second"
+        assert (folder / f"undone-{name}").read_text() == "third"
+
+
 def test_a_link_to_what_is_undone_is_renamed_with_it(tmp_path: Path, folder: Path) -> None:
     """Else Lightning's `save_last="link"` would find its `last.ckpt` taken, and go on with a `last-v1.ckpt`."""
     files = SavedFiles(tmp_path / "run")
