@@ -77,6 +77,8 @@ class LastSnapshot:
         self._returns = 0
         self._device: Device | None = None
         self._early: EarlyMarks | None = None
+        self._stopped = set[int]()
+        """Ranks of which the journal has it."""
         self._once, self._done, self._over = threading.Lock(), False, False
         self._pid = os.getpid()
         met = meet(run, state, snapshots, self._small_state)
@@ -212,8 +214,9 @@ class LastSnapshot:
     def _take_news(self, rung: bytes) -> bytes:
         """Journal that ranks leave no marks any more. Returns what else the bell was rung for."""
         if end_marks.STOPPED in rung:
-            for rank in self._peers.pidfds:
+            for rank in {*self._peers.pidfds} - self._stopped:
                 if (why := end_marks.read_stopped(self._paths, rank)) is not None:
+                    self._stopped.add(rank)
                     note_stopped(self._run, f"rank {rank}: {why}")
         return rung.replace(end_marks.STOPPED, b"")
 

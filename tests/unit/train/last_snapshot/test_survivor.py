@@ -1141,6 +1141,7 @@ def test_a_rank_that_leaves_no_marks_any_more_is_in_the_journal(tmp_path: Path, 
         end_marks.ring_bell(guard._last._paths, 0, end_marks.STOPPED)
         while not facts(tmp_path / "run", NoLastSnapshot):
             pass
+        guard._last._take_news(end_marks.STOPPED)  # as when another one stops: it is told once of each
         guard._run.ranks.world_size = 1
 
     assert not kept(tmp_path / "run", memory, act)  # nobody has tried to keep anything
