@@ -121,7 +121,6 @@ class RunPaths:
     pins = Below("pins")
     requests = Below("requests")
     incidents = Below("incidents")
-    saved_files = Below("saved-files.jsonl")
     record_elsewhere = Below("record-elsewhere.json")
 
     heartbeat = NamedBelow("ranks/rank-{:05d}.json")
@@ -153,6 +152,13 @@ class RunPaths:
             if real != os.path.abspath(self.root):
                 object.__setattr__(self, "root", Path(real))
         files.know_run_directory(self.root)
+
+    def saved_files(self, rank: int) -> Path:
+        return self.root / (f"saved-files-{rank:05d}.jsonl" if rank else "saved-files.jsonl")
+
+    def all_saved_files(self) -> list[Path]:
+        """The existing files of all ranks, that of rank 0 last."""
+        return sorted(self.root.glob("saved-files*.jsonl"))
 
     def processes(self, attempt: int, node: str | None = None) -> Path:
         """node: the name of the node, in a job on many nodes."""

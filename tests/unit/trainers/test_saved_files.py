@@ -121,6 +121,30 @@ def test_a_run_that_comes_back_from_a_url_knows_what_was_saved_of_steps_that_are
     assert names(folder) == ["undone-20.ckpt"]
 
 
+def test_each_rank_that_saves_writes_a_file_of_its_own_and_knows_what_the_others_have_saved(
+    tmp_path: Path, folder: Path
+) -> None:
+    """A file is cut behind its last whole line where somebody opens it to write: the line may be another host's."""
+    run = tmp_path / "run"
+    for rank in (0, 8):
+        save(SavedFiles(run, rank), folder / f"{rank}", 10)
+    with open(run / "saved-files.jsonl", "a", encoding="utf-8") as being_written:
+        being_written.write('{"file": "/x"')
+    written = (run / "saved-files.jsonl").read_bytes()
+    SavedFiles(run, 8).note(str(folder / "9"), SavedAt(20, 40))
+    assert (run / "saved-files.jsonl").read_bytes() == written
+    SavedFiles(run, 4).move_aside(lambda path: path.name in "08")
+    assert names(folder) == []
+    (folder / "8").write_text("of another run")
+    SavedFiles(run).set_aside(SavedAt(5, 10), [str(folder)])
+    assert names(folder) == ["undone-8"]
+    paths, store = RunPaths(run), Store((tmp_path / "ring").as_uri())
+    new = RunPaths(tmp_path / "new")
+    for kept in upload(store, paths, first_index("a-run-id", "w")):
+        download(store, kept, new.root)
+    assert [path.name for path in new.all_saved_files()] == [path.name for path in paths.all_saved_files()]
+
+
 def test_a_note_of_somebody_else_renames_nothing_outside_of_the_folders(tmp_path: Path, folder: Path) -> None:
     precious = tmp_path / "precious"
     files = SavedFiles(tmp_path / "run")
