@@ -121,7 +121,6 @@ class RunPaths:
     pins = Below("pins")
     requests = Below("requests")
     incidents = Below("incidents")
-    saved_files = Below("saved-files.jsonl")
     record_elsewhere = Below("record-elsewhere.json")
 
     heartbeat = NamedBelow("ranks/rank-{:05d}.json")
@@ -157,6 +156,13 @@ class RunPaths:
     def place_of_ring(self, recorded: str) -> str:
         """The place of a durable ring: a URL, or the run directory's own ring, also if the directory was moved."""
         return recorded if "://" in recorded else str(self.ring.absolute())
+
+    def saved_files(self, rank: int) -> Path:
+        return self.root / (f"saved-files-{rank:05d}.jsonl" if rank else "saved-files.jsonl")
+
+    def all_saved_files(self) -> list[Path]:
+        """The existing files of all ranks, that of rank 0 last."""
+        return sorted(self.root.glob("saved-files*.jsonl"))
 
     def processes(self, attempt: int, node: str | None = None) -> Path:
         """node: the name of the node, in a job on many nodes."""

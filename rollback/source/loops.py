@@ -36,7 +36,7 @@ _PASSES_ON = (ast.Yield, ast.YieldFrom)
 
 
 class ScriptLoops(ScriptFile):
-    """The loops of one file. Raises SyntaxError where `source` is not Python.
+    """The loops of one file. Raises as ScriptFile.
 
     batches: the loops over batches, in their order. epochs: the loop over `range(...)` around each, None without one.
     gathering: those that gather the batches of an update in a list. is_script: whether it is the file that is run, and

@@ -48,7 +48,8 @@ def _carried(loops: ScriptLoops) -> Iterator[OwnCounter]:
     for loop in (*innermost(loops), *loops.steerable):
         deciding, carried = _deciding(loops, loop), carried_by[loop]
         own = {variable.name for variable in led if variable.loop is loop}
-        taken = {name for node in ast.walk(loop) if is_call_of(node, "next") for name in names_in(node.args[0])}
+        takes = [node for node in ast.walk(loop) if is_call_of(node, "next")]
+        taken = {name for call in takes for of in call.args[:1] for name in names_in(of)}
         for name, line in carried.lines.items():
             trains = loop in loops.training and (name in carried.counts or carried.steers(name))
             ends = has_part_in(name, deciding)

@@ -4,6 +4,7 @@ import ast
 import symtable
 from collections.abc import Iterator, Sequence
 
+from rollback.errors import UsageError
 from rollback.source.nodes import Function, Loop, Scope, of_scope, parameters_of
 
 Table = symtable.SymbolTable
@@ -14,13 +15,20 @@ _AGAIN = (
 """What may do again and again what is in it."""
 _OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
 """Methods that models and optimizers have: `model.train()` does not mean the script's own of that name."""
+_DEPTH = 200
+"""Levels of a file's tree. Who reads it calls itself for each, as `ast.unparse` does by three calls a level."""
 
 
 class ScriptFile:
-    """Raises SyntaxError where `source` is not Python. Calls of what other files have run nothing here."""
+    """Raises SyntaxError where `source` is not Python, UsageError where it is nested too deeply to be read. Calls of
+    what other files have run nothing here."""
 
     def __init__(self, source: str) -> None:
-        self.tree, self.scopes = ast.parse(source), Scopes(source)
+        try:
+            self.tree, self.scopes = ast.parse(source), Scopes(source)
+        except RecursionError as error:
+            raise SyntaxError("it is nested too deeply") from error
+        _require_flat(self.tree)
         self.functions: dict[str, list[Function]] = {}
         self._methods: set[str] = set()
         for node in ast.walk(self.tree):
@@ -87,6 +95,19 @@ class ScriptFile:
             entered.append(function)
             node = calls[0]
         return True
+
+
+def _require_flat(tree: ast.Module) -> None:
+    level: list[ast.AST] = [tree]
+    for _ in range(_DEPTH):
+        level = [part for node in level for part in ast.iter_child_nodes(node)]
+    if level:
+        lines = [node.lineno for node in level if isinstance(node, ast.expr | ast.stmt)]
+        raise UsageError(
+            f"line {min(lines, default=1)} of the source is nested {_DEPTH} levels deep or more, as a sum of so many "
+            "terms is: that is not read",
+            hint="compute it in several statements, or in a file that trains nothing",
+        )
 
 
 class Scopes:

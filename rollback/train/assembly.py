@@ -136,9 +136,9 @@ class GuardAssembly:
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
         self._unseen = UnseenWrites(state, self._checkpoints.snapshots, model, updates.telltale)
         self._last = LastSnapshot(
-            run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, pulse.sent,
-            pulse.await_sum, self._judge.foresee, lambda: updates.telltale, self._unseen,
-            lambda: self._step_in_progress.batches >= state.counters.batches_per_step, self._batches.may_be_marked,
+            run, state, self._checkpoints.snapshots, pulse, self._batches, lambda: self._judge.timeline,
+            self._judge.foresee, lambda: updates.telltale, self._unseen,
+            lambda: self._step_in_progress.batches >= state.counters.batches_per_step,
         )  # fmt: skip
         heartbeat.failure_recorder.before_the_end = weak_hook(self._last.raised)
         rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)

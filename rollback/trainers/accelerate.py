@@ -190,7 +190,7 @@ class _NumberedFolders:
 
     def __init__(self, accelerator: Any, guard: Guard) -> None:
         self._accelerator, self._guard = accelerator, guard
-        self._saved = SavedFiles(guard.run)
+        self._saved = SavedFiles(guard.run, accelerator.process_index)
         self._save: Callable[..., Any] = accelerator.save_state
 
     def save_state(self, *given: Any, **others: Any) -> Any:

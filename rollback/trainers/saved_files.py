@@ -8,6 +8,7 @@ that note: it says of a file in a folder that the trainer saves to whether it is
 gives what it saves numbers, by which it is known what is undone.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -34,10 +35,11 @@ class SavedAt(NamedTuple):
 
 
 class SavedFiles:
-    """Of rank 0, which saves. run: the run directory. Does not raise: training goes on without."""
+    """Of a rank that saves: rank 0, or the first one of each host. It notes what it saves itself, and knows what the
+    others have noted. run: the run directory. Does not raise: training goes on without."""
 
-    def __init__(self, run: Path) -> None:
-        self._path = RunPaths(run).saved_files
+    def __init__(self, run: Path, rank: int = 0) -> None:
+        self._paths, self._path = RunPaths(run), RunPaths(run).saved_files(rank)
 
     def note(self, file: str, place: SavedAt) -> None:
         """`file` is about to be saved there, or saved anew."""
@@ -79,21 +81,22 @@ class SavedFiles:
         """The place of each file when it was saved last, or `_ASIDE`. Older runs noted no batches, and no ends of
         epochs."""
         found: dict[str, tuple[int, int | None, bool]] = {}
-        try:
-            with os.fdopen(files.open_file(self._path, os.O_RDONLY), "rb") as lines:
-                lines.seek(max(0, os.fstat(lines.fileno()).st_size - _LIMIT))
-                for line in lines.read(_LIMIT).splitlines():
-                    try:
-                        entry = json.loads(line)
-                        step, batches = int(entry["step"]), entry.get("batches")
-                        count = None if batches is None else int(batches)
-                        found[str(entry["file"])] = step, count, bool(entry.get("ended"))
-                    except (ValueError, KeyError, TypeError):
-                        continue  # a line that was being written when the process died, or the end of one
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            say(f"{self._path}: {error}; files of steps that are undone keep their names")
+        for path in self._paths.all_saved_files():
+            try:
+                with os.fdopen(files.open_file(path, os.O_RDONLY), "rb") as lines:
+                    lines.seek(max(0, os.fstat(lines.fileno()).st_size - _LIMIT))
+                    noted = lines.read(_LIMIT).splitlines()
+            except OSError as error:
+                say(f"{path}: {error}; files of steps that are undone keep their names")
+                continue
+            for line in noted:
+                try:
+                    entry = json.loads(line)
+                    step, batches = int(entry["step"]), entry.get("batches")
+                    count = None if batches is None else int(batches)
+                    found[str(entry["file"])] = step, count, bool(entry.get("ended"))
+                except (ValueError, KeyError, TypeError):
+                    continue  # a line that was being written when the process died, or the end of one
         return found
 
     def _append(self, entries: list[dict[str, str | int]]) -> None:
@@ -117,8 +120,8 @@ def rename_undone(path: Path, of: str, into: Path | None = None) -> None:
     """Rename what was saved of steps that are undone, and say so, whatever becomes of it. of: which steps, in words.
     into: another folder that it is moved to."""
     folder = into or path.parent
-    taken = len(list(folder.glob(f"undone-*{path.name}")))
-    undone = folder / f"undone-{f'{taken}-' if taken else ''}{path.name}"
+    names = (folder / f"undone-{f'{number}-' if number else ''}{path.name}" for number in itertools.count())
+    undone = next(name for name in names if not os.path.lexists(name))
     try:
         path.rename(undone)
     except FileNotFoundError:

@@ -90,8 +90,8 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
 
 def hook(scenario: dict[str, Any], toy: Toy, rank: int) -> Hook:
     def at_batch(guard: rollback.Guard | None, position: int) -> None:
-        if guard is not None and (gpu := guard._last._device) is not None:
-            gpu.await_gradients()  # what becomes of a rank here, its GPU has come so far
+        if guard is not None:
+            guard._last._device.await_gradients()  # what becomes of a rank here, its GPU has come so far
         if scenario.get("signal", [])[:2] == [rank, position]:
             number, *attempt = scenario["signal"][2:]
             if not attempt or attempt == [int(os.environ["ROLLBACK_ATTEMPT"])]:
@@ -197,7 +197,7 @@ def lag(guard: rollback.Guard, until: Callable[[], bool]) -> None:
 
 def lag_behind(guard: rollback.Guard | None, folder: str, *methods: str) -> None:
     assert guard is not None
-    hosts = guard._last._hosts
+    hosts = guard._last._members.hosts
     assert hosts is not None
     method, spoken, last = methods[hosts.hosts.index(hosts.own)], Path(folder, f"spoken-{hosts.own}"), guard._last
     lag(guard, spoken.exists)

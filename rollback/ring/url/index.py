@@ -19,8 +19,8 @@ _LIMIT = 16 << 20
 _EVIDENCE = 1 << 14  # files in incidents/: an index with all those of thousands of incidents would exceed its limit
 # Paths that a record may hold. What is fetched is written into the run directory, so nothing else is believed.
 _PATHS = re.compile(
-    r"run\.json|saved-files\.jsonl|journal/(train|supervisor)\.jsonl|metrics/train\.jsonl|skips/rank-\d{5,9}\.jsonl"
-    r"|pins/c\d{6,12}-s\d{8,15}|incidents/\d{4,9}/rank-\d{5,9}\.(json|safetensors)"
+    r"run\.json|saved-files(-\d{5,9})?\.jsonl|journal/(train|supervisor)\.jsonl|metrics/train\.jsonl"
+    r"|skips/rank-\d{5,9}\.jsonl|pins/c\d{6,12}-s\d{8,15}|incidents/\d{4,9}/rank-\d{5,9}\.(json|safetensors)"
 )
 
 
@@ -176,7 +176,7 @@ def _parse(data: bytes, url: str) -> Index:
 def record_paths(paths: RunPaths) -> list[str]:
     """The files of a run directory that are its record, as relative paths: of what the ranks saw of incidents, the
     newest. Raises OSError."""
-    patterns = ("run.json", "saved-files.jsonl", "journal/*", "metrics/*", "skips/*", "pins/*")
+    patterns = ("run.json", "saved-files*", "journal/*", "metrics/*", "skips/*", "pins/*")
     incidents = sorted(_of_a_record(paths, "incidents/*/*"), key=lambda path: (int(path.split("/")[1]), path))
     return sorted([*(path for pattern in patterns for path in _of_a_record(paths, pattern)), *incidents[-_EVIDENCE:]])
 

@@ -40,17 +40,39 @@ class NoAnswer(Exception):
     """A GPU did not answer in time, in words."""
 
 
-def as_it_is(item: Tensor) -> Tensor:
-    """The `Read` where there is no GPU."""
-    return item
-
-
 def device_of(state: TrainingState) -> torch.device | None:
     """The GPU on which the parameters are; None: they are in the host's memory."""
     return next((item.device for item in state.model.parameters() if item.is_cuda), None)
 
 
-class Device:
+class NoDevice:
+    """In the place of a `Device` where the parameters are in the host's memory: nothing is behind the host."""
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def await_gradients(self) -> None: ...
+
+    def note_update(self) -> None: ...
+
+    def holding(self, told: bytes | Tensor) -> bytes | Tensor:
+        return told
+
+    def add(self, part: int, end: StepEnd, tensors: Sequence[Tensor], at: int = 0) -> None: ...
+
+    def added(self, part: int, end: StepEnd, length: int, at: int = 0) -> bytes | None:
+        return None
+
+    def close(self) -> None: ...
+
+    def read(self, item: Tensor) -> Tensor:
+        return item
+
+
+NO_DEVICE = NoDevice()
+
+
+class Device(NoDevice):
     """One rank's GPU. The thread that trains calls everything but `read`. Raises OSError where there is no memory."""
 
     def __init__(self, device: torch.device, paths: EndMarkPaths, rank: int) -> None:

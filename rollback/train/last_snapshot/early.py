@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import FOREVER, EndMark, EndMarkPaths, Hold, StepEnd
-from rollback.train.last_snapshot.device import Device
+from rollback.train.last_snapshot.device import NoDevice
 from rollback.train.last_snapshot.small_state import LocalState, SmallStateReader, same_but_for_next, split
 from rollback.train.last_snapshot.write import NotProved
 from rollback.train.updates.backward import BackwardWatch
@@ -49,16 +49,12 @@ class _Added(NamedTuple):
 
 class EarlyMarks:
     """One rank's early marks, for as long as this object lives. telltale: gives the parameter by which a backward is
-    noticed now.
-
-    device: None where the parameters are in the host's memory. coming: the end of the step in progress; None: there
-    will be none, or it is not known yet.
-    """
+    noticed now. coming: the end of the step in progress; None: there will be none, or it is not known yet."""
 
     def __init__(
         self,
         mark: EndMark,
-        device: Device | None,
+        device: NoDevice,
         telltale: Callable[[], nn.Parameter | None],
         small_state: SmallStateReader,
         coming: Callable[[], StepEnd | None],
@@ -75,14 +71,14 @@ class EarlyMarks:
     def _in_backward(self, *_: object) -> None:
         """Called by the telltale's own hook, before DDP learns that its gradient is there."""
         self._present = None
-        if self._device is not None and self._device.is_capturing():
+        if self._device.is_capturing():
             return
         if (end := self._coming()) is None or (local := self._small_state.coming()) is None:
             return
         now = time.monotonic_ns(), time.process_time_ns()
         self._present = present = _Present(end, local, *now, self._versions())
         patience, effort = 2 * self._longest + _LATITUDE, 2 * self._most + _LATITUDE
-        if self._leave(present, Hold(present.at, patience, present.computed, effort)) and self._device is not None:
+        if self._leave(present, Hold(present.at, patience, present.computed, effort)):
             self._device.add(self._part, end, self._small_state.on_gpu, present.at)  # they are as the forward left them
 
     def _leave(self, present: _Present, hold: Hold) -> bool:
@@ -124,8 +120,6 @@ class EarlyMarks:
 
     def _was_changed_unseen(self, added: _Added) -> bool:
         """Whether something has changed buffers behind the backward of the step before, which its host cannot see."""
-        if self._device is None:
-            return False
         early = self._device.added(added.early, added.end, added.length, added.at)
         at_end = self._device.added(added.at_end, added.end, added.length)
         return None not in (early, at_end) and early != at_end

@@ -12,10 +12,10 @@ from rollback.checkpoints.fast_tier.end_marks import RANK_ENDS, RANK_ENDS_ELSEWH
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.training import Tier
-from rollback.train.last_snapshot.begin import MarkAndPeers
-from rollback.train.last_snapshot.device import NoAnswer, Read, as_it_is
+from rollback.train.last_snapshot.device import NoAnswer, Read
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.hosts import Hosts
+from rollback.train.last_snapshot.membership import Membership
 from rollback.train.last_snapshot.peers import POLL, HostMarks, in_words
 from rollback.train.last_snapshot.small_state import SharedState
 from rollback.train.last_snapshot.stand_in import speaking_for_lost_hosts
@@ -116,15 +116,15 @@ class Keeper:
         run: AttachedRun,
         state: TrainingState,
         snapshots: Snapshots,
-        met: MarkAndPeers,
+        members: Membership,
         held: HeldEnds,
         foresee: Callable[[Sequence[bytes]], Foreseen],
         reason: str,
         bell: bytes,
     ) -> None:
         self._run, self._state, self._snapshots, self._held, self._foresee = run, state, snapshots, held, foresee
-        self._paths, self._mark, self._peers, self._hosts = met.paths, met.mark, met.peers, met.hosts
-        self._read = met.device.read if met.device is not None else as_it_is
+        self._paths, self._mark, self._peers, self._hosts = members.paths, members.mark, members.peers, members.hosts
+        self._read = members.device.read
         self._tier = snapshots.memory.slots_of_host.paths
         self._reason, self._bell = reason, bell
         self._began = 0.0

@@ -21,13 +21,15 @@ from torch import Tensor
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import RANK_ENDS, REASONS, StepEnd
 from rollback.facts.training import NoLastSnapshot
+from rollback.train.comm.pulse import Pulse
+from rollback.train.data.batches import Batches
 from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.agreement import FIRST
-from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
-from rollback.train.last_snapshot.device import Device
+from rollback.train.last_snapshot.device import NO_DEVICE
 from rollback.train.last_snapshot.early import EarlyMarks
 from rollback.train.last_snapshot.hosts import StoreGone
 from rollback.train.last_snapshot.keeper import HeldEnds, Keeper
+from rollback.train.last_snapshot.membership import SWITCHED_OFF, join, note_stopped
 from rollback.train.last_snapshot.small_state import KEPT, LocalState, SmallStateReader
 from rollback.train.last_snapshot.write import Foreseen, digest_of_large_state
 from rollback.train.run import AttachedRun
@@ -48,10 +50,9 @@ VALUES_BEHIND = (
 class LastSnapshot:
     """One rank's part in it. Where there can be none, nothing is done at any step, and the journal has the reason.
 
-    sent: what this rank has told the others of the last step. await_told: waits for what they have told. foresee:
-    judges that step ahead by what the ranks that came to its end have told, from any thread; raises NotProved.
-    telltale: as `EarlyMarks` has it. at_last_batch: whether the batch in hand is probably its update's last one.
-    may_resume: whether a run may resume where the data stand. Making one is collective; nothing else is.
+    foresee: judges the last step ahead by what the ranks that came to its end have told, from any thread; raises
+    NotProved. telltale: as `EarlyMarks` has it. at_last_batch: whether the batch in hand is probably its update's last
+    one. Making one is collective; nothing else is.
     """
 
     def __init__(
@@ -59,35 +60,34 @@ class LastSnapshot:
         run: AttachedRun,
         state: TrainingState,
         snapshots: Snapshots,
+        pulse: Pulse,
+        batches: Batches,
         timeline: Callable[[], int],
-        sent: Callable[[], bytes | Tensor],
-        await_told: Callable[[], None],
         foresee: Callable[[Sequence[bytes]], Foreseen],
         telltale: Callable[[], torch.nn.Parameter | None],
         unseen: UnseenWrites,
         at_last_batch: Callable[[], bool],
-        may_resume: Callable[[], bool],
     ) -> None:
-        self._run, self._state, self._snapshots = run, state, snapshots
-        self._timeline, self._sent, self._await_told, self._foresee = timeline, sent, await_told, foresee
-        self._unseen, self._at_last_batch, self._may_resume = unseen, at_last_batch, may_resume
+        self._run, self._state, self._snapshots, self._pulse, self._batches = run, state, snapshots, pulse, batches
+        self._timeline, self._foresee, self._unseen, self._at_last_batch = timeline, foresee, unseen, at_last_batch
         self._small_state = SmallStateReader(state)
         self._held = HeldEnds(state)
         self._returns = 0
-        self._device: Device | None = None
+        self._device = NO_DEVICE
         self._early: EarlyMarks | None = None
+        self._stopped = set[int]()
+        """Ranks of which the journal has it."""
         self._once, self._done, self._over = threading.Lock(), False, False
         self._pid = os.getpid()
-        met = meet(run, state, snapshots, self._small_state)
-        if isinstance(met, str):
+        joined = join(run, state, snapshots, self._small_state)
+        if isinstance(joined, str):
             self._over = True  # nothing of what follows is there
-            run.record.note(NoLastSnapshot(reason=met), None if met == SWITCHED_OFF else f"no last snapshots: {met}")
+            said = None if joined == SWITCHED_OFF else f"no last snapshots: {joined}"
+            run.record.note(NoLastSnapshot(reason=joined), said)
             return
-        self._met, self._paths, self._mark, self._device = met, met.paths, met.mark, met.device
-        self._peers, self._hosts = met.peers, met.hosts
+        self._members, self._paths, self._mark, self._device = joined, joined.paths, joined.mark, joined.device
         before_update(state.optimizer, self._before_update)
-        if met.device is not None:
-            state.optimizer.register_step_post_hook(weak_hook(self._after_update))
+        state.optimizer.register_step_post_hook(weak_hook(self._after_update))
         if run.ranks.world_size > 1:
             self._early = EarlyMarks(self._mark, self._device, telltale, self._small_state, self._coming)
         self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)
@@ -98,7 +98,7 @@ class LastSnapshot:
     def mark_end(self) -> None:
         """A step has ended and the next batch is not read yet: note where this rank stands. Nothing where no run may
         resume."""
-        if self._over or not self._may_resume():
+        if self._over or not self._batches.may_be_marked():
             return
         if self._unseen.found:
             self._stop("within a step the script writes to weights through `.data` or the like, which torch counts not")
@@ -107,15 +107,14 @@ class LastSnapshot:
         by_digest = self._unseen.looking or self._state.cursor.at_end
         digest = digest_of_large_state(self._state) if by_digest else None
         shared = self._small_state.shared()
-        sent = self._sent() if self._device is None else self._device.holding(self._sent())
+        sent = self._device.holding(self._pulse.sent())
         body, late = _content_of(sent, local, told_at_end(self._state), self._small_state.on_gpu)
         if (size := len(body) + len(local.stays)) > end_marks.MOST:
             self._stop(f"{size >> 10} KiB of buffers and other small state would be copied at every step")
             return
-        added = sum(item.nbytes for item in late) if self._device is not None else None
+        added = sum(item.nbytes for item in late) if late else None
         part = self._mark.write(end, body, local.stays, added)
-        if self._device is not None:  # the part is whole once the GPU has come to this step's end itself
-            self._device.add(part, end, late)
+        self._device.add(part, end, late)  # the part is whole once a GPU has come to this step's end itself
         self._held.add(end, shared, digest)
         if self._early is not None and (before := self._early.at_end(end, local, part)) is not None:
             then, now = before.kept(), local.kept()
@@ -128,7 +127,7 @@ class LastSnapshot:
 
     def _coming(self) -> StepEnd | None:
         """The end of the step in progress, if its last backward is under way and a run may resume there."""
-        if self._over or not self._at_last_batch() or not self._may_resume():
+        if self._over or not self._at_last_batch() or not self._batches.may_be_marked():
             return None
         return self._end_of(self._state.counters.step + 1)
 
@@ -142,13 +141,13 @@ class LastSnapshot:
         self._small_state.forget()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        self._await_told()
-        if self._device is not None and not self._over:
+        self._pulse.await_sum()
+        if not self._over:
             self._device.await_gradients()
         self._held.changes += 1
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._device is not None and not self._over:
+        if not self._over:
             self._device.note_update()
 
     # The end ---------------------------------------------------------------------------------------------------------
@@ -168,7 +167,8 @@ class LastSnapshot:
             if self._done or self._over:
                 return
             self._done = True
-            Keeper(self._run, self._state, self._snapshots, self._met, self._held, self._foresee, reason, bell).keep()
+            members, snapshots = self._members, self._snapshots
+            Keeper(self._run, self._state, snapshots, members, self._held, self._foresee, reason, bell).keep()
 
     def leave(self) -> None:
         """This rank ends as it should. If a last snapshot is being made, wait for it first."""
@@ -181,19 +181,14 @@ class LastSnapshot:
             if not self._done:
                 self._mark.leave()
             self._mark.wake()
-        if self._hosts is not None:
-            self._hosts.close()
         self._thread.join()
-        self._peers.close()
-        if self._device is not None:
-            self._device.close()
-        self._mark.close()
+        self._members.close()
 
     # The thread ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         poll = select.poll()
-        ranks = {fd: rank for rank, fd in self._peers.pidfds.items()}
+        ranks = {fd: rank for rank, fd in self._members.peers.pidfds.items()}
         for fd in (self._mark.bell, *ranks):
             poll.register(fd, select.POLLIN)
         while not (self._over or self._done):
@@ -212,22 +207,23 @@ class LastSnapshot:
     def _take_news(self, rung: bytes) -> bytes:
         """Journal that ranks leave no marks any more. Returns what else the bell was rung for."""
         if end_marks.STOPPED in rung:
-            for rank in self._peers.pidfds:
+            for rank in {*self._members.peers.pidfds} - self._stopped:
                 if (why := end_marks.read_stopped(self._paths, rank)) is not None:
+                    self._stopped.add(rank)
                     note_stopped(self._run, f"rank {rank}: {why}")
         return rung.replace(end_marks.STOPPED, b"")
 
     def _stop(self, why: str) -> None:
         """Not collective: without the marks of one rank there is none."""
-        rank = self._run.ranks.rank
+        rank, hosts = self._run.ranks.rank, self._members.hosts
         if self._run.ranks.first:
             note_stopped(self._run, why)
-        elif self._hosts is None or self._hosts.own == FIRST:
+        elif hosts is None or hosts.own == FIRST:
             self._mark.tell_stopped(why)
             end_marks.ring_bell(self._paths, 0, end_marks.STOPPED)
         else:
             with contextlib.suppress(StoreGone):
-                self._hosts.tell_stopped(f"rank {rank}: {why}")
+                hosts.tell_stopped(f"rank {rank}: {why}")
         self.leave()
 
 

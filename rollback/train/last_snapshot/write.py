@@ -31,7 +31,7 @@ from rollback.facts.training import Tier
 from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.rundir.records import metric_line
 from rollback.system import files
-from rollback.train.last_snapshot.device import Read, as_it_is, device_of
+from rollback.train.last_snapshot.device import NO_DEVICE, Read, device_of
 from rollback.train.last_snapshot.small_state import SharedState, SmallState
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots import drift
@@ -97,13 +97,13 @@ def shared_tree(large: Mapping[str, Any], small: SharedState, sentinel: Mapping[
     }  # fmt: skip
 
 
-def digests_of_parameters(state: TrainingState, read: Read = as_it_is) -> dict[str, bytes]:
+def digests_of_parameters(state: TrainingState, read: Read = NO_DEVICE.read) -> dict[str, bytes]:
     """Of all bits of this rank's parameters, by name."""
     parameters = {name: item for name, item in large_state(state)[1].items() if name.startswith(PARAMETERS)}
     return {name: _digest(read(item)) for name, item in parameters.items()}
 
 
-def digest_of_large_state(state: TrainingState, read: Read = as_it_is) -> int:
+def digest_of_large_state(state: TrainingState, read: Read = NO_DEVICE.read) -> int:
     """Of all bits of this rank's parameters and of the optimizer's tensors, where they lie.
 
     On a GPU it is another kind of digest, which a GPU computes too; `read` does not change it.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from rollback.errors import UsageError
 from rollback.source.led_variables import led_variables
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import Loop, takes_or_names
@@ -62,7 +63,7 @@ def _steering(filename: str) -> list[tuple[str, range]]:
     """The variables on which the training depends that the loops of a file carry, and the lines of their loop."""
     try:
         variables = led_variables(ScriptLoops("".join(linecache.getlines(filename))))
-    except (SyntaxError, RecursionError):  # it has changed since, or is a very long expression
+    except (SyntaxError, UsageError):  # it has changed since, or has a very long expression
         return []
     steering = [item for item in variables if item.steers and item.name not in _batches_of(item.loop)]
     return [(item.name, range(item.loop.lineno, (item.loop.end_lineno or 0) + 1)) for item in steering]

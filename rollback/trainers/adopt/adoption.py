@@ -69,7 +69,7 @@ class Adoption:
         self._passes_before = 0
         """How many passes over its loader Lightning Fabric had counted in front of the training."""
         self._carried = CarriedVariables(self._handed, self._loops, self._signs.carries, self._signs.misses)
-        self._sources = ScriptSources(self._carried.add)
+        self._sources = ScriptSources(self._carried.add, self._signs.refuse)
         self._steered: EpochLoop | None = None
         """The one that the guard leads."""
 

@@ -141,8 +141,12 @@ class Enumeration:
         if self._base is None:
             self._in_midst = earlier < 0
             epoch_began = guard.batch - in_epoch
-            begun = epoch_began - earlier * (epoch_began // max(1, guard.epoch))
-            self._base = guard.batch if self._in_midst else begun
+            if self._in_midst:
+                self._base = guard.batch
+            elif earlier >= guard.epoch:
+                self._base = 0  # epochs may differ in length
+            else:
+                self._base = epoch_began - earlier * (epoch_began // guard.epoch)
         return in_epoch if earlier == 0 and not self._in_midst else guard.batch - self._base
 
 

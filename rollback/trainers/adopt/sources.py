@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from itertools import islice
 from types import CodeType, ModuleType
+from typing import NoReturn
 
+from rollback.errors import UsageError
 from rollback.source.led_variables import LedVariable
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import begins_at, catches_end, comes_to, cycles_at, demands_item
@@ -24,10 +26,13 @@ _STEERED = b"backward", b"optim", b"zero_grad"
 
 
 class ScriptSources:
-    """The files are read as they come. carries: told of each variable that is led in a file, with its name there."""
+    """The files are read as they come. carries: told of each variable that is led in a file, with its name there.
+    refuse: ends the rank, for a file that is nested too deeply."""
 
-    def __init__(self, carries: Callable[[str, str, LedVariable], object]) -> None:
-        self._carries = carries
+    def __init__(
+        self, carries: Callable[[str, str, LedVariable], object], refuse: Callable[[UsageError], NoReturn]
+    ) -> None:
+        self._carries, self._refuse = carries, refuse
         self._files: dict[str, ScriptLoops] = {}
         self._counters: dict[str, list[OwnCounter]] = {}
         self._script = ""
@@ -36,8 +41,10 @@ class ScriptSources:
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """The script, steered. Raises SyntaxError as Python does."""
-        self._files[filename], self._script = ScriptLoops(importlib.util.decode_source(source)), filename
-        return self._compiled(source, filename)
+        self._script = filename
+        code = self._compiled(source, filename)
+        self._files[filename] = ScriptLoops(importlib.util.decode_source(source))
+        return code
 
     def watch_imports(self) -> None:
         """From now on the script's own modules are steered, too. What is found elsewhere is left to its finder."""
@@ -47,7 +54,10 @@ class ScriptSources:
     def _compiled(self, source: bytes, filename: str) -> CodeType:
         compile(source, filename, "exec", dont_inherit=True)
         text, is_script = importlib.util.decode_source(source), filename == self._script
-        found = steered(text, filename, is_script=is_script)
+        try:
+            found = steered(text, filename, is_script=is_script)
+        except UsageError as error:
+            self._refuse(UsageError(f"{filename}: {error.message}", hint=error.hint))
         self._steered[filename] = found.turns
         for name, variable in found.variables.items():
             self._carries(name, filename, variable)
@@ -169,8 +179,8 @@ class _OwnLoader(SourceFileLoader):
 
 
 def _loops_of(filename: str) -> ScriptLoops:
-    """Without any where the file has changed since to what is no Python."""
+    """Without any where the file has changed since to what is no Python, or is nested too deeply."""
     try:
         return ScriptLoops("".join(linecache.getlines(filename)), is_script=False)
-    except SyntaxError:
+    except (SyntaxError, UsageError):
         return ScriptLoops("", is_script=False)

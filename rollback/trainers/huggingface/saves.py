@@ -1,4 +1,5 @@
-"""A folder `checkpoint-N` that the disk has no room for: it is left out, and training goes on.
+"""The folders `checkpoint-N`: they are noted, and those of steps that are undone renamed. One that the disk has no room
+for is left out, and training goes on.
 
 The guard does so with its own checkpoints, and needs none of the Trainer's. A rank that raised would be started again,
 undo its steps, and raise at the same step again. What there is of the folder is removed, since tools take a folder by
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rollback.rundir.failures import class_of_exception, qualified_name
 from rollback.train.comm.recorder import say
+from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 _PARTS = "save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"
 """What `_save_checkpoint` calls on each rank, before it deletes folders of earlier steps for this one."""
@@ -29,17 +31,20 @@ class _NotSaved(Exception):
 
 
 class FolderSaves:
-    """Of one Trainer. Make it before its methods are replaced."""
+    """Of one Trainer. Make it before its methods are replaced. saved: what the run has saved, once there is one."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._save = trainer._save_checkpoint
+        self.saved: SavedFiles | None = None
 
     def save(self, *given: Any, **others: Any) -> None:
         """In the place of `Trainer._save_checkpoint`, within `without_what_is_left_out`. Collective."""
         trainer = self._trainer
         folder = Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
         was_there = os.path.lexists(folder)  # then it is not ours to remove
+        if self.saved is not None and trainer.args.should_save:
+            self.saved.note(str(folder), SavedAt(trainer.state.global_step, trainer.state.global_step))
         try:
             with self._parts_agreed_on(folder):
                 self._save(*given, **others)
@@ -47,6 +52,13 @@ class FolderSaves:
             if trainer.args.should_save and not was_there:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def set_aside(self) -> None:
+        """Training stands at the Trainer's step: rename what this run has saved behind it, so that nobody takes it for
+        one of its checkpoints."""
+        args, step = self._trainer.args, self._trainer.state.global_step
+        if self.saved is not None and args.should_save:
+            self.saved.set_aside(SavedAt(step, step), [args.output_dir])
 
     @contextlib.contextmanager
     def without_what_is_left_out(self) -> Iterator[None]:

@@ -1,23 +1,20 @@
-"""What a Trainer knows of its training besides model, optimizer and learning rate, which folders it has saved,
-and the callback that marks these and ends epochs."""
+"""What a Trainer knows of its training besides model, optimizer and learning rate."""
 
 import copy
 import json
 import math
 import os
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.trainer_callback import DefaultFlowCallback, ExportableState, TrainerCallback
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from rollback.train.comm.recorder import say
 from rollback.train.state.kept_values import SharedText
+from rollback.trainers.huggingface.saves import FolderSaves
 from rollback.trainers.huggingface.trl import adapted
-from rollback.trainers.saved_files import rename_undone
 
 _COUNTED = "epoch", "global_step", "num_input_tokens_seen"
 """Of TrainerState, what another update changes: alike on all ranks, since of tokens it gathers how many all have."""
@@ -35,31 +32,14 @@ _METRICS = "_metrics", "_stored_metrics"
 _PLAIN = {type(None), bool, int, float, str}
 
 
-class RollbackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """The first of the Trainer's callbacks. It marks every folder that the Trainer saves, in its trainer_state.json, as
-    one of this run. end_epoch: called where an epoch ends."""
-
-    run: str | None = None
-
-    def __init__(self, end_epoch: Callable[[Any, Any], None]) -> None:
-        self._end_epoch = end_epoch
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"run": self.run}}
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._end_epoch(state, control)
-
-
 class LoopState:
     """Kept by the guard on each rank. moved: whether training has been put elsewhere since that was last looked at.
 
     asked_for_more: whether a run that a callback had stopped is to go on behind that.
     """
 
-    def __init__(self, trainer: Any, mark: RollbackCallback) -> None:
-        self._trainer = trainer
-        self._mark = mark
+    def __init__(self, trainer: Any, saves: FolderSaves) -> None:
+        self._trainer, self._saves = trainer, saves
         self.moved = False
         self.asked_for_more = False
         self.counts = Counts(trainer)
@@ -121,8 +101,7 @@ class LoopState:
         # Only more than was asked for then is a reason to go on behind a stop.
         self.asked_for_more = stopped_before is not None and state.max_steps > stopped_before
         trainer.control.should_epoch_stop = False
-        if trainer.args.should_save:
-            _set_aside(Path(trainer.args.output_dir), state.global_step, self._mark)
+        self._saves.set_aside()
         self.moved = True
 
     @property
@@ -199,8 +178,7 @@ class LoopState:
         return known
 
     def _exportable(self) -> list[Any]:
-        callbacks = self._trainer.callback_handler.callbacks
-        return [item for item in callbacks if isinstance(item, ExportableState) and item is not self._mark]
+        return [item for item in self._trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
 
 
 class Counts(SharedText):
@@ -313,19 +291,3 @@ def _number(value: Any) -> Any:
 def _in_json(value: Any) -> Any:
     """A number of another library, or what people would read."""
     return value.item() if getattr(value, "shape", None) == () else str(value)
-
-
-def _set_aside(output: Path, reached: int, mark: RollbackCallback) -> None:
-    """Rename what this run has saved of steps that are undone, so that nobody takes it for one of its checkpoints."""
-    for folder in output.glob("checkpoint-*"):
-        step = folder.name.removeprefix("checkpoint-")
-        if step.isdecimal() and int(step) > reached and _has(folder, mark):
-            rename_undone(folder, "steps that are undone")
-
-
-def _has(folder: Path, mark: RollbackCallback) -> bool:
-    try:
-        saved = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-        return bool(saved["stateful_callbacks"][type(mark).__name__] == mark.state())
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

@@ -12,7 +12,7 @@ entered again. What it knows besides its place (`TrainerState`, the loss since t
     training_step                    then the guard is told the loss; its backward, what will be added up behind it
     _maybe_log_save_evaluate         what it is given of the last update, if `_run_epoch` was entered behind that
     _evaluate                        the one on start only where the run begins
-    _save_checkpoint                 lives with a full disk, as the guard does
+    _save_checkpoint                 first it is noted; lives with a full disk, as the guard does
     get_eval_dataloader              then whether a pass over it draws from the random states is as the run goes
     on_epoch_end                     first our callback: the last update is judged before anybody hears of the end
 """
@@ -25,20 +25,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import transformers.trainer
+from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from rollback.errors import UsageError
-from rollback.rundir.identity import read_identity
-from rollback.rundir.paths import RunPaths
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
 from rollback.trainers.huggingface.saves import FolderSaves
-from rollback.trainers.huggingface.state import LoopState, RollbackCallback
+from rollback.trainers.huggingface.state import LoopState
 from rollback.trainers.huggingface.trl import end_update, followers, require_completions_of_one_update, samples
 from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected, say_left_aside
 from rollback.trainers.replaced import Replaced
+from rollback.trainers.saved_files import SavedFiles
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from
 _NONE = object()
@@ -76,17 +76,16 @@ def _require_known(trainer: Any) -> None:
     require_completions_of_one_update(trainer)
 
 
-class _GuardedLoop:
-    """One training of one Trainer."""
+class _GuardedLoop(TrainerCallback):  # type: ignore[misc]
+    """One training of one Trainer, and the first of its callbacks."""
 
     guard: Guard
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
         self._trainer = trainer
         self._settings = settings
-        self._callback = RollbackCallback(self.end_epoch)
-        self._state = LoopState(trainer, self._callback)
         self._saves = FolderSaves(trainer)
+        self._state = LoopState(trainer, self._saves)
         self._evaluated = EvaluatedLoaders(self._evaluation_loaders())
         self._loader: Any = None
         self._drawn: list[Any] = []
@@ -104,12 +103,12 @@ class _GuardedLoop:
         self._originals.replace_by(self._state.sums, self._trainer.accelerator, "backward")
         self._originals.replace(self._trainer, "_save_checkpoint", self._saves.save)
         self._originals.replace(self._trainer, "_load_rng_state", lambda _: None)  # the guard has put them back
-        self._trainer.callback_handler.callbacks.insert(0, self._callback)
+        self._trainer.callback_handler.callbacks.insert(0, self)
 
     def uninstall(self) -> None:
         """The Trainer trains as if it had never been protected."""
         self._originals.put_back()
-        self._trainer.callback_handler.callbacks.remove(self._callback)
+        self._trainer.callback_handler.callbacks.remove(self)
 
     # In the place of the Trainer's methods ---------------------------------------------------------------------------
 
@@ -137,8 +136,8 @@ class _GuardedLoop:
         require_first_training(self, "trainer.train()")
 
     def _is_of_this_run(self, given: str | bool) -> bool:
-        """Whether there is a run already, and this folder is where it saves. A whole folder is marked, but a process
-        may have died while it was saved. given: True is the newest one, as for the Trainer."""
+        """Whether there is a run already, and this folder is where it saves. given: True is the newest one, as for the
+        Trainer."""
         output = self._trainer.args.output_dir
         folder = get_last_checkpoint(output) if given is True else str(given)
         if folder is None or os.path.realpath(os.path.dirname(folder)) != os.path.realpath(output):
@@ -164,9 +163,7 @@ class _GuardedLoop:
         self.guard.name_ends(steps, f"num_train_epochs={trainer.args.num_train_epochs:g}")
         if samples(trainer):
             self.guard.judge_first()
-        identity = read_identity(RunPaths(self.guard.run))
-        assert identity is not None  # a guard has attached
-        self._callback.run = identity.run_id  # not its directory, which may be moved
+        self._saves.saved = SavedFiles(self.guard.run, trainer.args.process_index)
         return prepared
 
     def _run_epoch(self, **given: Any) -> None:
@@ -309,7 +306,7 @@ class _GuardedLoop:
             "steps_trained_in_current_epoch": done,
         }
 
-    def end_epoch(self, state: Any, control: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Before the Trainer does what it does behind an epoch. Raises _Moved where it has not come to its end yet."""
         if self._state.asked_for_more:  # an end that is done again
             return

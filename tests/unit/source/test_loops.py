@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from rollback.errors import UsageError
+from rollback.source.explicit import diff_of
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import catches_end, cycles_at, demands_item
 from rollback.source.own_counters import OwnCounter, own_counters
@@ -721,3 +723,14 @@ def test_who_asks_by_next_may_be_prepared_for_an_end(taken: str, demanded: bool)
     line = next(number for number, text in enumerate(taken.splitlines(), 1) if "batches" in text)
     tree = ast.parse(taken)
     assert (demands_item(tree, line) and not catches_end(tree, line)) is demanded
+
+
+@pytest.mark.parametrize("read", [ScriptLoops, lambda source: diff_of(source, "train.py")])
+def test_what_is_nested_too_deeply_to_be_read_is_refused(read: Any) -> None:
+    """Python compiles it; who reads its tree by functions that call themselves does not come to its end."""
+    source = PLAIN + "total = " + "1 + " * 600 + "1\nbatches = iter(loader)\nfor i in range(3):\n  f(next(batches))\n"
+    compile(source, "train.py", "exec")
+    with pytest.raises(UsageError, match=r"line 8 of the source is nested 200 levels deep or more"):
+        read(source)
+    with pytest.raises(UsageError if read is not ScriptLoops else SyntaxError, match="is nested too deeply"):
+        read(f"total = {'1 + ' * 30_000}1")

@@ -120,6 +120,11 @@ def test_so_is_what_is_only_told_and_no_counter(behind: str, names: list[str]) -
     assert not own_counters(loops)
 
 
+def test_a_function_of_the_script_may_be_called_next() -> None:
+    loops = ScriptLoops("for x in loader:\n  f(x, next()).backward()\n  n += 1")
+    assert [count.name for count in own_counters(loops)] == ["n"]
+
+
 def test_so_is_what_a_logger_is_told_that_hands_the_batches_on() -> None:
     """That of torchvision's references, DeiT and MAE."""
     source = """

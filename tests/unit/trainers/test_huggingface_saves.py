@@ -1,5 +1,6 @@
 """What becomes of a folder that a Trainer could not save."""
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rollback.trainers.huggingface.saves import FolderSaves
+from rollback.trainers.saved_files import SavedFiles
 
 
 class Trainer:
@@ -57,3 +59,18 @@ def test_a_part_that_fails_for_another_reason_ends_the_rank(tmp_path: Path) -> N
     saves = FolderSaves(Trainer(tmp_path, 0, (0,), errno.EPERM))
     with pytest.raises(CheckpointException):
         saves.save()
+
+
+@pytest.mark.parametrize(("reached", "stays"), [(4, False), (5, True)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_folders_of_undone_steps_are_renamed_by_who_saves(tmp_path: Path, rank: int, reached: int, stays: bool) -> None:
+    trainer = Trainer(tmp_path, 0, (), 0)
+    saves = FolderSaves(trainer)
+    saves.saved = SavedFiles(tmp_path / "run")
+    with contextlib.suppress(CheckpointException):
+        saves.save()
+    (tmp_path / "checkpoint-6").mkdir()  # of another run
+    trainer.args.should_save, trainer.state.global_step = rank == 0, reached
+    saves.set_aside()
+    assert (tmp_path / "checkpoint-5").exists() == (stays or rank > 0)
+    assert (tmp_path / "checkpoint-6").exists()

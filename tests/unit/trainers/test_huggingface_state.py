@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,9 +15,9 @@ from torch import Tensor
 
 def kept_of(trainer: Any) -> Any:
     pytest.importorskip("transformers")  # seconds, which only the worker that runs these tests should spend
-    from rollback.trainers.huggingface.state import LoopState, RollbackCallback
+    from rollback.trainers.huggingface.state import LoopState
 
-    return LoopState(trainer, RollbackCallback(lambda *_: None))
+    return LoopState(trainer, cast(Any, SimpleNamespace(set_aside=lambda: None)))
 
 
 def trainer_with(rows: list[dict[str, Any]]) -> Any:

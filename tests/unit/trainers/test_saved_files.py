@@ -43,6 +43,19 @@ def test_what_was_saved_of_later_steps_is_renamed_and_may_be_saved_anew(tmp_path
     assert names(folder) == ["10.ckpt", "undone-1-20.ckpt", "undone-20.ckpt", "undone-last.ckpt"]
 
 
+def test_a_name_of_something_undone_that_is_still_there_is_not_taken_again(tmp_path: Path, folder: Path) -> None:
+    files = SavedFiles(tmp_path / "run")
+    for name in ("20.ckpt", "[20].ckpt"):
+        for text in ("first", "second", "third"):
+            files.note(str(folder / name), SavedAt(20, 40))
+            (folder / name).write_text(text)
+            files.set_aside(SavedAt(15, 30), [str(folder)])
+            if text == "second":
+                (folder / f"undone-{name}").unlink()
+        assert (folder / f"undone-1-{name}").read_text() == "second"
+        assert (folder / f"undone-{name}").read_text() == "third"
+
+
 def test_a_link_to_what_is_undone_is_renamed_with_it(tmp_path: Path, folder: Path) -> None:
     """Else Lightning's `save_last="link"` would find its `last.ckpt` taken, and go on with a `last-v1.ckpt`."""
     files = SavedFiles(tmp_path / "run")
@@ -106,6 +119,30 @@ def test_a_run_that_comes_back_from_a_url_knows_what_was_saved_of_steps_that_are
         download(store, kept, new.root)
     SavedFiles(new.root).set_aside(SavedAt(10, 20), [str(folder)])
     assert names(folder) == ["undone-20.ckpt"]
+
+
+def test_each_rank_that_saves_writes_a_file_of_its_own_and_knows_what_the_others_have_saved(
+    tmp_path: Path, folder: Path
+) -> None:
+    """A file is cut behind its last whole line where somebody opens it to write: the line may be another host's."""
+    run = tmp_path / "run"
+    for rank in (0, 8):
+        save(SavedFiles(run, rank), folder / f"{rank}", 10)
+    with open(run / "saved-files.jsonl", "a", encoding="utf-8") as being_written:
+        being_written.write('{"file": "/x"')
+    written = (run / "saved-files.jsonl").read_bytes()
+    SavedFiles(run, 8).note(str(folder / "9"), SavedAt(20, 40))
+    assert (run / "saved-files.jsonl").read_bytes() == written
+    SavedFiles(run, 4).move_aside(lambda path: path.name in "08")
+    assert names(folder) == []
+    (folder / "8").write_text("of another run")
+    SavedFiles(run).set_aside(SavedAt(5, 10), [str(folder)])
+    assert names(folder) == ["undone-8"]
+    paths, store = RunPaths(run), Store((tmp_path / "ring").as_uri())
+    new = RunPaths(tmp_path / "new")
+    for kept in upload(store, paths, first_index("a-run-id", "w")):
+        download(store, kept, new.root)
+    assert [path.name for path in new.all_saved_files()] == [path.name for path in paths.all_saved_files()]
 
 
 def test_a_note_of_somebody_else_renames_nothing_outside_of_the_folders(tmp_path: Path, folder: Path) -> None:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from late_gpu import use_late_gpu
 from open_files import open_below
 from test_agreement import MANIFEST
 from torch import nn
@@ -41,8 +43,11 @@ from rollback.train.data import rng
 from rollback.train.data.rng import RawRandom, tree_of
 from rollback.train.incidents import rollback as returns
 from rollback.train.last_snapshot import survivor, write
-from rollback.train.last_snapshot.begin import meet
+from rollback.train.last_snapshot.device import NO_DEVICE
 from rollback.train.last_snapshot.early import TRIED, EarlyMarks, of_living
+from rollback.train.last_snapshot.hosts import Hosts
+from rollback.train.last_snapshot.membership import join
+from rollback.train.last_snapshot.peers import Peers
 from rollback.train.last_snapshot.small_state import LocalState, SmallState, split
 from rollback.train.last_snapshot.write import NotProved
 from rollback.train.run import AttachedRun
@@ -270,7 +275,7 @@ def test_ranks_with_other_buffers_keep_nothing(tmp_path: Path, memory: Path, oth
         local = last._small_state.local()
         del model.late
         second = as_one_of_two(guard, other, ended=False)
-        second.write(last._held.newest.end, local.body({}, last._sent()), local.stays)
+        second.write(last._held.newest.end, local.body({}, last._pulse.sent()), local.stays)
         kill(other)
         keep(guard)
         guard._run.ranks.world_size = 1
@@ -482,7 +487,7 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
     else:
         second.write(end._replace(step=end.step - 1, batch=end.batch - 1), body)
         second.write_early(end, without_sent(body), hold())
-    last._peers.pidfds[1], last._peers._pids = os.pidfd_open(pid), (os.getpid(), pid)
+    last._members.peers.pidfds[1], last._members.peers._pids = os.pidfd_open(pid), (os.getpid(), pid)
     guard._run.ranks.world_size = 2
     return second
 
@@ -788,7 +793,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
         else:
             second.write(first_end._replace(step=9, batch=9), body)
             second.write_early(first_end, without_sent(body), hold())
-        last._peers.pidfds[1] = os.pidfd_open(other)
+        last._members.peers.pidfds[1] = os.pidfd_open(other)
         guard._run.ranks.world_size = 2
         kill(other)
         keep(guard)
@@ -802,7 +807,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
 
 
 def _it_computes(guard: rollback.Guard, second: EndMark) -> None:
-    guard._last._peers._pids = os.getpid(), os.getpid()  # this process has
+    guard._last._members.peers._pids = os.getpid(), os.getpid()  # this process has
 
 
 def _it_gives_up(guard: rollback.Guard, second: EndMark) -> None:
@@ -1066,7 +1071,7 @@ def test_the_early_mark_is_there_before_any_gradient_of_its_bucket_is_given_to_t
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         model = nn.parallel.DistributedDataParallel(net)
         telltale, mark = net[0].weight, EndMark(marks, 0)
-        early = EarlyMarks(mark, None, lambda: telltale, cast(Any, Reader()), lambda: END)
+        early = EarlyMarks(mark, NO_DEVICE, lambda: telltale, cast(Any, Reader()), lambda: END)
         early._tried = TRIED
         there: list[bool] = []
 
@@ -1089,7 +1094,7 @@ def test_the_early_mark_is_there_before_any_gradient_of_its_bucket_is_given_to_t
 def test_early_marks_go_on_by_another_parameter_where_the_script_freezes_theirs(marks: end_marks.EndMarkPaths) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     updates, mark, reader = Updates(torch.optim.SGD(net.parameters()), None, net), EndMark(marks, 0), Reader()
-    early = EarlyMarks(mark, None, lambda: updates.telltale, cast(Any, reader), lambda: END)
+    early = EarlyMarks(mark, NO_DEVICE, lambda: updates.telltale, cast(Any, reader), lambda: END)
     early._tried = TRIED
     there = []
     for frozen in ([], [0], [0, 1], [0], []):
@@ -1133,9 +1138,9 @@ def test_where_there_can_be_no_last_snapshot_the_journal_says_so_at_the_start(
         def elsewhere(run: AttachedRun, *given: Any) -> Any:
             with monkeypatch.context() as patched:
                 patched.setattr(run.ranks, "host_count", 2)
-                return meet(run, *given)
+                return join(run, *given)
 
-        monkeypatch.setattr(survivor, "meet", elsewhere)
+        monkeypatch.setattr(survivor, "join", elsewhere)
     if "sharding" in changes:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -1145,6 +1150,28 @@ def test_where_there_can_be_no_last_snapshot_the_journal_says_so_at_the_start(
             dist.destroy_process_group()
     (fact,) = facts(tmp_path / "run", NoLastSnapshot)
     assert fact.reason == why
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_was_made_for_it_is_closed_where_a_rank_cannot_have_it(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    def watch(peers: Peers, _: object) -> None:
+        bells.append(peers._paths.bell(0))
+        assert open_below(bells[0]) == 1
+        raise OSError("no descriptors are left")
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        assert open_below(bells[0]) == 0
+        assert "rollback-gpu" not in {thread.name for thread in threading.enumerate()}
+
+    bells: list[Path] = []
+    if on_gpu:
+        use_late_gpu(monkeypatch.setattr)
+    monkeypatch.setattr(Peers, "watch", watch)
+    train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50, last_snapshot="on"), tmp_path / "run", hook=hook)
+    (fact,) = facts(tmp_path / "run", NoLastSnapshot)
+    assert fact.reason == "the memory for it cannot be had: no descriptors are left"
 
 
 class Reader:
@@ -1164,6 +1191,7 @@ def test_a_rank_that_leaves_no_marks_any_more_is_in_the_journal(tmp_path: Path, 
         end_marks.ring_bell(guard._last._paths, 0, end_marks.STOPPED)
         while not facts(tmp_path / "run", NoLastSnapshot):
             pass
+        guard._last._take_news(end_marks.STOPPED)  # as when another one stops: it is told once of each
         guard._run.ranks.world_size = 1
 
     assert not kept(tmp_path / "run", memory, act)  # nobody has tried to keep anything
@@ -1194,15 +1222,19 @@ def test_on_another_host_it_tells_that_of_rank_0(tmp_path: Path, memory: Path) -
         def tell_stopped(self, why: str) -> None:
             told.append(why)
 
-        def close(self) -> None:
-            told.append("closed")
-
     told: list[str] = []
 
     def act(guard: rollback.Guard) -> None:
+        members = guard._last._members
+
+        def close() -> None:
+            told.append("closed")
+            members.close()
+
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(type(guard._run.ranks), "first", property(lambda _: False))
-            patched.setattr(guard._last, "_hosts", Elsewhere())
+            elsewhere = replace(members, hosts=cast(Hosts, Elsewhere()), close=close)
+            patched.setattr(guard._last, "_members", elsewhere)
             guard._last._stop("too much")
 
     kept(tmp_path / "run", memory, act)

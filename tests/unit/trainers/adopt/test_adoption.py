@@ -15,6 +15,8 @@ from rollback.trainers.adopt import hooks
 from rollback.trainers.adopt.adoption import Adopted, Adoption
 from rollback.trainers.adopt.adoption_state import ScriptEvent
 from rollback.trainers.adopt.epochs import EpochLoop
+from rollback.trainers.adopt.signs import ScriptSigns
+from rollback.trainers.adopt.sources import ScriptSources
 
 
 @pytest.mark.parametrize(
@@ -231,3 +233,9 @@ def test_an_iteration_that_a_librarys_loader_inherits_is_watched_once() -> None:
     assert "__wrapped__" in vars(Shard.__iter__)
     assert Dispatcher.__iter__ is inherited
     assert "__iter__" not in vars(Dispatcher)
+
+
+def test_a_script_that_is_nested_too_deeply_to_be_read_is_refused() -> None:
+    source = f"total = {'1 + ' * 600}1\n".encode()
+    with pytest.raises(UsageError, match=r"train.py: line 1 of the source is nested 200 levels deep"):
+        ScriptSources(lambda *_: None, ScriptSigns(strict=False).refuse).read_script(source, "train.py")

@@ -50,6 +50,18 @@ def test_batches_are_counted_as_if_there_had_been_no_rollback_and_no_resume(
     ]
 
 
+def test_behind_a_resume_epochs_of_different_lengths_are_counted_as_they_are() -> None:
+    handed = HandedOut()
+
+    def resumed() -> Iterator[int]:
+        for place in range(23, 26):  # behind epochs of 10 and 11 batches, in the third one
+            handed.guard = cast(Guard, SimpleNamespace(batch=place, epoch=2, batch_in_epoch=place - 21))
+            handed.batches, handed.passes = handed.batches + 1, 3
+            yield place
+
+    assert [*Enumeration(handed, resumed())] == [(23, 23), (24, 24), (25, 25)]
+
+
 def test_each_enumeration_of_one_pass_counts_the_epoch() -> None:
     handed = HandedOut()
     assert [*Enumeration(handed, passes(handed, []))] == []

@@ -1,17 +1,17 @@
-"""The beginning: whether there can be last snapshots, and what a rank has for them."""
+"""Whether there can be last snapshots, and what a rank has for them."""
 
+import contextlib
 import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import RANK_ENDS_ELSEWHERE, EndMark, EndMarkPaths
 from rollback.errors import RollbackError
 from rollback.facts.training import NoLastSnapshot
 from rollback.system.durable import write_file
-from rollback.train.last_snapshot.device import Device, NoAnswer, device_of
+from rollback.train.last_snapshot.device import NO_DEVICE, Device, NoAnswer, NoDevice, device_of
 from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, StoreGone, place_of_store
 from rollback.train.last_snapshot.peers import Peers
 from rollback.train.last_snapshot.small_state import SmallStateReader
@@ -26,21 +26,21 @@ NO_STORE = "the ranks are on several hosts, which can agree only by torchrun's o
 
 
 @dataclass(frozen=True)
-class MarkAndPeers:
-    """This rank's mark, and how it reaches the others. hosts: None where there is one host. device: None where the
-    parameters are in the host's memory."""
+class Membership:
+    """This rank's mark, and how it reaches the others. hosts: None where there is one host. close: of all of it."""
 
     paths: EndMarkPaths
     mark: EndMark
     peers: Peers
     hosts: Hosts | None
-    device: Device | None
+    device: NoDevice
+    close: Callable[[], None]
 
 
-def meet(
+def join(
     run: AttachedRun, state: TrainingState, snapshots: Snapshots, small_state: SmallStateReader
-) -> MarkAndPeers | str:
-    """Collective: make the marks. Or why there can be no last snapshot; the same on all ranks."""
+) -> Membership | str:
+    """Collective: make the marks. Or why there can be no last snapshot; the same on all ranks, and nothing stays."""
     ranks = run.ranks
     if run.settings.last_snapshot == "off" or not run.settings.snapshot_every:
         return SWITCHED_OFF
@@ -48,11 +48,11 @@ def meet(
         return "there is no fast tier"
     if (why := ranks.first_fault(_why_not(run, state) or small_state.why_not_copied())) is not None:
         return why
-    device, devices = device_of(state), list[Device]()
     pids = ranks.from_each(os.getpid())
-    tier, made = snapshots.memory.slots_of_host, []
+    tier = snapshots.memory.slots_of_host
     paths = end_marks.marks_of(tier.paths)
-    peers = Peers(paths, ranks)
+    peers, marks, devices = Peers(paths, ranks), list[EndMark](), [NO_DEVICE]
+    closing = contextlib.ExitStack()
 
     def prepare() -> None:
         if ranks.first_of_host:
@@ -60,15 +60,26 @@ def meet(
             sweep_slots(tier)
 
     def make() -> None:
-        made.append(EndMark(paths, ranks.rank))
-        if device is not None:
+        marks.append(EndMark(paths, ranks.rank))
+        closing.callback(marks[-1].close)
+        if (device := device_of(state)) is not None:
             devices.append(Device(device, paths, ranks.rank))
+            closing.callback(devices[-1].close)
 
-    for act in (prepare, make, partial(peers.watch, pids)):
-        if (why := ranks.first_fault(_fault_of(act))) is not None:
-            return why
-    hosts = _meet_hosts(run, paths) if ranks.host_count > 1 else None
-    return hosts if isinstance(hosts, str) else MarkAndPeers(paths, made[0], peers, hosts, next(iter(devices), None))
+    def watch() -> None:
+        closing.callback(peers.close)
+        peers.watch(pids)
+
+    with closing:
+        for act in (prepare, make, watch):
+            if (why := ranks.first_fault(_fault_of(act))) is not None:
+                return why
+        hosts = _meet_hosts(run, paths) if ranks.host_count > 1 else None
+        if isinstance(hosts, str):
+            return hosts
+        if hosts is not None:
+            closing.callback(hosts.close)
+        return Membership(paths, marks[-1], peers, hosts, devices[-1], closing.pop_all().close)
 
 
 def _why_not(run: AttachedRun, state: TrainingState) -> str | None:
