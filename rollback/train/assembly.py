@@ -1,6 +1,5 @@
 """The assembly of a guard: what it is made of, and in which order its members hear of a rollback."""
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from rollback.train.incidents.rollback import Rewinder, needs_rehearsal
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.pass_rehearsal import PassRehearsal
 from rollback.train.prober import Prober
+from rollback.train.process.failure_record import FailureRecorder
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.process.stopping import Departure, StopRequest
 from rollback.train.run import AttachedRun
@@ -110,7 +110,9 @@ class GuardAssembly:
         self._run, self._state, self._model = run, state, model
         self.departure = Departure()
         cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
-        stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
+        stop, heartbeat, rank = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt), run.ranks.rank
+        failure = run.paths.failure(run.attempt, rank)
+        self._failures = FailureRecorder(failure, rank, run.attempt, heartbeat.activity, cursor)
         layers, skips = Layers(state.model), SkipList(run)
         updates = Updates(optimizer, objects.get("scaler"), model, layers)
         self._batches = Batches(run, loader, cursor, skips)
@@ -130,7 +132,6 @@ class GuardAssembly:
         lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
         self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
-        heartbeat.evaluates = weakref.WeakMethod(self._step_in_progress.evaluates)
         self._passes = Passes(cursor, objects.values(), state.gradients)
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
@@ -140,7 +141,7 @@ class GuardAssembly:
             pulse.await_sum, self._judge.foresee, updates.telltale, self._unseen,
             lambda: self._step_in_progress.batches >= state.counters.batches_per_step, self._batches.may_be_marked,
         )  # fmt: skip
-        heartbeat.failure_recorder.before_the_end = weak_hook(self._last.raised)
+        self._failures.before_the_end = weak_hook(self._last.raised)
         rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)
         self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
         self._pass_rehearsal = PassRehearsal(state, self._step_in_progress, self._rewinder, schedule)

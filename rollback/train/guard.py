@@ -134,7 +134,7 @@ class Guard(ScriptSide):
         self._pass_rehearsal.end()
         again = self._passes.start_pass()
         self._pass_rehearsal.pass_begins(restored=again is not Again.NOTHING)
-        self._step_in_progress.heartbeat.empty_pass = self._passes.epoch
+        self._step_in_progress.heartbeat.activity.empty_pass = self._passes.epoch
         if again is Again.RANDOM_STATES:
             self._state.restore_random_states()
         elif again is Again.EVERYTHING:
@@ -143,7 +143,7 @@ class Guard(ScriptSide):
         for code, text in self._passes.advice():
             self._run.record.advise(code, text)
         loop = PassIterator(self)
-        self._step_in_progress.heartbeat.loop = weakref.ref(loop)
+        self._step_in_progress.heartbeat.activity.loop = weakref.ref(loop)
         return loop
 
     @refusing
@@ -222,9 +222,9 @@ class Guard(ScriptSide):
         if (raised := self._end.raised) is not None and not isinstance(raised, SystemExit):
             self._last.raised(f"rank {self._run.ranks.rank} raised {type(raised).__name__}")
         step = self._step_in_progress
-        step.heartbeat.failure_recorder.record_exit()
+        self._failures.record_exit()
         self._last.leave()
-        if not step.heartbeat.failure_recorder.script_failed:
+        if not step.heartbeat.activity.script_failed:
             self._prober.abandon()
             self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)
         self._pulse.close()
@@ -247,7 +247,7 @@ class Guard(ScriptSide):
         batch = self._batches.read(step, self._judge.timeline, partial(self._step_in_progress.show_batch, "reading"))
         self._prober.keep(step, batch)
         self._end.go_on()
-        self._pass_rehearsal.due, self._step_in_progress.heartbeat.empty_pass = False, None
+        self._pass_rehearsal.due, self._step_in_progress.heartbeat.activity.empty_pass = False, None
         return self._step_in_progress.hand_out(batch)
 
     def _end_step(self) -> Decision | None:

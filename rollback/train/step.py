@@ -11,10 +11,11 @@ from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepMark
 from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.process.failure_record import Standing
+from rollback.train.process.activity import Standing
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.start.arguments import scalar
 from rollback.train.state.state import TrainingState
+from rollback.train.updates.hooks import weak_hook
 from rollback.train.updates.optimizer import Updates
 
 
@@ -34,6 +35,7 @@ class StepInProgress:
         self._prefetch = prefetch
         self.updates = updates
         self.heartbeat = heartbeat
+        heartbeat.activity.evaluates = weak_hook(self.evaluates)
         self.batch_filters: list[Callable[[Any], Any]] = []
         """Called with each batch on its way to the script. The script gets the result of the last one."""
         self._start(state.kept.phase)
@@ -68,7 +70,7 @@ class StepInProgress:
         counters = self._state.counters
         first = position if self.first_batch is None else self.first_batch
         last = max(position, first + counters.batches_per_step - 1)
-        self.heartbeat.standing = Standing(doing, counters.step, position, first, last, in_hand=True)
+        self.heartbeat.activity.standing = Standing(doing, counters.step, position, first, last, in_hand=True)
 
     def hand_out(self, batch: Any) -> Any:
         """Hand out the batch that was just read to the script. Raises UsageError where that asked too early."""
