@@ -1,7 +1,9 @@
 """The assembly of a guard: what it is made of, and in which order its members hear of a rollback."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
 from rollback.system.frames import own_variables
 from rollback.train.catalogue.catalogue import Catalogue, HeldAtStart
-from rollback.train.catalogue.draining import start_draining
+from rollback.train.catalogue.draining import end_draining, start_draining
 from rollback.train.catalogue.remote import HostCopies, RemoteRing
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
@@ -64,11 +66,14 @@ class CheckpointSide:
     """Copies checkpoints to the durable ring; None: another process does."""
 
 
-def _checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str], None]) -> CheckpointSide:
+def _checkpoint_side(
+    run: AttachedRun, state: TrainingState, show: Callable[[str], None], if_refused: ExitStack
+) -> CheckpointSide:
     """Collective: make these parts. show: gets what this rank is doing, for its heartbeat."""
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
     tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
     drainer = start_draining(paths, settings, record, ranks)
+    if_refused.callback(end_draining, drainer)
     fast, taken, held = None, run.slots.values(), run.manifests
     if tier[0] is not None:
         fast = FastTier(tier[0], ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)
@@ -77,6 +82,7 @@ def _checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str
     if out_of_reach := [manifest.name for manifest in run.manifests if manifest not in held]:
         _tell_what_is_out_of_reach(out_of_reach, tier[1], ranks)
     snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
+    if_refused.callback(snapshots.close)
     in_slots = run.slots if fast is not None else {}
     catalogue = Catalogue(settings.probation, [_as_held(run, item, in_slots.get(item.name)) for item in held])
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
@@ -102,21 +108,36 @@ def _tell_what_is_out_of_reach(names: list[str], why: str, ranks: Ranks) -> None
 
 
 class GuardAssembly:
-    """All that a guard is made of, for the run that it has attached to. Making it is collective."""
+    """All that a guard is made of, for the run that it has attached to. Making it is collective.
+
+    if_refused: gets what the caller must do where this raises an error for the reader. The script may catch that and go
+    on, without a guard or with another one.
+    """
 
     def __init__(
-        self, run: AttachedRun, state: TrainingState, model: nn.Module, loader: Any, max_steps: int | None
+        self,
+        run: AttachedRun,
+        state: TrainingState,
+        model: nn.Module,
+        loader: Any,
+        max_steps: int | None,
+        if_refused: ExitStack,
     ) -> None:
+        if run.lock is not None:
+            if_refused.callback(run.lock.release)
+        if_refused.callback(run.record.close)
         self._run, self._state, self._model = run, state, model
         self.departure = Departure()
         cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
         stop, heartbeat, rank = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt), run.ranks.rank
         failure = run.paths.failure(run.attempt, rank)
         self._failures = FailureRecorder(failure, rank, run.attempt, heartbeat.activity, cursor)
+        for let_go in (heartbeat.stop, partial(heartbeat.end, in_hand=False), self._failures.leave, stop.withdraw):
+            if_refused.callback(let_go)
         layers, skips = Layers(state.model), SkipList(run)
         updates = Updates(optimizer, objects.get("scaler"), model, layers)
         self._batches = Batches(run, loader, cursor, skips)
-        self._checkpoints = _checkpoint_side(run, state, heartbeat.turn_to)
+        self._checkpoints = _checkpoint_side(run, state, heartbeat.turn_to, if_refused)
         manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
         evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
         self._pulse = pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))

@@ -4,6 +4,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -64,6 +65,7 @@ class Guard(ScriptSide):
         run: str | os.PathLike[str] | None = None,
         **others: Any,
     ) -> None:
+        if_refused = ExitStack()
         try:
             ranks = attaching.meet()
             settings, objects = arguments.settings_and_objects(others)
@@ -76,8 +78,9 @@ class Guard(ScriptSide):
             state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
             state.check()  # refuses now what could not be kept later
             attached = attaching.attach(attaching.run_paths(run), state, ranks, settings)
-            super().__init__(attached, state, model, loader, end)
+            super().__init__(attached, state, model, loader, end, if_refused)
         except RollbackError as error:
+            if_refused.close()
             attaching.refuse(error)
         end_with_supervisor(weak_hook(self._last.keep))
         atexit.register(self.close)

@@ -1,6 +1,9 @@
 """What a guard is made with: refusals in their order, and what it keeps of where it is made."""
 
 import json
+import signal
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ from rollback.errors import UsageError
 from rollback.facts.training import Committed, Dropped
 from rollback.inspect.ring.checkpoints import read_held
 from rollback.rundir.paths import RunPaths
+from rollback.train.snapshots import drift
 from rollback.train.start.arguments import check_devices
 
 
@@ -260,3 +264,25 @@ def test_what_a_script_draws_behind_its_guard_is_the_same_at_each_start(tmp_path
     first, resumed = drawn(leave_at=6), drawn(leave_at=None)
     assert torch.equal(first[0], resumed[0])
     assert not torch.equal(first[1], resumed[1]), "the loop goes on with the random states of the checkpoint"
+
+
+def test_a_guard_that_is_refused_when_it_has_attached_leaves_the_process_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the script that catches this would ignore SIGTERM from then on, and its next guard find the run in use."""
+
+    def refuse(*_: Any) -> None:
+        raise UsageError("not alike")
+
+    monkeypatch.setattr(sys, "excepthook", print)
+    before = signal.getsignal(signal.SIGTERM), sys.excepthook
+    with monkeypatch.context() as made_unlike:
+        made_unlike.setattr(drift, "require_alike", refuse)
+        with pytest.raises(UsageError, match="not alike"):
+            guard(tmp_path / "run")
+    assert (signal.getsignal(signal.SIGTERM), sys.excepthook) == before
+    for thread in threading.enumerate():
+        if thread.name in ("rollback-life", "rollback-heartbeat", "rollback-drainer"):
+            thread.join(10)
+            assert not thread.is_alive(), thread.name
+    guard(tmp_path / "run").close()
