@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,7 +80,6 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
             hint=_in_place_of(optimizer),
         )
     check_averaging(model, objects)
-    check_devices(parameter.device for parameter in model.parameters())
 
 
 def _in_place_of(wrapper: object) -> str:
@@ -91,16 +90,6 @@ def _in_place_of(wrapper: object) -> str:
         return "it takes a torch.optim.Optimizer; a wrapper usually has the real one in an attribute"
     both = ", and the wrapper by a name of its own (wrapper=optimizer)" if isinstance(wrapper, Stateful) else ""
     return f"hand over as optimizer= the torch optimizer inside it, optimizer.{inner}{both}; go on stepping the wrapper"
-
-
-def check_devices(devices: Iterable[torch.device]) -> None:
-    """Raise UsageError where one process trains on several GPUs: copies are made on a stream of one device."""
-    on_gpus = sorted({str(device) for device in devices if device.type == "cuda"})
-    if len(on_gpus) > 1:
-        raise UsageError(
-            f"the model lies on {len(on_gpus)} GPUs of this process: {', '.join(on_gpus)}",
-            hint="a rank trains on one GPU: shard the model over ranks with torch.distributed.fsdp.fully_shard (FSDP2)",
-        )
 
 
 def check_whole(item: object, name: str) -> None:

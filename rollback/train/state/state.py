@@ -15,13 +15,14 @@ from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
 from rollback.train.sharded import HeldByFsdp, is_sharded, local_of
 from rollback.train.state import module_buffers, tree
-from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, take_parts, tensor_in_words
+from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, require_one_gpu, take_parts, tensor_in_words
 from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.script_rates import ScriptRates
 from rollback.train.state.stateful import Stateful, load_into, load_optimizer, tensors_of_state
 from rollback.train.state.tree import memory_of
+from rollback.train.updates.learning_rate import RateReader
 from rollback.train.updates.wanted_gradients import WantedGradients
 from rollback.train.updates.wrappers import unwrap
 
@@ -80,7 +81,7 @@ class TrainingState:
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
-        self.script_rates = ScriptRates(objects.values())
+        self.script_rates, self._rate_reader = ScriptRates(objects.values()), RateReader()
         self.kept = KeptByScript()
         self.not_in_checkpoint: list[str] = []
         """Buffers without a value in the last `load`; they did not change."""
@@ -235,7 +236,7 @@ class TrainingState:
 
     def check(self) -> None:
         """Raise UsageError for what a checkpoint cannot keep, and for trained parameters that it would not keep."""
-        image = self.image()
+        require_one_gpu((image := self.image()).tensors)
         for name, item in self.model.named_parameters():
             if not can_be_written(local_of(item)):
                 raise UsageError(
@@ -338,13 +339,12 @@ class TrainingState:
         counters = self.counters
         if (given := self.optimizer.param_groups[0].get("lr")) is None:
             return Hint.NONE  # an optimizer that finds its step by itself
-        rate = float(given)
+        rate = self._rate_reader.read(given)
         hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
         first = counters.first_rate = rate if counters.step == 0 else counters.first_rate
         before = None if epoch_began else counters.learning_rate
         self.script_rates.note(counters.step, self.cursor.epoch, rate, before, first)
-        counters.learning_rate = rate
-        counters.highest_rate = max(rate, counters.highest_rate or rate)
+        counters.learning_rate, counters.highest_rate = rate, max(rate, counters.highest_rate or rate)
         return hint
 
     def restore_random_states(self) -> None:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from rollback.facts.training import Committed, Dropped
 from rollback.inspect.ring.checkpoints import read_held
 from rollback.rundir.paths import RunPaths
 from rollback.train.snapshots import drift
-from rollback.train.start.arguments import check_devices
+from rollback.train.state import state
+from rollback.train.state.image import require_one_gpu
 
 
 def guard(run: Path, **others: Any) -> rollback.Guard:
@@ -35,10 +37,22 @@ def test_a_setting_that_cannot_be_is_refused_before_the_loader_is_looked_at(tmp_
         guard(tmp_path / "run", probation=3, loader=object())
 
 
-def test_a_model_on_several_gpus_of_one_process_is_refused() -> None:
-    with pytest.raises(UsageError, match="the model lies on 2 GPUs of this process: cuda:0, cuda:1"):
-        check_devices(map(torch.device, ("cpu", "cuda:1", "cuda:0", "cuda:1")))
-    check_devices(map(torch.device, ("cpu", "cuda:1", "cuda:1")))
+def test_what_lies_on_several_gpus_of_one_process_is_refused() -> None:
+    def on(*devices: str) -> Any:
+        return [SimpleNamespace(device=torch.device(device)) for device in devices]
+
+    with pytest.raises(UsageError, match="what the guard keeps lies on 2 GPUs of this process: cuda:0, cuda:1"):
+        require_one_gpu(on("cpu", "cuda:1", "cuda:0", "cuda:1"))
+    require_one_gpu(on("cpu", "cuda:1", "cuda:1"))
+
+
+def test_of_named_objects_it_is_looked_at_too_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a reference model on another GPU."""
+    seen: list[int] = []
+    monkeypatch.setattr(state, "require_one_gpu", lambda tensors: seen.append(len(tensors)))
+    guard(tmp_path / "alone").close()
+    guard(tmp_path / "beside", reference=nn.Linear(1, 1)).close()
+    assert seen[1] == seen[0] + 2
 
 
 def test_a_model_that_takes_no_hooks_is_refused_in_words(tmp_path: Path) -> None:
