@@ -7,21 +7,23 @@ same point; its result is the same on all ranks.
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from rollback import errors
 from rollback.config import ENV_APART, ENV_RUN, host_name
-from rollback.errors import UsageError
+from rollback.errors import RollbackError, UsageError
 
 _PARCEL = 32 << 20  # bytes in one broadcast: small tensors together, large ones in parts
 _PATIENCE, _MOMENT = 2.0, 0.0002  # seconds
+_T = TypeVar("_T")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -127,6 +129,23 @@ class Ranks:
             dist.all_reduce(numbers)
             handed.take_back()
 
+    def agreed(self, act: Callable[[], _T]) -> _T:
+        """Collective: what `act` gives on this rank, where it gives something on every rank.
+
+        Raises, on all ranks, the error for the reader that it raises on the first rank that has one: else that rank
+        would leave, and the others wait for it. `act` must not be collective where it may raise on some ranks alone.
+        """
+        given: list[_T] = []
+        met: RollbackError | None = None
+        try:
+            given.append(act())
+        except RollbackError as error:
+            met = error
+        told = self.from_each(met and [_name_of(type(met)), met.fields])
+        for kind, fields in filter(None, told):
+            raise getattr(errors, kind)(**fields) from met
+        return given[0]
+
     def first_fault(self, fault: str | None) -> str | None:
         """Collective: the fault of the first rank that has one; None: no rank has one."""
         return next(filter(None, self.from_each(fault)), None)
@@ -198,6 +217,11 @@ class Ranks:
         handed = Handed(buffer)
         dist.broadcast(buffer, src=source)
         handed.take_back()
+
+
+def _name_of(kind: type[RollbackError]) -> str:
+    """Of a class that all rooms know, for an error of one's own."""
+    return next(one.__name__ for one in kind.__mro__ if hasattr(errors, one.__name__))
 
 
 def _device_of_group() -> torch.device:

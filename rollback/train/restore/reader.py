@@ -76,7 +76,7 @@ class Whole:
     def _own(self) -> ShardReader:
         return self.shards[source_of(self._rank, len(self.shards))]
 
-    def load(self, ranks: Ranks, state: TrainingState) -> CheckpointDamaged | None:
+    def load(self, ranks: Ranks, state: TrainingState) -> None:
         live, find = state.live_tensors(), state.places()
         room = rooms(live, find)
 
@@ -100,7 +100,6 @@ class Whole:
         with reading(ranks) as reads:
             shared, local = self._decode(plain, sharded, lambda key: self.frozen.take(key, plain))
         state.load(shared, local_for(local, self._rank, len(self.shards)))
-        return None
 
     def close(self) -> None:
         for shard in self.shards:
@@ -199,7 +198,7 @@ class Parted:
         self._wanted, self._wanted_parts = list(wanted), list(wanted_parts)
         return None
 
-    def load(self, ranks: Ranks, state: TrainingState) -> CheckpointDamaged | None:
+    def load(self, ranks: Ranks, state: TrainingState) -> None:
         live, find = state.live_tensors(), state.places()
         room = rooms(live, find)
         sources: dict[str, int] = {}
@@ -214,7 +213,7 @@ class Parted:
             likes[key], sources[key] = like, ranks.rank if ranks.rank in holders else holders[0]
         # Before anybody waits for a tensor that does not come.
         if (fault := ranks.first_fault(fault)) is not None:
-            return CheckpointDamaged(fault)
+            raise CheckpointDamaged(fault)
         asked = ranks.from_each([[source, key] for key, source in sources.items() if source != ranks.rank])
         own = {key for key, source in sources.items() if source == ranks.rank}
         own |= {key for wants in asked for source, key in wants if source == ranks.rank}
@@ -232,7 +231,7 @@ class Parted:
         except CheckpointDamaged as error:
             fault = error.message
         if (fault := ranks.first_fault(fault)) is not None:
-            return CheckpointDamaged(fault)
+            raise CheckpointDamaged(fault)
         found = {key: item for key, item in read.items() if sources.get(key, ranks.rank) == ranks.rank}
         for source in range(ranks.world_size):
             keys = [key for key in self._wanted if self._owner[key] == source]
@@ -247,7 +246,6 @@ class Parted:
                     found |= self._receive(source, rank, read, wanted, ranks)
         parts = {key: sharded_like(found[key].to(local_of(like).device), like) for key, like in likes.items()}
         state.load(tree.decode(self._shared, found.__getitem__, parts.__getitem__), local)
-        return None
 
     def close(self) -> None:
         self._shard.close()

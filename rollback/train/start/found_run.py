@@ -223,18 +223,20 @@ def _require_one_run(paths: RunPaths, identity: dict[str, Any] | None, ranks: Ra
 
     identity: the content of rank 0's run.json; None: the run begins.
     """
-    fault, hint = None, "name another directory with --run DIR there; nothing was changed"
-    if ranks.first_in_directory and not ranks.first:
+
+    def require_own() -> None:
+        hint = "name another directory with --run DIR there; nothing was changed"
         try:
             own = read_identity(paths)
-            expected = identity["run_id"] if identity is not None else None
-            if own is not None and own.run_id != expected:
-                there = f"run {expected}" if expected is not None else "no run yet"
-                fault = (
-                    f"the run directory {paths.root} on {host_name()} belongs to run {own.run_id}; rank 0's, and the "
-                    f"ring, have {there}"
-                )
         except RollbackError as error:
-            fault = f"on {host_name()}: {error.message}"
-    if (found := ranks.first_fault(fault)) is not None:
-        raise RunDoesNotFit(found, hint=hint)
+            raise RunDoesNotFit(f"on {host_name()}: {error.message}", hint=hint) from error
+        expected = identity["run_id"] if identity is not None else None
+        if own is not None and own.run_id != expected:
+            there = f"run {expected}" if expected is not None else "no run yet"
+            raise RunDoesNotFit(
+                f"the run directory {paths.root} on {host_name()} belongs to run {own.run_id}; rank 0's, and the ring, "
+                f"have {there}",
+                hint=hint,
+            )
+
+    ranks.agreed(require_own if ranks.first_in_directory and not ranks.first else lambda: None)

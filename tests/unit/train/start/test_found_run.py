@@ -18,7 +18,7 @@ from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.tiers import Located
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, StateRefused
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.sentinel import Sentinel
 from rollback.train.catalogue.catalogue import CheckpointPlace
@@ -220,6 +220,24 @@ def test_a_rank_that_cannot_read_after_all_tells_the_others_before_anybody_waits
         require_equal(state, two.saved[rank])
     failing[0] = 1000
     assert [result.fault.message for result in two.restore(states)] == ["the memory fails"] * 2
+
+
+def test_what_the_objects_of_one_rank_refuse_ends_the_restore_on_all(
+    two: TwoHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that rank would leave, and the others wait for it until their collective's time is over."""
+    states = [state_of(2, rank) for rank in range(2)]
+
+    def refuse(*_: Any) -> None:
+        raise StateRefused("not of this kind", hint="make it anew")
+
+    def restored(rank: int) -> str | None:
+        with pytest.raises(StateRefused, match="not of this kind") as refused:
+            restore(two.name, [two.place(rank)], two.ranks[rank], states[rank])
+        return refused.value.hint
+
+    monkeypatch.setattr(states[1], "load", refuse)
+    assert two.both(restored) == ["make it anew", "make it anew"]
 
 
 def test_what_every_host_has_in_the_same_slot_counts() -> None:

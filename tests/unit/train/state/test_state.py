@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
+from rollback.errors import CheckpointDamaged, RunDoesNotFit, StateRefused, UsageError
 from rollback.sentinel import Hint, Sentinel
 from rollback.train.data.cursor import cursor_for
 from rollback.train.snapshots.capture import owners
@@ -18,7 +18,6 @@ from rollback.train.state import tree
 from rollback.train.state.held import HeldState
 from rollback.train.state.image import Image
 from rollback.train.state.state import TrainingState
-from rollback.train.state.stateful import StateRefused
 
 
 def state_of(seed: int, **objects: Any) -> TrainingState:
