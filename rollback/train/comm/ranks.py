@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +21,12 @@ from torch.distributed.constants import default_pg_timeout
 from rollback import errors
 from rollback.config import ENV_APART, ENV_RUN, host_name
 from rollback.errors import RollbackError, UsageError
+from rollback.system.threads import in_daemon
 
 _PARCEL = 32 << 20  # bytes in one broadcast: small tensors together, large ones in parts
 _PATIENCE, _MOMENT = 2.0, 0.0002  # seconds
+MEET_EVERY = 0.2
+"""Seconds after which ranks meet again while one of them does what takes long."""
 _T = TypeVar("_T")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -145,6 +149,19 @@ class Ranks:
         for kind, fields in filter(None, told):
             raise getattr(errors, kind)(**fields) from met
         return given[0]
+
+    def first_does(self, act: Callable[[], _T]) -> _T | None:
+        """Collective: what `act` gives on rank 0; None on the others. Raises as `agreed`.
+
+        For what takes long, such as a download. Rank 0 acts in a thread, and all ranks meet several times a second
+        meanwhile: none waits in a collective for longer than that has time.
+        """
+        if not self.distributed:
+            return act()
+        ended = in_daemon(act, "rollback-first") if self.first else None
+        while not self.all_of(ended is None or bool(wait([ended], MEET_EVERY).done)):
+            pass
+        return self.agreed(lambda: ended.result() if ended is not None else None)
 
     def first_fault(self, fault: str | None) -> str | None:
         """Collective: the fault of the first rank that has one; None: no rank has one."""
