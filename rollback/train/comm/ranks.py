@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -212,6 +213,22 @@ class Ranks:
         mine = torch.frombuffer(bytearray(body.ljust(room)), dtype=torch.uint8).to(self.device)
         all_of_them = self._gather(mine).numpy()
         return [json.loads(bytes(item[:length])) for item, length in zip(all_of_them, sizes, strict=True)]
+
+    def exchanged(self, value: Any, others: Iterable[int]) -> dict[int, Any]:
+        """The JSON values of these ranks, each of which names this one, too. It costs nothing on others.
+
+        Collective for them. Each rank takes its pairs in one order, as in `spread`.
+        """
+        body = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        given: dict[int, Any] = {}
+        for source, to in sorted(pair for rank in {*others} - {self.rank} for pair in permutations((rank, self.rank))):
+            size = torch.tensor([len(body)], device="cpu")
+            self.spread([size], source, to)
+            text = body if source == self.rank else torch.zeros(int(size), dtype=torch.uint8, device="cpu")
+            self.spread([text], source, to)
+            if source != self.rank:
+                given[source] = json.loads(bytes(text.numpy()))
+        return given
 
     def _gather(self, mine: Tensor) -> Tensor:
         """Each rank's as a row, on the host: the device is waited for once, and not for each rank."""

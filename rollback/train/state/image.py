@@ -19,6 +19,8 @@ from rollback.train.state.tree import Json
 PARAMETERS = "shared/model/"
 STILL = (PARAMETERS, "shared/optimizer/state/")
 """What changes in an optimizer's step and nowhere else."""
+LOCAL = "local/"
+"""What each rank stores for itself."""
 BUFFERS = ("local/buffers/", "local/nonpersistent_buffers/")
 IN_PLACE = (*STILL, *BUFFERS)
 """What a restore writes into the tensors that are there."""
