@@ -28,7 +28,7 @@ from rollback.train.ending import TrainingEnd
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
-from rollback.train.incidents.rollback import Rewinder, needs_rehearsal
+from rollback.train.incidents.rewinder import Rewinder, needs_rehearsal
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.pass_rehearsal import PassRehearsal
 from rollback.train.prober import Prober

@@ -13,18 +13,18 @@ from torch import nn
 
 from rollback.errors import RollbackError
 from rollback.train import drill
-from rollback.train.catalogue.draining import at_exit, end_draining
+from rollback.train.catalogue.draining import end_draining
 from rollback.train.data.cursor import cursor_for
 from rollback.train.data.passes import Again, PassState
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, Undo
 from rollback.train.prober import NO_BATCH
-from rollback.train.process.stopping import end_with_supervisor
+from rollback.train.process.stopping import at_exit, end_with_supervisor
 from rollback.train.run import supervised
 from rollback.train.script_side import PassIterator, ScriptSide, refusing
 from rollback.train.start import arguments
 from rollback.train.start import attach as attaching
-from rollback.train.state.rank_allocation import rank_allocation
+from rollback.train.state.adalora import rank_allocation
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.hooks import weak_hook
 

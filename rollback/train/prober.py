@@ -22,7 +22,7 @@ from rollback.train.comm.pulse import Pulse
 from rollback.train.incidents.decisions import Decision
 from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.kept_updates import KeptUpdate
-from rollback.train.incidents.rollback import Rewinder
+from rollback.train.incidents.rewinder import Rewinder
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import is_sharded
 from rollback.train.state.held import HeldGradients, HeldState

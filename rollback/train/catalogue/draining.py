@@ -2,10 +2,7 @@
 
 import json
 import os
-import threading
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, on_record
@@ -103,18 +100,6 @@ def end_draining(drainer: Drainer | Helper | None) -> None:
         drainer.give_up()
     drainer.close()
     drainer.wait(Phase.CLOSED, _PATIENCE_AT_THE_END)
-
-
-def at_exit(act: Callable[[], object]) -> None:
-    """Call this method when the interpreter ends, while threads still work, if its object still exists then.
-
-    Functions of `atexit` run later, when executors accept no work any more. The S3 client (asyncio) needs one to look
-    up hosts.
-    """
-    register: Any = getattr(threading, "_register_atexit", None)
-    if register is not None:
-        method = weakref.WeakMethod(act)
-        register(lambda: (still_there := method()) and still_there())
 
 
 def _is_the_operators() -> bool:

@@ -23,6 +23,7 @@ from rollback.rundir.records import metric_line
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Sentinel, Verdict
 from rollback.sentinel.probe import OpenQuestion, ProbeAnswer, damaged
+from rollback.sentinel.scaler import ScaleWatch
 from rollback.suspects import MOST
 from rollback.train.comm.beat import NO_GAUGES, Beat, Gauges, beat_of
 from rollback.train.comm.pulse import Pulse
@@ -37,7 +38,6 @@ from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.nonfinite import FiniteCheck, union
 from rollback.train.updates.advice import Advisor
-from rollback.train.updates.scaler import ScaleWatch
 
 _ACTED_ON = (Kind.SPIKE, Kind.NONFINITE)
 _USUAL = 9  # the last updates, by which a whole one is told from one that an epoch's end made shorter or longer

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rollback.config import Settings, host_name, settings_from, spelt
 from rollback.errors import UsageError, WrongSetting
 from rollback.rundir import seal
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
-from rollback.train.sharded import is_sharded
 from rollback.train.state.stateful import Stateful
 
 _OF_A_HOST = {"fast_tier", "evidence_limit", "init"}
@@ -191,28 +190,3 @@ def sentinel_for(settings: Settings) -> Sentinel:
             hint=f"set it to {sentinel.patience + 1} or more",
         )
     return sentinel
-
-
-def scalar(value: Tensor | float, what: str) -> Tensor | float:
-    """The observed number, without its graph; a tensor where a device has it, for which nobody is to wait. Raises
-    UsageError for other values.
-
-    A copy: it is read when the step has ended, and for an incident many steps later. A CUDA graph writes its next loss
-    to the same memory, and a script may add losses up in a tensor that it sets to zero behind this.
-    """
-    if not isinstance(value, Tensor):
-        try:
-            return float(operator.pos(value))  # of a text, float() would make a number
-        except TypeError as error:
-            raise UsageError(
-                f"guard.observe got a {what} that is a {type(value).__name__}; it takes one number, or a tensor of one",
-                hint="models that return several things have the loss in one of them, for example output.loss",
-            ) from error
-    if value.numel() != 1 or value.is_complex():
-        kind = "that is a complex number" if value.is_complex() else f"of shape {list(value.shape)}"
-        raise UsageError(
-            f"guard.observe got a {what} {kind}; it takes one real number",
-            hint=f"reduce it first, for example {what}.mean()",
-        )
-    whole: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
-    return float(whole.item()) if whole.is_cpu else whole.detach().reshape(()).clone()

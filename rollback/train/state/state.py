@@ -15,6 +15,7 @@ from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
 from rollback.train.sharded import HeldByFsdp, is_sharded, local_of
 from rollback.train.state import module_buffers, tree
+from rollback.train.state.ddp_broadcasts import DdpBroadcasts
 from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, require_one_gpu, take_parts, tensor_in_words
 from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
@@ -73,7 +74,7 @@ class TrainingState:
         self.fsdp = HeldByFsdp(self.modules.values())
         self.fsdp.reshard()
         self.gradients = WantedGradients(self.modules)
-        self.broadcasts = module_buffers.Broadcasts({"model": model, **objects})
+        self.broadcasts = DdpBroadcasts({"model": model, **objects})
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""
         self._own_memory = {memory_of(item) for item in self._kept_buffers()}
@@ -244,9 +245,8 @@ class TrainingState:
                     "can be loaded into it",
                     hint="give it memory of its own, for example nn.Parameter(value.clone())",
                 )
-        kept = {*map(id, self.parameters)}
+        kept, trained = {*map(id, self.parameters)}, self.trained
         memory = {memory_of(item) for item in image.tensors}
-        trained = self.trained
         lost = [item for item in trained if id(item) not in kept and memory_of(item) not in memory]
         if not lost:
             return
