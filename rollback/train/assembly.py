@@ -31,7 +31,8 @@ from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rewinder import Rewinder, needs_rehearsal
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.pass_rehearsal import PassRehearsal
-from rollback.train.prober import Prober
+from rollback.train.probe.batches import KeptUpdates
+from rollback.train.probe.prober import Prober
 from rollback.train.process.failure_record import FailureRecorder
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.process.stopping import Departure, StopRequest
@@ -146,9 +147,10 @@ class GuardAssembly:
         if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
             state.kept.keep_generators(generators)
         self._unkept = Unkept(state, generators, variables)
+        kept = KeptUpdates(wanted=run.settings.probe and not run.settings.observe_only)
         self._judge = Judge(
             run, pulse, state.sentinel, state.finite, manager, evidence,
-            Advisor(state.model, optimizer, layers, self._unkept), skips, cursor.batch, max_steps,
+            Advisor(state.model, optimizer, layers, self._unkept), skips, kept.judged, cursor.batch, max_steps,
         )  # fmt: skip
         lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
@@ -166,12 +168,12 @@ class GuardAssembly:
         rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)
         self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
         self._pass_rehearsal = PassRehearsal(state, self._step_in_progress, self._rewinder, schedule)
-        self._prober = Prober(run, model, state, pulse, self._judge, self._rewinder, self._step_in_progress)
+        self._prober = Prober(run, model, state, pulse, kept, self._judge, self._rewinder, self._step_in_progress)
         # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
         # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
         self._rewinder.before = self._last.note_change
         self._rewinder.subscribers += [
-            self._last.rollback_applied, self._judge.kept.rollback_applied,
+            self._last.rollback_applied, kept.rollback_applied,
             evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
             self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
             self._step_in_progress.rollback_applied, schedule.rollback_applied, lowered_rate.rollback_applied,

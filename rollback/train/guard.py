@@ -18,7 +18,7 @@ from rollback.train.data.cursor import cursor_for
 from rollback.train.data.passes import Again, PassState
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, Undo
-from rollback.train.prober import NO_BATCH
+from rollback.train.probe.prober import NO_BATCH
 from rollback.train.process.stopping import at_exit, end_with_supervisor
 from rollback.train.run import supervised
 from rollback.train.script_side import PassIterator, ScriptSide, refusing
