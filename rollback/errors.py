@@ -165,6 +165,10 @@ class CheckpointOutOfReach(CheckpointUnreadable, exit_code=ExitCode.RESUMABLE):
     speaks against the checkpoint, and no other one could be had."""
 
 
+class StateRefused(RollbackError):
+    """An object did not load the state that the checkpoint has of it: mostly the state of an object of another kind."""
+
+
 LET_IT_BE_READ = (
     "nothing was changed, and the checkpoint may be sound: let the user that runs the job read it (chown, chmod), then "
     "run the same command again; to go on from an older one, move it out of the ring"

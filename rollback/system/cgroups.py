@@ -1,5 +1,6 @@
 """What the kernel's control groups say of a process: in which it is, and how many processors they grant."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,3 +37,9 @@ def granted_cores() -> float | None:
         return int(granted) / int(period)
     except (OSError, ValueError):
         return None
+
+
+def cores_here() -> int:
+    """That this process, and with it the others of its host, may use."""
+    affinity, granted = len(os.sched_getaffinity(0)), granted_cores()
+    return affinity if granted is None else min(affinity, max(1, int(granted)))

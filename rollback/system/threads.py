@@ -1,11 +1,15 @@
-"""Starting a thread where the system may refuse it (`ulimit -u`, a container's limit of processes), and a thread that
-does something again and again."""
+"""Starting a thread where the system may refuse it (`ulimit -u`, a container's limit of processes), one whose result is
+waited for, and one that does something again and again."""
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeVar
 
 from rollback.errors import RollbackError
+
+_T = TypeVar("_T")
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -18,6 +22,21 @@ def start_thread(thread: threading.Thread) -> None:
             f"starting a thread ({thread.name}): {error}",
             hint="raise the limit of processes, of which each thread is one: ulimit -u, or the container's (pids)",
         ) from error
+
+
+def in_daemon(act: Callable[[], _T], name: str) -> "Future[_T]":
+    """What comes of `act`, which begins at once in a thread of this name. The thread cannot keep the process from
+    ending. Raises RollbackError as `start_thread`."""
+    ended: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            ended.set_exception(error)
+
+    start_thread(threading.Thread(target=run, name=name, daemon=True))
+    return ended
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The assembly of a guard: what it is made of, and in which order its members hear of a rollback."""
 
-import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
 from rollback.system.frames import own_variables
 from rollback.train.catalogue.catalogue import Catalogue, HeldAtStart
-from rollback.train.catalogue.draining import start_draining
+from rollback.train.catalogue.draining import end_draining, start_draining
 from rollback.train.catalogue.remote import HostCopies, RemoteRing
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
@@ -27,10 +28,12 @@ from rollback.train.ending import TrainingEnd
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
-from rollback.train.incidents.rollback import Rewinder, needs_rehearsal
+from rollback.train.incidents.rewinder import Rewinder, needs_rehearsal
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.pass_rehearsal import PassRehearsal
-from rollback.train.prober import Prober
+from rollback.train.probe.batches import KeptUpdates
+from rollback.train.probe.prober import Prober
+from rollback.train.process.failure_record import FailureRecorder
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.process.stopping import Departure, StopRequest
 from rollback.train.run import AttachedRun
@@ -64,11 +67,14 @@ class CheckpointSide:
     """Copies checkpoints to the durable ring; None: another process does."""
 
 
-def _checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str], None]) -> CheckpointSide:
+def _checkpoint_side(
+    run: AttachedRun, state: TrainingState, show: Callable[[str], None], if_refused: ExitStack
+) -> CheckpointSide:
     """Collective: make these parts. show: gets what this rank is doing, for its heartbeat."""
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
     tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
     drainer = start_draining(paths, settings, record, ranks)
+    if_refused.callback(end_draining, drainer)
     fast, taken, held = None, run.slots.values(), run.manifests
     if tier[0] is not None:
         fast = FastTier(tier[0], ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)
@@ -77,6 +83,7 @@ def _checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str
     if out_of_reach := [manifest.name for manifest in run.manifests if manifest not in held]:
         _tell_what_is_out_of_reach(out_of_reach, tier[1], ranks)
     snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
+    if_refused.callback(snapshots.close)
     in_slots = run.slots if fast is not None else {}
     catalogue = Catalogue(settings.probation, [_as_held(run, item, in_slots.get(item.name)) for item in held])
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
@@ -102,19 +109,36 @@ def _tell_what_is_out_of_reach(names: list[str], why: str, ranks: Ranks) -> None
 
 
 class GuardAssembly:
-    """All that a guard is made of, for the run that it has attached to. Making it is collective."""
+    """All that a guard is made of, for the run that it has attached to. Making it is collective.
+
+    if_refused: gets what the caller must do where this raises an error for the reader. The script may catch that and go
+    on, without a guard or with another one.
+    """
 
     def __init__(
-        self, run: AttachedRun, state: TrainingState, model: nn.Module, loader: Any, max_steps: int | None
+        self,
+        run: AttachedRun,
+        state: TrainingState,
+        model: nn.Module,
+        loader: Any,
+        max_steps: int | None,
+        if_refused: ExitStack,
     ) -> None:
+        if run.lock is not None:
+            if_refused.callback(run.lock.release)
+        if_refused.callback(run.record.close)
         self._run, self._state, self._model = run, state, model
         self.departure = Departure()
         cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
-        stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
+        stop, heartbeat, rank = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt), run.ranks.rank
+        failure = run.paths.failure(run.attempt, rank)
+        self._failures = FailureRecorder(failure, rank, run.attempt, heartbeat.activity, cursor)
+        for let_go in (heartbeat.stop, partial(heartbeat.end, in_hand=False), self._failures.leave, stop.withdraw):
+            if_refused.callback(let_go)
         layers, skips = Layers(state.model), SkipList(run)
         updates = Updates(optimizer, objects.get("scaler"), model, layers)
         self._batches = Batches(run, loader, cursor, skips)
-        self._checkpoints = _checkpoint_side(run, state, heartbeat.turn_to)
+        self._checkpoints = _checkpoint_side(run, state, heartbeat.turn_to, if_refused)
         manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
         evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
         self._pulse = pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
@@ -123,14 +147,14 @@ class GuardAssembly:
         if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
             state.kept.keep_generators(generators)
         self._unkept = Unkept(state, generators, variables)
+        kept = KeptUpdates(wanted=run.settings.probe and not run.settings.observe_only)
         self._judge = Judge(
             run, pulse, state.sentinel, state.finite, manager, evidence,
-            Advisor(state.model, optimizer, layers, self._unkept), skips, cursor.batch, max_steps,
+            Advisor(state.model, optimizer, layers, self._unkept), skips, kept.judged, cursor.batch, max_steps,
         )  # fmt: skip
         lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
         self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
-        heartbeat.evaluates = weakref.WeakMethod(self._step_in_progress.evaluates)
         self._passes = Passes(cursor, objects.values(), state.gradients)
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
@@ -140,16 +164,16 @@ class GuardAssembly:
             self._judge.foresee, lambda: updates.telltale, self._unseen,
             lambda: self._step_in_progress.batches >= state.counters.batches_per_step,
         )  # fmt: skip
-        heartbeat.failure_recorder.before_the_end = weak_hook(self._last.raised)
+        self._failures.before_the_end = weak_hook(self._last.raised)
         rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)
         self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
         self._pass_rehearsal = PassRehearsal(state, self._step_in_progress, self._rewinder, schedule)
-        self._prober = Prober(run, model, state, pulse, self._judge, self._rewinder, self._step_in_progress)
+        self._prober = Prober(run, model, state, pulse, kept, self._judge, self._rewinder, self._step_in_progress)
         # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
         # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
         self._rewinder.before = self._last.note_change
         self._rewinder.subscribers += [
-            self._last.rollback_applied, self._judge.kept.rollback_applied,
+            self._last.rollback_applied, kept.rollback_applied,
             evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
             self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
             self._step_in_progress.rollback_applied, schedule.rollback_applied, lowered_rate.rollback_applied,

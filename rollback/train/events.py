@@ -13,7 +13,7 @@ class RollbackCause(Enum):
     PLAN = "plan"
     """An incident, or an operator's request: a plan that was in the journal has been carried out."""
     REHEARSAL = "rehearsal"
-    """The first step of a resumed process was a rehearsal and is done again (`incidents.rollback.needs_rehearsal`)."""
+    """The first step of a resumed process was a rehearsal and is done again (`incidents.rewinder.needs_rehearsal`)."""
     EPOCH_START = "epoch start"
     """The script has run code of its own since a resume or a rollback; the effects are undone."""
     SCREEN = "screen"

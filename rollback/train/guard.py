@@ -4,6 +4,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,18 +13,18 @@ from torch import nn
 
 from rollback.errors import RollbackError
 from rollback.train import drill
-from rollback.train.catalogue.draining import at_exit, end_draining
+from rollback.train.catalogue.draining import end_draining
 from rollback.train.data.cursor import cursor_for
 from rollback.train.data.passes import Again, PassState
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, Undo
-from rollback.train.prober import NO_BATCH
-from rollback.train.process.stopping import end_with_supervisor
+from rollback.train.probe.prober import NO_BATCH
+from rollback.train.process.stopping import at_exit, end_with_supervisor
 from rollback.train.run import supervised
 from rollback.train.script_side import PassIterator, ScriptSide, refusing
 from rollback.train.start import arguments
 from rollback.train.start import attach as attaching
-from rollback.train.state.rank_allocation import rank_allocation
+from rollback.train.state.adalora import rank_allocation
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.hooks import weak_hook
 
@@ -64,6 +65,7 @@ class Guard(ScriptSide):
         run: str | os.PathLike[str] | None = None,
         **others: Any,
     ) -> None:
+        if_refused = ExitStack()
         try:
             ranks = attaching.meet()
             settings, objects = arguments.settings_and_objects(others)
@@ -76,8 +78,9 @@ class Guard(ScriptSide):
             state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
             state.check()  # refuses now what could not be kept later
             attached = attaching.attach(attaching.run_paths(run), state, ranks, settings)
-            super().__init__(attached, state, model, loader, end)
+            super().__init__(attached, state, model, loader, end, if_refused)
         except RollbackError as error:
+            if_refused.close()
             attaching.refuse(error)
         end_with_supervisor(weak_hook(self._last.keep))
         atexit.register(self.close)
@@ -134,7 +137,7 @@ class Guard(ScriptSide):
         self._pass_rehearsal.end()
         again = self._passes.start_pass()
         self._pass_rehearsal.pass_begins(restored=again is not Again.NOTHING)
-        self._step_in_progress.heartbeat.empty_pass = self._passes.epoch
+        self._step_in_progress.heartbeat.activity.empty_pass = self._passes.epoch
         if again is Again.RANDOM_STATES:
             self._state.restore_random_states()
         elif again is Again.EVERYTHING:
@@ -143,7 +146,7 @@ class Guard(ScriptSide):
         for code, text in self._passes.advice():
             self._run.record.advise(code, text)
         loop = PassIterator(self)
-        self._step_in_progress.heartbeat.loop = weakref.ref(loop)
+        self._step_in_progress.heartbeat.activity.loop = weakref.ref(loop)
         return loop
 
     @refusing
@@ -222,9 +225,9 @@ class Guard(ScriptSide):
         if (raised := self._end.raised) is not None and not isinstance(raised, SystemExit):
             self._last.raised(f"rank {self._run.ranks.rank} raised {type(raised).__name__}")
         step = self._step_in_progress
-        step.heartbeat.failure_recorder.record_exit()
+        self._failures.record_exit()
         self._last.leave()
-        if not step.heartbeat.failure_recorder.script_failed:
+        if not step.heartbeat.activity.script_failed:
             self._prober.abandon()
             self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)
         self._pulse.close()
@@ -247,7 +250,7 @@ class Guard(ScriptSide):
         batch = self._batches.read(step, self._judge.timeline, partial(self._step_in_progress.show_batch, "reading"))
         self._prober.keep(step, batch)
         self._end.go_on()
-        self._pass_rehearsal.due, self._step_in_progress.heartbeat.empty_pass = False, None
+        self._pass_rehearsal.due, self._step_in_progress.heartbeat.activity.empty_pass = False, None
         return self._step_in_progress.hand_out(batch)
 
     def _end_step(self) -> Decision | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollback.train.events import RollbackCause
-from rollback.train.incidents.rollback import Rewinder
+from rollback.train.incidents.rewinder import Rewinder
 from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.state.held import HeldGradients, HeldState
 from rollback.train.state.state import TrainingState

@@ -1,20 +1,23 @@
 """The step in progress: what the script has got and reported since the last step's end."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from rollback.errors import UsageError
 from rollback.sentinel import Hint
 from rollback.train.comm.beat import Gauges
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepMark
 from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.process.failure_record import Standing
+from rollback.train.process.activity import Standing
 from rollback.train.process.heartbeat import HeartbeatWriter
-from rollback.train.start.arguments import scalar
+from rollback.train.sharded import is_sharded
 from rollback.train.state.state import TrainingState
+from rollback.train.updates.hooks import weak_hook
 from rollback.train.updates.optimizer import Updates
 
 
@@ -34,6 +37,7 @@ class StepInProgress:
         self._prefetch = prefetch
         self.updates = updates
         self.heartbeat = heartbeat
+        heartbeat.activity.evaluates = weak_hook(self.evaluates)
         self.batch_filters: list[Callable[[Any], Any]] = []
         """Called with each batch on its way to the script. The script gets the result of the last one."""
         self._start(state.kept.phase)
@@ -68,7 +72,7 @@ class StepInProgress:
         counters = self._state.counters
         first = position if self.first_batch is None else self.first_batch
         last = max(position, first + counters.batches_per_step - 1)
-        self.heartbeat.standing = Standing(doing, counters.step, position, first, last, in_hand=True)
+        self.heartbeat.activity.standing = Standing(doing, counters.step, position, first, last, in_hand=True)
 
     def hand_out(self, batch: Any) -> Any:
         """Hand out the batch that was just read to the script. Raises UsageError where that asked too early."""
@@ -187,3 +191,28 @@ class StepInProgress:
         self._state.kept.phase = self._phase  # for what is kept before the next batch
         self._start(self._phase)
         self.updates.forget()
+
+
+def scalar(value: Tensor | float, what: str) -> Tensor | float:
+    """The observed number, without its graph; a tensor where a device has it, for which nobody is to wait. Raises
+    UsageError for other values.
+
+    A copy: it is read when the step has ended, and for an incident many steps later. A CUDA graph writes its next loss
+    to the same memory, and a script may add losses up in a tensor that it sets to zero behind this.
+    """
+    if not isinstance(value, Tensor):
+        try:
+            return float(operator.pos(value))  # of a text, float() would make a number
+        except TypeError as error:
+            raise UsageError(
+                f"guard.observe got a {what} that is a {type(value).__name__}; it takes one number, or a tensor of one",
+                hint="models that return several things have the loss in one of them, for example output.loss",
+            ) from error
+    if value.numel() != 1 or value.is_complex():
+        kind = "that is a complex number" if value.is_complex() else f"of shape {list(value.shape)}"
+        raise UsageError(
+            f"guard.observe got a {what} {kind}; it takes one real number",
+            hint=f"reduce it first, for example {what}.mean()",
+        )
+    whole: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+    return float(whole.item()) if whole.is_cpu else whole.detach().reshape(()).clone()

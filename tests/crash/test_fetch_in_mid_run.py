@@ -29,7 +29,7 @@ ORDINARY: tuple[Manner, ...] = ("once", "for ever", "dies")
 def hurried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storing, "_LONGEST_WAIT", 0.001)
     monkeypatch.setattr(remote, "_PATIENCE", patience(request))
-    monkeypatch.setattr(remote, "_MEET_EVERY", 0.01)
+    monkeypatch.setattr(remote, "MEET_EVERY", 0.01)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drainer, "_FIRST_WAIT", 0.01)
     monkeypatch.setattr(drainer, "_POLL", 0.01)
     monkeypatch.setattr(remote, "_PATIENCE", 0.05)
-    monkeypatch.setattr(remote, "_MEET_EVERY", 0.02)
+    monkeypatch.setattr(remote, "MEET_EVERY", 0.02)
 
 
 def following(run: Path, then: Hook = lambda guard, position: None) -> Hook:

@@ -31,7 +31,7 @@ from rollback.errors import (
     UsageError,
 )
 from rollback.rundir.seal import ENV_SEAL
-from rollback.train.start.arguments import scalar
+from rollback.train.step import scalar
 
 TOY = Toy(samples=120)
 

@@ -2,12 +2,8 @@
 
 import json
 import os
-import threading
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, on_record
 from rollback.config import Settings, settings_text
@@ -15,7 +11,7 @@ from rollback.errors import CheckpointDamaged, RollbackError, message_of
 from rollback.facts.history import History, in_durable_ring
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import Helper
-from rollback.ring.url.fetch import fetch, fetch_checkpoint, read_manifest_at
+from rollback.ring.url.fetch import read_manifest_at
 from rollback.ring.url.store import Store
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
@@ -40,34 +36,6 @@ def reach_ring(settings: Settings) -> Store | None:
     return store
 
 
-def fetch_run(store: Store | None, paths: RunPaths, settings: Settings) -> tuple[str, ...]:
-    """Rank 0, which holds the lock of the run directory: bring it up to date with the ring. Returns and raises as
-    `fetch`.
-
-    If a supervisor has done that before its first attempt, only the checkpoint of a pending rollback may be missing.
-    """
-    if store is not None:
-        return fetch(store, paths, say)
-    if settings.ring is not None:
-        _fetch_planned(settings.ring, paths)
-    return ()
-
-
-def _fetch_planned(url: str, paths: RunPaths) -> None:
-    """Fetch the checkpoint of a pending plan, if the ring has it. If not, an older one will be restored."""
-    pending = fold_journal(paths.train_journal).history.pending
-    name = pending.checkpoint if pending is not None else None
-    if name is None or any(place.name == name and tiers.is_whole(place) for place in tiers.locate(paths)):
-        return
-    try:
-        store = Store(url, patience=_PATIENCE_AT_START)
-        manifest = read_manifest_at(store, name)
-        if manifest is not None:
-            fetch_checkpoint(store, manifest, paths, say)
-    except (RollbackError, OSError) as error:
-        say(f"checkpoint {name}, to which the run was going back, could not be fetched: {message_of(error)}")
-
-
 def only_at_url(
     paths: RunPaths, settings: Settings, history: History, here: Sequence[Manifest]
 ) -> tuple[list[Manifest], str | None]:
@@ -82,8 +50,10 @@ def only_at_url(
         return [], None
     newest = next((manifest.seq for manifest in candidates(history, here)), -1)
     try:
-        there = on_record(history, in_durable_ring(fold_journal(paths.supervisor_journal).history))
-        wanted = [name for name in there if name.seq > newest]
+        there = [*in_durable_ring(fold_journal(paths.supervisor_journal).history)]
+        if history.pending is not None and history.pending.checkpoint is not None:
+            there.append(history.pending.checkpoint)  # whoever has copied it
+        wanted = [name for name in on_record(history, there) if name.seq > newest]
         store = Store(settings.ring, patience=_PATIENCE_AT_START) if wanted else None
         found = [_manifest_at(store, name) for name in wanted] if store is not None else []
     except (RollbackError, OSError) as error:
@@ -130,18 +100,6 @@ def end_draining(drainer: Drainer | Helper | None) -> None:
         drainer.give_up()
     drainer.close()
     drainer.wait(Phase.CLOSED, _PATIENCE_AT_THE_END)
-
-
-def at_exit(act: Callable[[], object]) -> None:
-    """Call this method when the interpreter ends, while threads still work, if its object still exists then.
-
-    Functions of `atexit` run later, when executors accept no work any more. The S3 client (asyncio) needs one to look
-    up hosts.
-    """
-    register: Any = getattr(threading, "_register_atexit", None)
-    if register is not None:
-        method = weakref.WeakMethod(act)
-        register(lambda: (still_there := method()) and still_there())
 
 
 def _is_the_operators() -> bool:

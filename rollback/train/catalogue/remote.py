@@ -6,10 +6,9 @@ the download. If the download fails, the plan is made again without that checkpo
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import asdict
 from typing import Any
 
@@ -24,12 +23,12 @@ from rollback.ring.url.store import Store
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import WRITING, RunPaths
 from rollback.system import files
-from rollback.train.comm.ranks import Ranks
+from rollback.system.threads import in_daemon
+from rollback.train.comm.ranks import MEET_EVERY, Ranks
 from rollback.train.comm.recorder import Recorder, say
 
 _PATIENCE = 30.0  # seconds for which a request that fails is tried again
 _STANDSTILL = 120.0  # seconds without a byte after which a download is given up
-_MEET_EVERY = 0.2
 
 
 class RemoteRing:
@@ -95,8 +94,7 @@ class RemoteRing:
 
 
 class CheckpointDownload:
-    """A rank's download into its run directory. It begins at once, in a daemon thread, so that it cannot keep the
-    process from ending."""
+    """A rank's download into its run directory. It begins at once, in a thread."""
 
     def __init__(self, paths: RunPaths, url: str, name: str) -> None:
         say(f"fetching checkpoint {name} from {url}")
@@ -104,13 +102,12 @@ class CheckpointDownload:
         self._paths, self._url, self._name = paths, url, name
         self._store: Store | None = None
         self._received = 0
-        self._ended: Future[Manifest] = Future()
-        threading.Thread(target=self._run, name="rollback-fetch", daemon=True).start()
+        self._ended = in_daemon(self._fetch, "rollback-fetch")
 
     def look(self) -> dict[str, Any]:
         """Wait a moment. Returns an empty mapping while the download goes on, and `manifest` at its end. If it fails:
         `fault`, and whether the checkpoint is `damaged`; if it is not, no other one can be fetched either."""
-        wait([self._ended], _MEET_EVERY)
+        wait([self._ended], MEET_EVERY)
         if not self._ended.done():
             return self._look_for_movement()
         try:
@@ -129,12 +126,6 @@ class CheckpointDownload:
         if self._store is not None:
             self._store.give_up()
         return {"fault": f"nothing came for {_STANDSTILL:.0f} s", "damaged": False}
-
-    def _run(self) -> None:
-        try:
-            self._ended.set_result(self._fetch())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            self._ended.set_exception(error)
 
     def _fetch(self) -> Manifest:
         store = self._store = Store(self._url, patience=_PATIENCE)

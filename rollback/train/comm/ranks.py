@@ -7,21 +7,28 @@ same point; its result is the same on all ranks.
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from rollback import errors
 from rollback.config import ENV_APART, ENV_RUN, host_name
-from rollback.errors import UsageError
+from rollback.errors import RollbackError, UsageError
+from rollback.system.threads import in_daemon
 
 _PARCEL = 32 << 20  # bytes in one broadcast: small tensors together, large ones in parts
 _PATIENCE, _MOMENT = 2.0, 0.0002  # seconds
+MEET_EVERY = 0.2
+"""Seconds after which ranks meet again while one of them does what takes long."""
+_T = TypeVar("_T")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -127,6 +134,36 @@ class Ranks:
             dist.all_reduce(numbers)
             handed.take_back()
 
+    def agreed(self, act: Callable[[], _T]) -> _T:
+        """Collective: what `act` gives on this rank, where it gives something on every rank.
+
+        Raises, on all ranks, the error for the reader that it raises on the first rank that has one: else that rank
+        would leave, and the others wait for it. `act` must not be collective where it may raise on some ranks alone.
+        """
+        given: list[_T] = []
+        met: RollbackError | None = None
+        try:
+            given.append(act())
+        except RollbackError as error:
+            met = error
+        told = self.from_each(met and [_name_of(type(met)), met.fields])
+        for kind, fields in filter(None, told):
+            raise getattr(errors, kind)(**fields) from met
+        return given[0]
+
+    def first_does(self, act: Callable[[], _T]) -> _T | None:
+        """Collective: what `act` gives on rank 0; None on the others. Raises as `agreed`.
+
+        For what takes long, such as a download. Rank 0 acts in a thread, and all ranks meet several times a second
+        meanwhile: none waits in a collective for longer than that has time.
+        """
+        if not self.distributed:
+            return act()
+        ended = in_daemon(act, "rollback-first") if self.first else None
+        while not self.all_of(ended is None or bool(wait([ended], MEET_EVERY).done)):
+            pass
+        return self.agreed(lambda: ended.result() if ended is not None else None)
+
     def first_fault(self, fault: str | None) -> str | None:
         """Collective: the fault of the first rank that has one; None: no rank has one."""
         return next(filter(None, self.from_each(fault)), None)
@@ -171,21 +208,36 @@ class Ranks:
             return [json.loads(json.dumps(value))]
         body = json.dumps(value).encode()
         size = torch.tensor([len(body)], dtype=torch.int64, device=self.device)
-        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
-        self._gather(sizes, size)
-        room = max(1, *(int(item.item()) for item in sizes))
+        sizes = self._gather(size).flatten().tolist()
+        room = max(1, *sizes)
         mine = torch.frombuffer(bytearray(body.ljust(room)), dtype=torch.uint8).to(self.device)
-        all_of_them = [torch.zeros_like(mine) for _ in range(self.world_size)]
-        self._gather(all_of_them, mine)
-        return [
-            json.loads(bytes(item.cpu().numpy())[: int(length.item())])
-            for item, length in zip(all_of_them, sizes, strict=True)
-        ]
+        all_of_them = self._gather(mine).numpy()
+        return [json.loads(bytes(item[:length])) for item, length in zip(all_of_them, sizes, strict=True)]
 
-    def _gather(self, to: list[Tensor], mine: Tensor) -> None:
+    def exchanged(self, value: Any, others: Iterable[int]) -> dict[int, Any]:
+        """The JSON values of these ranks, each of which names this one, too. It costs nothing on others.
+
+        Collective for them. Each rank takes its pairs in one order, as in `spread`.
+        """
+        body = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        given: dict[int, Any] = {}
+        for source, to in sorted(pair for rank in {*others} - {self.rank} for pair in permutations((rank, self.rank))):
+            size = torch.tensor([len(body)], device="cpu")
+            self.spread([size], source, to)
+            text = body if source == self.rank else torch.zeros(int(size), dtype=torch.uint8, device="cpu")
+            self.spread([text], source, to)
+            if source != self.rank:
+                given[source] = json.loads(bytes(text.numpy()))
+        return given
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """Each rank's as a row, on the host: the device is waited for once, and not for each rank."""
+        rows = mine.new_zeros(self.world_size, len(mine))
+        to = [*rows]
         handed = Handed(*to, mine)
         dist.all_gather(to, mine)
         handed.take_back()
+        return rows.cpu()
 
     def _pass_on(self, buffer: Tensor, source: int, to: int) -> None:
         handed = Handed(buffer)
@@ -199,6 +251,11 @@ class Ranks:
         handed = Handed(buffer)
         dist.broadcast(buffer, src=source)
         handed.take_back()
+
+
+def _name_of(kind: type[RollbackError]) -> str:
+    """Of a class that all rooms know, for an error of one's own."""
+    return next(one.__name__ for one in kind.__mro__ if hasattr(errors, one.__name__))
 
 
 def _device_of_group() -> torch.device:

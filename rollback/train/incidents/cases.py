@@ -11,10 +11,10 @@ from rollback.facts.training import Concluded, Incident, Outcome, Planned, Sampl
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.requests import Request
 from rollback.sentinel import NORM_COLLAPSE, Kind, Verdict
+from rollback.sentinel.scaler import SCALE_COLLAPSE
 from rollback.suspects import left_out_at, quarantine_after, suspects
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.skips import SkipList
-from rollback.train.updates.scaler import SCALE_COLLAPSE
 
 _OTHER_WINDOWS = (NORM_COLLAPSE, SCALE_COLLAPSE)  # of gradient norms and of scales, not of losses
 

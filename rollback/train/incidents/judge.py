@@ -9,7 +9,7 @@ import copy
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from rollback.rundir.evidence import MOST_WITNESSES, witnesses
 from rollback.rundir.records import metric_line
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Sentinel, Verdict
-from rollback.sentinel.probe import OpenQuestion, ProbeAnswer, damaged
+from rollback.sentinel.scaler import ScaleWatch
 from rollback.suspects import MOST
 from rollback.train.comm.beat import NO_GAUGES, Beat, Gauges, beat_of
 from rollback.train.comm.pulse import Pulse
@@ -31,13 +31,11 @@ from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.cases import Cases
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, StepMark, Undo
 from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.incidents.kept_updates import KeptUpdates
 from rollback.train.last_snapshot.write import Foreseen, NotProved
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.nonfinite import FiniteCheck, union
 from rollback.train.updates.advice import Advisor
-from rollback.train.updates.scaler import ScaleWatch
 
 _ACTED_ON = (Kind.SPIKE, Kind.NONFINITE)
 _USUAL = 9  # the last updates, by which a whole one is told from one that an epoch's end made shorter or longer
@@ -45,7 +43,10 @@ _MARKS = 4096  # steps whose batches are remembered; an onset further back is re
 
 
 class Judge:
-    """Judges every step. Methods are collective unless they say otherwise."""
+    """Judges every step. Methods are collective unless they say otherwise.
+
+    judged: told of each step that was judged, with its loss and the sentinel, for what the model may be asked.
+    """
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Judge:
         evidence: IncidentEvidence,
         advisor: Advisor,
         skips: SkipList,
+        judged: Callable[[StepMark, float | None, Sentinel], object],
         batch: int = 0,
         max_steps: int | None = None,
     ) -> None:
@@ -72,6 +74,7 @@ class Judge:
         self._scale = ScaleWatch()
         self._advisor = advisor
         self._finite = finite
+        self._judged = judged
         self._phases = set(run.history.phases)
         self._next_batch = batch
         self._max_steps = max_steps
@@ -83,9 +86,6 @@ class Judge:
         self._turn = 0  # odd while a step is being judged
         self.first = False  # whether each step is judged before the next one begins
         self.beat: Beat | None = None  # the last one that was read
-        self.kept = KeptUpdates(wanted=run.settings.probe and not run.settings.observe_only)
-        self.question: OpenQuestion | None = None
-        """What the model is to be asked about, until it was or could not be."""
 
     def end_step(
         self,
@@ -196,7 +196,7 @@ class Judge:
         if event.cause is RollbackCause.PROBE:
             return
         if event.cause is not RollbackCause.SCREEN:
-            self._verdict, self.question = Kind.HEALTHY, None
+            self._verdict = Kind.HEALTHY
             self._scale.restart()
         self._next_batch = event.batch
         while self._marks and self._marks[-1].step >= event.step:
@@ -217,11 +217,9 @@ class Judge:
         )
         return Rewind(incident, plan, DataStream())
 
-    def call_damaged(self, question: OpenQuestion, answer: ProbeAnswer) -> Decision | None:
-        """The model does worse on what it knew: an incident since the rise began. All steps are judged."""
-        mark = self._marks[-1]
-        verdict = damaged(mark.step, question, answer, self._sentinel.recent())
-        return self._answer(verdict, mark, (), lost=False)
+    def call(self, verdict: Verdict) -> Decision | None:
+        """An incident by what the model was asked. All steps are judged."""
+        return self._answer(verdict, self._marks[-1], (), lost=False)
 
     def leaves_whole_updates(self, batches: int) -> bool:
         """Whether a script that counts its batches is where it was, by its updates, when it has had so many more. Not
@@ -262,9 +260,7 @@ class Judge:
                 self._record.advise(code, text)
         self._verdict = verdict.kind
         self._evidence.suspect(verdict.onset)
-        if self.kept.wanted:
-            self.kept.judged(mark, beat.loss, self._sentinel)
-            self.question = self._sentinel.question(mark.step) or self.question
+        self._judged(mark, beat.loss, self._sentinel)
         calm = self.calm
         self._cases.judge(calm, mark.step, mark.last_batch, mark.batches_per_step)
         self._checkpoints.judge(calm, verdict.onset)

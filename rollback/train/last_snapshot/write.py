@@ -31,6 +31,7 @@ from rollback.facts.training import Tier
 from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.rundir.records import metric_line
 from rollback.system import files
+from rollback.system.cgroups import cores_here
 from rollback.train.last_snapshot.device import NO_DEVICE, Read, device_of
 from rollback.train.last_snapshot.small_state import SharedState, SmallState
 from rollback.train.run import AttachedRun
@@ -38,7 +39,6 @@ from rollback.train.snapshots import drift
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.capture import as_it_is_stored, bytes_of, owners, piece_of
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
 from rollback.train.state.image import PARAMETERS
 from rollback.train.state.module_buffers import all_of

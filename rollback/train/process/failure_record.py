@@ -2,16 +2,17 @@
 (`rollback.rundir.failures`)."""
 
 import builtins
-import functools
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,13 +30,14 @@ from rollback.rundir.failures import (
 )
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
+from rollback.train.process.activity import RankActivity
 
 _OURS = Path(__file__).parents[2]
 _LIBRARIES = [_OURS, *(Path(module.__file__).parent for module in (torch, threading) if module.__file__)]
 """Frames in these folders do not distinguish errors. The last folder is Python's own library."""
 _EXIT_FUNCTIONS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
-_exit_listeners: dict[int, Callable[[SystemExit], object]] = {}
-"""By process: who is told. Processes that the script forks inherit the functions, and tell nobody."""
+_present: "dict[int, FailureRecorder]" = {}
+"""That of a process's last guard. Processes that the script forks inherit the functions, and tell nobody."""
 
 _EMPTY_PASS = (
     "the loop over the guard had no batch in epoch {epoch}: all that was left of it is skipped, or was trained on by "
@@ -53,55 +55,39 @@ _OF_EMPTY = NameError, StopIteration, LookupError, ZeroDivisionError
 """What a script raises that counts on a batch: of a variable, a key or an item that the body makes, of a mean."""
 
 
-class Standing(NamedTuple):
-    """What a rank is doing, and where."""
-
-    doing: str
-    step: int
-    batch: int
-    first: int
-    last: int
-    """The batches of its update, as far as known."""
-    in_hand: bool = False
-    """Whether this batch is read or trained on."""
-
-
 class FailureRecorder:
     """Records every exception that nobody catches, before the earlier hook prints it; and, when the guard is closed, an
     exit with an error in the loop's body, such as `if not math.isfinite(loss): sys.exit(1)`.
 
-    in_loop: whether the script's loop over the guard is still there. evaluates: whether the script evaluates, behind
-    the update of the batch in hand: that batch is not what it works with then.
+    What is raised behind a closed guard counts as well, until the process makes another one: the recorder of the next
+    guard takes the place of this one.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        rank: int,
-        attempt: int,
-        standing: Callable[[], Standing],
-        cursor: Cursor,
-        empty_pass: Callable[[], int | None],
-        in_loop: Callable[[], bool],
-        evaluates: Callable[[], bool],
-    ) -> None:
-        self._path, self._rank, self._attempt, self._standing = path, rank, attempt, standing
-        self._cursor, self._empty_pass, self._in_loop = cursor, empty_pass, in_loop
-        self._evaluates = evaluates
+    def __init__(self, path: Path, rank: int, attempt: int, activity: RankActivity, cursor: Cursor) -> None:
+        self._path, self._rank, self._attempt, self._activity = path, rank, attempt, activity
+        self._cursor = cursor
         self._pid = os.getpid()
         self.before_the_end: Callable[[str], object] = lambda reason: None
         """Called behind the record, with what happened."""
-        self.script_failed = False
-        """Whether an exception that nobody caught, or an exit in the loop's body, has ended the script."""
+        for earlier in [*_present.values()]:
+            earlier.leave()
         self._before = sys.excepthook
-        sys.excepthook = self._on_error
+        self._hook = sys.excepthook = partial(_on_error, weakref.ref(self), sys.excepthook)
         self._exit: FailureRecord | None = None
-        _watch_exits(self._on_exit)
+        _watch_exits()
+        _present[self._pid] = self
 
-    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.script_failed |= os.getpid() == self._pid
+    def leave(self) -> None:
+        """Record nothing from now on: what happens in this process is another run's."""
+        _present.pop(self._pid, None)
+        if sys.excepthook is self._hook:  # else another one calls it
+            sys.excepthook = self._before
+
+    def note_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Nobody has caught this."""
+        self._activity.script_failed = True
         try:
-            if isinstance(error, Exception) and os.getpid() == self._pid:  # not in a process that the script forked
+            if isinstance(error, Exception):
                 self._write(self._account(error))
         finally:
             self._before(kind, error, trace)
@@ -109,21 +95,20 @@ class FailureRecorder:
             if (remark := self._remark(error)) is not None:
                 say(remark)
 
-    def _on_exit(self, error: SystemExit) -> None:
+    def note_exit(self, error: SystemExit) -> None:
         """The script is about to leave. It may still catch this: with the next batch it counts for nothing."""
-        standing = self._standing()
-        self._exit = (
-            self._account(error) if standing.in_hand and standing.doing == "training" and self._in_loop() else None
-        )
+        standing = self._activity.standing
+        in_body = standing.in_hand and standing.doing == "training" and self._activity.loop() is not None
+        self._exit = self._account(error) if in_body else None
 
     def record_exit(self) -> None:
         """The guard is closed: record the exit in the loop's body that this comes of, if it does."""
-        standing, left = self._standing(), self._exit
-        if self.script_failed or left is None or (left.step, left.batch, left.doing) != (
+        standing, left = self._activity.standing, self._exit
+        if self._activity.script_failed or left is None or (left.step, left.batch, left.doing) != (
             standing.step, standing.batch, standing.doing
         ):  # fmt: skip
             return
-        self.script_failed = True
+        self._activity.script_failed = True
         self._write(left)
         self.before_the_end(f"rank {self._rank} left by {left.error}: {left.message}")
 
@@ -142,15 +127,16 @@ class FailureRecorder:
 
     def _empty_epoch(self, error: BaseException) -> int | None:
         """The epoch without a batch of which an error comes. Not where its first one is being read: that may fail."""
-        return self._empty_pass() if isinstance(error, _OF_EMPTY) and not self._standing().in_hand else None
+        activity = self._activity
+        return activity.empty_pass if isinstance(error, _OF_EMPTY) and not activity.standing.in_hand else None
 
     def _account(self, error: Exception | SystemExit) -> FailureRecord:
-        standing, name, message = self._standing(), qualified_name(type(error)), text_of(error)
+        standing, name, message = self._activity.standing, qualified_name(type(error)), text_of(error)
         frames = frames_of(error, _LIBRARIES)
         said = message if (remark := self._remark(error)) is None else f"{message} ({remark})"
         now = time.time()
         reading = standing.doing == "reading"
-        in_hand = standing.in_hand and not self._evaluates()
+        in_hand = standing.in_hand and not self._activity.evaluates()
         samples = self._cursor.in_hand(reading) if in_hand else None
         unreadable = self._cursor.unreadable(samples) if samples and reading else []
         return FailureRecord(
@@ -164,31 +150,41 @@ class FailureRecorder:
         )  # fmt: skip
 
 
-def _watch_exits(listener: Callable[[SystemExit], object]) -> None:
-    """From now on `listener` is told before this process's main thread leaves by `sys.exit`, `exit` or `quit` with an
-    error, in place of an earlier one. The exception has the traceback that it would have.
+def _on_error(
+    recorder: "weakref.ref[FailureRecorder]",
+    before: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """The hook for exceptions, which keeps no recorder alive: each thread remembers the hook of its beginning."""
+    present = _present.get(os.getpid())
+    (present.note_error if present is not None and present is recorder() else before)(kind, error, trace)
+
+
+@cache
+def _watch_exits() -> None:
+    """From now on the present recorder is told before this process's main thread leaves by `sys.exit`, `exit` or `quit`
+    with an error. The exception has the traceback that it would have.
 
     At the end of the process nothing tells: Python calls no hook for a SystemExit, and exit handlers do not learn the
     status. So these functions are watched from within. They know more, too: whether the loop is still there, which it
     is not behind a `break`. What is raised is left as it is. A bare `raise SystemExit(1)` and `os._exit(1)` are not
     seen.
     """
-    if not _exit_listeners:
-        for module, name in _EXIT_FUNCTIONS:
-            if (original := getattr(module, name, None)) is not None:  # `python -S` has no `exit` and no `quit`
-                setattr(module, name, _watched(original))
-    _exit_listeners.clear()
-    _exit_listeners[os.getpid()] = listener
+    for module, name in _EXIT_FUNCTIONS:
+        if (original := getattr(module, name, None)) is not None:  # `python -S` has no `exit` and no `quit`
+            setattr(module, name, _watched(original))
 
 
 def _watched(original: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(original)
+    @wraps(original)
     def watched(*given: Any, **named: Any) -> object:
-        listener = _exit_listeners.get(os.getpid())
+        recorder = _present.get(os.getpid())
         code, *_ = (*given, *named.values(), None)  # exit(code=1) is said, too
         is_error = not (code is None or (isinstance(code, int) and code == 0))
-        if is_error and listener is not None and threading.current_thread() is threading.main_thread():
-            listener(SystemExit(code).with_traceback(_calls_so_far()))
+        if is_error and recorder is not None and threading.current_thread() is threading.main_thread():
+            recorder.note_exit(SystemExit(code).with_traceback(_calls_so_far()))
         return original(*given, **named)
 
     return watched

@@ -25,8 +25,7 @@ from rollback.system.frames import frame_of
 from rollback.system.processes import start_of
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
-from rollback.train.data.cursor import Cursor
-from rollback.train.process.failure_record import FailureRecorder, Standing
+from rollback.train.process.activity import RankActivity, Standing
 
 _EVERY_SECONDS = 0.5
 _PENDING_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
@@ -34,15 +33,14 @@ _FILES = 16  # that all ranks with a board replace in a second, in a directory t
 
 
 class HeartbeatWriter:
-    """Writes this rank's heartbeats while the process lives, its stacks on a signal, and its failure record.
+    """Writes this rank's heartbeats while the process lives, and its stacks on a signal.
 
     Where one process trains several times, the writer of the next guard replaces that of the last guard.
-    failure_recorder: writes the failure record.
     """
 
     _present: "HeartbeatWriter | None" = None
 
-    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, cursor: Cursor) -> None:
+    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int) -> None:
         self._path = paths.heartbeat(ranks.rank)
         self._ranks = ranks
         self._attempt = attempt
@@ -56,24 +54,14 @@ class HeartbeatWriter:
         self._file_every = seconds_between_files(ranks.world_size) if self._cell else _EVERY_SECONDS
         self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
         self._over = threading.Event()
-        self.standing = Standing("attaching", 0, 0, first=0, last=0)
-        """What this rank is doing and where. It is written within half a second."""
-        self.empty_pass: int | None = None
-        """The epoch of a pass over the guard that had no batch, until the next batch."""
-        self.loop: Callable[[], object | None] = lambda: None
-        """The script's loop over the guard; None where it is over or broken off."""
-        self.evaluates: Callable[[], Callable[[], bool] | None] = lambda: None
-        """`StepInProgress.evaluates`, while there is a guard."""
+        self.activity = RankActivity()
+        """What is set there is written within half a second."""
         self._write()
-        self.failure_recorder = FailureRecorder(
-            paths.failure(attempt, ranks.rank), ranks.rank, attempt, lambda: self.standing, cursor,
-            lambda: self.empty_pass, lambda: self.loop() is not None, self._script_evaluates,
-        )  # fmt: skip
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2, all_threads=False)  # then a crash in native code shows its place on stderr
         if HeartbeatWriter._present is not None:
-            HeartbeatWriter._present._over.set()
+            HeartbeatWriter._present.stop()
         HeartbeatWriter._present = self
         atexit.register(self._leave)
         threading.Thread(target=self._watch, name="rollback-life", daemon=True).start()
@@ -82,32 +70,34 @@ class HeartbeatWriter:
     def show(self, doing: str, step: int, batch: int, *, now: bool = False) -> None:
         """Set what this rank is doing, with no batch in hand. It is written within half a second; with `now`, on
         return."""
-        self.standing = Standing(doing, step, batch, first=batch, last=batch)
+        self.activity.standing = Standing(doing, step, batch, first=batch, last=batch)
         if now:
             self._moved = time.monotonic()
             self._write()
 
     def turn_to(self, doing: str) -> None:
         """Set what this rank is doing, at the same position."""
-        self.show(doing, self.standing.step, self.standing.batch, now=True)
+        self.show(doing, self.activity.standing.step, self.activity.standing.batch, now=True)
 
     def end(self, *, in_hand: bool, unrecorded: str = "") -> None:
         """The guard is closed. in_hand: because of an exception, perhaps, so that a failure record can still name the
         batch in hand. unrecorded: see `Heartbeat`."""
-        self.standing = self.standing._replace(in_hand=self.standing.in_hand and in_hand)
+        standing = self.activity.standing
+        self.activity.standing = standing._replace(in_hand=standing.in_hand and in_hand)
         self._unrecorded = unrecorded[:UNRECORDED]
         self._ended, self._moved = True, time.monotonic()
         self._write()
 
-    def _script_evaluates(self) -> bool:
-        evaluates = self.evaluates()
-        return evaluates is not None and evaluates()
+    def stop(self) -> None:
+        """Write no more from now on: this process is at another run, or at none."""
+        self._over.set()
+        atexit.unregister(self._leave)
 
     def _leave(self) -> None:
         """The interpreter ends. The thread still writes heartbeats while other exit handlers run, and stops when no
         Python code can run. A process that exists longer is stuck."""
-        if HeartbeatWriter._present is self and os.getpid() == self._pid:
-            self._leaving = self._ended and not self.failure_recorder.script_failed
+        if os.getpid() == self._pid:
+            self._leaving = self._ended and not self.activity.script_failed
             self._write()
 
     def _watch(self) -> None:
@@ -125,7 +115,7 @@ class HeartbeatWriter:
         self._write_file()
 
     def _beat(self) -> Heartbeat:
-        standing = self.standing
+        standing = self.activity.standing
         doing = LEAVING if self._leaving else "ended" if self._ended else standing.doing
         # No call into torch: a thread that returns from C++ into an ending interpreter aborts the process.
         begun = None if self._ended else self._ranks.collectives_begun()

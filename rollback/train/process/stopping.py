@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -124,6 +125,18 @@ def end_with_supervisor(before: Callable[[str], object]) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="rollback-lifeline", daemon=True).start()
+
+
+def at_exit(act: Callable[[], object]) -> None:
+    """Call this method when the interpreter ends, while threads still work, if its object still exists then.
+
+    Functions of `atexit` run later, when executors accept no work any more. The S3 client (asyncio) needs one to look
+    up hosts.
+    """
+    register: Any = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        method = weakref.WeakMethod(act)
+        register(lambda: (still_there := method()) and still_there())
 
 
 class Departure:

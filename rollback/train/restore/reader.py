@@ -14,6 +14,7 @@ no such tensor (the optimizer of a new process has no state), a new one is made 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,22 @@ from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.contents import Stored, parts_by_name, require_keys
 from rollback.checkpoints.format.layout import Kind
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.checkpoints.format.parts import METADATA, Part, cover, read_parts, whole
+from rollback.checkpoints.format.parts import Part, cover, read_parts, whole
 from rollback.checkpoints.format.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data import rng
 from rollback.train.restore.reads import fitting, fresh, reading, threads_of
-from rollback.train.sharded import is_sharded, like_of, local_of, part_of, sharded_like
+from rollback.train.sharded import holders_of, is_sharded, like_of, local_of, part_of, sharded_like
 from rollback.train.snapshots.frozen import FrozenInCheckpoint
 from rollback.train.state import tree
-from rollback.train.state.image import STILL
+from rollback.train.state.image import LOCAL, STILL
 from rollback.train.state.kept_values import GENERATOR
 from rollback.train.state.state import TrainingState
+
+_Stored = list[Any]
+"""Of a part in a shard: its type, the shape of the whole, and offset and shape of the part."""
 
 
 class Whole:
@@ -76,7 +80,7 @@ class Whole:
     def _own(self) -> ShardReader:
         return self.shards[source_of(self._rank, len(self.shards))]
 
-    def load(self, ranks: Ranks, state: TrainingState) -> CheckpointDamaged | None:
+    def load(self, ranks: Ranks, state: TrainingState) -> None:
         live, find = state.live_tensors(), state.places()
         room = rooms(live, find)
 
@@ -100,7 +104,6 @@ class Whole:
         with reading(ranks) as reads:
             shared, local = self._decode(plain, sharded, lambda key: self.frozen.take(key, plain))
         state.load(shared, local_for(local, self._rank, len(self.shards)))
-        return None
 
     def close(self) -> None:
         for shard in self.shards:
@@ -147,15 +150,18 @@ class Parted:
         self._name, self._content = manifest.name, manifest.content
         self._owner: dict[str, int] = {}
         self._kinds: dict[str, Kind] = {}
+        """Of tensors that are not sharded: each is in one rank's shard."""
+        self._parts: dict[str, Part] = {}
+        """This rank's."""
         self._wanted: list[str] = []
         self._wanted_parts: list[str] = []
-        self._holders: dict[tuple[str, Part], list[int]] = {}
         self.frozen = FrozenInCheckpoint({}, None)
         self._shard = ShardReader(directory / record.file, record.written, memory=memory, threads=threads_of(ranks))
         self.shards = [self._shard]
         try:
             with _in_words(self._name):
-                read_parts(self._shard.metadata, {key: item.shape for key, item in self._shard.entries.items()})
+                shapes = {key: item.shape for key, item in self._shard.entries.items()}
+                self._parts = read_parts(self._shard.metadata, shapes)
                 self._shared = parse_json(self._shard.metadata["shared"]) if ranks.first else None
                 self.frozen = FrozenInCheckpoint(frozen.read_digests(self._shard.metadata), manifest.frozen)
                 self._local = parse_json(self._shard.metadata["local"])
@@ -165,18 +171,20 @@ class Parted:
             raise
 
     def meet(self, ranks: Ranks) -> CheckpointDamaged | None:
-        """Collective: learn which rank has which tensors. Returns the fault; None: there is none."""
-        kinds = {key: (entry.dtype, entry.shape) for key, entry in self._shard.entries.items()}
-        shards = ranks.from_each([self._content, kinds, self._shard.metadata.get(METADATA)])
+        """Collective: learn which rank has which of the tensors that are not sharded. Returns the fault; None: there is
+        none."""
+        kinds = {
+            key: (entry.dtype, entry.shape)
+            for key, entry in self._shard.entries.items()
+            if key not in self._parts and not key.startswith(LOCAL)
+        }
+        shards = ranks.from_each([self._content, kinds])
         self._shared, self.frozen.digests = ranks.from_first([self._shared, self.frozen.digests])
-        if any(content != self._content for content, _, _ in shards):
+        if any(content != self._content for content, _ in shards):
             return CheckpointDamaged(f"the hosts have different checkpoints in their slots by the name {self._name}")
-        for rank, (_, kinds, parts) in enumerate(shards):
-            shapes = {key: tuple(shape) for key, (_, shape) in kinds.items()}
-            for key, (dtype, _) in kinds.items():
-                self._owner[key], self._kinds[key] = rank, (dtype, shapes[key])
-            for key, part in read_parts({METADATA: parts} if parts else {}, shapes).items():
-                self._holders.setdefault((key, part), []).append(rank)
+        for rank, (_, kinds) in enumerate(shards):
+            for key, (dtype, shape) in kinds.items():
+                self._owner[key], self._kinds[key] = rank, (dtype, tuple(shape))
         wanted: dict[str, None] = {}
         wanted_parts: dict[str, None] = {}
 
@@ -187,7 +195,6 @@ class Parted:
             return torch.empty(0)
 
         def note_part(key: str) -> Tensor:
-            self._owner[key]
             wanted_parts[key] = None
             return torch.empty(0)
 
@@ -199,55 +206,86 @@ class Parted:
         self._wanted, self._wanted_parts = list(wanted), list(wanted_parts)
         return None
 
-    def load(self, ranks: Ranks, state: TrainingState) -> CheckpointDamaged | None:
+    def load(self, ranks: Ranks, state: TrainingState) -> None:
         live, find = state.live_tensors(), state.places()
         room = rooms(live, find)
-        sources: dict[str, int] = {}
-        likes: dict[str, Tensor] = {}
-        fault: str | None = None
-        shapes = {key: part.shape for key, part in self._holders}
-        for key in self._wanted_parts:
-            like = None if (beside := find(key)) is None else like_of(beside, shapes[key])
-            if like is None or (holders := self._holders.get((key, part_of(like, key)))) is None:
-                fault = f"this rank had another part of {key!r}: the ranks share it otherwise now"
-                break
-            likes[key], sources[key] = like, ranks.rank if ranks.rank in holders else holders[0]
-        # Before anybody waits for a tensor that does not come.
-        if (fault := ranks.first_fault(fault)) is not None:
-            return CheckpointDamaged(fault)
-        asked = ranks.from_each([[source, key] for key, source in sources.items() if source != ranks.rank])
-        own = {key for key, source in sources.items() if source == ranks.rank}
-        own |= {key for wants in asked for source, key in wants if source == ranks.rank}
-        own |= {key for key in self._wanted if self._owner[key] == ranks.rank}
+        likes, routes = ranks.agreed(partial(self._find_parts, self._meet_holders(find, ranks), find, ranks.rank))
+        own = {key for key in self._wanted if self._owner[key] == ranks.rank}
+        own |= {key for key, like in likes.items() if self._parts.get(key) == part_of(like, key)}
         read: dict[str, Tensor] = {}
         local: Any = None
+        fault: str | None = None
         try:
             with reading(ranks) as reads:
                 for key in sorted(own):
-                    mine = sources.get(key, ranks.rank) == ranks.rank  # else it is for others alone
-                    read[key] = reads.want(self._shard, key, room(key, self._kinds[key]) if mine else None)
+                    entry = self._shard.entries[key]
+                    read[key] = reads.want(self._shard, key, room(key, (entry.dtype, entry.shape)))
                 for key in self.frozen.digests.keys() - self._owner.keys():
                     read[key] = self.frozen.take(key, lambda file, key: reads.want(file, key, live.get(key)))
                 local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
         except CheckpointDamaged as error:
             fault = error.message
         if (fault := ranks.first_fault(fault)) is not None:
-            return CheckpointDamaged(fault)
-        found = {key: item for key, item in read.items() if sources.get(key, ranks.rank) == ranks.rank}
-        for source in range(ranks.world_size):
-            keys = [key for key in self._wanted if self._owner[key] == source]
-            plain = {key: (room(key, kind := self._kinds[key]), kind) for key in keys}
+            raise CheckpointDamaged(fault)
+        found = dict(read)
+        by_owner: dict[int, dict[str, tuple[Tensor | None, Kind]]] = {}
+        for key in self._wanted:
+            kind = self._kinds[key]
+            by_owner.setdefault(self._owner[key], {})[key] = room(key, kind), kind
+        for source, plain in sorted(by_owner.items()):
             found |= self._receive(source, None, read, plain, ranks)
-            for rank, wants in enumerate(asked):
-                keys = [key for holder, key in wants if holder == source]
-                if keys and ranks.rank in (source, rank):
-                    wanted = {
-                        key: (live.get(key), (self._kinds[key][0], tuple(local_of(likes[key]).shape))) for key in keys
-                    }
-                    found |= self._receive(source, rank, read, wanted, ranks)
+        for (source, to), kinds in sorted(routes.items()):
+            found |= self._receive(source, to, read, {key: (live.get(key), kind) for key, kind in kinds.items()}, ranks)
         parts = {key: sharded_like(found[key].to(local_of(like).device), like) for key, like in likes.items()}
         state.load(tree.decode(self._shared, found.__getitem__, parts.__getitem__), local)
-        return None
+
+    def _meet_holders(self, find: Callable[[str], Tensor | None], ranks: Ranks) -> dict[int, dict[str, _Stored]]:
+        """Collective: by rank, what is stored there of parts that may be this rank's too.
+
+        The ranks that hold the same part of a parameter tell each other, and nobody else. What an optimizer keeps in
+        another shape than its parameter's may be the same on other ranks, too: of that all are told.
+        """
+        of_parameters: dict[str, _Stored] = {}
+        others: dict[str, _Stored] = {}
+        alike: set[int] = set()
+        for key in self._wanted_parts:
+            beside, part = find(key), self._parts.get(key)
+            if beside is not None and is_sharded(beside):
+                alike.update(holders_of(beside))
+            if part is not None:
+                has_its_shape = beside is not None and tuple(beside.shape) == part.shape
+                into = of_parameters if has_its_shape else others
+                into[key] = [self._shard.entries[key].dtype, [*part.shape], [*part.box.at], [*part.box.shape]]
+        there = {ranks.rank: of_parameters, **ranks.exchanged(of_parameters, alike)}
+        for rank, told in enumerate(ranks.from_each(others)):
+            if told:
+                there[rank] = {**there.get(rank, {}), **told}
+        return there
+
+    def _find_parts(
+        self, there: Mapping[int, Mapping[str, _Stored]], find: Callable[[str], Tensor | None], own: int
+    ) -> tuple[dict[str, Tensor], dict[tuple[int, int], dict[str, Kind]]]:
+        """What each part is like; and what goes from one rank to another, from or to this one: the kinds, by the two.
+        Of the ranks that have a part the first one sends it. Raises CheckpointDamaged."""
+        likes: dict[str, Tensor] = {}
+        routes: dict[tuple[int, int], dict[str, Kind]] = {}
+        for key in self._wanted_parts:
+            like, having = None, list[int]()
+            same: tuple[int, ...] = (own,)
+            if (beside := find(key)) is not None and (told := [it[key] for it in there.values() if key in it]):
+                dtype, shape = told[0][:2]
+                like = like_of(beside, tuple(shape))
+                same = holders_of(like) if is_sharded(like) else same
+                part = part_of(like, key)
+                place = [[*part.shape], [*part.box.at], [*part.box.shape]]
+                having = [rank for rank in same if there.get(rank, {}).get(key, [])[1:] == place]
+            if like is None or not having:  # before anybody waits for a tensor that does not come
+                raise CheckpointDamaged(f"this rank had another part of {key!r}: the ranks share it otherwise now")
+            likes[key] = like
+            for rank in same:
+                if rank not in having and own in (rank, having[0]):
+                    routes.setdefault((having[0], rank), {})[key] = dtype, tuple(local_of(like).shape)
+        return likes, routes
 
     def close(self) -> None:
         self._shard.close()

@@ -15,10 +15,10 @@ from rollback.checkpoints.format.contents import Stored, TensorFile
 from rollback.checkpoints.format.layout import Kind
 from rollback.checkpoints.format.parts import Box, Part, cover
 from rollback.errors import CheckpointDamaged
+from rollback.system.cgroups import cores_here
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots.capture import bytes_of
 from rollback.train.snapshots.copy_stream import current
-from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
 
 _ROOM = 32 << 20  # bytes: large enough for the link's full speed

@@ -41,7 +41,8 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
     """Collective: load a checkpoint into the live objects of every rank, from the first place that all ranks can read.
 
     Nothing is changed before all ranks have verified a place. If reading then fails twice, the live objects are
-    incomplete: the caller must restore another checkpoint, or stop.
+    incomplete: the caller must restore another checkpoint, or stop. Raises StateRefused and RunDoesNotFit, on all
+    ranks, where the objects of one do not load the state.
     """
     result = RestoreOutcome()
     for place in places:
@@ -50,7 +51,7 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
             if reading is None:
                 break  # it is not what was written: no use in trying again
             result.reread = reading.frozen.reread
-            if (fault := _first(ranks, _load(reading, ranks, state))) is None:
+            if (fault := _load(reading, ranks, state)) is None:
                 result.place = place
                 return result
         assert fault is not None
@@ -112,13 +113,15 @@ def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | No
 
 
 def _load(reading: Reading, ranks: Ranks, state: TrainingState) -> CheckpointDamaged | None:
-    """Collective: read every tensor into its place and load the rest. Returns what failed here."""
+    """Collective: read every tensor into its place and load the rest. Returns what failed on some rank. Raises, on all
+    ranks, what their objects refuse."""
     try:
-        return reading.load(ranks, state)
+        ranks.agreed(lambda: reading.load(ranks, state))
     except CheckpointDamaged as error:
         return error
     finally:
         reading.close()
+    return None
 
 
 def _first(ranks: Ranks, fault: CheckpointDamaged | None) -> CheckpointDamaged | None:

@@ -1,6 +1,5 @@
 """How this job takes its snapshots: in which tier, in how many slots, at once or overlapped. Chosen once, and said."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +12,7 @@ from rollback.checkpoints.fast_tier.sizing import bytes_of_tier, free_memory, sl
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.errors import RollbackError, message_of
 from rollback.rundir.paths import RunPaths
-from rollback.system.cgroups import granted_cores
+from rollback.system.cgroups import cores_here
 from rollback.train.comm.ranks import Ranks
 
 _PAGE = 4096
@@ -120,12 +119,6 @@ def capture_mode(on_device: bool, cores: int, ranks_on_host: int, threads: int) 
 
 def usual_capture_mode(on_device: bool, ranks: Ranks) -> tuple[CaptureMode, str]:
     return capture_mode(on_device, cores_here(), len(ranks.on_this_host), torch.get_num_threads())
-
-
-def cores_here() -> int:
-    """That this process, and with it the others of its host, may use."""
-    affinity, granted = len(os.sched_getaffinity(0)), granted_cores()
-    return affinity if granted is None else min(affinity, max(1, int(granted)))
 
 
 def _size(count: int) -> str:

@@ -2,18 +2,17 @@
 
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rollback.config import Settings, host_name, settings_from, spelt
 from rollback.errors import UsageError, WrongSetting
 from rollback.rundir import seal
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
-from rollback.train.sharded import is_sharded
 from rollback.train.state.stateful import Stateful
 
 _OF_A_HOST = {"fast_tier", "evidence_limit", "init"}
@@ -80,7 +79,6 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
             hint=_in_place_of(optimizer),
         )
     check_averaging(model, objects)
-    check_devices(parameter.device for parameter in model.parameters())
 
 
 def _in_place_of(wrapper: object) -> str:
@@ -91,16 +89,6 @@ def _in_place_of(wrapper: object) -> str:
         return "it takes a torch.optim.Optimizer; a wrapper usually has the real one in an attribute"
     both = ", and the wrapper by a name of its own (wrapper=optimizer)" if isinstance(wrapper, Stateful) else ""
     return f"hand over as optimizer= the torch optimizer inside it, optimizer.{inner}{both}; go on stepping the wrapper"
-
-
-def check_devices(devices: Iterable[torch.device]) -> None:
-    """Raise UsageError where one process trains on several GPUs: copies are made on a stream of one device."""
-    on_gpus = sorted({str(device) for device in devices if device.type == "cuda"})
-    if len(on_gpus) > 1:
-        raise UsageError(
-            f"the model lies on {len(on_gpus)} GPUs of this process: {', '.join(on_gpus)}",
-            hint="a rank trains on one GPU: shard the model over ranks with torch.distributed.fsdp.fully_shard (FSDP2)",
-        )
 
 
 def check_whole(item: object, name: str) -> None:
@@ -202,28 +190,3 @@ def sentinel_for(settings: Settings) -> Sentinel:
             hint=f"set it to {sentinel.patience + 1} or more",
         )
     return sentinel
-
-
-def scalar(value: Tensor | float, what: str) -> Tensor | float:
-    """The observed number, without its graph; a tensor where a device has it, for which nobody is to wait. Raises
-    UsageError for other values.
-
-    A copy: it is read when the step has ended, and for an incident many steps later. A CUDA graph writes its next loss
-    to the same memory, and a script may add losses up in a tensor that it sets to zero behind this.
-    """
-    if not isinstance(value, Tensor):
-        try:
-            return float(operator.pos(value))  # of a text, float() would make a number
-        except TypeError as error:
-            raise UsageError(
-                f"guard.observe got a {what} that is a {type(value).__name__}; it takes one number, or a tensor of one",
-                hint="models that return several things have the loss in one of them, for example output.loss",
-            ) from error
-    if value.numel() != 1 or value.is_complex():
-        kind = "that is a complex number" if value.is_complex() else f"of shape {list(value.shape)}"
-        raise UsageError(
-            f"guard.observe got a {what} {kind}; it takes one real number",
-            hint=f"reduce it first, for example {what}.mean()",
-        )
-    whole: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
-    return float(whole.item()) if whole.is_cpu else whole.detach().reshape(()).clone()

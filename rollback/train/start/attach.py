@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +36,7 @@ from rollback.errors import (
     RollbackError,
     RunDirectoryError,
     RunDoesNotFit,
+    StateRefused,
     UsageError,
     message_of,
 )
@@ -73,7 +74,6 @@ from rollback.train.state.module_buffers import NOT_IN_CHECKPOINT, NOT_KEPT
 from rollback.train.state.nonfinite import union
 from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
-from rollback.train.state.stateful import StateRefused
 
 
 def run_paths(given: str | os.PathLike[str] | None) -> RunPaths:
@@ -308,11 +308,9 @@ def _places(
 
 def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks) -> tuple[str, Recorder]:
     """Collective: make what is missing in the run directory. Returns the run's id and the recorder."""
-    fault, run_id = "", ""
-    record: Recorder | None = None
-    advised = found.history.advised
-    if ranks.first:
-        try:
+
+    def write() -> tuple[str, Recorder]:
+        with _writing(str(paths.root)):
             for directory in (paths.ring, paths.ranks, paths.skips):
                 files.make_directory(directory)
             job = state.job(ranks.world_size)
@@ -325,17 +323,27 @@ def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks:
             ring.sweep(paths)
             _sweep_frozen(paths, found)
             require_key(paths)
-            identity = read_identity(paths)
-            run_id = identity.run_id if identity else ""
+            identity, advised = read_identity(paths), found.history.advised
             record = Recorder(paths, found.attempt, first=True, advised=advised, journal=found.journal)
-        except (OSError, RollbackError) as error:
-            fault = f"writing to the run directory {paths.root}: {message_of(error)}"  # the hint is given below
-    fault, run_id = ranks.from_first([fault, run_id])
-    if not fault and ranks.apart:
-        fault = _first_writes_of_host(paths, ranks)
-    if fault:
-        raise RunDirectoryError(fault, hint="check the permissions and the free space of the run directory")
-    return run_id, record or Recorder(paths, found.attempt, first=False)
+            return identity.run_id if identity else "", record
+
+    made = ranks.agreed(lambda: write() if ranks.first else None)
+    if ranks.apart:
+        _first_writes_of_hosts(paths, ranks)
+    run_id: str = ranks.from_first(made and made[0])
+    return run_id, made[1] if made is not None else Recorder(paths, found.attempt, first=False)
+
+
+@contextlib.contextmanager
+def _writing(directory: str) -> Iterator[None]:
+    """What fails within is raised as RunDirectoryError."""
+    try:
+        yield
+    except (OSError, RollbackError) as error:
+        raise RunDirectoryError(
+            f"writing to the run directory {directory}: {message_of(error)}",
+            hint="check the permissions and the free space of the run directory",
+        ) from error
 
 
 def _sweep_frozen(paths: RunPaths, found: FoundRun) -> None:
@@ -348,25 +356,22 @@ def _sweep_frozen(paths: RunPaths, found: FoundRun) -> None:
         say(f"removing frozen weights that no checkpoint needs failed ({error}); they stay")
 
 
-def _first_writes_of_host(paths: RunPaths, ranks: Ranks) -> str:
-    """Collective: make what is missing in the hosts' directories, as rank 0's is complete. Returns the fault in words;
-    empty: there is none.
+def _first_writes_of_hosts(paths: RunPaths, ranks: Ranks) -> None:
+    """Collective: make what is missing in the hosts' directories, as rank 0's is complete.
 
     They have no journals, but what their host keeps: the slots' place, heartbeats, failure records, stacks, evidence,
     skip records.
     """
     whose = read_identity(paths) if ranks.first else None
     body = ranks.from_first(whose.model_dump(mode="json") if whose is not None else None)
-    fault = None
-    if ranks.first_in_directory and not ranks.first:
-        try:
+
+    def write() -> None:
+        with _writing(f"{paths.root} on {host_name()}"):
             for directory in (paths.ring, paths.ranks, paths.skips):
                 files.make_directory(directory)
             identity = Identity.model_validate(body)
             if read_identity(paths) != identity:  # as it is, it stays: a disk that is full by now ends no attempt
                 write_identity(paths, identity)
             ring.sweep(paths)
-        except (OSError, RollbackError) as error:
-            why = message_of(error)  # the caller gives a hint
-            fault = f"writing to the run directory {paths.root} on {host_name()}: {why}"
-    return ranks.first_fault(fault) or ""
+
+    ranks.agreed(write if ranks.first_in_directory and not ranks.first else lambda: None)

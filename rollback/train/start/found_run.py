@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rollback import errors
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.tiers import Located
@@ -25,14 +24,15 @@ from rollback.errors import (
 )
 from rollback.facts.history import History, copy_of, history_as_json
 from rollback.facts.training import Accepted, Blamed
-from rollback.ring.url.fetch import unfetch
+from rollback.ring.url.fetch import fetch, unfetch
 from rollback.rundir.identity import Identity, JobIdentity, read_identity, require_key, require_same_job
 from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.journal.journal import of_kind, read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
-from rollback.train.catalogue.draining import fetch_run, only_at_url, reach_ring
+from rollback.train.catalogue.draining import only_at_url, reach_ring
 from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import say
 from rollback.train.run import supervised
 from rollback.train.start.start_record import require_a_change
 
@@ -73,52 +73,24 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     Rank 0 takes the lock where no supervisor holds it, and fetches the run from a ring at a URL where nobody has done
     so. Raises RollbackError, the same on all ranks.
     """
-    lock: RunLock | None = None
-    body: dict[str, Any] = {}
-    journal: FoldedJournal | None = None
-    accepted: list[Accepted] = []
-    brought: tuple[str, ...] = ()
-    if ranks.first:
-        try:
-            require_key(paths)
-            identity = read_identity(paths)
-            if identity is not None:
-                require_same_job(paths, identity.job, job, accept_data_change=settings.accept_data_change)
-            store = reach_ring(settings)
-            lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
-            brought = fetch_run(store, paths, settings)
-            if (identity := read_identity(paths)) is not None:  # again: it may have been fetched
-                accept = settings.accept_data_change
-                accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
-            journal = fold_journal(paths.train_journal, to_keep=True)
-            require_a_change(paths, settings, journal.history)
-            body = _read(paths, identity, journal.history)
-            if ranks.distributed:  # the others have it from here
-                body["history"] = history_as_json.dump_json(journal.history).decode()
-            body["accepted"] = [fact.model_dump(mode="json") for fact in accepted]
-        except (RollbackError, OSError) as failure:
-            error = failure if isinstance(failure, RollbackError) else _refused_by_disk(paths, failure)
-            body = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-            if isinstance(error, RunDoesNotFit):
-                with contextlib.suppress(OSError, RollbackError):
-                    unfetch(paths, brought)
-            if lock is not None:
-                lock.release()
+    seen = ranks.first_does(lambda: _look(paths, job, settings))
+    body, journal, lock = seen or ({}, None, None)
+    if journal is not None and ranks.distributed:  # the others have it from here
+        body["history"] = history_as_json.dump_json(journal.history).decode()
     body = ranks.from_first(body)
-    if "error" in body:
-        raise getattr(errors, body["error"])(body["message"], hint=body["hint"])
     if ranks.apart:
         _require_one_run(paths, body["identity"], ranks)
     in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
     in_memory, slots, strays, ahead = _take_inventory(paths, ranks, {manifest.name for manifest in in_ring})
     by_name = {manifest.name: manifest for manifest in [*in_memory, *in_ring]}
     manifests = sorted(by_name.values(), key=lambda manifest: manifest.order)
-    newer, unknown = only_at_url(paths, settings, journal.history, manifests) if journal else ([], None)
+    history = copy_of(journal.history) if journal else history_as_json.validate_json(body["history"])
+    newer, unknown = ranks.first_does(lambda: only_at_url(paths, settings, history, manifests)) or ([], None)
     at_url, unknown = ranks.from_first([[manifest.model_dump(mode="json") for manifest in newer], unknown])
     found = FoundRun(
         attempt=body["attempt"],
         # Rank 0's recorder adds to what it has read; what the ranks decide by must stay alike on all.
-        history=copy_of(journal.history) if journal else history_as_json.validate_json(body["history"]),
+        history=history,
         manifests=manifests,
         slots=slots,
         in_ring=[manifest.name for manifest in in_ring],
@@ -135,11 +107,40 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     return found, lock
 
 
-def _refused_by_disk(paths: RunPaths, error: OSError) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"reading the run directory {paths.root}: {error}",
-        hint="see whether its disk can be read, then run the same command again; nothing was changed",
-    )
+def _look(
+    paths: RunPaths, job: JobIdentity, settings: Settings
+) -> tuple[dict[str, Any], FoldedJournal, RunLock | None]:
+    """Rank 0: what the run directory has, the ranks' journal, and the lock."""
+    lock: RunLock | None = None
+    brought: tuple[str, ...] = ()
+    accepted: list[Accepted] = []
+    try:
+        require_key(paths)
+        identity = read_identity(paths)
+        if identity is not None:
+            require_same_job(paths, identity.job, job, accept_data_change=settings.accept_data_change)
+        store = reach_ring(settings)
+        lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
+        brought = fetch(store, paths, say) if store is not None else ()
+        if (identity := read_identity(paths)) is not None:  # again: it may have been fetched
+            accept = settings.accept_data_change
+            accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
+        journal = fold_journal(paths.train_journal, to_keep=True)
+        require_a_change(paths, settings, journal.history)
+        body = _read(paths, identity, journal.history)
+    except (RollbackError, OSError) as error:
+        if isinstance(error, RunDoesNotFit):
+            with contextlib.suppress(OSError, RollbackError):
+                unfetch(paths, brought)
+        if lock is not None:
+            lock.release()
+        if isinstance(error, RollbackError):
+            raise
+        raise RunDirectoryError(
+            f"reading the run directory {paths.root}: {error}",
+            hint="see whether its disk can be read, then run the same command again; nothing was changed",
+        ) from error
+    return {**body, "accepted": [fact.model_dump(mode="json") for fact in accepted]}, journal, lock
 
 
 def _read(paths: RunPaths, identity: Identity | None, history: History) -> dict[str, Any]:
@@ -223,18 +224,20 @@ def _require_one_run(paths: RunPaths, identity: dict[str, Any] | None, ranks: Ra
 
     identity: the content of rank 0's run.json; None: the run begins.
     """
-    fault, hint = None, "name another directory with --run DIR there; nothing was changed"
-    if ranks.first_in_directory and not ranks.first:
+
+    def require_own() -> None:
+        hint = "name another directory with --run DIR there; nothing was changed"
         try:
             own = read_identity(paths)
-            expected = identity["run_id"] if identity is not None else None
-            if own is not None and own.run_id != expected:
-                there = f"run {expected}" if expected is not None else "no run yet"
-                fault = (
-                    f"the run directory {paths.root} on {host_name()} belongs to run {own.run_id}; rank 0's, and the "
-                    f"ring, have {there}"
-                )
         except RollbackError as error:
-            fault = f"on {host_name()}: {error.message}"
-    if (found := ranks.first_fault(fault)) is not None:
-        raise RunDoesNotFit(found, hint=hint)
+            raise RunDoesNotFit(f"on {host_name()}: {error.message}", hint=hint) from error
+        expected = identity["run_id"] if identity is not None else None
+        if own is not None and own.run_id != expected:
+            there = f"run {expected}" if expected is not None else "no run yet"
+            raise RunDoesNotFit(
+                f"the run directory {paths.root} on {host_name()} belongs to run {own.run_id}; rank 0's, and the ring, "
+                f"have {there}",
+                hint=hint,
+            )
+
+    ranks.agreed(require_own if ranks.first_in_directory and not ranks.first else lambda: None)

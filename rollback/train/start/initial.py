@@ -58,20 +58,18 @@ def begin_with(place: str, state: TrainingState, ranks: Ranks) -> InitialState:
 
 
 def _agreed(ranks: Ranks, kind: type[RollbackError], act: Callable[[], _T]) -> _T:
-    """Collective: what the act gives on this rank, if it gives something on every rank. Raises `kind` on all ranks."""
-    done: list[_T] = []
-    fault, hint = None, _HINT
-    try:
-        done.append(act())
-    except RollbackError as error:
-        fault, hint = error.message, error.hint or _HINT
-    except OSError as error:
-        fault = f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
-    told = [item for item in ranks.from_each(None if fault is None else [fault, hint]) if item is not None]
-    if told:
-        fault, hint = told[0]
-        raise kind(f"{spelt('init')}: {fault}", hint=hint)
-    return done[0]
+    """Collective: as `Ranks.agreed`. Raises `kind`, whatever it was."""
+
+    def act_in_words() -> _T:
+        try:
+            return act()
+        except RollbackError as error:
+            raise kind(f"{spelt('init')}: {error.message}", hint=error.hint or _HINT) from error
+        except OSError as error:
+            why = f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
+            raise kind(f"{spelt('init')}: {why}", hint=_HINT) from error
+
+    return ranks.agreed(act_in_words)
 
 
 def _tensors_of(state: TrainingState) -> JobTensors:

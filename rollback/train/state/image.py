@@ -5,7 +5,7 @@ counters. `local` differs between ranks, and each rank stores its own: random st
 buffers of all modules, which its own forwards write to. Of a sharded tensor, in `shared`, each rank stores its part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -19,6 +19,8 @@ from rollback.train.state.tree import Json
 PARAMETERS = "shared/model/"
 STILL = (PARAMETERS, "shared/optimizer/state/")
 """What changes in an optimizer's step and nowhere else."""
+LOCAL = "local/"
+"""What each rank stores for itself."""
 BUFFERS = ("local/buffers/", "local/nonpersistent_buffers/")
 IN_PLACE = (*STILL, *BUFFERS)
 """What a restore writes into the tensors that are there."""
@@ -45,6 +47,17 @@ class Image:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.shared_tensors.values(), *self.local_tensors.values())
+
+
+def require_one_gpu(tensors: Iterable[Tensor]) -> None:
+    """Raise UsageError where what a process keeps lies on several GPUs: copies are made on a stream of one device."""
+    on_gpus = sorted({str(item.device) for item in tensors if item.device.type == "cuda"})
+    if len(on_gpus) > 1:
+        raise UsageError(
+            f"what the guard keeps lies on {len(on_gpus)} GPUs of this process: {', '.join(on_gpus)}",
+            hint="a rank trains on one GPU: put what is handed over there, or leave out what never changes; a model "
+            "that is larger is sharded over ranks with torch.distributed.fsdp.fully_shard (FSDP2)",
+        )
 
 
 def take_parts(shared: dict[str, Tensor], local: dict[str, Tensor]) -> tuple[dict[str, Part], dict[str, Tensor]]:

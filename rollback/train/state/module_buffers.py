@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -167,41 +166,6 @@ def apart(objects: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[dict[s
 def together(shared: Mapping[str, Any], own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
     """What `apart` took apart."""
     return {owner: {**state, **own[owner]} if owner in own else state for owner, state in shared.items()}
-
-
-class Broadcasts:
-    """Whether the next forward begins with rank 0's buffers on all ranks, of all DDP in these objects, which are as the
-    script calls them. Nothing here is collective.
-
-    DDP broadcasts them in a forward, but not behind a forward without gradients, as of an evaluation, or inside of
-    `no_sync`. So what a rank's buffers become depends on the forward before a checkpoint. A new process has not run
-    that one, and a rollback has run others since.
-    """
-
-    def __init__(self, objects: Mapping[str, object]) -> None:
-        found = {
-            owner: [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
-            for owner, module in objects.items() if isinstance(module, nn.Module)
-        }  # fmt: skip
-        self._wrappers = {owner: wrappers for owner, wrappers in found.items() if wrappers}
-
-    @property
-    def of_model(self) -> bool:
-        """Whether a DDP is around the model, or in it."""
-        return "model" in self._wrappers
-
-    def told(self) -> dict[str, list[bool]]:
-        """For a checkpoint: by module, whether the next forward of each DDP in it begins so."""
-        return {
-            owner: [part.require_forward_param_sync for part in wrappers] for owner, wrappers in self._wrappers.items()
-        }
-
-    def put_back(self, told: Mapping[str, list[bool]]) -> None:
-        """Make it so again, where the script wraps its modules as it did then."""
-        for owner, wrappers in self._wrappers.items():
-            if len(due := told.get(owner, ())) == len(wrappers):
-                for part, is_due in zip(wrappers, due, strict=True):
-                    part.require_forward_param_sync = is_due
 
 
 def not_kept(module: nn.Module) -> list[str]:

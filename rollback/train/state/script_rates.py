@@ -7,6 +7,7 @@ step between two, and a skip window may have led over that.
 """
 
 import dis
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 
@@ -78,5 +79,6 @@ def _looks_at_its_argument(function: Callable[[int], float]) -> bool:
     """True too where that cannot be seen, as of an object that is called."""
     if (code := getattr(function, "__code__", None)) is None:
         return True
+    given = code.co_varnames[int(inspect.ismethod(function) and code.co_argcount > 1)]  # of a method the first is self
     read = (one.argval for one in dis.get_instructions(code))
-    return any(code.co_varnames[0] in (names if isinstance(names, tuple) else (names,)) for names in read)
+    return any(given in (names if isinstance(names, tuple) else (names,)) for names in read)

@@ -15,13 +15,15 @@ from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
 from rollback.train.sharded import HeldByFsdp, is_sharded, local_of
 from rollback.train.state import module_buffers, tree
-from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, take_parts, tensor_in_words
+from rollback.train.state.ddp_broadcasts import DdpBroadcasts
+from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, require_one_gpu, take_parts, tensor_in_words
 from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.script_rates import ScriptRates
 from rollback.train.state.stateful import Stateful, load_into, load_optimizer, tensors_of_state
 from rollback.train.state.tree import memory_of
+from rollback.train.updates.learning_rate import RateReader
 from rollback.train.updates.wanted_gradients import WantedGradients
 from rollback.train.updates.wrappers import unwrap
 
@@ -72,7 +74,7 @@ class TrainingState:
         self.fsdp = HeldByFsdp(self.modules.values())
         self.fsdp.reshard()
         self.gradients = WantedGradients(self.modules)
-        self.broadcasts = module_buffers.Broadcasts({"model": model, **objects})
+        self.broadcasts = DdpBroadcasts({"model": model, **objects})
         self._own_buffers = {owner: all_of(module) for owner, module in self.modules.items()}
         """The names of those that the modules were made with. A forward may make others."""
         self._own_memory = {memory_of(item) for item in self._kept_buffers()}
@@ -80,7 +82,7 @@ class TrainingState:
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
-        self.script_rates = ScriptRates(objects.values())
+        self.script_rates, self._rate_reader = ScriptRates(objects.values()), RateReader()
         self.kept = KeptByScript()
         self.not_in_checkpoint: list[str] = []
         """Buffers without a value in the last `load`; they did not change."""
@@ -235,7 +237,7 @@ class TrainingState:
 
     def check(self) -> None:
         """Raise UsageError for what a checkpoint cannot keep, and for trained parameters that it would not keep."""
-        image = self.image()
+        require_one_gpu((image := self.image()).tensors)
         for name, item in self.model.named_parameters():
             if not can_be_written(local_of(item)):
                 raise UsageError(
@@ -243,9 +245,8 @@ class TrainingState:
                     "can be loaded into it",
                     hint="give it memory of its own, for example nn.Parameter(value.clone())",
                 )
-        kept = {*map(id, self.parameters)}
+        kept, trained = {*map(id, self.parameters)}, self.trained
         memory = {memory_of(item) for item in image.tensors}
-        trained = self.trained
         lost = [item for item in trained if id(item) not in kept and memory_of(item) not in memory]
         if not lost:
             return
@@ -338,13 +339,12 @@ class TrainingState:
         counters = self.counters
         if (given := self.optimizer.param_groups[0].get("lr")) is None:
             return Hint.NONE  # an optimizer that finds its step by itself
-        rate = float(given)
+        rate = self._rate_reader.read(given)
         hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
         first = counters.first_rate = rate if counters.step == 0 else counters.first_rate
         before = None if epoch_began else counters.learning_rate
         self.script_rates.note(counters.step, self.cursor.epoch, rate, before, first)
-        counters.learning_rate = rate
-        counters.highest_rate = max(rate, counters.highest_rate or rate)
+        counters.learning_rate, counters.highest_rate = rate, max(rate, counters.highest_rate or rate)
         return hint
 
     def restore_random_states(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rollback.errors import RollbackError
+from rollback.errors import RollbackError, StateRefused
 from rollback.rundir.failures import class_of_exception, qualified_name, text_of
 from rollback.train.sharded import is_sharded
 from rollback.wording import first_few
@@ -23,10 +23,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
-
-
-class StateRefused(RollbackError):
-    """An object did not load the state that the checkpoint has of it: mostly the state of an object of another kind."""
 
 
 def load_into(name: str, item: Stateful, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A lower learning rate for a stretch of steps, as a plan has it.
+"""The learning rate: how it is read, and how a plan lowers it for a stretch of steps.
 
 The optimizer's own rates are lowered as its step begins and put back as it ends. So schedulers, hints and checkpoints
 see the script's rates alone, and the factor is a function of the step and of the plan in the journal: a resume needs
@@ -8,11 +8,27 @@ nothing else. A schedule that steps the optimizer's rates goes on underneath as 
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from rollback.facts.training import Planned
 from rollback.train.events import RollbackApplied
 from rollback.train.updates.hooks import weak_hook
+
+
+class RateReader:
+    """Reads an optimizer's rate. One that lies on a device, as of `Adam(capturable=True)`, is read where it has been
+    written to since the last time: to read it is to wait for all that the device has been told to do."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, int, float] | None = None
+
+    def read(self, given: Tensor | float) -> float:
+        if not isinstance(given, Tensor) or given.is_cpu:
+            return float(given)
+        if self._last is None or self._last[0] is not given or self._last[1] != given._version:
+            self._last = given, given._version, float(given)
+        return self._last[2]
 
 
 class LoweredRate:

@@ -1,9 +1,13 @@
 """What a guard is made with: refusals in their order, and what it keeps of where it is made."""
 
 import json
+import signal
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +21,9 @@ from rollback.errors import UsageError
 from rollback.facts.training import Committed, Dropped
 from rollback.inspect.ring.checkpoints import read_held
 from rollback.rundir.paths import RunPaths
-from rollback.train.start.arguments import check_devices
+from rollback.train.snapshots import drift
+from rollback.train.state import state
+from rollback.train.state.image import require_one_gpu
 
 
 def guard(run: Path, **others: Any) -> rollback.Guard:
@@ -31,10 +37,22 @@ def test_a_setting_that_cannot_be_is_refused_before_the_loader_is_looked_at(tmp_
         guard(tmp_path / "run", probation=3, loader=object())
 
 
-def test_a_model_on_several_gpus_of_one_process_is_refused() -> None:
-    with pytest.raises(UsageError, match="the model lies on 2 GPUs of this process: cuda:0, cuda:1"):
-        check_devices(map(torch.device, ("cpu", "cuda:1", "cuda:0", "cuda:1")))
-    check_devices(map(torch.device, ("cpu", "cuda:1", "cuda:1")))
+def test_what_lies_on_several_gpus_of_one_process_is_refused() -> None:
+    def on(*devices: str) -> Any:
+        return [SimpleNamespace(device=torch.device(device)) for device in devices]
+
+    with pytest.raises(UsageError, match="what the guard keeps lies on 2 GPUs of this process: cuda:0, cuda:1"):
+        require_one_gpu(on("cpu", "cuda:1", "cuda:0", "cuda:1"))
+    require_one_gpu(on("cpu", "cuda:1", "cuda:1"))
+
+
+def test_of_named_objects_it_is_looked_at_too_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a reference model on another GPU."""
+    seen: list[int] = []
+    monkeypatch.setattr(state, "require_one_gpu", lambda tensors: seen.append(len(tensors)))
+    guard(tmp_path / "alone").close()
+    guard(tmp_path / "beside", reference=nn.Linear(1, 1)).close()
+    assert seen[1] == seen[0] + 2
 
 
 def test_a_model_that_takes_no_hooks_is_refused_in_words(tmp_path: Path) -> None:
@@ -260,3 +278,25 @@ def test_what_a_script_draws_behind_its_guard_is_the_same_at_each_start(tmp_path
     first, resumed = drawn(leave_at=6), drawn(leave_at=None)
     assert torch.equal(first[0], resumed[0])
     assert not torch.equal(first[1], resumed[1]), "the loop goes on with the random states of the checkpoint"
+
+
+def test_a_guard_that_is_refused_when_it_has_attached_leaves_the_process_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the script that catches this would ignore SIGTERM from then on, and its next guard find the run in use."""
+
+    def refuse(*_: Any) -> None:
+        raise UsageError("not alike")
+
+    monkeypatch.setattr(sys, "excepthook", print)
+    before = signal.getsignal(signal.SIGTERM), sys.excepthook
+    with monkeypatch.context() as made_unlike:
+        made_unlike.setattr(drift, "require_alike", refuse)
+        with pytest.raises(UsageError, match="not alike"):
+            guard(tmp_path / "run")
+    assert (signal.getsignal(signal.SIGTERM), sys.excepthook) == before
+    for thread in threading.enumerate():
+        if thread.name in ("rollback-life", "rollback-heartbeat", "rollback-drainer"):
+            thread.join(10)
+            assert not thread.is_alive(), thread.name
+    guard(tmp_path / "run").close()

@@ -39,3 +39,25 @@ def test_over_nccl_they_are_on_the_gpu_to_which_the_group_is_bound(
         assert Ranks().device == torch.device(expected)
     finally:
         group.bound_device_id = None
+
+
+def test_what_each_rank_tells_is_brought_to_the_host_twice_however_many_ranks_there_are(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time a GPU is waited for. The lengths first, then all texts."""
+    ranks, waits = Ranks(), []
+    ranks.world_size = 3
+
+    def gather(to: list[torch.Tensor], mine: torch.Tensor) -> None:
+        for place in to:
+            place.copy_(mine)
+
+    def refuse(_: torch.Tensor) -> None:
+        raise AssertionError("one number is waited for")
+
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(dist, "all_gather", gather)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda item: waits.append(item) or cpu(item))
+    monkeypatch.setattr(torch.Tensor, "item", refuse)
+    assert ranks.from_each(["é", 1]) == [["é", 1]] * 3
+    assert len(waits) == 2

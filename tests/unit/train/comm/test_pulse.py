@@ -363,6 +363,8 @@ for ranks.host_count in read:
     pulse.close()
     pulse.close()
 texts = ranks.from_each("x" * (3 * ranks.rank) + "é")
+between = ranks.exchanged(["ü", ranks.rank], [0, 1]), ranks.exchanged(1, [ranks.rank])
+assert between == ({1 - ranks.rank: ["ü", 1 - ranks.rank]}, {})
 print(json.dumps([read[1], read[2], texts, ranks.from_first({"from": ranks.rank}), ranks.all_of(ranks.rank == 0)]))
 dist.destroy_process_group()
 """

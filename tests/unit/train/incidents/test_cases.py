@@ -23,12 +23,12 @@ from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import Request
 from rollback.sentinel import NORM_COLLAPSE, Kind, Verdict
+from rollback.sentinel.scaler import SCALE_COLLAPSE
 from rollback.suspects import left_out_at
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.skips import SkipList
 from rollback.train.incidents.cases import Cases
 from rollback.train.run import AttachedRun
-from rollback.train.updates.scaler import SCALE_COLLAPSE
 
 RING = [PolicyCheckpoint(CheckpointName.of(seq, 50 * seq), 50 * seq, 100 * seq, True) for seq in range(6)]
 PER_STEP = 2  # as in recorded_run

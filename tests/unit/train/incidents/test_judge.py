@@ -48,7 +48,7 @@ class Steps:
         model = torch.nn.Linear(1, 1)
         self.judge = Judge(
             run, Pulse(ranks, torch.device("cpu")), Sentinel(settings.sensitivity), FiniteCheck((), repr),
-            self.checkpoints, IncidentEvidence(run, model, 0), Advisor(model, None), SkipList(run),
+            self.checkpoints, IncidentEvidence(run, model, 0), Advisor(model, None), SkipList(run), lambda *_: None,
         )  # fmt: skip
         self.step = 0
         self.per_step = batches_per_step

@@ -1,8 +1,10 @@
 """What a rank's failure record says of where an exception came from."""
 
 import contextlib
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,17 @@ def test_a_batch_is_in_hand_in_the_loop_s_body_alone(
 ) -> None:
     record = record_of(tmp_path / "run", script)
     assert (record.in_hand, record.ours, bool(record.samples)) == (in_hand, False, False)
+
+
+def test_an_error_behind_a_second_guard_is_no_failure_of_the_first_one_s_run(tmp_path: Path) -> None:
+    """Nor does the first one's loader live any longer, as it would where a hook or an exit handler had it."""
+    loader = DataLoader(torch.randn(6, 2, 4), batch_size=None)  # type: ignore[arg-type]
+    train(tmp_path / "first", lambda guard, _: guard.close(), loader=loader)
+    gone, loader = weakref.ref(loader), None  # type: ignore[assignment]
+    record_of(tmp_path / "second", in_a_step)
+    assert read_failures(RunPaths(tmp_path / "first").failures(1)) == {}
+    gc.collect()
+    assert gone() is None
 
 
 def in_a_thread() -> None:

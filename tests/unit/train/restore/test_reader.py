@@ -1,9 +1,12 @@
 """Reading a checkpoint back: with how many threads a rank hashes and reads, wherever it lies."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from sharding import fully_sharded, one_rank
 from torch import nn
 
 from hashing_threads import note_threads
@@ -16,6 +19,7 @@ from rollback.train.data.cursor import cursor_for
 from rollback.train.restore import reads
 from rollback.train.restore.reader import rooms
 from rollback.train.restore.restore import restore
+from rollback.train.sharded import local_of
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.state import TrainingState
@@ -73,6 +77,47 @@ def test_a_checkpoint_is_verified_with_all_of_them(place: str, tmp_path: Path, m
     assert used == [5]
     assert all(map(torch.equal, saved.model.parameters(), back.model.parameters()))
     snapshots.close()
+
+
+def test_where_each_rank_has_its_shard_alone_all_are_told_of_what_is_not_sharded_and_of_nothing_else(
+    tmp_path: Path,
+) -> None:
+    """Of the parts of thousands of ranks each would have a list else, a thousand times as long as its own."""
+    told: list[object] = []
+
+    class OnManyHosts(Ranks):
+        def from_each(self, value: Any) -> list[Any]:
+            told.append(value)
+            return super().from_each(value)
+
+    def sharded(seed: int) -> TrainingState:
+        torch.manual_seed(seed)
+        model = fully_sharded(nn.Sequential(nn.Linear(3, 40), nn.BatchNorm1d(40)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        return TrainingState(model, optimizer, {}, cursor_for([1, 2, 3]), Sentinel("normal"))
+
+    with one_rank():
+        saved, back, ranks, paths = sharded(1), sharded(2), OnManyHosts(), RunPaths(tmp_path / "run")
+        owned = slots.tier_of(tmp_path, "0123456789abcdef")
+        slots.claim(owned, tmp_path)
+        snapshots = Snapshots(paths, ranks, 0, 1, FastTier(owned, 0, leads=True, here=[0]))
+        snapshots.fit_memory(saved.image())
+        snapshots.memory.use_slots(1)
+        snapshots.await_ready(saved.image())
+        flight = snapshots.start_snapshot(saved.image(), step=7, batch=7, epoch=0, timeline=0)
+        snapshots.settle()
+        ranks.host_count = 2
+        told.clear()
+        place = CheckpointPlace(owned.slot(flight.slot or 0), paths, in_slot=True)
+        assert restore(flight.manifest.name, [place], ranks, back).place == place
+        texts = json.dumps(told)
+        assert "shared/optimizer/state/0/step" in texts
+        assert not any(word in texts for word in ("exp_avg", "shared/model/", "local/"))
+        for one, other in zip(saved.model.state_dict().values(), back.model.state_dict().values(), strict=True):
+            assert torch.equal(local_of(one), local_of(other))
+        snapshots.close()
 
 
 def test_what_an_object_keeps_is_read_to_the_device_of_its_own() -> None:

@@ -18,7 +18,7 @@ from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import tier_choice as choices
-from rollback.train.snapshots.tier_choice import Allotment, allot, capture_mode, cores_here, open_tier
+from rollback.train.snapshots.tier_choice import Allotment, allot, capture_mode, open_tier
 
 MB = 10**6
 
@@ -267,25 +267,6 @@ def test_the_usual_mode_is_by_the_cores_of_this_host(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(choices.torch, "get_num_threads", lambda: 1)
     ranks: Any = SimpleNamespace(on_this_host=[0, 1])
     assert choices.usual_capture_mode(False, ranks) == capture_mode(False, 3, 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("quota", "cores"),
-    [("max 100000", 4), ("250000 100000", 2), ("50000 100000", 1), ("900000 100000", 4), (None, 4), ("", 4)],
-)
-def test_cores_are_those_that_this_process_may_use_and_its_container_grants(
-    monkeypatch: pytest.MonkeyPatch, quota: str | None, cores: int
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 5} if pid == 0 else {0})
-
-    def read(path: Path) -> str:
-        assert path == Path("/sys/fs/cgroup/cpu.max")
-        if quota is None:
-            raise FileNotFoundError(path)
-        return quota
-
-    monkeypatch.setattr(Path, "read_text", read)
-    assert cores_here() == cores
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.tiers import Located
-from rollback.errors import CheckpointDamaged
+from rollback.config import Settings
+from rollback.errors import CheckpointDamaged, StateRefused
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.sentinel import Sentinel
 from rollback.train.catalogue.catalogue import CheckpointPlace
@@ -29,7 +30,8 @@ from rollback.train.restore.restore import RestoreOutcome, restore, verify
 from rollback.train.snapshots import frozen
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.start.found_run import InSlot, common, is_enough
+from rollback.train.start import found_run
+from rollback.train.start.found_run import InSlot, common, is_enough, read_run
 from rollback.train.state.state import TrainingState
 
 SLOT = 0
@@ -220,6 +222,50 @@ def test_a_rank_that_cannot_read_after_all_tells_the_others_before_anybody_waits
         require_equal(state, two.saved[rank])
     failing[0] = 1000
     assert [result.fault.message for result in two.restore(states)] == ["the memory fails"] * 2
+
+
+def test_what_the_objects_of_one_rank_refuse_ends_the_restore_on_all(
+    two: TwoHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that rank would leave, and the others wait for it until their collective's time is over."""
+    states = [state_of(2, rank) for rank in range(2)]
+
+    def refuse(*_: Any) -> None:
+        raise StateRefused("not of this kind", hint="make it anew")
+
+    def restored(rank: int) -> str | None:
+        with pytest.raises(StateRefused, match="not of this kind") as refused:
+            restore(two.name, [two.place(rank)], two.ranks[rank], states[rank])
+        return refused.value.hint
+
+    monkeypatch.setattr(states[1], "load", refuse)
+    assert two.both(restored) == ["make it anew", "make it anew"]
+
+
+def test_nobody_waits_in_a_collective_for_as_long_as_the_first_rank_fetches_the_run(
+    two: TwoHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may take longer than a collective has time, and each start would end in the same way."""
+    met = threading.Semaphore(0)
+    all_of = two.ranks[1].all_of
+
+    def meet(condition: bool) -> bool:
+        met.release()
+        return all_of(condition)
+
+    def fetch(*_: object) -> tuple[str, ...]:
+        for _ in range(3):
+            assert met.acquire(timeout=30), "the other rank waits"
+        return ()
+
+    monkeypatch.setattr(two.ranks[1], "all_of", meet)
+    monkeypatch.setattr(found_run, "reach_ring", lambda _: "a ring")
+    monkeypatch.setattr(found_run, "fetch", fetch)
+    jobs = [state.job(2) for state in two.saved]
+    paths = RunPaths(two.paths.root.with_name("another"))
+    (first, lock), (second, _) = two.both(lambda rank: read_run(paths, jobs[rank], two.ranks[rank], Settings()))
+    assert (first.attempt, first.history) == (second.attempt, second.history)
+    lock.release()
 
 
 def test_what_every_host_has_in_the_same_slot_counts() -> None:

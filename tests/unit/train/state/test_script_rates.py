@@ -27,6 +27,11 @@ def told(updates: Sequence[tuple[int, int, float]], *schedulers: Any, before: fl
     return "".join(text for _, text in rates.advice())
 
 
+class Cyclic:
+    def rate(self, count: int) -> float:
+        return 1.0 - count % 7 / 7
+
+
 def scheduler(kind: Callable[[SGD], Any]) -> Any:
     return kind(SGD([nn.Parameter(torch.ones(1))], 0.1))
 
@@ -62,7 +67,9 @@ def test_a_rate_that_begins_anew_where_the_run_goes_on_is_told() -> None:
 def test_what_may_be_so_by_the_schedule_is_nothing() -> None:
     restarts = scheduler(lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 7))
     assert told([(7, 0, 0.1)], restarts, before=0.001) == ""
-    for by_its_count in (lambda count: 1.0 - count % 7 / 7, partial(lambda count, of: 1.0 - count % of / of, of=7)):
+    by_a_method = Cyclic().rate
+    by_a_partial = partial(lambda count, of: 1.0 - count % of / of, of=7)
+    for by_its_count in (lambda count: 1.0 - count % 7 / 7, by_a_partial, by_a_method):
         anew = scheduler(lambda optimizer, by=by_its_count: LambdaLR(optimizer, by))
         assert told([(7, 0, 0.1)], anew, before=0.001) == "", "as of transformers' cosine_with_restarts"
     assert told([*FORTH, (1, 0, 0.02)], scheduler(ReduceLROnPlateau)) == ""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
+from rollback.errors import CheckpointDamaged, RunDoesNotFit, StateRefused, UsageError
 from rollback.sentinel import Hint, Sentinel
 from rollback.train.data.cursor import cursor_for
 from rollback.train.snapshots.capture import owners
@@ -18,7 +18,6 @@ from rollback.train.state import tree
 from rollback.train.state.held import HeldState
 from rollback.train.state.image import Image
 from rollback.train.state.state import TrainingState
-from rollback.train.state.stateful import StateRefused
 
 
 def state_of(seed: int, **objects: Any) -> TrainingState:
@@ -254,6 +253,23 @@ def test_an_optimizer_without_a_learning_rate_gives_no_hint() -> None:
         del group["lr"]
     assert state.note_learning_rate(epoch_began=False) is Hint.NONE
     assert state.counters.highest_rate is None
+
+
+def test_a_learning_rate_of_a_device_is_read_where_it_was_written_to_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of `Adam(lr=torch.tensor(...), capturable=True)`: whoever reads it waits for the device."""
+    rates = iter((1e-3, 2e-3, 3e-3))
+    monkeypatch.setattr(Tensor, "__float__", lambda _: next(rates))
+    state = state_of(1)
+    rate = state.optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
+    seen = []
+    for write in (None, None, lambda: rate.add_(1), None):
+        if write is not None:
+            write()
+        state.note_learning_rate(epoch_began=False)
+        seen.append(state.counters.learning_rate)
+    state.optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
+    state.note_learning_rate(epoch_began=False)
+    assert [*seen, state.counters.learning_rate] == [1e-3, 1e-3, 2e-3, 2e-3, 3e-3]
 
 
 @given(st.dictionaries(st.text(max_size=4), st.integers(0, 1000), max_size=20), st.integers(1, 8))

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from toy import SETTINGS, files
 
 import rollback
-from rollback.errors import CheckpointDamaged, RunDoesNotFit
-from rollback.train.state.stateful import StateRefused, load_into
+from rollback.errors import CheckpointDamaged, RunDoesNotFit, StateRefused
+from rollback.train.state.stateful import load_into
 
 
 class Raises:

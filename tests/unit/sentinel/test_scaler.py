@@ -18,7 +18,7 @@ from rollback.errors import UsageError
 from rollback.facts.training import Fact, Finished, Incident, PhaseAnnounced, ScalerSkipped, ScriptLeft
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.train.updates.scaler import DROPPED, WINDOW, ScaleWatch
+from rollback.sentinel.scaler import DROPPED, WINDOW, ScaleWatch
 
 
 def calls(dropped: list[bool], scale: float | None) -> list[int]:

@@ -16,13 +16,13 @@ from typing import Any
 from torch import nn
 
 from rollback.facts.probes import NotProbed, Probed
-from rollback.sentinel.probe import OpenQuestion, ProbeAnswer, ProbeFinding
+from rollback.sentinel.probe import OpenQuestion, ProbeAnswer, ProbeFinding, damaged
 from rollback.train.comm.beat import Signs
 from rollback.train.comm.pulse import Pulse
 from rollback.train.incidents.decisions import Decision
 from rollback.train.incidents.judge import Judge
-from rollback.train.incidents.kept_updates import KeptUpdate
-from rollback.train.incidents.rollback import Rewinder
+from rollback.train.incidents.rewinder import Rewinder
+from rollback.train.probe.batches import KeptUpdate, KeptUpdates
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import is_sharded
 from rollback.train.state.held import HeldGradients, HeldState
@@ -55,12 +55,13 @@ class Prober:
         model: nn.Module,
         state: TrainingState,
         pulse: Pulse,
+        kept: KeptUpdates,
         judge: Judge,
         rewinder: Rewinder,
         step: StepInProgress,
     ) -> None:
         self._ranks, self._record, self._model, self._state = run.ranks, run.record, model, state
-        self._pulse, self._judge, self._kept, self._rewinder, self._step = pulse, judge, judge.kept, rewinder, step
+        self._pulse, self.kept, self._judge, self._rewinder, self._step = pulse, kept, judge, rewinder, step
         self.probe: _UnderWay | None = None
         """The probe that is under way."""
         self._hidden: list[tuple[str, int, int]] | None = None
@@ -73,7 +74,7 @@ class Prober:
         Not collective, and alike on all ranks."""
         cursor = self._state.cursor
         return (
-            self._judge.question is not None
+            self.kept.question is not None
             and cursor.opened
             and cursor.offset > 0
             and (cursor.reads_ahead or not cursor.at_end)
@@ -85,18 +86,18 @@ class Prober:
 
     def keep(self, step: int, batch: Any) -> None:
         """A batch of the run is handed out. Not collective."""
-        if self._refused is not None or not self._kept.wanted:
+        if self._refused is not None or not self.kept.wanted:
             return
-        if self._hidden is None and self._kept.held:
+        if self._hidden is None and self.kept.held:
             self._hidden = self._marks_of_hidden()
-        self._kept.keep(step, batch, self._state.kept)
+        self.kept.keep(step, batch, self._state.kept)
 
     def begin(self) -> Any:
         """The first batch of a probe; `NO_BATCH`: there is none, and the journal has the reason.
 
         All steps are judged.
         """
-        question, self._judge.question = self._judge.question, None
+        question, self.kept.question = self.kept.question, None
         assert question is not None
         self._state.sentinel.asked(self._state.counters.step)
         prepared, why = self._prepare(question)
@@ -149,7 +150,10 @@ class Prober:
         )  # else the incident says it
         if finding is ProbeFinding.DATA:
             self._state.sentinel.accept_rise()
-        return self._judge.call_damaged(question, answer) if finding is ProbeFinding.MODEL else None
+        if finding is not ProbeFinding.MODEL:
+            return None
+        last, sentinel = self._state.counters.step - 1, self._state.sentinel
+        return self._judge.call(damaged(last, question, answer, sentinel.recent()))
 
     def _note_none(self, question: OpenQuestion, why: str) -> None:
         if why not in self._said:
@@ -173,7 +177,7 @@ class Prober:
         """The probe, or why this rank cannot take part. Not collective."""
         if self._refused is not None:
             return None, self._refused
-        kept = self._kept.before(question.onset)
+        kept = self.kept.before(question.onset)
         if kept is None:
             return None, "this process has kept no batch from before the rise"
         if (why := kept.unfit or self._why_inexact(len(kept.batches))) is not None:

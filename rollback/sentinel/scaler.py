@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from rollback.sentinel import Kind, Verdict
+from rollback.sentinel.verdict import Kind, Verdict
 
 DROPPED = 20
 """This many dropped updates among the last `WINDOW` are too many. Each halves the scale: from 65536, the usual first

@@ -14,7 +14,7 @@ from rollback.facts.history import Case
 from rollback.sentinel import Hint, Observation, Sentinel
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepMark
-from rollback.train.incidents.kept_updates import KEPT_EVERY, MOST, KeptBatch, KeptUpdates
+from rollback.train.probe.batches import KEPT_EVERY, MOST, KeptBatch, KeptUpdates
 from rollback.train.state.kept_values import KeptByScript
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollback.train.state.rank_allocation import NAME, rank_allocation
+from rollback.train.state.adalora import NAME, rank_allocation
 
 
 def adapted() -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rollback.sentinel import Sentinel
+from rollback.sentinel.probe import OpenQuestion
 from rollback.train.data import rng
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import StepMark
@@ -71,10 +72,12 @@ class KeptUpdate:
 
 
 class KeptUpdates:
-    """Nothing here is collective. wanted: whether any are kept."""
+    """Nothing here is collective. wanted: whether any are kept, and anything is asked."""
 
     def __init__(self, *, wanted: bool = True) -> None:
         self.wanted = wanted
+        self.question: OpenQuestion | None = None
+        """What the model is to be asked about, until it was or could not be."""
         self._from = 0
         self._open: KeptUpdate | None = None
         self.held: list[KeptUpdate] = []
@@ -95,6 +98,12 @@ class KeptUpdates:
 
     def judged(self, mark: StepMark, loss: float | None, sentinel: Sentinel) -> None:
         """A step was judged. loss: the mean over the ranks."""
+        if self.wanted:
+            self._hold(mark, loss, sentinel)
+            self.question = sentinel.question(mark.step) or self.question
+
+    def _hold(self, mark: StepMark, loss: float | None, sentinel: Sentinel) -> None:
+        """Hold the update of this step, if its batches are there and its loss is of a healthy time."""
         kept = self._open
         if kept is None or kept.step != mark.step:
             return
@@ -116,6 +125,8 @@ class KeptUpdates:
         """What was kept behind that step was of an undone time."""
         if event.cause is RollbackCause.PROBE:
             return
+        if event.cause is not RollbackCause.SCREEN:
+            self.question = None
         self._open = None
         self.held = [kept for kept in self.held if kept.step < event.step]
         self._from = min(self._from, event.step + _AGAIN_AFTER)

@@ -1,0 +1,1 @@
+"""Asks the model about a rise, with batches of the healthy time."""
