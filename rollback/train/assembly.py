@@ -13,6 +13,8 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
 from rollback.system.frames import own_variables
+from rollback.train.advice.advisor import Advisor
+from rollback.train.advice.unkept import Unkept
 from rollback.train.catalogue.catalogue import Catalogue, HeldAtStart
 from rollback.train.catalogue.draining import start_draining
 from rollback.train.catalogue.remote import HostCopies, RemoteRing
@@ -20,6 +22,7 @@ from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.data.batches import Batches
+from rollback.train.data.cursor.generators import generators_beside
 from rollback.train.data.passes import Passes
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.data.skips import SkipList
@@ -41,11 +44,8 @@ from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.snapshots.tier_choice import open_tier
 from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
-from rollback.train.state.unkept import Unkept, generators_beside
 from rollback.train.step import StepInProgress
-from rollback.train.updates.advice import Advisor
 from rollback.train.updates.hooks import weak_hook
-from rollback.train.updates.layers import Layers
 from rollback.train.updates.learning_rate import LoweredRate
 from rollback.train.updates.optimizer import Updates
 
@@ -111,25 +111,23 @@ class GuardAssembly:
         self.departure = Departure()
         cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
         stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
-        layers, skips = Layers(state.model), SkipList(run)
-        updates = Updates(optimizer, objects.get("scaler"), model, layers)
+        skips, updates = SkipList(run), Updates(optimizer, objects.get("scaler"), model)
         self._batches = Batches(run, loader, cursor, skips)
         self._checkpoints = _checkpoint_side(run, state, heartbeat.turn_to)
         manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
         evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
         self._pulse = pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
         variables = list(own_variables())
-        generators = generators_beside(state, loader, variables)
+        generators = generators_beside(state.modules, {"optimizer": optimizer, **objects}, loader, variables)
         if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
             state.kept.keep_generators(generators)
-        self._unkept = Unkept(state, generators, variables)
+        self._advisor = Advisor(state, updates, model, Unkept(state, generators, variables))
         self._judge = Judge(
-            run, pulse, state.sentinel, state.finite, manager, evidence,
-            Advisor(state.model, optimizer, layers, self._unkept), skips, cursor.batch, max_steps,
-        )  # fmt: skip
+            run, pulse, state.sentinel, state.finite, manager, evidence, self._advisor, skips, cursor.batch, max_steps
+        )
         lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
-        self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
+        self._step_in_progress = StepInProgress(state, updates, evidence, self._advisor, prefetch, heartbeat)
         heartbeat.evaluates = weakref.WeakMethod(self._step_in_progress.evaluates)
         self._passes = Passes(cursor, objects.values(), state.gradients)
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)

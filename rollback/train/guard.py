@@ -254,7 +254,8 @@ class Guard(ScriptSide):
         """If the loop's body made an update: count it, judge the update before, and send the beat of this one."""
         step = self._step_in_progress
         if not step.updated:
-            self._judge.without_update(step.batches)
+            for code, text in self._advisor.without_update(step.batches):
+                self._run.record.advise(code, text)
             return None
         self._state.fsdp.reshard()
         self._last.note_change()

@@ -106,7 +106,7 @@ class ScriptSide(GuardAssembly):
     def watch(self, variables: Sequence[tuple[str, Any]]) -> None:
         """Have advice look at these, too, pairs of a name and a value: for what is in no variable of the script's that
         the guard sees, as the attributes of a Trainer's callback. Advice names those that no checkpoint has."""
-        self._unkept.watch(variables)
+        self._advisor.unkept.watch(variables)
 
     def judge_first(self) -> None:
         """Judge each update before the next batch is handed out, and not beside that batch: for loops that cannot go

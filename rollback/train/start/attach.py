@@ -45,6 +45,7 @@ from rollback.rundir.identity import Identity, new_identity, read_identity, requ
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths, format_for
 from rollback.system import files
+from rollback.train.advice.own_snapshot import traces_of
 from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.catalogue.remote import HostCopies
 from rollback.train.comm.ranks import Ranks
@@ -71,7 +72,6 @@ from rollback.train.start.start_record import (
 )
 from rollback.train.state.module_buffers import NOT_IN_CHECKPOINT, NOT_KEPT
 from rollback.train.state.nonfinite import union
-from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.stateful import StateRefused
 

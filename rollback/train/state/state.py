@@ -19,7 +19,6 @@ from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, take_parts, 
 from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
-from rollback.train.state.script_rates import ScriptRates
 from rollback.train.state.stateful import Stateful, load_into, load_optimizer, tensors_of_state
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.wanted_gradients import WantedGradients
@@ -80,7 +79,6 @@ class TrainingState:
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
-        self.script_rates = ScriptRates(objects.values())
         self.kept = KeptByScript()
         self.not_in_checkpoint: list[str] = []
         """Buffers without a value in the last `load`; they did not change."""
@@ -333,16 +331,14 @@ class TrainingState:
         """Whether a batch has been handed out since the last load."""
         return self.cursor.batch > self._loaded_at
 
-    def note_learning_rate(self, *, epoch_began: bool) -> Hint:
-        """Note the rate of the step that has ended, with which an epoch began or not. Returns the sentinel's hint."""
+    def note_learning_rate(self) -> Hint:
+        """Note the rate of the step that has ended. Returns the sentinel's hint."""
         counters = self.counters
         if (given := self.optimizer.param_groups[0].get("lr")) is None:
             return Hint.NONE  # an optimizer that finds its step by itself
         rate = float(given)
         hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
-        first = counters.first_rate = rate if counters.step == 0 else counters.first_rate
-        before = None if epoch_began else counters.learning_rate
-        self.script_rates.note(counters.step, self.cursor.epoch, rate, before, first)
+        counters.first_rate = rate if counters.step == 0 else counters.first_rate
         counters.learning_rate = rate
         counters.highest_rate = max(rate, counters.highest_rate or rate)
         return hint
