@@ -1,8 +1,7 @@
-"""The assembly of a guard: what it is made of, and in which order its members hear of a rollback."""
+"""The assembly of a guard's loop: what it is made of, and in which order its members hear of a rollback."""
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,10 +31,11 @@ from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rollback import Rewinder, needs_rehearsal
 from rollback.train.last_snapshot.survivor import LastSnapshot
+from rollback.train.loop import TrainingLoop
 from rollback.train.pass_rehearsal import PassRehearsal
 from rollback.train.prober import Prober
 from rollback.train.process.heartbeat import HeartbeatWriter
-from rollback.train.process.stopping import Departure, StopRequest
+from rollback.train.process.stopping import StopRequest
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.manager import CheckpointManager
@@ -50,22 +50,11 @@ from rollback.train.updates.learning_rate import LoweredRate
 from rollback.train.updates.optimizer import Updates
 
 
-@dataclass(frozen=True)
-class CheckpointSide:
-    """The parts of a guard that see to its checkpoints."""
-
-    snapshots: Snapshots
-    """Snapshots on their way to becoming checkpoints."""
-    manager: CheckpointManager
-    """The manager of the existing checkpoints."""
-    schedule: SnapshotSchedule
-    """Decides when the next snapshot is taken."""
-    drainer: Drainer | Helper | None
-    """Copies checkpoints to the durable ring; None: another process does."""
-
-
-def _checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str], None]) -> CheckpointSide:
-    """Collective: make these parts. show: gets what this rank is doing, for its heartbeat."""
+def _checkpoint_side(
+    run: AttachedRun, state: TrainingState, show: Callable[[str], None]
+) -> tuple[CheckpointManager, SnapshotSchedule, Drainer | Helper | None]:
+    """Collective: what takes and manages checkpoints, and what copies them to the durable ring, unless another process
+    does. show: gets what this rank is doing, for its heartbeat."""
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
     tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
     drainer = start_draining(paths, settings, record, ranks)
@@ -83,7 +72,7 @@ def _checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str
     copies = HostCopies(paths, ranks, settings.ring, show) if ranks.apart else None
     manager = CheckpointManager(run, snapshots, catalogue, remote, copies)
     manager.wanting = bool(out_of_reach)
-    return CheckpointSide(snapshots, manager, SnapshotSchedule(run, state, manager, tier), drainer)
+    return manager, SnapshotSchedule(run, state, manager, tier), drainer
 
 
 def _as_held(run: AttachedRun, manifest: Manifest, slot: int | None) -> HeldAtStart:
@@ -101,56 +90,54 @@ def _tell_what_is_out_of_reach(names: list[str], why: str, ranks: Ranks) -> None
         )
 
 
-class GuardAssembly:
-    """All that a guard is made of, for the run that it has attached to. Making it is collective."""
-
-    def __init__(
-        self, run: AttachedRun, state: TrainingState, model: nn.Module, loader: Any, max_steps: int | None
-    ) -> None:
-        self._run, self._state, self._model = run, state, model
-        self.departure = Departure()
-        cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
-        stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
-        skips, updates = SkipList(run), Updates(optimizer, objects.get("scaler"), model)
-        self._batches = Batches(run, loader, cursor, skips)
-        self._checkpoints = _checkpoint_side(run, state, heartbeat.turn_to)
-        manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
-        evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
-        self._pulse = pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
-        variables = list(own_variables())
-        generators = generators_beside(state.modules, {"optimizer": optimizer, **objects}, loader, variables)
-        if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
-            state.kept.keep_generators(generators)
-        self._advisor = Advisor(state, updates, model, Unkept(state, generators, variables))
-        self._judge = Judge(
-            run, pulse, state.sentinel, state.finite, manager, evidence, self._advisor, skips, cursor.batch, max_steps
-        )
-        lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
-        prefetch = PrefetchWatch(model, optimizer, updates.telltale)
-        self._step_in_progress = StepInProgress(state, updates, evidence, self._advisor, prefetch, heartbeat)
-        heartbeat.evaluates = weakref.WeakMethod(self._step_in_progress.evaluates)
-        self._passes = Passes(cursor, objects.values(), state.gradients)
-        self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
-        self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
-        self._unseen = UnseenWrites(state, self._checkpoints.snapshots, model, updates.telltale)
-        self._last = LastSnapshot(
-            run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, pulse.sent,
-            pulse.await_sum, self._judge.foresee, updates.telltale, self._unseen,
-            lambda: self._step_in_progress.batches >= state.counters.batches_per_step, self._batches.may_be_marked,
-        )  # fmt: skip
-        heartbeat.failure_recorder.before_the_end = weak_hook(self._last.raised)
-        rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)
-        self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
-        self._pass_rehearsal = PassRehearsal(state, self._step_in_progress, self._rewinder, schedule)
-        self._prober = Prober(run, model, state, pulse, self._judge, self._rewinder, self._step_in_progress)
-        # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
-        # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
-        self._rewinder.before = self._last.note_change
-        self._rewinder.subscribers += [
-            self._last.rollback_applied, self._judge.kept.rollback_applied,
-            evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
-            self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
-            self._step_in_progress.rollback_applied, schedule.rollback_applied, lowered_rate.rollback_applied,
-        ]  # fmt: skip
-        if run.restored is not None:
-            self._passes.resume(left=state.counters.epoch_left, strayed=self._rewinder.written)
+def assemble(
+    run: AttachedRun, state: TrainingState, model: nn.Module, loader: Any, max_steps: int | None
+) -> TrainingLoop:
+    """Collective: make the loop of a guard that has attached to this run."""
+    cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
+    stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
+    skips, updates = SkipList(run), Updates(optimizer, objects.get("scaler"), model)
+    batches = Batches(run, loader, cursor, skips)
+    checkpoints, schedule, drainer = _checkpoint_side(run, state, heartbeat.turn_to)
+    snapshots = checkpoints.snapshots
+    evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
+    pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
+    variables = list(own_variables())
+    generators = generators_beside(state.modules, {"optimizer": optimizer, **objects}, loader, variables)
+    if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
+        state.kept.keep_generators(generators)
+    advisor = Advisor(state, updates, model, Unkept(state, generators, variables))
+    judge = Judge(
+        run, pulse, state.sentinel, state.finite, checkpoints, evidence, advisor, skips, cursor.batch, max_steps
+    )
+    lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
+    prefetch = PrefetchWatch(model, optimizer, updates.telltale)
+    step = StepInProgress(state, updates, evidence, advisor, prefetch, heartbeat)
+    heartbeat.evaluates = weakref.WeakMethod(step.evaluates)
+    passes = Passes(cursor, objects.values(), state.gradients)
+    requests = Requests(run, stop, judge, checkpoints, skips, cursor)
+    training_end = TrainingEnd(run, state, schedule, checkpoints, judge, max_steps)
+    unseen_writes = UnseenWrites(state, snapshots, model, updates.telltale)
+    last_snapshot = LastSnapshot(
+        run, state, snapshots, lambda: judge.timeline, pulse.sent, pulse.await_sum, judge.foresee, updates.telltale,
+        unseen_writes, lambda: step.batches >= state.counters.batches_per_step, batches.may_be_marked,
+    )  # fmt: skip
+    heartbeat.failure_recorder.before_the_end = weak_hook(last_snapshot.raised)
+    rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)
+    rewinder = Rewinder(run, state, judge, checkpoints, rehearsing=rehearsing)
+    pass_rehearsal = PassRehearsal(state, step, rewinder, schedule)
+    prober = Prober(run, model, state, pulse, judge, rewinder, step)
+    # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
+    # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
+    rewinder.before = last_snapshot.note_change
+    rewinder.subscribers += [
+        last_snapshot.rollback_applied, judge.kept.rollback_applied, evidence.rollback_applied,
+        batches.rollback_applied, checkpoints.rollback_applied, judge.rollback_applied, passes.rollback_applied,
+        requests.rollback_applied, step.rollback_applied, schedule.rollback_applied, lowered_rate.rollback_applied,
+    ]  # fmt: skip
+    if run.restored is not None:
+        passes.resume(left=state.counters.epoch_left, strayed=rewinder.written)
+    return TrainingLoop(
+        run, state, model, batches, passes, step, advisor, checkpoints, schedule, drainer, pulse, judge, rewinder,
+        prober, pass_rehearsal, requests, unseen_writes, last_snapshot, training_end,
+    )  # fmt: skip

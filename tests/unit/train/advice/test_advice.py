@@ -439,7 +439,7 @@ def test_odd_copies_of_weights_in_a_script_end_no_guard(tmp_path: Path, kind: st
     queue = torch.zeros(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.tensor([1])] * 4, run=tmp_path)
-    assert "average" in {each.name for each in guard._advisor.unkept._copies}
+    assert "average" in {each.name for each in guard._loop.advisor.unkept._copies}
     for x in guard:
         model(x).sum().backward()
         optimizer.step()
@@ -478,7 +478,7 @@ def test_modules_without_plain_values_may_be_among_the_variables_of_a_script(tmp
     graph.register_buffer("levels", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 2, run=tmp_path)
-    watched = {each.name for each in guard._advisor.unkept._copies}
+    watched = {each.name for each in guard._loop.advisor.unkept._copies}
     assert "graph" in watched
     assert "skeleton" not in watched
     assert skeleton.weight.is_meta
