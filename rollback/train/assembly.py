@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.format.manifest import Manifest
 from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
 from rollback.system.frames import own_variables
 from rollback.train.advice.advisor import Advisor
 from rollback.train.advice.unkept import Unkept
-from rollback.train.catalogue.catalogue import Catalogue, HeldAtStart
+from rollback.train.catalogue.catalogue import Catalogue
 from rollback.train.catalogue.draining import start_draining
 from rollback.train.catalogue.remote import HostCopies, RemoteRing
 from rollback.train.comm.pulse import Pulse
@@ -58,16 +57,16 @@ def _checkpoint_side(
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
     tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
     drainer = start_draining(paths, settings, record, ranks)
-    fast, taken, held = None, run.slots.values(), run.manifests
+    fast, held = None, run.held
     if tier[0] is not None:
+        taken = [item.slot for item in held if item.slot is not None]
         fast = FastTier(tier[0], ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)
     else:  # what is in slots alone is not lost: a later attempt may find it
-        held = [manifest for manifest in run.manifests if manifest.name in run.in_ring]
-    if out_of_reach := [manifest.name for manifest in run.manifests if manifest not in held]:
+        held = [item._replace(slot=None) for item in held if item.in_ring]
+    if out_of_reach := len(run.held) - len(held):
         _tell_what_is_out_of_reach(out_of_reach, tier[1], ranks)
     snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
-    in_slots = run.slots if fast is not None else {}
-    catalogue = Catalogue(settings.probation, [_as_held(run, item, in_slots.get(item.name)) for item in held])
+    catalogue = Catalogue(settings.probation, held)
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
     copies = HostCopies(paths, ranks, settings.ring, show) if ranks.apart else None
     manager = CheckpointManager(run, snapshots, catalogue, remote, copies)
@@ -75,15 +74,9 @@ def _checkpoint_side(
     return manager, SnapshotSchedule(run, state, manager, tier), drainer
 
 
-def _as_held(run: AttachedRun, manifest: Manifest, slot: int | None) -> HeldAtStart:
-    """The healthy verdicts that it has had are those of the steps behind it that this attempt does not train again."""
-    behind = max(0, run.restored.step - manifest.step) if run.restored is not None else 0
-    return HeldAtStart(manifest, manifest.name in run.history.good, slot, min(run.healthy_before, behind))
-
-
-def _tell_what_is_out_of_reach(names: list[str], why: str, ranks: Ranks) -> None:
+def _tell_what_is_out_of_reach(number: int, why: str, ranks: Ranks) -> None:
     if ranks.first:
-        count = "1 checkpoint is" if len(names) == 1 else f"{len(names)} checkpoints are"
+        count = "1 checkpoint is" if number == 1 else f"{number} checkpoints are"
         say(
             f"{count} in memory alone, and this attempt cannot go back there, since it has no fast tier ({why}); the "
             "next checkpoint is taken as soon as there is room for it"

@@ -52,7 +52,7 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.data import rng
 from rollback.train.restore.restore import restore
-from rollback.train.run import AttachedRun, require_first, supervised
+from rollback.train.run import AttachedRun, HeldAtStart, require_first, supervised
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
 from rollback.train.start.found_run import FoundRun, read_run
@@ -282,13 +282,18 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
         history,
         [*damaged, *found.strays, *(m.name for m in found.at_url), *(manifest.name for manifest in found.manifests)],
     )
-    slots = {manifest.name: found.slots[manifest.name] for manifest in held if manifest.name in found.slots}
     healthy = healthy_until(paths, history, chosen, record) if ranks.first and chosen is not None else 0
-    healthy = ranks.from_first(healthy)
+    healthy, restored_step = ranks.from_first(healthy), chosen.step if chosen is not None else 0
+    held_at_start = [
+        HeldAtStart(
+            manifest, manifest.name in history.good, found.slots.get(manifest.name),
+            min(healthy, max(0, restored_step - manifest.step)), manifest.name in found.in_ring,
+        )
+        for manifest in held
+    ]  # fmt: skip
     return AttachedRun(
-        paths, ranks, settings, record, history, found.attempt, run_id, manifests=held, slots=slots,
-        in_ring=frozenset(found.in_ring), next_seq=seq, restored=chosen, healthy_before=healthy,
-        ranks_before=ranks_before,
+        paths, ranks, settings, record, history, found.attempt, run_id, held=held_at_start, next_seq=seq,
+        restored=chosen, ranks_before=ranks_before,
     )  # fmt: skip
 
 

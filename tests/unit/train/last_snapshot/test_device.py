@@ -227,7 +227,7 @@ def test_an_update_waits_for_its_gradients_before_it_counts_as_a_change(
 
     def await_gradients(gpu: LateGpu) -> None:
         if seen:
-            waited.append((seen[0].step, seen[0]._last._held.changes))
+            waited.append((seen[0].step, seen[0]._loop.last_snapshot._held.changes))
         really(gpu)
 
     monkeypatch.setattr(LateGpu, "await_gradients", await_gradients)
