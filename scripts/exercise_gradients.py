@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import rollback
 from rollback.inspect.audit.compile import compile_audit
-from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.audit.report import AuditReport
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_metrics
@@ -130,7 +130,7 @@ def main() -> None:
             print(f"\ngradients of step {FAULT_AT} x {factor:g}", flush=True)
             unguarded, guarded = train(factor), train(factor, run, retry_first=not args.skip)
             same = ", bit for bit the undisturbed run" if torch.equal(guarded.weights, undisturbed.weights) else ""
-            audit = compile_audit(read_material(run))
+            audit = compile_audit(read_run_contents(run))
             print(f"  measured   {measured(run)}")
             print(f"  seen       {seen(audit)}")
             print(f"  done       {done(audit)}")

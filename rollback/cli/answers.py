@@ -15,7 +15,7 @@ from rollback.terminal.messages import say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rollback.inspect.audit.report import Document
+    from rollback.inspect.document import Document
 
 Answer = TypeVar("Answer", bound="Document")
 

@@ -76,11 +76,11 @@ def _choose(json: bool, form: Format | None, question: str | None) -> Format:
 
 def _write_audit(run: Path, form: Format, output: Path | None, everything: bool) -> None:
     from rollback.inspect.audit.compile import compile_audit
-    from rollback.inspect.audit.reading import read_material
+    from rollback.inspect.audit.contents import read_run_contents
     from rollback.inspect.audit.text import print_audit
     from rollback.terminal.escape import console_for
 
-    audit = compile_audit(read_material(run))
+    audit = compile_audit(read_run_contents(run))
 
     def write(file: TextIO) -> None:
         if form == "json":

@@ -353,36 +353,28 @@ def _seconds(flag: str, text: str, words: str, hint: str | None) -> float:
 
 def closing_line(result: RunResult, run: Path, command: Sequence[str]) -> str:
     """What to do next."""
-    again = shlex.join(command)
-    if not result.recorded and result.exit_code == ExitCode.RESUMABLE:  # before any rank could make a guard
-        return f"stopped, resumable ({result.reason}); go on with `{again}`"
-    if not result.recorded:
+    record, goes_on = result.record, f"go on with `{shlex.join(command)}`"
+    if record is None and result.exit_code == ExitCode.RESUMABLE:  # before any rank could make a guard
+        return f"stopped, resumable ({result.reason}); {goes_on}"
+    if record is None:
         how = "done" if result.exit_code == ExitCode.DONE else f"failed: {result.reason}"
         return f"{how}, without protection: no rank made a rollback.Guard, so nothing was recorded"
-    host, directory = result.record or (None, str(run))
-    audit = f"`rollback audit {shlex.quote(directory)}`" + (f" on {host}" if host else "")
+    audit = f"`rollback audit {shlex.quote(record.directory or str(run))}`" + (f" on {record.host}" * bool(record.host))
     match result.exit_code:
-        case ExitCode.DONE if not result.guarded:  # a flag or an earlier run has announced one
+        case ExitCode.DONE if not result.protected:  # a flag or an earlier run has announced a guard
             return f"done, without protection: no rank made a rollback.Guard, so nothing was saved; see also {audit}"
-        case ExitCode.DONE if result.record_at is not None:
-            found = f"`rollback ring list {shlex.quote(result.record_at)}` shows its checkpoints"
-            return f"done; this host has no record of the run, the one at {result.record_at} says so: {found}"
+        case ExitCode.DONE if record.url:
+            found = f"`rollback ring list {shlex.quote(record.url)}` shows its checkpoints"
+            return f"done; this host has no record of the run, the one at {record.url} says so: {found}"
         case ExitCode.DONE:
             return f"done; {audit} tells what happened on the way"
         case ExitCode.RESUMABLE:
-            where = result.reason.removeprefix("resumable ")  # "at step 40 of 59: the last save failed because ..."
-            where = f"({where})" if where == result.reason else where
-            then = "" if _says_how(result) else f"go on with `{again}`; "
-            return f"stopped, resumable {where}; {then}{audit} tells what happened so far"
+            then = result.hint or goes_on
+            return f"stopped, resumable ({result.reason}); {then}; {audit} tells what happened so far"
         case ExitCode.STRUCTURAL:
             return f"stopped, structural divergence: {result.reason}\n{audit} has the whole account"
         case ExitCode.NO_CHECKPOINT:
             return f"stopped, no usable checkpoint: {result.reason}\n{audit} has the whole account"
         case _:
-            then = "" if _says_how(result) else f"once that is mended, go on with `{again}`; "
-            return f"failed: {result.reason}; {then}see also {audit}"
-
-
-def _says_how(result: RunResult) -> bool:
-    """Whether the reason says already how to go on, and not by the same command."""
-    return result.hint is not None and result.hint in result.reason
+            then = result.hint or f"once that is mended, {goes_on}"
+            return f"failed: {result.reason}; {then}; see also {audit}"

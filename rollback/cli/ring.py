@@ -136,7 +136,7 @@ def unpin(
 ) -> None:
     """Let a pinned checkpoint leave the ring when its time comes."""
     from rollback.checkpoints import pins
-    from rollback.inspect.audit.reading import require_run_directory
+    from rollback.inspect.record.reading import require_run_directory
 
     with reporting(RunDirectoryError, f"unpinning {name} in {run}", _WRITABLE):
         pins.unpin(require_run_directory(run), name)

@@ -38,7 +38,7 @@ def status(
 
 def _watch(run: Path, plain: bool) -> None:
     """The panel on stdout where that is a terminal, else lines."""
-    from rollback.inspect.audit.reading import require_run_directory
+    from rollback.inspect.record.reading import require_run_directory
     from rollback.live.panel_screen import terminal
     from rollback.live.watch import watch_lines, watch_panel
 

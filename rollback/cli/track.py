@@ -31,7 +31,7 @@ def track(
     Reads the run directory and writes nothing into it; training does not wait. `rollback launch --tensorboard DIR` does
     the same while the run goes on.
     """
-    from rollback.inspect.audit.reading import require_run_directory
+    from rollback.inspect.record.reading import require_run_directory
     from rollback.trackers.follow import Tracker, group_of, name_of, require_trackers
     from rollback.trackers.follow import follow as tell_on
     from rollback.trackers.tensorboard import TensorBoard

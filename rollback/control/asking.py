@@ -19,8 +19,8 @@ from pydantic import Field, ValidationError
 
 from rollback.errors import ExitCode, NoUsableCheckpoint, RunDirectoryError, UsageError
 from rollback.facts.training import Answered, Order, Window
-from rollback.inspect.audit.reading import require_run_directory
-from rollback.inspect.audit.report import Document
+from rollback.inspect.document import Document
+from rollback.inspect.record.reading import require_run_directory
 from rollback.inspect.ring.checkpoints import has_memory_elsewhere, read_held
 from rollback.inspect.status.status import Status, read_status
 from rollback.rundir import requests

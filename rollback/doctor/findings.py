@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from rollback.errors import ExitCode
-from rollback.inspect.audit.report import Document, ReportItem
+from rollback.inspect.document import Document, ReportItem
 from rollback.terminal import quantities
 
 Level = Literal["ok", "warn", "fail"]

@@ -19,7 +19,7 @@ from rollback.drill.judge import Comparison, Difference, DrillRow, compare, diff
 from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
 from rollback.drill.trials import DrillStage, Trial
 from rollback.errors import ExitCode, RollbackError, UsageError, reporting
-from rollback.inspect.audit.report import Document
+from rollback.inspect.document import Document
 from rollback.rundir.exercise import Exercise
 
 _REHEARSAL_LIMIT = 3600.0  # a large model may take long to start

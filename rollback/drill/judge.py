@@ -12,7 +12,8 @@ from pydantic import Field
 from rollback.drill.faults import Expected, PlannedFault
 from rollback.drill.trials import Trial, mean_loss
 from rollback.errors import ExitCode
-from rollback.inspect.audit.report import AttemptEntry, CheckpointEntry, IncidentEntry, ReportItem
+from rollback.inspect.audit.report import AttemptEntry, CheckpointEntry, IncidentEntry
+from rollback.inspect.document import ReportItem
 from rollback.rundir.exercise import FaultName
 
 Bitwise = Literal["yes", "no", "cannot be told", "not compared"]

@@ -17,7 +17,7 @@ from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import fast_tier_of
 from rollback.errors import ExitCode, OutputNotWritten, RollbackError, reporting
 from rollback.inspect.audit.compile import compile_audit
-from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry, IncidentEntry
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
 from rollback.rundir.paths import RunPaths
@@ -157,7 +157,7 @@ def _gather(
 ) -> Trial:
     run = RunPaths(Path(exercise.run))
     try:
-        audit = compile_audit(read_material(run.root))
+        audit = compile_audit(read_run_contents(run.root))
     except RollbackError:
         audit = None
     losses = {metric.step: metric.loss for metric in read_metrics(run.metrics, [])} if audit else {}

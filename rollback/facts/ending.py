@@ -41,7 +41,7 @@ class LastSaveFailed(Fact):
                 "updates are lost"
             )
         return (
-            f"resumable at step {self.step - self.steps} of {self.step}: the last save failed because {self.reason}; "
+            f"goes on at step {self.step - self.steps} of {self.step}: the last save failed because {self.reason}; "
             f"{self.steps} updates will be done again"
         )
 

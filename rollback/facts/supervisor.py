@@ -28,6 +28,8 @@ class AttemptStarted(Fact):
     """The first 32 hex digits of the SHA-256 of the script's content; null: it could not be read."""
     arguments: tuple[str, ...] | None = None
     """The script's arguments. A secret is `***` and 16 bits of its PBKDF2 with `salt`."""
+    flags: dict[str, str] | None = None
+    """torchrun's flags that say what runs, and `adopt`, by name; null: not on record."""
     environment: dict[str, str] | None = None
     """The environment variables that matter for what is trained."""
     changed: tuple[str, ...] = ()

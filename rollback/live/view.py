@@ -7,11 +7,11 @@ from rich.panel import Panel
 
 from rollback.errors import RollbackError
 from rollback.facts.training import JournalEntry
-from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.status.status import Status, StatusReader
 from rollback.live.panel import Curves, panel
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import MetricTail
+from rollback.terminal.quantities import seconds_since_epoch
 
 EVERY = 0.5  # seconds between two glances
 _MEMORY = 4 << 20  # bytes of metrics from before the first glance: some thirty thousand steps

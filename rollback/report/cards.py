@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rollback.inspect.audit.reading import Material
+from rollback.inspect.audit.contents import RunContents
 from rollback.inspect.audit.report import AuditReport, IncidentEntry
 from rollback.inspect.audit.text import OUTCOMES, VERDICTS, incident_rows, indices_in_words, outcome_in_words
 from rollback.rundir.evidence import RankEvidence
@@ -20,9 +20,9 @@ _SHOWN_OTHERWISE = {"because", "before it", "gradients"}  # above the rows, as a
 _WIDTH, _HEIGHT, _EDGE = 300, 80, 6
 
 
-def cards(audit: AuditReport, material: Material) -> list[dict[str, Any]]:
+def cards(audit: AuditReport, contents: RunContents) -> list[dict[str, Any]]:
     """A card for each incident; of very many, for the last ones."""
-    return [_card(entry, audit, material.evidence.get(entry.incident, {})) for entry in audit.incidents[-MOST:]]
+    return [_card(entry, audit, contents.evidence.get(entry.incident, {})) for entry in audit.incidents[-MOST:]]
 
 
 def _card(entry: IncidentEntry, audit: AuditReport, seen: dict[int, RankEvidence]) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from markupsafe import Markup
 from rollback import __version__
 from rollback.facts.training import Incident
 from rollback.inspect.audit.compile import compile_audit
-from rollback.inspect.audit.reading import Material, Progress, read_material, readable, require_run_directory
+from rollback.inspect.audit.contents import RunContents, read_run_contents
 from rollback.inspect.audit.report import AuditReport
+from rollback.inspect.record.reading import Progress, readable, require_run_directory
 from rollback.report.cards import cards
 from rollback.report.chart import DrawnCurves, chart, curves_of
 from rollback.report.tables import blocks
@@ -37,24 +38,24 @@ _NO_ENDING = {"tone": "calm", "badge": "no end on record", "text": "It is runnin
 
 
 def make_page(root: Path) -> str:
-    """The report of a run. Raises as `read_material`."""
-    material, curves = _read(root)
-    return render(compile_audit(material), material, curves)
+    """The report of a run. Raises as `read_run_contents`."""
+    contents, curves = _read(root)
+    return render(compile_audit(contents), contents, curves)
 
 
-def _read(root: Path) -> tuple[Material, DrawnCurves | None]:
+def _read(root: Path) -> tuple[RunContents, DrawnCurves | None]:
     """What is on record, and the curves. The metrics, of which a long run has as much as of facts, are let go."""
     notices: list[str] = []
     columns = joined(readable(require_run_directory(root).metrics, metric_pieces, notices))
-    material = read_material(root, Progress(last_steps([columns]), notices))
-    return material, curves_of(columns, (fact for _, fact in of_kind(material.records, Incident)))
+    contents = read_run_contents(root, Progress(last_steps([columns]), notices))
+    return contents, curves_of(columns, (fact for _, fact in of_kind(contents.records, Incident)))
 
 
-def render(audit: AuditReport, material: Material, curves: DrawnCurves | None) -> str:
+def render(audit: AuditReport, contents: RunContents, curves: DrawnCurves | None) -> str:
     """The page of an audit, what it was made from, and the curves."""
-    drawn, around = chart(audit, material.records, curves) if curves is not None else (None, None)
-    tables = list(blocks(audit, material.records, RunPaths(Path(material.directory))))
-    spent, shown = _account(audit), cards(audit, material)
+    drawn, around = chart(audit, contents.records, curves) if curves is not None else (None, None)
+    tables = list(blocks(audit, contents.records, RunPaths(Path(contents.directory))))
+    spent, shown = _account(audit), cards(audit, contents)
     style, script = _asset("report.css"), _asset("report.js")
     sections = [("curve", "Curve"), *([("account", "Time")] if spent else []), ("incidents", "Incidents")]
     environment = Environment(
@@ -160,7 +161,7 @@ class TimePart(NamedTuple):
 
 
 def time_parts(audit: AuditReport) -> list[TimePart]:
-    """Where the time went, at the prices of `rollback.inspect.audit.cost`, in parts that add up to the whole; none
+    """Where the time went, at the prices of `rollback.inspect.record.cost`, in parts that add up to the whole; none
     where there is no time on record."""
     totals = audit.totals
     if totals.seconds is None:

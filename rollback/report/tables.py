@@ -10,7 +10,6 @@ from rollback.facts.supervisor import Hung
 from rollback.facts.training import JournalEntry
 from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry
 from rollback.inspect.audit.requests import asked_in_words, fate_in_words
-from rollback.inspect.status.status import place_of
 from rollback.inspect.why.why import read_process_stacks
 from rollback.rundir.journal.journal import of_kind
 from rollback.rundir.paths import RunPaths
@@ -103,7 +102,7 @@ def _checkpoints(entries: Sequence[CheckpointEntry], drained: Mapping[str, Drain
     note = f"{counts}. Those that were evicted when newer ones came are not listed." if entries else "None was taken."
     if drained:
         last = max(drained.values(), key=lambda fact: fact.step)
-        place = place_of(paths, last.place)
+        place = paths.place_of_ring(last.place)
         note += f" {len(drained):,} were copied to the durable ring, {place}: the last one of step {last.step:,}."
     return _cut(
         "checkpoints",

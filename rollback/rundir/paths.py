@@ -154,6 +154,10 @@ class RunPaths:
                 object.__setattr__(self, "root", Path(real))
         files.know_run_directory(self.root)
 
+    def place_of_ring(self, recorded: str) -> str:
+        """The place of a durable ring: a URL, or the run directory's own ring, also if the directory was moved."""
+        return recorded if "://" in recorded else str(self.ring.absolute())
+
     def processes(self, attempt: int, node: str | None = None) -> Path:
         """node: the name of the node, in a job on many nodes."""
         return self.stacks(attempt) / ("processes.json" if node is None else f"processes-{node}.json")

@@ -205,3 +205,8 @@ class Inbox:
             self._stamp, self._changed = stamp, clock
         if clock - self._changed < _SETTLED_AFTER:
             self._open = [name for name in names(self._paths) if name not in self._answered]
+
+
+def handed_in(paths: RunPaths, answered: Collection[str]) -> list[tuple[str, Request]]:
+    """The requests without an answer, by name, oldest first."""
+    return list(sound_requests(paths, Inbox(paths, answered).open(now=True)))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rollback.checkpoints.fast_tier import end_marks
 from rollback.config import Settings
 from rollback.errors import ExitCode, JournalDamaged, RollbackError, RunDirectoryError
 from rollback.facts import training as facts
@@ -13,7 +14,6 @@ from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import EarlierAttempts
-from rollback.supervisor.complete import fingerprint
 from rollback.supervisor.diagnosis.blamed_data import blame, comes_again
 from rollback.supervisor.diagnosis.evidence import (
     TrainJournal,
@@ -25,18 +25,18 @@ from rollback.supervisor.diagnosis.evidence import (
 )
 from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
 from rollback.supervisor.diagnosis.hang import HangLimits
-from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, account_of, ending
+from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, ending, reason_of
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.last_snapshot import kept_on_host, note_kept
 from rollback.supervisor.nodes.nodes import Nodes
-from rollback.supervisor.nodes.protocol import RunResult
+from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.signals import StopRequests, StopSignals
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.host import Host, Running
 from rollback.supervisor.torchrun.redaction import new_salt, redacted
-from rollback.supervisor.torchrun.start_conditions import differences
+from rollback.supervisor.torchrun.start_conditions import differences, fingerprint
 
 _POLL = 0.1
 
@@ -250,11 +250,11 @@ class Attempts:
                 told = not runs or running.tell_ranks_to_stop(self._stop_signals, guarded=self._host.guarded)
                 insistent = self._signals.insistent or self._nodes.insistent
                 if not told or insistent or time.monotonic() > deadline:
-                    self._end_everywhere(running, None if insistent else b"g")
+                    self._end_everywhere(running, None if insistent else end_marks.GRACE_IS_OVER)
             elif ended is None and (ended := lookout.look()) is not None:  # also of other nodes' ranks alone
                 self._own_journal.note(ended)
                 self._say(ended.in_words())
-                self._end_everywhere(running, b"h", hopeless=True)
+                self._end_everywhere(running, end_marks.RANKS_HANG, hopeless=True)
             elif runs and lookout.trains and self._order.restart_budget:  # else none would ever be started
                 self._host.keep_standby(running.attempt)
             if running.poll() is None or self._nodes.names:
@@ -344,46 +344,26 @@ class Attempts:
 
     def _finish(self, end: Ending, evidence: AttemptEvidence, first: FirstCause | None) -> RunResult:
         """End a run whose last attempt did not fail, or failed behind its training."""
-        if end == "failed" and evidence.finished is not None:
-            return self._end_behind(evidence.finished, evidence, cause(evidence, first))
-        undrained = None
-        if end == "done":
+        why, lacking = cause(evidence, first), None
+        if end == "failed":
+            self._tell_failure(evidence, why)
+        if end in ("done", "failed"):
             self._drain_the_rest()
-            undrained = self._draining.lacks(evidence.finished.checkpoint if evidence.finished is not None else None)
-            end = end if undrained is None else "unkept"
-        if (account := account_of(end, evidence, undrained)) is not None:
-            return self._end(EXIT_CODES[end], account, guarded=end != "done" or evidence.finished is not None)
-        if evidence.stopped is not None:
-            none = "" if end != "ended" else "; no checkpoints are taken, so there is none to go on from"
-            return self._end(EXIT_CODES[end], evidence.stopped.account + none)
-        why = cause(evidence, first)
-        if end == "ended":
-            none = "; there is no checkpoint to go on from" if evidence.left.guarded else ""
-            return self._end(EXIT_CODES[end], f"told to stop; {why}{none}")
-        if (step := evidence.goes_on_at) is not None:
-            why = f"resumable at step {step} of at least {evidence.step}: {why}"
-        return self._end(EXIT_CODES[end], why)
+            lacking = self._draining.lacks(evidence.finished.checkpoint if evidence.finished is not None else None)
+        if end == "done" and lacking is not None:
+            end = "unkept"
+        protected = end != "done" or evidence.finished is not None
+        reason = reason_of(end, evidence, lacking, why)
+        return self._end(EXIT_CODES[end], reason, protected=protected, lacking=lacking is not None)
 
-    def _end_behind(self, finished: facts.Finished, evidence: AttemptEvidence, why: str) -> RunResult:
-        """End a run whose script has raised behind its training."""
-        self._tell_failure(evidence, why)
+    def _end(self, exit_code: ExitCode, reason: str, *, protected: bool = True, lacking: bool = False) -> RunResult:
+        """lacking: the reason is about what the durable ring does not have."""
         self._drain_the_rest()
-        lacking = self._draining.lacks(finished.checkpoint)
-        kept = lacking or "kept: the same command does only what comes behind it"
-        return self._end(
-            ExitCode.FAILED,
-            f"the script failed behind its training: {why}. Training is complete at step {finished.step}, and its "
-            f"final state {finished.checkpoint} is {kept}",
-        )
-
-    def _end(self, exit_code: ExitCode, reason: str, *, guarded: bool = True) -> RunResult:
-        self._drain_the_rest()
-        self._own_journal.note(facts.RunEnded(exit_code=exit_code, reason=reason))
+        hint = self._draining.hint if lacking else None
+        self._own_journal.note(facts.RunEnded(exit_code=exit_code, reason=f"{reason}; {hint}" if hint else reason))
         self._draining.close()
-        return RunResult(
-            exit_code=exit_code, reason=reason, hint=self._draining.hint, guarded=guarded,
-            recorded=self._own_journal.opened,
-        )  # fmt: skip
+        record = RecordPlace() if self._own_journal.opened else None
+        return RunResult(exit_code=exit_code, reason=reason, hint=hint, protected=protected, record=record)
 
     def _drain_the_rest(self) -> None:
         """Also what an earlier launch has left in memory, where the ranks of this one never came to attach."""

@@ -124,9 +124,9 @@ class Draining:
         if name in in_durable_ring(*journals, place=None if url is None else url.rstrip("/")):
             return None
         if paths.checkpoint(name).exists():
-            then = ", and the same command copies it" if self.hint is None else f"; {self.hint}"
+            then = ", and the same command copies it" if self.hint is None else ""
             return f"not at {url} ({self.why_not()}): it is in {paths.checkpoint(name)}{then}"
-        return f"in no durable ring: {self.why_not()}{'' if self.hint is None else f'; {self.hint}'}"
+        return f"in no durable ring: {self.why_not()}"
 
     @property
     def hint(self) -> str | None:

@@ -40,7 +40,7 @@ from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting, find_meeting
 from rollback.supervisor.nodes.membership import NodePlace, command_of, membership, place_among_nodes
 from rollback.supervisor.nodes.nodes import Nodes
-from rollback.supervisor.nodes.protocol import RunResult
+from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.host import Host
 from rollback.supervisor.torchrun.output import Audience
@@ -140,7 +140,7 @@ class HostLaunch:
                 claim = Claim(paths, past)
             except RunInUse as in_use:
                 with membership(paths, place):
-                    verdict = beside.follow(in_use)
+                    result = beside.follow(in_use)
             else:
                 try:
                     found = find_meeting(
@@ -152,20 +152,20 @@ class HostLaunch:
                     raise
                 if isinstance(found, RunResult):
                     _let_go(claim, paths)
-                    return found.model_copy(update=self._record_elsewhere())
+                    return found.model_copy(update={"record": self._record()})
                 meeting, leads = found
                 with _staying_apart(meeting, self.host):
                     if leads:
                         return self.lead(claim, meeting)
                     follower = self._follower(place, meeting)
                     try:
-                        verdict = follower.follow()
+                        result = follower.follow()
                     finally:
                         _let_go(claim, paths)
-            if verdict is not None and verdict.refuses is not None:
-                raise verdict.as_error()
-            if verdict is not None:
-                return verdict
+            if result is not None and result.refuses is not None:
+                raise result.as_error()
+            if result is not None:
+                return result
             called = follower.called
 
     def _nothing_left_at_url(self, past: EarlierAttempts, called: int | None) -> str | None:
@@ -178,12 +178,12 @@ class HostLaunch:
             store = Store(self.store.url, patience=_LOOK)
             return nothing_left_at(store, order.paths, begun, order.job, self.say)
 
-    def _record_elsewhere(self) -> dict[str, object]:
-        """Where the record is, for a node that nobody has told how the run ended: fields of a `RunResult`."""
+    def _record(self) -> RecordPlace:
+        """Where the record is, for a node that nobody has told how the run ended."""
         paths = self.order.paths
         if (told := read_elsewhere(paths)) is not None:
-            return {"record": told}
-        return {} if paths.train_journal.exists() else {"record_at": self.order.settings.ring}
+            return RecordPlace(host=told[0], directory=told[1])
+        return RecordPlace(url="" if paths.train_journal.exists() else self.order.settings.ring or "")
 
     def _follower(self, place: NodePlace, meeting: Meeting) -> Follower:
         order, ring = self.order, self.order.settings.ring
@@ -194,17 +194,17 @@ class HostLaunch:
         own_journal = SupervisorJournal(self.order.paths, self.say)
         try:
             with self._all_nodes(meeting, own_journal) as nodes:
-                verdict = RunResult(
+                result = RunResult(
                     exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how"
                 )
                 try:
-                    verdict = self._run(claim, own_journal, nodes)
-                    return verdict
+                    result = self._run(claim, own_journal, nodes)
+                    return result
                 except RollbackError as error:
-                    verdict = RunResult.of_error(error)
+                    result = RunResult.of_error(error)
                     raise
                 finally:
-                    nodes.farewell(verdict)
+                    nodes.farewell(result)
         finally:
             let_go = claim.release if own_journal.opened else claim.undo
             own_journal.close()

@@ -1,6 +1,7 @@
 """Numbers, times and sizes as people write them. Pure."""
 
 import math
+from datetime import datetime, timezone
 
 
 def number(value: float | None) -> str:
@@ -16,6 +17,15 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     minutes = int(seconds) // 60
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def seconds_since_epoch(at: str) -> float | None:
+    """The time of a journal line; None: it cannot be read."""
+    try:
+        moment = datetime.fromisoformat(at)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def size(count: float | None, least: str = "B") -> str:

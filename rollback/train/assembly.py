@@ -112,8 +112,9 @@ def assemble(
     training_end = TrainingEnd(run, state, schedule, checkpoints, judge, max_steps)
     unseen_writes = UnseenWrites(state, snapshots, model, updates.telltale)
     last_snapshot = LastSnapshot(
-        run, state, snapshots, lambda: judge.timeline, pulse.sent, pulse.await_sum, judge.foresee, updates.telltale,
-        unseen_writes, lambda: step.batches >= state.counters.batches_per_step, batches.may_be_marked,
+        run, state, snapshots, lambda: judge.timeline, pulse.sent, pulse.await_sum, judge.foresee,
+        lambda: updates.telltale, unseen_writes, lambda: step.batches >= state.counters.batches_per_step,
+        batches.may_be_marked,
     )  # fmt: skip
     heartbeat.failure_recorder.before_the_end = weak_hook(last_snapshot.raised)
     rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)

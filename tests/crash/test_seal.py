@@ -20,7 +20,7 @@ from rollback.errors import (
     UsageError,
 )
 from rollback.facts.training import Advice
-from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.audit.verify import check_integrity, in_words
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.status.status import read_status
@@ -134,7 +134,7 @@ def test_without_the_key_it_is_read_and_nothing_is_started(run: RecordedRun, mon
     with pytest.raises(RunDoesNotFit, match="is sealed"):
         require_key(run.paths)
     root = run.paths.root
-    for notices in (read_status(root).notices, read_material(root).notices, read_listing(root).notices):
+    for notices in (read_status(root).notices, read_run_contents(root).notices, read_listing(root).notices):
         assert any("is sealed; without its key" in notice for notice in notices)
     found = check_integrity(root)
     assert found.journals[0].seal == "sealed"
@@ -143,7 +143,7 @@ def test_without_the_key_it_is_read_and_nothing_is_started(run: RecordedRun, mon
 
 def test_with_the_key_it_is_said_that_it_is_verified(run: RecordedRun) -> None:
     root = run.paths.root
-    for notices in (read_status(root).notices, read_material(root).notices, read_listing(root).notices):
+    for notices in (read_status(root).notices, read_run_contents(root).notices, read_listing(root).notices):
         assert any("its seal is verified" in notice for notice in notices)
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rollback.cli import app
 from rollback.facts.training import Incident, Planned, SampleQuarantine, Stopped
 from rollback.inspect.audit.compile import compile_audit
-from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.contents import read_run_contents
 
 BAD = (417, 1603)
 TOY = Toy(2048, epochs=12, batch_size=16, sampler="distributed", loop="epochs", bad=BAD, settings=PRESETS)
@@ -37,7 +37,7 @@ def test_two_bad_samples_of_two_thousand_with_default_settings(tmp_path: Path, e
     assert len(incidents) <= 2 * len(BAD) + 1, "each is met twice, and once more where another was suspected by chance"
     told = [line.split(":")[0] for line in audit(run, "--samples").splitlines() if "left out from batch" in line]
     assert {f"sample {sample}" for sample in BAD} <= {*told}
-    totals = compile_audit(read_material(run)).totals
+    totals = compile_audit(read_run_contents(run)).totals
     assert (totals.steps, totals.skipped_batches) == (64 * epochs - len(incidents), len(incidents))
     print(f"goodput {totals.goodput}: {totals.steps} steps count and {totals.steps_lost} were undone")
 

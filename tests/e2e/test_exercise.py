@@ -10,7 +10,7 @@ import torch
 
 from exercise_gradients import FAULT_AT, Trained, train
 from rollback.inspect.audit.compile import compile_audit
-from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.audit.report import AuditReport
 
 
@@ -28,7 +28,7 @@ def undisturbed() -> Trained:
 
 
 def audit_of(run: Path) -> AuditReport:
-    return compile_audit(read_material(run))
+    return compile_audit(read_run_contents(run))
 
 
 @pytest.mark.parametrize("factor", [pytest.param(1e4, marks=pytest.mark.soak), math.inf])

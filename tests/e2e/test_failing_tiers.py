@@ -118,7 +118,7 @@ def test_a_stop_whose_last_save_failed_says_so_and_is_resumable_only_if_a_checkp
     if there:
         assert status == 75, output
         assert failed.checkpoint.endswith("s00000020")
-        assert f"stopped, resumable at step 20 of {stopped.step}: the last save failed because " in output
+        assert f"stopped, resumable (goes on at step 20 of {stopped.step}: the last save failed because " in output
         assert f"{stopped.step - 20} updates will be done again" in output
     else:
         assert status == 74, output

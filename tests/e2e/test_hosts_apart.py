@@ -14,7 +14,7 @@ from toy import Toy, facts, supervisor_facts
 from rollback.checkpoints import ring
 from rollback.errors import RunDirectoryError
 from rollback.facts.training import Attached, AttemptEnded, Committed, Hung, Quarantined, Restored, Stopped
-from rollback.inspect.audit.reading import require_run_directory
+from rollback.inspect.record.reading import require_run_directory
 from rollback.rundir.lock import launch_of
 from rollback.rundir.records import read_skipped
 from rollback.rundir.requests import Request, now, submit

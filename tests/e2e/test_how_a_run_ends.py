@@ -280,7 +280,7 @@ def test_the_same_command_on_a_complete_run_says_so_and_starts_nothing(tiny: Lau
     assert len(tiny.facts(AttemptStarted)) == 1
     code, output = tiny.finish("--keep 5")
     assert code == ExitCode.DONE
-    assert "--keep 5 instead of" in output
+    assert "What differs now: argument --keep: not given -> 5; the ranks go on" in output
     assert "nothing was left to train behind step 6" in output
     assert len(tiny.facts(AttemptStarted)) == 2
     assert len(facts(tiny.run, Committed)) == len({fact.step for fact in facts(tiny.run, Committed)})
@@ -289,7 +289,11 @@ def test_the_same_command_on_a_complete_run_says_so_and_starts_nothing(tiny: Lau
 def test_a_module_whose_file_asks_for_more_since_then_goes_on(tmp_path: Path) -> None:
     """A module's name is no path, so its content is no part of the command."""
     command = [*LAUNCH, "--nproc", "1", "-m", "job"]
-    for epochs, says in ((1, "done;"), (1, "nothing left to do"), (2, "with a file that is not what it was")):
+    for epochs, says in (
+        (1, "done;"),
+        (1, "nothing left to do"),
+        (2, "now: the script has other content"),
+    ):
         loop = f"enumerate(batch for _ in guard.epochs({epochs}) for batch in guard)"
         (tmp_path / "job.py").write_text(TINY.read_text().replace("enumerate(guard)", loop))
         os.utime(tmp_path / "job.py", (epochs, epochs))  # Python keeps what it compiled of a size and a second

@@ -203,6 +203,7 @@ def test_an_optimizer_of_which_each_rank_has_a_part_is_refused(tmp_path: Path, n
         parted = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         error = refused(UsageError, tmp_path / "run", f"Guard({name}=...)", **{"model": model, name: parted})
     assert "fully_shard" in (error.hint or "")
+    assert "its .optim has those of one rank" in (error.hint or ""), "so it is not to be handed over instead"
 
 
 def test_parameters_that_are_exchanged_behind_the_guard_are_refused_when_its_loop_begins(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from rollback.facts.training import (
     Window,
 )
 from rollback.inspect.audit.compile import compile_audit
-from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.contents import read_run_contents
 from rollback.ring.in_run import RingInRun
 from rollback.rundir.journal import journal
 from rollback.rundir.paths import RunPaths
@@ -189,7 +189,7 @@ def test_samples_are_left_out_and_taken_in_again_as_an_operator_asks(tmp_path: P
     assert (second.samples, second.released) == ((7,), (8,))
     assert [carried_out for carried_out, _ in answers(run).values()] == [True, True, False]
     assert "the data set has 160 samples, and no sample 4000" in list(answers(run).values())[2][1]
-    assert compile_audit(read_material(run)).requests[0].samples == [7, 8]
+    assert compile_audit(read_run_contents(run)).requests[0].samples == [7, 8]
     require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "told from the start")
     read = [ids for batch, ids in consumed(portrait).items() if batch >= 80]
     assert 7 not in {sample for ids in read for sample in ids}
@@ -374,7 +374,7 @@ def test_rubbish_among_the_requests_is_refused_and_does_no_harm(tmp_path: Path) 
     assert not any("\x1b" in text for _, text in told.values())
     assert [name for name, (carried_out, _) in told.items() if carried_out] == names(RunPaths(run))[-1:]
     require_same(portrait, same_skips_from_the_start(TOY, run, tmp_path / "fresh"), "rubbish")
-    audit = compile_audit(read_material(run))
+    audit = compile_audit(read_run_contents(run))
     assert [entry.state for entry in audit.requests].count("refused") == 41
 
 

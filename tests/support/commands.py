@@ -53,7 +53,7 @@ class Commands:
 def _serve(seconds: int) -> None:
     # What commands will import is imported here, once.
     from rollback import cli
-    from rollback.inspect.audit import compile, reading  # noqa: F401
+    from rollback.inspect.audit import compile, contents  # noqa: F401
     from rollback.inspect.ring import at_url, verify  # noqa: F401
     from rollback.inspect.ring import text as ring_text  # noqa: F401
     from rollback.inspect.status import status  # noqa: F401

@@ -54,10 +54,10 @@ SIZE = 4096 + PARTS * _PART
 """Bytes of a mark's file."""
 SIZE_ADDED = PARTS * _PART
 """Bytes of the file with what is added: for each part a stamp and what is told of."""
-ELSEWHERE = b"o"
+RANKS_HANG, GRACE_IS_OVER, ATTEMPT_ENDS, RANK_ENDS, RANK_ENDS_ELSEWHERE = b"h", b"g", b"e", b"!", b"o"
 REASONS = {
-    b"h": "the ranks hang", b"g": "the grace is over", b"e": "the attempt is ended",
-    b"!": "another rank is about to end", ELSEWHERE: "a rank of another host is about to end",
+    RANKS_HANG: "the ranks hang", GRACE_IS_OVER: "the grace is over", ATTEMPT_ENDS: "the attempt is ended",
+    RANK_ENDS: "another rank is about to end", RANK_ENDS_ELSEWHERE: "a rank of another host is about to end",
 }  # fmt: skip
 """Why a bell is rung."""
 STOPPED = b"s"

@@ -9,14 +9,16 @@ from rollback.facts import training as facts
 from rollback.facts.history import Case, History, merge_windows
 from rollback.facts.supervisor import ABOUT_NODES
 from rollback.inspect.audit import report
-from rollback.inspect.audit.cost import Costs, is_reach_known, reckon, rounded
-from rollback.inspect.audit.ending import NO_END, confirmed, ending_of, lacks_its_end
+from rollback.inspect.audit.contents import RunContents
 from rollback.inspect.audit.incidents import put_together
-from rollback.inspect.audit.metrics import last_judged
 from rollback.inspect.audit.passings import Passing, counts, passings
 from rollback.inspect.audit.quarantine import sample_entries
-from rollback.inspect.audit.reading import REMARKS, Material, by_attempt
 from rollback.inspect.audit.requests import request_entries
+from rollback.inspect.document import Point, fields_of
+from rollback.inspect.record.cost import Costs, is_reach_known, reckon, rounded
+from rollback.inspect.record.ending import NO_END, confirmed, ending_of, lacks_its_end
+from rollback.inspect.record.last_judged import last_judged
+from rollback.inspect.record.reading import REMARKS, by_attempt
 from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
 from rollback.rundir.paths import CheckpointName
 from rollback.rundir.records import SkippedBatch
@@ -24,22 +26,22 @@ from rollback.system.collector import no_collection
 
 
 @no_collection()
-def compile_audit(material: Material) -> report.AuditReport:
+def compile_audit(contents: RunContents) -> report.AuditReport:
     """The report of a run."""
-    records, told = material.records, of_kinds(material.records, facts.TOLD)
-    history = material.history
-    costs = reckon(records, history.reached, material.progress)
-    notices = [*material.notices, *costs.notices]
-    passed = _passed_over(material, told)
-    last_passed = passings(told, sorted({line.batch for lines in material.skipped.values() for line in lines}))
-    skipped = _skipped(material, history, last_passed, notices)
-    incidents = _incidents(material, told, history, costs, passed)
-    orphaned = material.abandoned and lacks_its_end(told)
-    attempts = _attempts(records, costs, material.held, orphaned)
+    records, told = contents.records, of_kinds(contents.records, facts.TOLD)
+    history = contents.history
+    costs = reckon(records, history.reached, contents.progress)
+    notices = [*contents.notices, *costs.notices]
+    passed = _passed_over(contents, told)
+    last_passed = passings(told, sorted({line.batch for lines in contents.skipped.values() for line in lines}))
+    skipped = _skipped(contents, history, last_passed, notices)
+    incidents = _incidents(contents, told, history, costs, passed)
+    orphaned = contents.abandoned and lacks_its_end(told)
+    attempts = _attempts(records, costs, contents.held, orphaned)
     begun = next(reversed(of_kinds(told, {facts.Attached, facts.Restored})), None)
     return report.AuditReport(
-        run=_run(material),
-        totals=_totals(material, told, costs, incidents, attempts, skipped, passed, last_passed, notices),
+        run=_run(contents),
+        totals=_totals(contents, told, costs, incidents, attempts, skipped, passed, last_passed, notices),
         incidents=incidents,
         skipped=skipped,
         user_windows=[
@@ -49,9 +51,9 @@ def compile_audit(material: Material) -> report.AuditReport:
         samples=sample_entries(history),
         noticed=[report.NoticedEntry.of(fact, at=record.at) for record, fact in of_kind(told, facts.Noticed)],
         probes=_probes(told),
-        scaler_skipped=[report.Point.of(fact) for _, fact in of_kind(told, facts.ScalerSkipped)],
+        scaler_skipped=[Point.of(fact) for _, fact in of_kind(told, facts.ScalerSkipped)],
         phases=[report.PhaseEntry.of(fact, at=record.at) for record, fact in of_kind(told, facts.PhaseAnnounced)],
-        requests=request_entries(told, material.handed_in),
+        requests=request_entries(told, contents.handed_in),
         attempts=attempts,
         checkpoints=_checkpoints(records, history),
         advice=[_message(record, fact.code, fact.text) for record, fact in of_kind(told, facts.Advice)],
@@ -59,9 +61,9 @@ def compile_audit(material: Material) -> report.AuditReport:
             *(_message(record, fact.doing, fact.error) for record, fact in of_kind(told, facts.Trouble)),
             *(_message(record, "filling the durable ring", f.error) for record, f in of_kind(told, facts.DrainFailed)),
         ],
-        last_judged=last_judged(material.last_metrics, begun, history.timeline),
+        last_judged=last_judged(contents.last_metrics, begun, history.timeline),
         ending=confirmed(
-            ending_of(told), held=material.held, reached=attempts[-1].reached if attempts else None, orphaned=orphaned
+            ending_of(told), held=contents.held, reached=attempts[-1].reached if attempts else None, orphaned=orphaned
         ),
         notices=notices,
     )
@@ -83,10 +85,10 @@ def _message(record: facts.JournalEntry, subject: str, text: str) -> report.Mess
     return report.Message(at=record.at, attempt=record.attempt, subject=subject, text=text)
 
 
-def _run(material: Material) -> report.Run:
-    identity = material.identity
+def _run(contents: RunContents) -> report.Run:
+    identity = contents.identity
     return report.Run(
-        directory=material.directory,
+        directory=contents.directory,
         run_id=identity.run_id if identity else None,
         created=identity.created if identity else None,
         world_size=identity.job.world_size if identity else None,
@@ -94,10 +96,10 @@ def _run(material: Material) -> report.Run:
     )
 
 
-def _passed_over(material: Material, told: Sequence[facts.JournalEntry]) -> list[facts.Window]:
+def _passed_over(contents: RunContents, told: Sequence[facts.JournalEntry]) -> list[facts.Window]:
     """The skipped batches: by the journal, and by skip records of ranks whose line a crash prevented."""
     windows = [fact.window for _, fact in of_kind(told, facts.PassedOver)]
-    seen = {skipped.batch for rank in material.skipped.values() for skipped in rank}
+    seen = {skipped.batch for rank in contents.skipped.values() for skipped in rank}
     return merge_windows([*windows, *(facts.Window(first=batch, last=batch) for batch in sorted(seen))])
 
 
@@ -117,11 +119,11 @@ def _span(window: facts.Window, passed: Sequence[facts.Window]) -> report.Span:
 
 
 def _skipped(
-    material: Material, history: History, last_passed: Mapping[int, Passing], notices: list[str]
+    contents: RunContents, history: History, last_passed: Mapping[int, Passing], notices: list[str]
 ) -> list[report.SkippedBatchEntry]:
     windows = [(case.incident.incident, window) for case in history.cases for window in merge_windows(case.skips)]
     by_batch: dict[int, dict[int, SkippedBatch]] = {}
-    for rank, lines in material.skipped.items():
+    for rank, lines in contents.skipped.items():
         for line in lines:
             if not counts(last_passed, line.batch, rank):
                 continue
@@ -155,13 +157,13 @@ def _skipped(
 
 
 def _incidents(
-    material: Material,
+    contents: RunContents,
     told: Sequence[facts.JournalEntry],
     history: History,
     costs: Costs,
     passed: list[facts.Window],
 ) -> list[report.IncidentEntry]:
-    world_size = material.identity.job.world_size if material.identity else None
+    world_size = contents.identity.job.world_size if contents.identity else None
     seen = {fact.incident: record for record, fact in of_kind(told, facts.Incident)}
     restored = {fact.incident: record for record, fact in of_kind(told, facts.Restored)}
     entries = []
@@ -173,11 +175,11 @@ def _incidents(
         entries.append(
             report.IncidentEntry.of(
                 fact,
-                **report.said(seen[number], "at", "attempt"),
-                **report.said(plan, "action", "reason", "lower_rate"),
+                **fields_of(seen[number], "at", "attempt"),
+                **fields_of(plan, "action", "reason", "lower_rate"),
                 recent=list(fact.window),
-                onset=report.Point(step=fact.onset_step, batch=fact.onset_batch),
-                detection=report.Point(step=fact.detection_step, batch=fact.detection_batch),
+                onset=Point(step=fact.onset_step, batch=fact.onset_batch),
+                detection=Point(step=fact.detection_step, batch=fact.detection_batch),
                 escalation=plan.escalation if plan else 0,
                 planned_checkpoint=plan.checkpoint if plan else None,
                 skip=_span(plan.skip, passed) if plan and plan.skip else None,
@@ -189,7 +191,7 @@ def _incidents(
                 outcome_step=case.outcome.step if case.outcome else None,
                 steps_lost=price.steps if price else None,
                 seconds_lost=rounded(price.seconds) if price else None,
-                evidence=put_together(material.evidence.get(number, {}), world_size),
+                evidence=put_together(contents.evidence.get(number, {}), world_size),
             )
         )
     return entries
@@ -273,10 +275,10 @@ def _attempt(
         attempt=number,
         supervised=started is not None or (attached is not None and attached.supervised),
         started=began,
-        **report.said(started or attached, "host", "pid"),
+        **fields_of(started or attached, "host", "pid"),
         changed=list(started.changed) if started else [],
-        **report.said(attached, "checkpoint", "init", "sharding"),
-        begins=report.Point.of(attached) if attached else None,
+        **fields_of(attached, "checkpoint", "init", "sharding"),
+        begins=Point.of(attached) if attached else None,
         reached=costs.reached.get(number),
         at_least=not (how == "finished" or is_reach_known(records)),
         ended=how,
@@ -296,7 +298,7 @@ def _attempt(
 
 
 def _totals(
-    material: Material,
+    contents: RunContents,
     told: Sequence[facts.JournalEntry],
     costs: Costs,
     incidents: list[report.IncidentEntry],
@@ -307,7 +309,7 @@ def _totals(
     notices: list[str],
 ) -> report.Totals:
     batches = sum(map(len, passed))
-    if len(skipped) < batches and not material.skipped_left_out:
+    if len(skipped) < batches and not contents.skipped_left_out:
         notices.append(f"{batches - len(skipped)} of {batches} batches passed over left no record of what they held")
     steps = costs.reached[max(costs.reached)] if costs.reached else 0
     lost = sum(price.steps or 0 for price in costs.prices)
@@ -321,7 +323,7 @@ def _totals(
         scaler_skips=len(of_kind(told, facts.ScalerSkipped)),
         attempts=len(attempts),
         skipped_batches=batches,
-        skipped_samples=_samples(material, skipped, last_passed) if len(skipped) == batches else None,
+        skipped_samples=_samples(contents, skipped, last_passed) if len(skipped) == batches else None,
         steps=steps,
         steps_at_least=bool(attempts) and attempts[-1].at_least,
         steps_lost=lost,
@@ -335,9 +337,9 @@ def _totals(
 
 
 def _samples(
-    material: Material, skipped: list[report.SkippedBatchEntry], last_passed: Mapping[int, Passing]
+    contents: RunContents, skipped: list[report.SkippedBatchEntry], last_passed: Mapping[int, Passing]
 ) -> int | None:
-    present = material.identity.job.world_size if material.identity else 0
+    present = contents.identity.job.world_size if contents.identity else 0
     total = 0
     for entry in skipped:
         ranks = last_passed[entry.batch].ranks if entry.batch in last_passed else present

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import get_args
 
-from rollback.inspect.audit.report import BatchFile, EvidenceEntry, LeadingTensor, said
+from rollback.inspect.audit.report import BatchFile, EvidenceEntry, LeadingTensor
+from rollback.inspect.document import fields_of
 from rollback.rundir.evidence import MOST_WITNESSES, Explosion, Norms, Origin, RankEvidence, Where
 from rollback.rundir.paths import shard_name
 from rollback.wording import ranks_in_words
@@ -38,7 +39,7 @@ def put_together(seen: Mapping[int, RankEvidence], world_size: int | None) -> Ev
     leading = _leading(norms)
     return EvidenceEntry(
         began=_began(origin, who) if origin else _large(kind, norms, teller, leading),
-        **said(origin, "where", "step", "name"),
+        **fields_of(origin, "where", "step", "name"),
         ranks=[] if everywhere else ranks,
         explosion=kind,
         exploding={each: len(norms.exploding.get(each, ())) for each in _KINDS} if norms else {},

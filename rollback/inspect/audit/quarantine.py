@@ -4,8 +4,9 @@ from pathlib import Path
 
 from rollback.facts.fact import by_whom
 from rollback.facts.history import History, fold
-from rollback.inspect.audit.reading import read_records, require_run_directory
-from rollback.inspect.audit.report import Document, SampleEntry
+from rollback.inspect.audit.report import SampleEntry
+from rollback.inspect.document import Document
+from rollback.inspect.record.reading import read_records, require_run_directory
 from rollback.suspects import suspects
 from rollback.terminal.messages import printable
 

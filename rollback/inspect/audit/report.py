@@ -1,66 +1,19 @@
-"""The report of a run, as one document. This is the schema of `rollback audit --json`, version 1.
+"""The report of a run, as one document. This is the schema of `rollback audit --json`, version 1."""
 
-Fields may be added within a version; a field that changes its meaning or goes away makes a new version.
-Times are UTC, ISO 8601. `null` always means "not known from the record", never zero.
-"""
-
-import json
-import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
-from pydantic_core import PydanticSerializationError
+from pydantic import Field
 
 from rollback.facts.fact import InitialState, Sharding
 from rollback.facts.training import Action, Order, Outcome, Tier, Window
+from rollback.inspect.document import Document, Point, ReportItem
+from rollback.inspect.record.ending import Ending
+from rollback.inspect.record.last_judged import LastJudged
+from rollback.inspect.record.reading import NODES_IN_WORDS, REMARKS_IN_WORDS
 from rollback.rundir.evidence import Explosion, Where
 
-Ended = Literal["finished", "preempted", "structural", "no_checkpoint", "gave_up"]
 CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
-
-NODES = (
-    "in words: spares that took a node's place, what they got from another host's memory, and nodes whose snapshots "
-    "were in no other host's memory"
-)
-ABOUT_REMARKS = "in words: accepted changes of data or ranks, why there were no last snapshots, and the like"
-_Item = TypeVar("_Item", bound="ReportItem")
-_NOT_PLAIN = re.compile("[\x7f-\U0010ffff]")  # others stand in texts only, where JSON has escapes
-
-
-def said(source: object | None, *names: str) -> dict[str, Any]:
-    """These fields of a fact or record; null where there is none."""
-    return {name: getattr(source, name, None) for name in names}
-
-
-class ReportItem(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
-    """Base of everything in a report."""
-
-    @classmethod
-    def of(cls: type[_Item], source: BaseModel, **own: Any) -> _Item:
-        """Made of the fields of a fact or record that have the same names, and of others."""
-        return cls(**source.model_dump(include=cls.model_fields.keys() - own.keys()), **own)
-
-    def to_json(self) -> str:
-        """JSON in ASCII only, so that text from a journal cannot control a terminal."""
-        try:
-            text = self.model_dump_json(by_alias=True, indent=2)
-        except PydanticSerializationError:  # a directory whose name is no UTF-8, which Python reads as surrogates
-            text = json.dumps(self.model_dump(mode="json", by_alias=True), indent=2, ensure_ascii=False)
-        if text.isascii() and "\x7f" not in text:  # nearly always
-            return text
-        return _NOT_PLAIN.sub(lambda found: json.dumps(found[0])[1:-1], text)
-
-
-class Document(ReportItem):
-    """Base of the JSON documents of commands, version 1 of their schemas."""
-
-    schema_version: Literal[1] = Field(1, alias="schema")
-
-
-class Point(ReportItem):
-    step: int = Field(description="optimizer updates done before it")
-    batch: int = Field(description="position in the data stream")
 
 
 class Span(ReportItem):
@@ -168,7 +121,7 @@ class IncidentEntry(ReportItem):
     outcome_step: int | None
     steps_lost: int | None = Field(description="updates done between the restored checkpoint and the restore")
     seconds_lost: float | None = Field(
-        description="wall-clock time that this rollback undid; see rollback.inspect.audit.cost"
+        description="wall-clock time that this rollback undid; see rollback.inspect.record.cost"
     )
     evidence: EvidenceEntry | None = Field(description="null: no rank left any")
 
@@ -301,8 +254,8 @@ class AttemptEntry(ReportItem):
     status: int | None = Field(description="exit status of torchrun")
     cause: str | None = Field(description="how it ended, in words")
     last_snapshot: str | None = Field(description="how the state was kept, in words; null: nobody tried")
-    nodes: list[str] = Field(default_factory=list, description=NODES)
-    remarks: list[str] = Field(default_factory=list, description=ABOUT_REMARKS)
+    nodes: list[str] = Field(default_factory=list, description=NODES_IN_WORDS)
+    remarks: list[str] = Field(default_factory=list, description=REMARKS_IN_WORDS)
     signals: list[str] = Field(description="signals that the supervisor passed on")
     restart_delay: float | None = Field(description="seconds until the next attempt; null where none was scheduled")
     restart_reason: str | None
@@ -332,36 +285,6 @@ class Totals(ReportItem):
     seconds_lost: float = Field(description="of these, undone by rollbacks and deaths")
     seconds_hung: float = Field(description="of these, from the last progress of attempts that hung to their end")
     seconds_down: float = Field(description="of these, between the end of an attempt and the next one's beginning")
-
-
-class LastJudged(ReportItem):
-    """The last step on record: its loss as the script observed it, averaged where it observed several."""
-
-    step: int
-    batch: int = Field(description="the last of the update")
-    loss: float | None
-    grad_norm: float | None
-    verdict: str
-    undone: bool = Field(description="whether the run has gone back behind that step since")
-    batches: int | None = Field(description="of one update; null where the record does not tell")
-
-
-class Ending(ReportItem):
-    how: Ended
-    at: str
-    step: int | None
-    exit_code: int | None = Field(description="of the supervisor")
-    by_supervisor: bool = Field(description="whether it was a supervisor that saw it; false: the ranks alone said so")
-    orphaned: bool = Field(False, description="whether the ranks stopped since their supervisor, or its host, was gone")
-    account: str
-
-    @property
-    def well(self) -> bool:
-        return self.how == "finished" and not self.exit_code
-
-    def in_words(self) -> str:
-        at = f" at step {self.step}" if self.step is not None else ""
-        return f"{self.how.replace('_', ' ')}{at}: {self.account}"
 
 
 class AuditReport(Document):

@@ -1,14 +1,12 @@
 """The requests of operators, and their results."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from rollback.facts.training import Answered, JournalEntry, Requested
-from rollback.inspect.audit.report import Point, RequestEntry
+from rollback.inspect.audit.report import RequestEntry
+from rollback.inspect.document import Point
 from rollback.rundir.journal.journal import of_kinds
-from rollback.rundir.paths import RunPaths
-from rollback.rundir.requests import Inbox, Request, order_in_words, sound_requests
-
-_SHOWN = 8
+from rollback.rundir.requests import Request, order_in_words
 
 
 def request_entries(records: Iterable[JournalEntry], handed_in: Iterable[tuple[str, Request]]) -> list[RequestEntry]:
@@ -36,19 +34,6 @@ def request_entries(records: Iterable[JournalEntry], handed_in: Iterable[tuple[s
             name, RequestEntry.of(request, request=name, taken_up=None, state="open", answer="no rank has seen it yet")
         )
     return list(entries.values())
-
-
-def handed_in(paths: RunPaths, answered: Collection[str]) -> list[tuple[str, Request]]:
-    """The requests without an answer, by name, oldest first."""
-    return list(sound_requests(paths, Inbox(paths, answered).open(now=True)))
-
-
-def open_requests(paths: RunPaths, answered: Collection[str]) -> list[str]:
-    """The oldest of them in words, with who asked."""
-    return [
-        f"{request.in_words()} ({request.who}{': ' + request.why if request.why else ''})"
-        for _, request in handed_in(paths, answered)[:_SHOWN]
-    ]
 
 
 def asked_in_words(entry: RequestEntry) -> str:

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple
 from rollback.facts.fact import by_whom
 from rollback.facts.history import Case, History, fold, merge_windows
 from rollback.facts.training import Incident, JournalEntry, PassedOver, ScreenedOut, Window
+from rollback.inspect.audit.contents import ranks_with_skips
 from rollback.inspect.audit.passings import CONDITIONS, counts, passings
-from rollback.inspect.audit.reading import ranks_with_skips, read_records, readable, require_run_directory
+from rollback.inspect.record.reading import read_records, readable, require_run_directory
 from rollback.rundir.journal.journal import of_kind, of_kinds
 from rollback.rundir.records import SkippedBatch, read_skipped
 

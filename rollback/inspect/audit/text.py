@@ -4,19 +4,18 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from rollback.facts.fact import by_whom
 from rollback.inspect.audit import report
-from rollback.inspect.audit.metrics import as_observed
 from rollback.inspect.audit.quarantine import sample_in_words
 from rollback.inspect.audit.requests import asked_in_words, fate_in_words
 from rollback.terminal.escape import quoted
-from rollback.terminal.messages import printable
 from rollback.terminal.quantities import at_least, duration, number, or_unknown
+from rollback.terminal.rows import print_rows
 from rollback.wording import counted, first_few
 
 SHOWN_BATCHES = 12
@@ -92,7 +91,7 @@ def _print_head(console: Console, audit: report.AuditReport) -> None:
     undone = at_least(str(totals.steps_lost), totals.steps_lost_at_least)
     rows.append(("steps", f"{at_least(str(totals.steps), totals.steps_at_least)} count, {undone} were undone"))
     if (judged := audit.last_judged) is not None:
-        rows.append(("loss", loss_in_words(judged, last=audit.ending is None)))
+        rows.append(("loss", judged.in_words(last=audit.ending is None)))
     rows.append(("time", _time_in_words(totals)))
     if audit.ending:
         rows.append(("ended", quoted(audit.ending.in_words())))
@@ -108,13 +107,6 @@ def _time_in_words(totals: report.Totals) -> str:
     at_most = "at most " if totals.steps_lost_at_least else ""
     share = "" if totals.goodput is None else f"; goodput {at_most}{totals.goodput:.1%}"
     return ", ".join(spent) + share
-
-
-def loss_in_words(judged: report.LastJudged, *, last: bool) -> str:
-    """A recorded loss. last: later steps may have followed without a record."""
-    which = as_observed(judged.loss, judged.batches)
-    so_far = ", undone since" if judged.undone else ", the last on record" if last else ""
-    return f"{number(judged.loss)} at step {judged.step}{so_far}" + (f" ({which})" if which else "")
 
 
 def _print_incident(console: Console, entry: report.IncidentEntry, *, continued: bool) -> None:
@@ -333,12 +325,3 @@ def _print_section(
 def _section(console: Console, title: str) -> None:
     console.print()
     console.print(Text(title, style="bold"))
-
-
-def print_rows(console: Console, rows: Iterable[tuple[str, RenderableType]], indent: int = 2) -> None:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True, min_width=9)
-    grid.add_column(overflow="fold")
-    for label, value in rows:
-        grid.add_row(Text(printable(label)), value)
-    console.print(Padding(grid, (0, 0, 0, indent)))

@@ -20,8 +20,8 @@ from rollback.errors import ExitCode, JournalDamaged
 from rollback.facts.history import fold, merge_windows
 from rollback.facts.training import Attached, JournalEntry, PassedOver, Window
 from rollback.inspect.audit.passings import CONDITIONS, passings
-from rollback.inspect.audit.reading import merge, require_run_directory
-from rollback.inspect.audit.report import Document, ReportItem
+from rollback.inspect.document import Document, ReportItem
+from rollback.inspect.record.reading import merge, require_run_directory
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.journal import examine_journal, of_kind, of_kinds

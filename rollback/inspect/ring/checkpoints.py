@@ -23,14 +23,15 @@ from rollback.errors import (
 )
 from rollback.facts.history import History
 from rollback.facts.training import Tier
-from rollback.inspect.audit.cost import CLOCKS_DIFFER, seconds_since_epoch
-from rollback.inspect.audit.reading import lost_lines, require_run_directory
-from rollback.inspect.audit.report import Document, ReportItem
+from rollback.inspect.document import Document, ReportItem
+from rollback.inspect.record.cost import CLOCKS_DIFFER
+from rollback.inspect.record.reading import lost_lines, require_run_directory
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.schedule import good_ones_at
 from rollback.rundir import seal
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
+from rollback.terminal.quantities import seconds_since_epoch
 
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"

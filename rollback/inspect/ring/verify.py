@@ -21,7 +21,7 @@ from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.tiers import has_left, host_count, in_slots
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, ExitCode
 from rollback.facts.training import Tier
-from rollback.inspect.audit.report import Document, ReportItem
+from rollback.inspect.document import Document, ReportItem
 from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.checkpoints import PLACES, DamagedSlot, Status, choose
 from rollback.rundir.identity import JobIdentity, read_identity

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from rollback.facts import training as facts
 from rollback.facts.history import History, fold, merge_windows
-from rollback.inspect.audit.cost import TELLING
-from rollback.inspect.audit.ending import TURNS, ending_of, lacks_its_end
-from rollback.inspect.audit.reading import merge
-from rollback.inspect.audit.report import Ending, Point
+from rollback.inspect.document import Point
+from rollback.inspect.record.cost import TELLING
+from rollback.inspect.record.ending import TURNS, Ending, ending_of, lacks_its_end
+from rollback.inspect.record.reading import merge
 from rollback.rundir.journal.journal import of_kind, of_kinds
 
 _SHOWN: frozenset[type[facts.Fact]] = frozenset({

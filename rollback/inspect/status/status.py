@@ -22,12 +22,11 @@ from rollback.errors import RunDirectoryError, message_of
 from rollback.facts.fact import InitialState
 from rollback.facts.history import History
 from rollback.facts.training import TOLD, Attached, JournalEntry, Restored, Tier
-from rollback.inspect.audit.cost import Death, deaths, seconds_since_epoch
-from rollback.inspect.audit.ending import confirmed
-from rollback.inspect.audit.metrics import LINES, last_judged
-from rollback.inspect.audit.reading import lost_lines, read_progress, require_run_directory, torn_notice
-from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem, said
-from rollback.inspect.audit.requests import open_requests
+from rollback.inspect.document import Document, Point, ReportItem, fields_of
+from rollback.inspect.record.cost import Death, deaths
+from rollback.inspect.record.ending import Ending, confirmed
+from rollback.inspect.record.last_judged import LINES, LastJudged, last_judged
+from rollback.inspect.record.reading import lost_lines, read_progress, require_run_directory, torn_notice
 from rollback.inspect.status.record import RunRecord
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
@@ -36,9 +35,12 @@ from rollback.rundir.journal.journal import JournalTail, read_entries
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
 from rollback.rundir.records import Heartbeat, read_all_heartbeats, read_last_metrics
+from rollback.rundir.requests import handed_in
 from rollback.system.collector import no_collection
 from rollback.system.processes import Alive, is_alive
+from rollback.terminal.quantities import seconds_since_epoch
 
+_REQUESTS = 8  # shown
 State = Literal["running", "starting", "ended", "died", "unknown"]
 
 
@@ -258,8 +260,8 @@ def _status(
         attempt=history.last_attempt,
         holder=holder,
         ranks=ranks,
-        **said(point, "step", "batch"),
-        **said(judged, "loss", "grad_norm", "verdict"),
+        **fields_of(point, "step", "batch"),
+        **fields_of(judged, "loss", "grad_norm", "verdict"),
         last_judged=judged,
         steps_per_second=_rate(past.begun, heartbeats.get(0), now) if state == "running" else None,
         last_good=Point.of(good) if good else None,
@@ -274,7 +276,7 @@ def _status(
         rollbacks=sum(case.carried_out for case in history.cases),
         skipped_batches=sum(map(len, past.passed_over)),
         pending=_pending(history),
-        requests=open_requests(paths, history.answers),
+        requests=_open_requests(paths, history),
         last_snapshot=past.last_snapshot,
         spare_nodes=past.spares.in_words() if past.spares is not None else None,
         advice=dict(past.advice),
@@ -288,16 +290,13 @@ def _durable(paths: RunPaths, past: RunRecord) -> Durable | None:
     if not (past.drained or past.undrained):
         return None
     at, fact = past.drained or (None, None)
-    place = place_of(paths, fact.place) if fact else None
+    place = paths.place_of_ring(fact.place) if fact else None
     history = past.history
     put_aside = fact is not None and fact.checkpoint in history.discarded | history.gone  # on purpose
     is_there = fact is None or put_aside or "://" in fact.place or paths.checkpoint(fact.checkpoint).exists()
-    return Durable(place=place, **said(fact, "checkpoint", "step"), at=at, trouble=past.undrained, is_there=is_there)
-
-
-def place_of(paths: RunPaths, recorded: str) -> str:
-    """The place of a durable ring: a URL, or the run directory's own ring, also if the directory was moved."""
-    return recorded if "://" in recorded else str(paths.ring.absolute())
+    return Durable(
+        place=place, **fields_of(fact, "checkpoint", "step"), at=at, trouble=past.undrained, is_there=is_there
+    )
 
 
 def _work(paths: RunPaths, past: RunRecord, state: State, point: Point | None, now: Now) -> Work | None:
@@ -389,3 +388,11 @@ def _pending(history: History) -> str | None:
         return None
     skip = plan.skips_in_words()
     return f"{plan.action} to {plan.checkpoint} (step {plan.step}){skip}, for incident {plan.incident}"
+
+
+def _open_requests(paths: RunPaths, history: History) -> list[str]:
+    """The oldest of them in words, with who asked."""
+    return [
+        f"{request.in_words()} ({request.who}{': ' + request.why if request.why else ''})"
+        for _, request in handed_in(paths, history.answers)[:_REQUESTS]
+    ]

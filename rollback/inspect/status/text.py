@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from rollback.inspect.audit.text import loss_in_words, print_rows
 from rollback.inspect.status.status import Durable, Status
 from rollback.terminal.escape import quoted
 from rollback.terminal.quantities import at_least, duration, number, or_unknown
+from rollback.terminal.rows import print_rows
 from rollback.wording import counted
 
 _STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
@@ -41,7 +41,7 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
         rate = "" if status.steps_per_second is None else f", {status.steps_per_second:.3g} steps/s"
         yield "step", f"{at_least(str(status.step), status.state == 'died')}, batch {status.batch}{rate}"
     if (judged := status.last_judged) is not None:
-        loss = loss_in_words(judged, last=status.state == "died")
+        loss = judged.in_words(last=status.state == "died")
         yield "loss", quoted(f"{loss}, gradient norm {number(judged.grad_norm)}, {judged.verdict}")
     if status.last_good and status.last_good_checkpoint:
         yield "last good", quoted(f"{status.last_good_checkpoint}, {or_unknown(status.last_good_age)} steps ago")

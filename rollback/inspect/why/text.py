@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from rollback.inspect.audit.text import print_rows
 from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.why import AttemptAccount
 from rollback.rundir.failures import FailureRecord
 from rollback.terminal.escape import quoted
+from rollback.terminal.rows import print_rows
 
 _TRACEBACK_LINES = 30
 _LAST_WORDS = 20
@@ -80,7 +80,8 @@ def _head(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
     elif account.state == "died" or (account.state == "ended" and account.cause is not None):
         yield "then", "the same command goes on, or says why it cannot"
     yield from (("node", quoted(text)) for text in account.nodes)
-    yield from (("also", quoted(text)) for text in account.remarks)
+    said = account.death and account.death.why_not_kept
+    yield from (("also", quoted(text)) for text in account.remarks if text != said)
     if account.attempt is not None:
         yield "attempt", quoted(f"{account.attempt}, from {account.began or 'unknown'} to {account.ended or 'unknown'}")
     for number in sorted(account.earlier, reverse=True)[:_EARLIER]:

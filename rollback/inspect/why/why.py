@@ -13,11 +13,10 @@ from pydantic import Field
 from rollback.errors import UsageError
 from rollback.facts import training as facts
 from rollback.facts.supervisor import ABOUT_NODES, Why
-from rollback.inspect.audit import report
-from rollback.inspect.audit.cost import Death
-from rollback.inspect.audit.ending import NO_END
-from rollback.inspect.audit.reading import REMARKS, by_attempt
-from rollback.inspect.audit.report import Document, ReportItem, said
+from rollback.inspect.document import Document, ReportItem, fields_of
+from rollback.inspect.record.cost import Death
+from rollback.inspect.record.ending import NO_END
+from rollback.inspect.record.reading import NODES_IN_WORDS, REMARKS, REMARKS_IN_WORDS, by_attempt
 from rollback.inspect.status.status import Status, StatusReader
 from rollback.rundir.failures import FailureRecord, in_order_of_blame, read_failures
 from rollback.rundir.journal.journal import last_fact, of_kind
@@ -87,8 +86,8 @@ class AttemptAccount(Document):
     last_snapshot: str | None = Field(description="how the state was kept, and the steps lost; null: nobody tried")
     death: Death | None = Field(None, description="the steps that it has undone; null: none are on record")
     decision: str | None = Field(description="what the supervisor did then")
-    nodes: list[str] = Field(default_factory=list, description=report.NODES)
-    remarks: list[str] = Field(default_factory=list, description=report.ABOUT_REMARKS)
+    nodes: list[str] = Field(default_factory=list, description=NODES_IN_WORDS)
+    remarks: list[str] = Field(default_factory=list, description=REMARKS_IN_WORDS)
     signals: list[str] = Field(description="that the supervisor was told to stop with")
     failures: list[FailureRecord] = Field(description="exceptions as ranks wrote them down, first cause first")
     last_words: LastOutput | None = Field(
@@ -133,7 +132,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         directory=str(root),
         state=status.state,
         attempt=number,
-        **said(fact, "why", "rank", "host", "step", "batch"),
+        **fields_of(fact, "why", "rank", "host", "step", "batch"),
         cause=fact.cause if fact else failed.get(number) if number is not None else None,
         began=started.at if started else own[0].at if own else None,
         ended=ended.at if ended else None,

@@ -202,16 +202,25 @@ def ending(evidence: AttemptEvidence) -> Ending:
     return "resumable" if evidence.kept is not None or nothing_lost else "ended"
 
 
-def account_of(end: Ending, evidence: AttemptEvidence, undrained: str | None = None) -> str | None:
-    """How a job ended by itself, in words; None: it did not. undrained: see `Draining.lacks`."""
+def reason_of(end: Ending, evidence: AttemptEvidence, lacking: str | None, cause: str) -> str:
+    """Why the run ends, in words.
+
+    end: `failed` is a failure behind the training. lacking: see `Draining.lacks`. cause: how the last attempt ended.
+    """
     at = "" if evidence.step is None else f" at step {evidence.step}"
+    finished, stopped, lost = evidence.finished, evidence.stopped, evidence.final_state_lost
     match end:
-        case "done" if evidence.finished is None:
+        case "failed" if finished is not None:
+            kept = lacking or "kept: the same command does only what comes behind it"
+            return (
+                f"the script failed behind its training: {cause}. Training is complete at step {finished.step}, and "
+                f"its final state {finished.checkpoint} is {kept}"
+            )
+        case "done" if finished is None:
             return "the job ended by itself, and no rank made a rollback.Guard"
         case "done":
             return f"training is complete{at}"
-        case "unkept" if evidence.final_state_lost is not None:
-            lost = evidence.final_state_lost
+        case "unkept" if lost is not None:
             return f"training is complete{at}, but its last {lost.steps} updates are in no checkpoint: {lost.reason}"
         case "unkept" if evidence.unrecorded is not None:
             return (
@@ -219,8 +228,16 @@ def account_of(end: Ending, evidence: AttemptEvidence, undrained: str | None = N
                 "goes on from the checkpoint before that, and trains again what follows it"
             )
         case "unkept":
-            return f"training is complete{at}, but its final state is {undrained}"
+            return f"training is complete{at}, but its final state is {lacking}"
         case "left":
             return f"the script ended{at} as if all were done, but its loop over the guard was not over"
+        case "ended" if stopped is not None:
+            return f"{stopped.account}; no checkpoints are taken, so there is none to go on from"
+        case "ended":
+            none = "; there is no checkpoint to go on from" if evidence.left.guarded else ""
+            return f"told to stop; {cause}{none}"
+        case _ if stopped is not None:
+            return stopped.account
         case _:
-            return None
+            goes_on = evidence.goes_on_at
+            return cause if goes_on is None else f"goes on at step {goes_on} of at least {evidence.step}: {cause}"

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from rollback.checkpoints.fast_tier import end_marks
 from rollback.errors import ExitCode, NodesMissing, RunInUse, UsageError
 from rollback.ring.helper import Helper
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
@@ -16,7 +17,7 @@ from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move, leaves_alone
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, RecordPlace, RunResult, followers_move, leaves_alone
 from rollback.supervisor.nodes.record_files import RecordFiles, handing_over
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 from rollback.supervisor.signals import StopSignals
@@ -90,16 +91,17 @@ class Follower:
             self._paths, self._place.name, self._say, self._meeting.transport, self._ring, lambda: self._waits
         )
         helper.start()
-        verdict: RunResult | None = None
+        result: RunResult | None = None
         try:
-            verdict = self._obey(beacon)
-            if verdict is None or not self._meeting.apart:
-                return verdict
-            return verdict.model_copy(update={"record": (self._last.host, self._last.directory)})
+            result = self._obey(beacon)
+            if result is None or result.record is None or not self._meeting.apart:
+                return result
+            there = RecordPlace(host=self._last.host, directory=self._last.directory)
+            return result.model_copy(update={"record": there})
         finally:
-            self._end_waiting(over=verdict is not None)
-            over = verdict is not None and not self._leaves_alone(self._last)  # else the others need what is in memory
-            helper.close(over=over, durable=verdict.durable if verdict else ())
+            self._end_waiting(over=result is not None)
+            over = result is not None and not self._leaves_alone(self._last)  # else the others need what is in memory
+            helper.close(over=over, durable=result.durable if result else ())
             beacon.put_out()
             self._beacon = None
 
@@ -153,7 +155,7 @@ class Follower:
             report = beacon.record
             match followers_move(report.state, report.attempt, orders, self._place.launch):
                 case "quit":
-                    return orders.verdict
+                    return orders.result
                 case "get ready":
                     if self._buddy is not None:
                         self._buddy.get_ready(orders.buddies)
@@ -248,7 +250,7 @@ class Follower:
                 signals = self._signals.received or [signal.SIGTERM]
                 running.tell_ranks_to_stop(signals, guarded=self._host.guarded)
                 if time.monotonic() > deadline:
-                    return running.kill(b"g")
+                    return running.kill(end_marks.GRACE_IS_OVER)
             time.sleep(_POLL)
         return status
 

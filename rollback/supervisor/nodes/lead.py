@@ -15,7 +15,7 @@ from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes.copies import Copies
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting, first_orders
-from rollback.supervisor.nodes.membership import Namesakes, NodePlace, Unlike, differences
+from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
@@ -27,7 +27,8 @@ from rollback.supervisor.nodes.protocol import (
     ready,
 )
 from rollback.supervisor.nodes.record_files import RecordKeeper
-from rollback.supervisor.nodes.seats import FAILURES, awaited, failures_of_nodes, rank_by_name, replacements, seats
+from rollback.supervisor.nodes.roster import Roster
+from rollback.supervisor.nodes.seats import awaited, rank_by_name, replacements, seats
 from rollback.supervisor.torchrun.command import NodeGroup
 
 _POLL = 0.1
@@ -59,18 +60,11 @@ class Leader(Nodes):
         self._seats: tuple[str, ...] = ()
         self._fitting: tuple[str, ...] = ()  # the seats with which the job has trained last
         self._spares: SpareNodes | None = None
-        self._failures: dict[str, int] = {}
         self._tower = Watchtower(meeting.transport, REPORTS, NodeReport, blind=lambda: self._beacon.failing)
-        self._members: dict[str, str] = {}
-        self._heard: dict[str, int] = {}
-        self._lost: dict[str, int] = {}
-        self._ever: set[str] = set()
-        self._reports: dict[str, NodeReport] = {}
+        self._roster = Roster(place)
         self._keeper = RecordKeeper(paths, say)
-        self._first_beats: dict[str, int] = {}
-        self._running: set[str] = set()
         self._told_to_end: float | None = None
-        self._overtaken, self._namesakes, self._unlike = False, Namesakes(), Unlike(place)
+        self._overtaken = False
         self._beacon = Beacon(
             meeting.transport, ORDERS, first_orders(paths, place, ring if meeting.apart else None), say
         )
@@ -94,15 +88,13 @@ class Leader(Nodes):
 
     @property
     def insistent(self) -> bool:
-        return any(report.insistent for report in self._reports.values())
+        return any(report.insistent for report in self._roster.reports.values())
 
     def resume(self, nodes: Sequence[str]) -> None:
         self._seats = self._fitting = tuple(nodes)
 
     def failed(self, rank: int | None, *, progressed: bool) -> None:
-        reports = [report for report in self._member_reports().values() if report is not None]
-        launch = next((report.launch for report in reports if rank in report.ranks), None)
-        self._failures = failures_of_nodes(self._failures, launch, progressed=progressed)
+        self._roster.failed(rank, self._members().values(), progressed=progressed)
 
     def take_another_number(self) -> str | None:
         fitting = len(self._fitting)
@@ -113,7 +105,8 @@ class Leader(Nodes):
         return "waiting for more nodes, with which it fits" if self._least <= self._most else None
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
-        self._members, self._told_to_end = {}, None
+        self._roster.seat({})
+        self._told_to_end = None
         buddies = self._copies.get_ready()
         self._beacon.show(
             phase="gather", attempt=attempt, members=(), master="", buddies=buddies, attached=False, stacks=False
@@ -122,7 +115,7 @@ class Leader(Nodes):
         came, since = 0, began
         while True:
             self.look()
-            there = ready(self._fit(), self._place.launch, attempt)
+            there = ready(self._roster.fit(), self._place.launch, attempt)
             if len(there) > came:
                 came, since = len(there), time.monotonic()  # after each node that comes, wait for another one
             called = time.monotonic() - since > self._place.last_call
@@ -130,7 +123,7 @@ class Leader(Nodes):
             slow = self._awaited(there, time.monotonic() - began) if enough else []
             if enough and not slow:
                 break
-            if interrupted() or any(report.signals for report in self._reports.values()):
+            if interrupted() or any(report.signals for report in self._roster.reports.values()):
                 return False
             waited = time.monotonic() - began
             if waited > self._place.timeout and len(there) < self._least - 1:
@@ -148,29 +141,26 @@ class Leader(Nodes):
         be ready soon, and without which a seat would get another node than it should."""
         if waited > _ENDS:
             return []
-        if self._running:
-            return sorted(self._running, key=rank_by_name)
+        if self._roster.running:
+            return sorted(self._roster.running, key=rank_by_name)
         if not self._place.spares and self._most == self._place.most:  # else some wait for a seat
             return []
-        fit = {report.node for report in self._fit()}
+        fit = {report.node for report in self._roster.fit()}
         coming, spares = fit, set[str]()
         if waited <= (_RETURN_APART if self._meeting.apart else _RETURN):
-            coming, spares = fit | ({*self._seats} - self._ever), fit
+            coming, spares = fit | ({*self._seats} - self._roster.came), fit
         here = {report.node for report in there.values()} | {self._place.name}
-        return awaited(self._seats, here, coming, spares=spares, failing=self._failing())
-
-    def _failing(self) -> set[str]:
-        return {report.node for launch, report in self._reports.items() if self._failures.get(launch, 0) >= FAILURES}
+        return awaited(self._seats, here, coming, spares=spares, failing=self._roster.failing())
 
     def _seat(self, there: Mapping[str, NodeReport]) -> None:
         """Give the nodes of the attempt their ranks, and order them to start. What is new is journalled first."""
         before, own = self._seats, self._place
         launches = {report.node: launch for launch, report in there.items()} | {own.name: own.launch}
         self._keep_files(there.values())  # of those too that were taken for lost when the last attempt ended
-        failing = self._failing()
+        failing = self._roster.failing()
         apart = self._meeting.apart
         self._seats = seats(before, own.name, launches, self._most, failing=failing, leader_first=apart)
-        self._members = {launches[node]: node for node in self._seats if node != own.name}
+        self._roster.seat({node: launches[node] for node in self._seats if node != own.name})
         for node, by in replacements(before, self._seats) if own.spares else ():
             why: Literal["lost", "failing"] = "failing" if node in failing else "lost"
             fact = NodeReplaced(node=node, by=by, rank=self._seats.index(by), why=why)
@@ -187,33 +177,20 @@ class Leader(Nodes):
         """Journal which nodes wait, where that has changed."""
         if not self._place.spares:
             return
-        waiting = [report for report in self._reports.values() if report.launch not in self._members]
-        fit = {report.node for report in self._fit()}
-        spares = SpareNodes(
-            nodes=tuple(sorted((report.node for report in waiting if report.node in fit), key=rank_by_name)),
-            unfit={report.node: self._difference(report) for report in waiting if report.node not in fit},
-        )
-        if spares != self._spares:
+        if (spares := self._roster.spares()) != self._spares:
             self._spares = spares
             self._note(spares)
             self._say(f"spare nodes: {spares.in_words()}")
 
-    def _fit(self) -> list[NodeReport]:
-        """The followers that may have a seat. Without spares all may: nobody could take the place of one."""
-        return [report for report in self._reports.values() if not self._difference(report)]
-
-    def _difference(self, report: NodeReport) -> str:
-        return differences(self._place.command, report.command) if self._place.spares else ""
-
     def _unfit(self) -> str:
         """In words, to be put behind others."""
-        unfit = {report.node: what for report in self._reports.values() if (what := self._difference(report))}
-        return "".join(f"; {node} cannot take part: it has other {what}" for node, what in sorted(unfit.items()))
+        unfit = sorted(self._roster.unfit().items())
+        return "".join(f"; {node} cannot take part: it has other {what}" for node, what in unfit)
 
     def move(self, own: int | None) -> LeadersMove:
         self.look()
         self._look_at_spares()
-        members = self._member_reports()
+        members = self._members()
         self._keep_files(members.values())
         self._copies.look(self._beacon.record.attempt, members.values())
         if must_end(own, members):
@@ -229,39 +206,33 @@ class Leader(Nodes):
         self._beacon.show(phase="end")
 
     def states(self) -> dict[int, str]:
-        return {rank: state for report in self._member_reports().values() if report for rank, state in report.states}
+        return {rank: state for report in self._members().values() if report for rank, state in report.states}
 
     def beats(self) -> dict[int, Heartbeat]:
-        reports = [report for report in self._member_reports().values() if report]
+        reports = [report for report in self._members().values() if report]
         return {rank: beat for report in reports for rank, beat in report.beats.items()}
 
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         self._beacon.show(stacks=True)
         taken = own()
         deadline = time.monotonic() + _STACKS
-        while any(report and report.stacks is None for report in self._member_reports().values()):
+        while any(report and report.stacks is None for report in self._members().values()):
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL)
             self.look()
-        others = [report.stacks or () for report in self._member_reports().values() if report]
+        others = [report.stacks or () for report in self._members().values() if report]
         return tuple(sorted({*taken, *(rank for ranks in others for rank in ranks)}))
 
     def signals(self) -> list[tuple[str, str]]:
-        new = []
-        for report in self._reports.values():
-            new += [(report.node, name) for name in report.signals[self._heard.get(report.launch, 0) :]]
-            self._heard[report.launch] = len(report.signals)
-        return new
+        return self._roster.new_signals()
 
     def left(self, own: Left) -> Left:
         self._copies.rest()
-        reports = self._member_reports()
-        self._lost |= {launch: self._beacon.record.attempt for launch, report in reports.items() if report is None}
+        reports = self._members()
+        self._roster.lose((node for node, report in reports.items() if report is None), self._beacon.record.attempt)
         self._keep_files(reports.values())
-        return merged(
-            own, {self._members[launch]: report.left if report else None for launch, report in reports.items()}
-        )
+        return merged(own, {node: report.left if report else None for node, report in reports.items()})
 
     def _keep_files(self, reports: Iterable[NodeReport | None]) -> None:
         """What other hosts hand over of the record: meanwhile, and all of it once the attempt has ended there."""
@@ -270,16 +241,18 @@ class Leader(Nodes):
                 self._keeper.keep(report.launch, f"{report.node} ({report.host})", report.files)
 
     def kept(self, own: LastAccount | None, attempt: int) -> LastAccount | None:
-        others = (report.kept for report in self._reports.values())
+        others = (report.kept for report in self._roster.reports.values())
         return merged_accounts([own, *(kept for kept in others if kept is not None and kept.attempt == attempt)])
 
-    def farewell(self, verdict: RunResult) -> None:
+    def farewell(self, result: RunResult) -> None:
         if self._overtaken:  # the record is another leader's
             self._beacon.put_out(remove=False)
             return
-        self._beacon.show(phase="over", verdict=verdict)
+        self._beacon.show(phase="over", result=result)
         deadline = time.monotonic() + _FAREWELL
-        while (follow := self._of_followers(self._tower.look().values())) and time.monotonic() < deadline:
+        while follow := any(report.leader == self._place.launch for report in self._tower.look().values()):
+            if time.monotonic() >= deadline:
+                break
             time.sleep(_POLL)
         # A node that has not read it yet will find the file, and the lock free.
         self._beacon.put_out(remove=not follow)
@@ -295,44 +268,13 @@ class Leader(Nodes):
                 hint="start the same command here again; if it comes back at once, mount the file system so that locks "
                 "are shared (NFS without nolock or local_lock, Lustre with -o flock)",
             )
-        reports = self._tower.look().values()
-        self._reports = {report.launch: report for report in self._of_followers(reports) if not self._is_late(report)}
-        self._running = {report.node for report in reports if self._is_running(report)}
-        self._ever |= {report.node for report in self._reports.values()}
-        for report in self._reports.values():
-            if self._namesakes.found(report.node, report.launch):
-                self._say(
-                    f"two supervisors take part as {report.node}, one of them on {report.host}: give each node a "
-                    f"--node-rank of its own, or without it each host a name of its own"
-                )
-            if told := self._unlike.found(report.node, report.host, report.command):
-                self._say(told)
+        for line in self._roster.hear(self._tower.look().values()):
+            self._say(line)
 
-    def _of_followers(self, reports: Iterable[NodeReport]) -> list[NodeReport]:
-        return [report for report in reports if report.leader == self._place.launch]
-
-    def _is_running(self, report: NodeReport) -> bool:
-        """Whether ranks run on a node that lives, also under another leader: it has shown two signs of life. What one
-        that is gone said last may lie there for ever."""
-        return report.state == "running" and self._first_beats.setdefault(report.launch, report.beat) != report.beat
-
-    def _is_late(self, report: NodeReport) -> bool:
-        """Whether a member that was lost says something of that attempt. It does not count: it may have ended long ago,
-        and its stop signal was for itself then."""
-        return self._lost.get(report.launch) == report.attempt
-
-    def _member_reports(self) -> dict[str, NodeReport | None]:
-        """The members' reports on this attempt; None: the member is silent, another launch has replaced it, or it had
-        lost its leader for a moment: then it has ended its ranks and comes anew, maybe between two looks. Or it lives
-        and does not come to an end, as where a disk there never answers: the others do not wait for ever."""
-        attempt, since = self._beacon.record.attempt, self._told_to_end
+    def _members(self) -> dict[str, NodeReport | None]:
+        since = self._told_to_end
         overdue = since is not None and time.monotonic() - since > _ENDS
-        of_it = {
-            launch: report
-            for launch, report in self._reports.items()
-            if report.attempt == attempt and not (overdue and report.state != "ended")
-        }
-        return {launch: of_it.get(launch) for launch in self._members}
+        return self._roster.members(self._beacon.record.attempt, overdue=overdue)
 
     def _new_master(self) -> str:
         """Where the ranks of this attempt meet, on this host."""
@@ -350,7 +292,8 @@ class Leader(Nodes):
         )
 
     def _missing(self, there: dict[str, NodeReport], waited: float) -> RollbackError:
-        known = self._ever & {*self._seats} if self._seats else self._ever
+        came = self._roster.came
+        known = came & {*self._seats} if self._seats else came
         lost = sorted(known - {report.node for report in there.values()})
         also = self._unfit()
         if lost:

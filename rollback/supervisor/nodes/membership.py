@@ -167,49 +167,6 @@ def _last_call(configuration: Mapping[str, str]) -> float:
         return _LAST_CALL
 
 
-class Namesakes:
-    """Finds nodes that are there twice. The lock of `membership` prevents that only where hosts share a directory."""
-
-    def __init__(self) -> None:
-        self._present: dict[str, str] = {}
-        self._past: set[str] = set()
-        self._told: set[str] = set()
-
-    def found(self, node: str, launch: str) -> bool:
-        """A launch reports as this node. True, once for each node: another launch did so in between, so both live."""
-        before, self._present[node] = self._present.get(node, launch), launch
-        if launch == before:
-            return False
-        self._past.add(before)
-        if launch not in self._past or node in self._told:
-            return False
-        self._told.add(node)
-        return True
-
-
-class Unlike:
-    """Finds nodes that run something else than this one, where they may: without spares.
-
-    Hosts may need paths of their own, so nobody is refused for it. Settings are left out: the ranks compare them.
-    """
-
-    def __init__(self, place: NodePlace) -> None:
-        own = {} if place.spares else place.command
-        self._place, self._own = place, {part: value for part, value in own.items() if part != "settings"}
-        self._told: dict[str, str] = {}
-
-    def found(self, node: str, host: str, command: Mapping[str, str]) -> str | None:
-        """What is to be said of this node, once for each difference."""
-        what = differences(self._own, command)
-        before, self._told[node] = self._told.get(node, ""), what
-        if not what or what == before:
-            return None
-        return (
-            f"{node} ({host}) has other {what} than {self._place.name} ({self._place.host}): their ranks may not train "
-            f"the same; unless this is meant, give all hosts the same files and the same command"
-        )
-
-
 @contextmanager
 def membership(paths: RunPaths, place: NodePlace) -> Iterator[None]:
     """The lock of this node in the run. A supervisor holds it while it leads or follows.

@@ -97,5 +97,5 @@ class Nodes:
         """What the ranks of all nodes that have gathered kept at the end of an attempt. own: those of this node."""
         return own
 
-    def farewell(self, verdict: RunResult) -> None:
+    def farewell(self, result: RunResult) -> None:
         """Tell all nodes how the run ended, and wait until they have read it."""

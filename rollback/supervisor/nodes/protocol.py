@@ -47,23 +47,29 @@ FollowersMove = Literal["wait", "get ready", "start", "pass", "tell", "end", "qu
 LeadersMove = Literal["wait", "end", "settled"]
 
 
+class RecordPlace(BaseModel, frozen=True):
+    """Where the record of a run is. Without fields: in the run directory of this launch."""
+
+    host: str = ""
+    """Another host, with its run directory."""
+    directory: str = ""
+    url: str = ""
+    """The ring's, where this host has no record and has heard of no other one's."""
+
+
 class RunResult(BaseModel, frozen=True):
     """How a run ended, for all nodes: the exit code of `rollback launch`, and the reason in words."""
 
     exit_code: ExitCode
     reason: str
     hint: str | None = None
-    """What to do next, where the same command does not go on."""
+    """What to do next, where it is not that the same command goes on."""
     refuses: Refused | None = None
     """Where it was refused, what: with --adopt, all nodes start a script that is refused without protection."""
-    guarded: bool = True
+    protected: bool = True
     """False: the job was done, and no rank made a guard."""
-    recorded: bool = True
-    """Whether there is a record in a run directory."""
-    record: tuple[str, str] | None = None
-    """Host and directory of the record, where this host has none."""
-    record_at: str | None = None
-    """The ring's URL, where this host has no record and has heard of no other one's."""
+    record: RecordPlace | None = RecordPlace()
+    """None: nothing was recorded."""
     durable: tuple[str, ...] = ()
     """The checkpoints in the durable ring. Hosts without the journals give their memory back by this."""
 
@@ -101,7 +107,8 @@ class Orders(BaseModel, frozen=True):
     """The ranks of this attempt have attached: there is a record from now on."""
     stacks: bool = False
     """The job hangs: the ranks of the members write their stacks before they are ended."""
-    verdict: RunResult | None = None
+    result: RunResult | None = None
+    """How the run ended."""
     beat: int = 0
     """Counts the writes."""
 

@@ -15,10 +15,7 @@ ranks have in memory is of use to the ranks of that seat only. Whoever is left o
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-
-FAILURES = 2
-"""Failures of a node's ranks, without progress in between, after which another node is better."""
+from collections.abc import Collection, Iterable, Sequence
 
 
 def rank_by_name(node: str) -> list[tuple[bool, int, str]]:
@@ -79,12 +76,3 @@ def awaited(
     replaced = [node for node in before if node in failing][: len(able)]
     wanted = [node for node in before if node in coming and node not in replaced] + able[: len(replaced)]
     return [node for node in wanted if node not in ready]
-
-
-def failures_of_nodes(before: Mapping[str, int], node: str | None, *, progressed: bool) -> dict[str, int]:
-    """How often the ranks of each node were the first cause of a failure, without progress in between.
-
-    node: whose ranks failed now; None: nobody can tell. progressed: the attempt had got further than all before it.
-    """
-    counts = {} if progressed else dict(before)
-    return counts if node is None else {**counts, node: counts.get(node, 0) + 1}

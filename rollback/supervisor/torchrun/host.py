@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from rollback.checkpoints.fast_tier import end_marks
 from rollback.config import ENV_HOST, Settings, guard_mark
 from rollback.instructions import Instructions
 from rollback.rundir.heartbeat_board import HeartbeatBoard, board_if_possible
@@ -163,7 +164,7 @@ class Running:
         """Make this host's ranks write their stacks. Returns the ranks that did. Raises OSError."""
         return take_stacks(self._paths, self.attempt, living_ranks(self.beats(), self._paths), self._node)
 
-    def kill(self, last: bytes | None = b"e", *, hopeless: bool = False) -> int:
+    def kill(self, last: bytes | None = end_marks.ATTEMPT_ENDS, *, hopeless: bool = False) -> int:
         """End torchrun. Returns its status. The ranks end with the attempt, without SIGTERM if `hopeless`.
 
         last: why they are asked for a last snapshot first, of `end_marks.REASONS`; None: end it at once.
@@ -271,7 +272,7 @@ class Host:
                 torchrun.kill()
                 torchrun.wait()
                 if running.asks:  # torchrun is gone, and so is who would speak for ranks that do not answer
-                    ask_for_last_snapshot(self._paths, number, b"e")
+                    ask_for_last_snapshot(self._paths, number, end_marks.ATTEMPT_ENDS)
                 patience = 0.0 if running.hopeless else _PATIENCE
                 others = [*self._before_us, *(self._meeting() if self._meeting else ())]
                 end_all(lambda: descendants(apart_from=[*others, *self._standby.waiting]), patience=patience)

@@ -4,6 +4,7 @@ Only environment variables that are known to matter are recorded. Secrets are re
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from rollback.config import Settings
 from rollback.facts.training import AttemptStarted
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.redaction import is_secret, redacted, without_digests, without_secrets
@@ -21,13 +25,17 @@ _MATTERS = re.compile(
 )
 _SHOWN = 80  # characters of a value
 _LARGEST = 64 << 20  # bytes of a script
+_ASKED = ("module", "no-python", "nproc-per-node", "nnodes")  # of torchrun's flags; others say how to get there
+_READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time
 
 
 def conditions_of(job: LaunchedJob, environment: Mapping[str, str], salt: str | None = None) -> dict[str, Any]:
     """Fields of `AttemptStarted`. environment: the supervisor's. salt: the run's."""
     return {
-        "script": digest(job),
+        "script": script_digest(job),
         "arguments": redacted(job.arguments, job.secret_args, salt),
+        "flags": {name: "given" if value is True else str(value) for name, value in _asked(job).items()}
+        | ({"adopt": job.runner[-1]} if job.runner else {}),
         "salt": salt,
         "environment": {
             name: without_secrets(value, salt)
@@ -37,7 +45,34 @@ def conditions_of(job: LaunchedJob, environment: Mapping[str, str], salt: str | 
     }
 
 
-def digest(job: LaunchedJob) -> str | None:
+def _asked(job: LaunchedJob) -> dict[str, str | bool]:
+    return {name: value for name, value in job.flags.items() if name in _ASKED}
+
+
+def fingerprint(job: LaunchedJob, settings: Settings, salt: str | None) -> str:
+    """A hash over script, arguments, settings, and the content of the files that they name.
+
+    salt: the run's, for secret values.
+    """
+    words = [job.script, *job.arguments]
+    asked = [redacted(words, job.secret_args, salt), _asked(job), settings.model_dump(mode="json", exclude_unset=True)]
+    found = xxhash.xxh3_128(json.dumps(asked, sort_keys=True).encode())
+    for word in words:
+        found.update(_content(Path(word.rpartition("=")[2])))
+    return found.hexdigest()
+
+
+def _content(path: Path) -> bytes:
+    try:
+        status = os.stat(path)
+        if path.is_file() and status.st_size <= _READ:
+            return path.read_bytes()
+        return f"{status.st_size} {status.st_mtime_ns}".encode() if path.is_file() else b""
+    except OSError:
+        return b""
+
+
+def script_digest(job: LaunchedJob) -> str | None:
     """A hash of the script's content; None where it has no readable file."""
     try:
         path = _path_of(job)
@@ -64,6 +99,8 @@ def differences(before: AttemptStarted | None, now: AttemptStarted) -> tuple[str
         return ()
     same_salt = before.salt == now.salt
     told = _changed(_by_name(before.arguments), _by_name(now.arguments), "argument {}", "not given", same_salt)
+    if before.flags is not None and now.flags is not None:
+        told += _changed(before.flags, now.flags, "--{}", "not given", same_salt)
     told += _changed(before.environment or {}, now.environment or {}, "{}", "not set", same_salt)
     if before.script is not None and now.script is not None and before.script != now.script:
         told.append("the script has other content")

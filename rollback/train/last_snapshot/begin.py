@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, EndMark, EndMarkPaths
+from rollback.checkpoints.fast_tier.end_marks import RANK_ENDS_ELSEWHERE, EndMark, EndMarkPaths
 from rollback.errors import RollbackError
 from rollback.facts.training import NoLastSnapshot
 from rollback.system.durable import write_file
@@ -103,7 +103,7 @@ def _meet_hosts(run: AttachedRun, paths: EndMarkPaths) -> Hosts | str:
 
     def rung() -> None:
         for rank in ranks.on_this_host:
-            end_marks.ring_bell(paths, rank, ELSEWHERE)
+            end_marks.ring_bell(paths, rank, RANK_ENDS_ELSEWHERE)
 
     try:
         if ranks.first_of_host:

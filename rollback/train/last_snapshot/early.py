@@ -48,7 +48,8 @@ class _Added(NamedTuple):
 
 
 class EarlyMarks:
-    """One rank's early marks, for as long as this object lives. telltale: a parameter by which a backward is noticed.
+    """One rank's early marks, for as long as this object lives. telltale: gives the parameter by which a backward is
+    noticed now.
 
     device: None where the parameters are in the host's memory. coming: the end of the step in progress; None: there
     will be none, or it is not known yet.
@@ -58,7 +59,7 @@ class EarlyMarks:
         self,
         mark: EndMark,
         device: Device | None,
-        telltale: nn.Parameter | None,
+        telltale: Callable[[], nn.Parameter | None],
         small_state: SmallStateReader,
         coming: Callable[[], StepEnd | None],
     ) -> None:
@@ -67,7 +68,9 @@ class EarlyMarks:
         self._part = 0
         self._added: _Added | None = None
         self._tried = self._longest = self._most = 0
-        self._watch = BackwardWatch(None, telltale, self._in_backward)
+        self._stopped = False
+        self._telltale, self._watched = telltale, telltale()
+        self._watch = BackwardWatch(None, self._watched, self._in_backward)
 
     def _in_backward(self, *_: object) -> None:
         """Called by the telltale's own hook, before DDP learns that its gradient is there."""
@@ -102,6 +105,10 @@ class EarlyMarks:
         """The step has ended, and that part of the mark tells of it. Where something has changed in it, there are no
         early marks any more: what this rank knew in its backward."""
         present, self._present = self._present, None
+        if not self._stopped and (telltale := self._telltale()) is not self._watched:
+            self._watch.remove()
+            self._watched = telltale
+            self._watch = BackwardWatch(None, telltale, self._in_backward)
         if present is None or present.end != end:
             return None
         changed = present.local != local or present.buffers != self._versions()
@@ -137,6 +144,7 @@ class EarlyMarks:
             self.stop()
 
     def stop(self) -> None:
+        self._stopped = True
         self._watch.remove()
         self._mark.withdraw()
 

@@ -192,7 +192,7 @@ class Hosts:
 
     def ring(self) -> None:
         """Have the ranks of all other hosts keep what they hold. Raises StoreGone."""
-        bells = {f"bell/{host}": end_marks.ELSEWHERE for host in self.hosts if host != self.own}
+        bells = {f"bell/{host}": end_marks.RANK_ENDS_ELSEWHERE for host in self.hosts if host != self.own}
         self.connect().set({f"here/{self.own}": YES, f"bell/{self.own}": _OVER, **bells})
 
     def speak_for(self) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from rollback.checkpoints.fast_tier import last_account, last_locks
-from rollback.checkpoints.fast_tier.end_marks import ELSEWHERE, REASONS, StepEnd
+from rollback.checkpoints.fast_tier.end_marks import RANK_ENDS, RANK_ENDS_ELSEWHERE, StepEnd
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.training import Tier
@@ -106,7 +106,7 @@ class HeldEnds:
 
 
 class Keeper:
-    """One rank's part in one last snapshot. reason: why the attempt is about to end. foresee: see `LastSnapshot`.
+    """One rank's part in one last snapshot. reason, bell: see `LastSnapshot.keep`. foresee: see `LastSnapshot`.
 
     Any thread; it needs neither the group nor the main thread.
     """
@@ -120,12 +120,13 @@ class Keeper:
         held: HeldEnds,
         foresee: Callable[[Sequence[bytes]], Foreseen],
         reason: str,
+        bell: bytes,
     ) -> None:
         self._run, self._state, self._snapshots, self._held, self._foresee = run, state, snapshots, held, foresee
         self._paths, self._mark, self._peers, self._hosts = met.paths, met.mark, met.peers, met.hosts
         self._read = met.device.read if met.device is not None else as_it_is
         self._tier = snapshots.memory.slots_of_host.paths
-        self._reason = reason
+        self._reason, self._bell = reason, bell
         self._began = 0.0
         self._gone: tuple[int, ...] = ()
 
@@ -137,14 +138,13 @@ class Keeper:
             self._keep_or_tell_why_not()
 
     def _keep_or_tell_why_not(self) -> None:
-        known = next((why for why, words in REASONS.items() if words == self._reason), b"!")
-        self._peers.ring(known)
+        self._peers.ring(self._bell)
         self._began = time.monotonic()
-        self._gone = tuple(self._peers.lost(known == b"!"))
+        self._gone = tuple(self._peers.lost(self._bell == RANK_ENDS))
         reason = in_words(self._gone) if self._gone else self._reason  # then what this rank has met follows from it
         account = LastAccount(attempt=self._run.attempt, rank=self._run.ranks.rank, reason=reason)
         try:
-            if self._hosts is not None and known != ELSEWHERE:
+            if self._hosts is not None and self._bell != RANK_ENDS_ELSEWHERE:
                 self._hosts.ring()
             account = self._keep(account)
         except (NotProved, NoAnswer) as error:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.checkpoints.fast_tier.end_marks import REASONS, StepEnd
+from rollback.checkpoints.fast_tier.end_marks import RANK_ENDS, REASONS, StepEnd
 from rollback.facts.training import NoLastSnapshot
 from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.agreement import FIRST
@@ -50,9 +50,8 @@ class LastSnapshot:
 
     sent: what this rank has told the others of the last step. await_told: waits for what they have told. foresee:
     judges that step ahead by what the ranks that came to its end have told, from any thread; raises NotProved.
-    telltale: a parameter by which a backward is noticed. at_last_batch: whether the batch in hand is probably its
-    update's last one. may_resume: whether a run may resume where the data stand. Making one is collective; nothing
-    else is.
+    telltale: as `EarlyMarks` has it. at_last_batch: whether the batch in hand is probably its update's last one.
+    may_resume: whether a run may resume where the data stand. Making one is collective; nothing else is.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class LastSnapshot:
         sent: Callable[[], bytes | Tensor],
         await_told: Callable[[], None],
         foresee: Callable[[Sequence[bytes]], Foreseen],
-        telltale: torch.nn.Parameter | None,
+        telltale: Callable[[], torch.nn.Parameter | None],
         unseen: UnseenWrites,
         at_last_batch: Callable[[], bool],
         may_resume: Callable[[], bool],
@@ -160,16 +159,16 @@ class LastSnapshot:
             self._early.give_up()
         self.keep(reason)
 
-    def keep(self, reason: str) -> None:
+    def keep(self, reason: str, bell: bytes = RANK_ENDS) -> None:
         """Keep the state of the last step's end if it can be proved to be that, or wait for whoever is at it. Any
-        thread. Called where this attempt is about to end."""
+        thread. Called where this attempt is about to end. bell: with what the other ranks of the host are rung."""
         if os.getpid() != self._pid:
             return
         with self._once:
             if self._done or self._over:
                 return
             self._done = True
-            Keeper(self._run, self._state, self._snapshots, self._met, self._held, self._foresee, reason).keep()
+            Keeper(self._run, self._state, self._snapshots, self._met, self._held, self._foresee, reason, bell).keep()
 
     def leave(self) -> None:
         """This rank ends as it should. If a last snapshot is being made, wait for it first."""
@@ -201,7 +200,8 @@ class LastSnapshot:
             for fd, _ in poll.poll():
                 if (rank := ranks.get(fd)) is None:
                     if asked := self._take_news(os.read(fd, 4096)):
-                        self.keep(REASONS.get(asked[-1:], "another rank is about to end"))
+                        why = asked[-1:] if asked[-1:] in REASONS else RANK_ENDS
+                        self.keep(REASONS[why], why)
                 elif end_marks.has_left(self._paths, rank):
                     poll.unregister(fd)
                 else:

@@ -109,8 +109,8 @@ def check_whole(item: object, name: str) -> None:
     if "ZeroRedundancyOptimizer" in kinds:
         raise UsageError(
             f"Guard({name}=...) is a ZeroRedundancyOptimizer: each rank has a part of its state, and hands out none",
-            hint="use the optimizer inside it; to spread state over the ranks, shard the model with "
-            "torch.distributed.fsdp.fully_shard (FSDP2)",
+            hint="make the class that it wraps of all parameters, in its place (its .optim has those of one rank); to "
+            "spread state over the ranks, shard the model with torch.distributed.fsdp.fully_shard (FSDP2)",
         )
 
 

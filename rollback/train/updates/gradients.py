@@ -115,8 +115,14 @@ class Gradients:
     def expect(self, awaited: bool) -> None:
         """Set whether the next backward is the update's last one. Only that one is measured."""
         self._awaited, self._queued = awaited, False
-        if self.telltale is not None and not self.telltale.requires_grad:
-            self._watch_backward()  # the script has frozen it, and no backward reaches it any more
+        self.present_telltale()
+
+    def present_telltale(self) -> nn.Parameter | None:
+        """The telltale, or another one where the script has frozen that and no backward reaches it any more."""
+        frozen = self.telltale is None or not self.telltale.requires_grad
+        if frozen and any(map(_requires_grad, self._parameters())):  # else it may have frozen all for a while
+            self._watch_backward()
+        return self.telltale
 
     def look(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Check whether the gradients are as backward left them. Call it before they are used; `before_step` does."""
@@ -270,11 +276,11 @@ class Gradients:
         return [address for address, _ in marks], [version for _, version in marks]
 
     def _squares(self, parameters: list[nn.Parameter], each: Tensor) -> Tensor | None:
-        """What this rank adds to the square of the norm over all ranks' parts; None where nothing is sharded."""
+        """What this rank adds to the norm's square; None: nothing is sharded. Summands (`Partial`) are no replicas."""
         if not self._any_sharded:
             return None
         ranks = torch.distributed.get_world_size()
-        told = [ranks / copies_of(parameter, ranks) for parameter in parameters]
+        told = [ranks / copies_of(parameter.grad, ranks) for parameter in parameters]  # type: ignore[arg-type]
         # Made on the device it would be waited for, and with it the whole backward.
         weights = torch.tensor(told, dtype=torch.float64, device="cpu")
         return (each.double().square() * weights.to(each.device, non_blocking=True)).sum()

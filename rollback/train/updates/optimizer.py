@@ -46,8 +46,8 @@ class Updates:
 
     @property
     def telltale(self) -> nn.Parameter | None:
-        """The parameter by which a backward is noticed (see `backward`)."""
-        return self._sensed.telltale
+        """The parameter by which a backward is noticed (see `backward`): another one once the script has frozen it."""
+        return self._sensed.present_telltale()
 
     @property
     def dropped_by_scaler(self) -> bool:

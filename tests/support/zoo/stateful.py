@@ -292,7 +292,7 @@ def _(again: bool) -> Any:
     return Ordered()
 
 
-@kind("hand-written, its generator not in its state", REFUSED, alone=EXACT)
+@kind("hand-written, its generator not in its state")
 def _(again: bool) -> Any:
     class Forgetful(Reader):
         def __init__(self) -> None:

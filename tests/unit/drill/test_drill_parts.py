@@ -27,7 +27,7 @@ from rollback.drill.trials import Trial
 from rollback.errors import ExitCode, UsageError
 from rollback.facts.training import AttemptEnded, Dropped, Finished, Restored
 from rollback.inspect.audit.compile import compile_audit
-from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.contents import read_run_contents
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected, exercise_of
 from rollback.train.drill import _FullDisk, _mapped, _noise
 
@@ -103,7 +103,7 @@ def trial(run: RecordedRun | None, fault: str | None = "nan-loss", **changed: An
         "codes": (0,),
         "seconds": 5.0,
         "overdue": False,
-        "audit": compile_audit(read_material(run.paths.root)) if run else None,
+        "audit": compile_audit(read_run_contents(run.paths.root)) if run else None,
         "injected": [struck] if fault else [],
         "ends": [end(0), end(1)],
         "losses": dict.fromkeys(range(60), 2.5),

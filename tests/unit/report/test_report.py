@@ -26,7 +26,7 @@ from rollback.facts.ring import Drained
 from rollback.facts.supervisor import Hung
 from rollback.facts.training import Advice, AttemptEnded, AttemptStarted, Trouble
 from rollback.inspect.audit.compile import compile_audit
-from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.contents import read_run_contents
 from rollback.report.page import make_page, time_parts
 from rollback.report.series import nonfinite_ranges, series, stretches, table, thin
 from rollback.rundir.metrics.metric_columns import MetricColumns, joined, last_steps, metric_pieces
@@ -163,8 +163,8 @@ def test_columns_are_what_the_lines_say_and_damage_is_passed_over(tmp_path: Path
 
 def test_the_account_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eventful_run(tmp_path / "run", monkeypatch)
-    material = read_material(tmp_path / "run")
-    audit = compile_audit(material)
+    contents = read_run_contents(tmp_path / "run")
+    audit = compile_audit(contents)
     parts = {part.key: part for part in time_parts(audit)}
     assert sum(part.seconds for part in parts.values()) == pytest.approx(audit.totals.seconds)
     assert parts["rewinds"].seconds + parts["restarts"].seconds == pytest.approx(audit.totals.seconds_lost)
@@ -188,8 +188,8 @@ def test_what_a_hang_kept_waiting_is_told_apart(tmp_path: Path, monkeypatch: pyt
         rank=1, pid=7, command="python", is_rank=True, state="S", waits_in=None, offset=0, size=60, why_none=None
     )
     write_processes(run.paths.processes(1), [seen])
-    material = read_material(run.paths.root)
-    assert {part.key: part.seconds for part in time_parts(compile_audit(material))} == pytest.approx(
+    contents = read_run_contents(run.paths.root)
+    assert {part.key: part.seconds for part in time_parts(compile_audit(contents))} == pytest.approx(
         {"healthy": 0, "rewinds": 0, "restarts": 20, "stalled": 60, "down": 10}
     )
     page = make_page(run.paths.root)

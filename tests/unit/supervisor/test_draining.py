@@ -162,7 +162,7 @@ def test_of_a_run_that_was_overtaken_at_its_url_it_is_not_said_that_the_same_com
     paths, name, url = RunPaths(tmp_path), "c000001-s00000010", "memory://bucket/run"
     side = Draining(paths, SimpleNamespace(note=None), lambda text: None)  # type: ignore[arg-type]
     side.follow(SimpleNamespace(attached=True, settings={"ring": url}))  # type: ignore[arg-type]
-    assert side.lacks(name) == "in no durable ring: another process goes on; name another URL", "of hosts apart"
+    assert side.lacks(name) == "in no durable ring: another process goes on", "of hosts apart"
     (here := paths.checkpoint(name)).mkdir(parents=True)
-    assert side.lacks(name) == f"not at {url} (another process goes on): it is in {here}; name another URL"
+    assert side.lacks(name) == f"not at {url} (another process goes on): it is in {here}"
     assert side.hint == "name another URL"

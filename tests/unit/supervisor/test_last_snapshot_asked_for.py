@@ -40,7 +40,7 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EndMarkPaths:
 def ask(while_waiting: Callable[[], None]) -> bool:
     """Whether it waits until that is done."""
     asking = threading.Thread(
-        target=last_snapshot.ask_for_last_snapshot, args=(RunPaths(Path("run")), 1, b"e"), daemon=True
+        target=last_snapshot.ask_for_last_snapshot, args=(RunPaths(Path("run")), 1, end_marks.ATTEMPT_ENDS), daemon=True
     )
     asking.start()
     asking.join(2 * last_snapshot._ANSWER)
@@ -63,7 +63,7 @@ def test_where_nobody_speaks_for_them_nobody_is_waited_for_long(marks: EndMarkPa
     if hosts:
         marks.hosts.write_text("{}")
     began = time.monotonic()
-    last_snapshot.ask_for_last_snapshot(RunPaths(Path("run")), 1, b"e")
+    last_snapshot.ask_for_last_snapshot(RunPaths(Path("run")), 1, end_marks.ATTEMPT_ENDS)
     assert time.monotonic() - began < (5 * last_snapshot._ANSWER if hosts else last_snapshot._ANSWER)
 
 
@@ -75,7 +75,9 @@ def test_a_host_whose_ranks_live_and_do_not_answer_has_not_spoken(marks: EndMark
         marks.hosts.write_text("{}")
 
     def has_spoken(stopped: Collection[int], within: float = LONG) -> bool:
-        return last_snapshot.ask_for_last_snapshot(RunPaths(Path("run")), 1, b"h", stopped, begins_within=within)
+        return last_snapshot.ask_for_last_snapshot(
+            RunPaths(Path("run")), 1, end_marks.RANKS_HANG, stopped, begins_within=within
+        )
 
     hears = os.open(marks.bell(0), os.O_RDONLY | os.O_NONBLOCK)
     assert has_spoken((), within=0.05) != others_wait
@@ -101,7 +103,7 @@ def test_ranks_that_do_not_answer_are_gone_before_somebody_is_asked_to_speak_for
     monkeypatch.setattr(host, "living_ranks", lambda beats, paths: {3: psutil.Process(rank.pid)})
     monkeypatch.setattr(host, "ask_for_last_snapshot", ask)
     running = host.Running(RunPaths(tmp_path), 1, ("torchrun",), torchrun, None, None)
-    running.kill(b"h")
+    running.kill(end_marks.RANKS_HANG)
     assert asked == [([3], True), *([] if spoken else [([], False)])]
     rank.kill()
     rank.wait()

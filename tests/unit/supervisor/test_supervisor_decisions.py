@@ -3,11 +3,11 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rollback
 from rollback.config import Settings
 from rollback.errors import JournalDamaged, Refused, ScriptRefused
 from rollback.facts.training import (
@@ -30,14 +29,22 @@ from rollback.facts.training import (
     LastSaveFailed,
     Stopped,
 )
-from rollback.instructions import LOGS_SPECS, Instructions, program
+from rollback.instructions import Instructions, program
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
-from rollback.supervisor.complete import change_in_words
 from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
-from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, RankFailure, Refusal, ending
+from rollback.supervisor.diagnosis.outcome import (
+    AttemptEvidence,
+    Ending,
+    Failures,
+    Left,
+    RankFailure,
+    Refusal,
+    ending,
+    reason_of,
+)
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.signals import StopSignals
@@ -208,6 +215,31 @@ class TestEnding:
         assert isinstance(error, ScriptRefused) == of_script
         assert (error.exit_code, error.hint) == (2, "one")
         assert ("has come to step 100" in error.message) == (reached == 100)
+
+
+@pytest.mark.parametrize(
+    ("end", "given", "lacking", "reason"),
+    [
+        ("done", evidence(finished=True, step=9), None, "training is complete at step 9"),
+        ("unkept", evidence(finished=True), "not there", "training is complete, but its final state is not there"),
+        (
+            "failed",
+            evidence(finished=True),
+            None,
+            "the script failed behind its training: X. .* final state .* is kept: .*",
+        ),
+        ("failed", evidence(finished=True), "not there", ".* final state c000001-s00000009 is not there"),
+        ("resumable", evidence(stopped=PREEMPTED, step=84, kept=75), None, "saved"),
+        ("resumable", evidence(step=84, kept=75), None, "goes on at step 75 of at least 84: X"),
+        ("resumable", evidence(step=84, kept=84), None, "X"),
+        ("ended", evidence(stopped=PREEMPTED), None, "saved; no checkpoints are taken, so there is none to go on from"),
+        ("ended", evidence(step=5), None, "told to stop; X; there is no checkpoint to go on from"),
+    ],
+)
+def test_the_reason_of_an_end_is_what_the_ranks_said_or_how_the_attempt_ended(
+    end: Ending, given: AttemptEvidence, lacking: str | None, reason: str
+) -> None:
+    assert re.fullmatch(reason, reason_of(end, given, lacking, "X"))
 
 
 class TestBudget:
@@ -470,30 +502,6 @@ class TestInsistence:
             assert blocked <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def test_what_the_supervisor_adds_to_the_command_line_is_no_change_of_the_order() -> None:
-    flags = {"nproc-per-node": "2"}
-    done = LaunchedJob({**flags, "logs-specs": LOGS_SPECS, "log-dir": "/tmp/of-that-attempt"}, "a.py", ["--log-dir=x"])
-    now = LaunchedJob(flags, "a.py", ["--log-dir=x", "--epochs=5"])
-    assert change_in_words(torchrun_command(done), torchrun_command(now)) == "the same, with --epochs=5"
-    assert change_in_words(torchrun_command(now), torchrun_command(done)) == "the same, without --epochs=5"
-
-
-def test_what_is_asked_for_otherwise_is_told_with_the_names_of_options_and_without_our_own_script() -> None:
-    def command(*words: str, adopt: Sequence[str] = ()) -> list[str]:
-        return torchrun_command(LaunchedJob({}, words[0], words[1:], runner=adopt))
-
-    done = command("g.py", "--steps", "150", "--die", "77", "--sleep", "0.01")
-    assert change_in_words(done, command("g.py", "--steps", "200", "--sleep", "0")) == (
-        "g.py --steps 200 --sleep 0 instead of g.py --steps 150 --die 77 --sleep 0.01"
-    )
-    longer = command("g.py", "--steps", "150", "--die", "77", "--sleep", "0.01", "--nan", "77")
-    assert change_in_words(done, longer) == "the same, with --nan 77", "a value that was there before"
-    adopt = [str(Path(rollback.__file__).parent / "trainers" / "adopt" / "script.py"), "notice"]
-    three, four = (command("a.py", "--epochs", epochs, adopt=adopt) for epochs in "34")
-    assert change_in_words(three, four) == "a.py --epochs 4 instead of a.py --epochs 3"
-    assert change_in_words(command("a.py"), command("a.py", adopt=adopt)) == "the same, with --adopt=notice"
 
 
 def test_what_cannot_be_removed_below_tmp_at_the_end_fails_no_run(

@@ -21,7 +21,7 @@ from sharding import fully_sharded, one_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -36,6 +36,7 @@ from rollback.train.snapshots.capture import Capture, share_of
 from rollback.train.state.held import HeldGradients, HeldState
 from rollback.train.state.image import Image
 from rollback.train.state.state import TrainingState
+from rollback.train.updates.gradients import Gradients
 from rollback.trainers.adopt.objects import MadeObjects
 
 MOST = 8
@@ -285,6 +286,26 @@ def test_a_write_to_a_sharded_parameter_while_it_is_copied_is_noticed(write: str
                 with torch.no_grad():
                     weight.clamp_(max=3.0)
         assert bool(capture.moved()) == (write != "not")
+
+
+def test_of_a_gradient_in_summands_each_counts_by_itself() -> None:
+    """As sequence parallelism leaves those of norm layers. Each rank has another one, so they are no replicas."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Linear(2, 1, bias=False)
+        model.weight = nn.Parameter(DTensor.from_local(torch.ones(1, 2), mesh, [Replicate()], run_check=False))
+        gradients = Gradients(torch.optim.SGD(model.parameters()), None)
+        found = []
+        for kind in (Replicate(), Partial()):
+            model.weight.grad = DTensor.from_local(torch.tensor([[3.0, 4.0]]), mesh, [kind], run_check=False)
+            norms = gradients.before_step()
+            assert norms is not None
+            assert norms.squares is not None
+            found.append(norms.squares.item())
+        assert found == [25.0, 50.0], "of which the mean over the ranks is taken"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_held_state_has_what_an_optimizer_keeps_for_each_row_of_a_weight() -> None:

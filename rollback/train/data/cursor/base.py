@@ -9,6 +9,8 @@ from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.epochs import EpochSetters
+from rollback.train.data.cursor.generators import Generators
+from rollback.wording import counted
 
 _T = TypeVar("_T")
 Indices = tuple[int, ...] | None
@@ -295,6 +297,19 @@ class Cursor(ABC):
     @abstractmethod
     def _seek(self, state: dict[str, Any]) -> None:
         """Goes to the position of `state`; `epoch`, `offset`, `batch` and `opened` are set already."""
+
+    def _require_as_many(self, generators: Generators, states: list[Any]) -> None:
+        """Raises RunDoesNotFit where there are more generators than states of theirs, or fewer, unless the operator
+        accepts other data: which of them was which, nobody could tell."""
+        if len(states) != len(generators) and not self.accepts_other_length:
+            raise RunDoesNotFit(
+                f"cannot go to batch {self.batch} of the data: at the checkpoint sampler and data set held "
+                f"{counted(len(states), 'random generator')} (of torch, NumPy or Python), and hold {len(generators)} "
+                "now, so that they would draw other numbers",
+                hint="put back what has changed in them, and make all generators with the data set, none when a sample "
+                "is first read; or start a new run directory, or go on with the data as they are now by "
+                "--accept-data-change",
+            )
 
     def _check_open(self) -> None:
         if not self.opened:

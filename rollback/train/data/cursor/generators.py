@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rollback.train.data.cursor.digest import Digest
+
 _DEPTH = 4  # a data set in a subset, its transforms, one of these
 _MOST = 128  # things that hold anything but data, and items of a list
 _DATA = frozenset((
@@ -107,12 +109,17 @@ class Generators:
         return [_state(generator) for generator in self._found]
 
     def restore(self, states: list[Any]) -> bool:
-        """Restores what `states` returned. False: the number of generators has changed, and nothing was done."""
+        """Restores what `states` returned. False: the number of generators has changed, and nothing was done; the
+        caller answers for that (`Cursor._require_as_many`)."""
         if len(states) != len(self._found):
             return False
         for generator, state in zip(self._found, states, strict=True):
             _restore(generator, state)
         return True
+
+    def drawn_since(self, states: list[Any]) -> list[bool]:
+        """Of each, whether it is in another state than in these."""
+        return [Digest(now).value != Digest(before).value for now, before in zip(self.states(), states, strict=True)]
 
     def begin_anew(self) -> None:
         """As each of them was when it was made. That is known of torch's alone."""

@@ -192,6 +192,8 @@ class MapStyleCursor(Cursor):
                 self._unread(before)
                 self._put_back()
                 data = next(self._start_reading())
+            elif owed and before is not None:
+                self._require_as_many(self._of_reading(), self._owed)
         except BaseException as error:
             if not isinstance(error, StopIteration):
                 self._unread(before)
@@ -243,9 +245,7 @@ class MapStyleCursor(Cursor):
     def _seek(self, state: dict[str, Any]) -> None:
         # In front of a later epoch, or in this process, the script may have set what the order depends on.
         settled = self._epoch_setters.all_read and not (self.epoch or self._opening)
-        kept = state["opening"] or state
-        if len(kept["generators"]) != len(self._generators):
-            raise self._does_not_fit("other generators take part")
+        self._require_as_many(self._generators, (state["opening"] or state)["generators"])
         self._random.forget()
         self._reader, self._indices, self._unfit = None, None, None
         self._base_seed, self._seeding = state["base_seed"], state["seeding"]

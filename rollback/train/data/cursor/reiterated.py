@@ -96,6 +96,7 @@ class ReiteratedCursor(InOrderCursor):
     def _seek(self, state: dict[str, Any]) -> None:
         self._leave_iterator()
         self._opening = state["opening"]
+        self._require_as_many(self.generators, (self._opening or state)["generators"])
         if self._opening is None:
             self.generators.restore(state["generators"])
             self._epoch_setters.leave()

@@ -5,6 +5,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import or_
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -43,6 +44,8 @@ class StatefulCursor(InOrderCursor):
         """Whether the iterator is a generator for a resumed epoch and has not run yet."""
         self._draws: bool | None = None
         """Whether a generator's last batch drew from the random states of the process. First batches do not count."""
+        self._drawn_from = [False] * len(self.generators)
+        """The same of each of its own generators, of all batches of the epoch but the first one."""
         self._is_lost = False
         """Whether reading has raised, and the iterator has not the same batch for who asks again."""
         self._hf_stream = HuggingFaceStream.of(loader)
@@ -57,6 +60,7 @@ class StatefulCursor(InOrderCursor):
     def _open(self) -> None:
         epochs = self._epoch_setters.at_opening(self.epoch)
         self._ahead, self._is_lost = None, False
+        self._drawn_from = [False] * len(self.generators)
         if self._hf_stream is not None and self._has_moved:
             self._to_load = None
             self._hf_stream.begin_anew()
@@ -91,9 +95,10 @@ class StatefulCursor(InOrderCursor):
         if not self._unbegun:
             if self.offset == 0 or not inspect.isgenerator(self._iterator):
                 return next(self._iterator)
-            before = rng.cpu_states()
+            before, own = rng.cpu_states(), self.generators.states()
             data = next(self._iterator)
             self._draws = rng.drawn_since(before)
+            self._drawn_from = [*map(or_, self._drawn_from, self.generators.drawn_since(own))]
             return data
         self._unbegun = False
         assert self._opening is not None
@@ -110,6 +115,7 @@ class StatefulCursor(InOrderCursor):
             "opening": self._opening if self.opened else None,
             "loader": state,
             "draws": self._draws,
+            "drawn_from": self._drawn_from,
             "generators": generators,
             "stream": self._ahead.stream if self._ahead else self._stream,
         }
@@ -117,11 +123,15 @@ class StatefulCursor(InOrderCursor):
     def _seek(self, state: dict[str, Any]) -> None:
         self._iterator, self._ahead, self._unbegun, self._is_lost = None, None, False, False
         self._has_moved = True
+        self._require_as_many(self.generators, state["generators"])
         self._opening, self._draws = state["opening"], state["draws"]
         self._stream = state.get("stream")  # checkpoints had none once
         # Where no epoch had begun, what has been read here is to be read again.
         self._to_load = self._beginning if state["loader"] is None else state["loader"]
         self.generators.restore(state["generators"])
+        drawn_from = state.get("drawn_from", ())  # as above
+        as_many = len(drawn_from) == len(self.generators)
+        self._drawn_from = [*drawn_from] if as_many else [False] * len(self.generators)
         if self._opening is None:
             self._epoch_setters.leave()
 
@@ -135,8 +145,9 @@ class StatefulCursor(InOrderCursor):
             rng.restore(self._opening["rng"])
             self._iterator = iter(self._loader)
         self._unbegun = self.offset > 0 and not self._draws and inspect.isgenerator(self._iterator)
-        if not self._unbegun:
-            self.generators.restore(at_position)
+        # A generator function is yet to draw from those that it draws from where an epoch begins.
+        kept = zip(self._drawn_from, at_position, self.generators.states(), strict=True)
+        self.generators.restore([then if drawn or not self._unbegun else now for drawn, then, now in kept])
 
 
 def _is_of_nodes(thing: Any) -> bool:

@@ -57,14 +57,14 @@ from rollback.facts.training import (
     Window,
 )
 from rollback.inspect.audit.compile import compile_audit
-from rollback.inspect.audit.cost import Charged
-from rollback.inspect.audit.ending import NO_END
+from rollback.inspect.audit.contents import RunContents, read_run_contents
 from rollback.inspect.audit.quarantine import read_sample_account
-from rollback.inspect.audit.reading import Material, read_material
 from rollback.inspect.audit.report import AuditReport, Run
 from rollback.inspect.audit.samples import read_samples
 from rollback.inspect.audit.text import indices_in_words, print_audit
 from rollback.inspect.audit.verify import check_integrity
+from rollback.inspect.record.cost import Charged
+from rollback.inspect.record.ending import NO_END
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.rundir import requests
 from rollback.rundir.requests import Request
@@ -84,7 +84,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
 
 
 def audit_of(run: RecordedRun) -> AuditReport:
-    return compile_audit(read_material(run.paths.root))
+    return compile_audit(read_run_contents(run.paths.root))
 
 
 def text_of(audit: AuditReport, *, everything: bool = False, width: int = 100) -> str:
@@ -741,7 +741,7 @@ def test_whatever_a_journal_holds_there_is_an_audit_and_a_text_or_it_is_called_d
         JournalEntry(seq=seq, at=at, attempt=attempt, fact=fact) for seq, (fact, at, attempt) in enumerate(lines)
     ]
     try:
-        audit = compile_audit(Material("run", None, records, fold(records)))
+        audit = compile_audit(RunContents("run", None, records, fold(records)))
     except JournalDamaged:
         return
     assert json.loads(audit.to_json())["schema"] == 1
@@ -774,7 +774,7 @@ def test_a_torn_middle_fails_loudly(eventful: RecordedRun) -> None:
     lines = eventful.paths.train_journal.read_bytes().splitlines(keepends=True)
     eventful.paths.train_journal.write_bytes(b"".join([*lines[:3], lines[3][:-20], *lines[4:]]))
     with pytest.raises(JournalDamaged, match=r"train\.jsonl: line 4") as caught:
-        read_material(eventful.paths.root)
+        read_run_contents(eventful.paths.root)
     assert caught.value.exit_code == 74
 
 
@@ -785,12 +785,12 @@ def test_what_is_missing_or_no_run_directory_is_a_clear_error(tmp_path: Path) ->
         ("missing", UsageError, 2), ("file", RunDirectoryError, 74), ("empty", RunDirectoryError, 74)
     ]:  # fmt: skip
         with pytest.raises(kind, match=name) as caught:
-            read_material(tmp_path / name)
+            read_run_contents(tmp_path / name)
         assert caught.value.exit_code == code
         assert caught.value.hint
 
 
-@pytest.mark.parametrize("read", [read_material, read_sample_account, read_samples, read_listing, check_integrity])
+@pytest.mark.parametrize("read", [read_run_contents, read_sample_account, read_samples, read_listing, check_integrity])
 def test_a_run_of_another_format_is_refused(run: RecordedRun, read: Callable[[Path], object]) -> None:
     body = json.loads(run.paths.identity.read_text())
     run.paths.identity.write_text(json.dumps({**body, "format": 99}))

@@ -10,8 +10,8 @@ from rich.console import Console
 from recorded_run import RecordedRun, incident
 from rollback.facts.training import PhaseAnnounced
 from rollback.inspect.audit.compile import compile_audit
+from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.audit.incidents import put_together
-from rollback.inspect.audit.reading import read_material
 from rollback.inspect.audit.report import AuditReport
 from rollback.inspect.audit.text import print_audit
 from rollback.rundir.evidence import (
@@ -59,7 +59,7 @@ def audit(run: RecordedRun, *evidence: RankEvidence) -> AuditReport:
         path = run.paths.evidence(item.incident, item.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_evidence(path, item)
-    return compile_audit(read_material(run.paths.root))
+    return compile_audit(read_run_contents(run.paths.root))
 
 
 def began(run: RecordedRun, *evidence: RankEvidence) -> str:
@@ -142,7 +142,7 @@ def test_evidence_that_cannot_be_read_or_is_about_something_else_is_left_out_wit
     audit(run, seen(0, "loss"))
     (run.paths.incident(1) / "rank-00001.json").write_text(seen(0).model_dump_json())
     (run.paths.incident(1) / "rank-00002.json").write_text("{")
-    found = compile_audit(read_material(run.paths.root))
+    found = compile_audit(read_run_contents(run.paths.root))
     assert found.incidents[0].evidence is not None
     assert [entry.rank for entry in found.incidents[0].evidence.batches] == [0]
     assert any("about another" in notice for notice in found.notices)

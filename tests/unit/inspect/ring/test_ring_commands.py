@@ -31,7 +31,7 @@ from rollback.errors import (
     UsageError,
 )
 from rollback.facts.training import BecameGood, Committed, Evicted, Quarantined
-from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.ring.verify import verify
 from rollback.inspect.status.status import StatusReader, read_status
@@ -613,7 +613,7 @@ def test_lines_that_the_ranks_journal_has_lost_are_told_by_all_who_read_it(
     if left is not None:
         paths.train_journal.touch()
         tell(paths, *left)
-    for told in (read_listing(paths.root), read_status(paths.root), read_material(paths.root)):
+    for told in (read_listing(paths.root), read_status(paths.root), read_run_contents(paths.root)):
         assert [f"{paths.train_journal} {said}{OLD}, {MIDDLE}, {NEW}. " in notice for notice in told.notices] == [True]
     hold(paths, alive=True)  # it may have the lines in its memory, for a disk that takes none
     reader = StatusReader(paths.root)
@@ -626,7 +626,7 @@ def test_what_a_crash_leaves_without_its_line_is_no_lost_line(paths: RunPaths) -
     """The checkpoint that was just made, and behind it the last snapshot of the ranks that were left."""
     paths.train_journal.unlink()
     tell(paths, attached(None, 0), Committed(checkpoint=OLD, step=10, batch=20, timeline=0, bytes=1, seconds=0.1))
-    for told in (read_listing(paths.root), read_status(paths.root), read_material(paths.root)):
+    for told in (read_listing(paths.root), read_status(paths.root), read_run_contents(paths.root)):
         assert told.notices == []
     history = fold_journal(paths.train_journal).history
     assert beyond_the_record(history, [manifest_of(1, 20).model_copy(update={"attempt": 2})]) == [MIDDLE]

@@ -17,8 +17,8 @@ from vouched import kinds_parsed
 from recorded_run import RecordedRun, eventful_run, hold, incident, rollback_plan, stopped_by_themselves
 from rollback.cli import app
 from rollback.facts.training import AttemptEnded, Drained, Evicted, Finished, RestartScheduled
-from rollback.inspect.audit.ending import NO_END
-from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.contents import read_run_contents
+from rollback.inspect.record.ending import NO_END
 from rollback.inspect.status import status as status_module
 from rollback.inspect.status.status import Status, StatusReader, read_status
 from rollback.rundir.journal import journal_index
@@ -164,12 +164,12 @@ def test_that_the_supervisor_was_killed_is_said_when_neither_it_nor_a_rank_is_al
     assert account() == f"told to stop; {NO_END}"
     beat(run, 1)
     assert account() == "told to stop", "a rank is alive"
-    assert read_material(run.paths.root).abandoned is False
+    assert read_run_contents(run.paths.root).abandoned is False
     beat(run, 1, host="elsewhere")
     assert account() == "told to stop", "of a rank elsewhere it is not known"
-    assert read_material(run.paths.root).abandoned is False
+    assert read_run_contents(run.paths.root).abandoned is False
     beat(run, 1, pid=gone())
-    assert read_material(run.paths.root).abandoned is True
+    assert read_run_contents(run.paths.root).abandoned is True
 
 
 def test_a_holder_without_ranks_is_starting_and_one_that_was_killed_is_not(run: RecordedRun) -> None:

@@ -24,10 +24,10 @@ from rollback.facts.training import (
     Window,
 )
 from rollback.inspect.audit.compile import compile_audit
-from rollback.inspect.audit.cost import Death, deaths
-from rollback.inspect.audit.ending import NO_END
-from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.audit.text import print_audit
+from rollback.inspect.record.cost import Death, deaths
+from rollback.inspect.record.ending import NO_END
 from rollback.inspect.status.status import read_status
 from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.text import print_account
@@ -224,7 +224,7 @@ def test_what_a_run_has_accepted_and_could_not_keep_is_told_by_why_and_audit(
     ]
     assert read_account(run.paths.root).remarks == remarks
     assert re.search("also +no last snapshots: the model is sharded", shown(run))
-    audit = compile_audit(read_material(run.paths.root))
+    audit = compile_audit(read_run_contents(run.paths.root))
     assert audit.attempts[0].remarks == remarks
     out = io.StringIO()
     print_audit(Console(file=out, width=2000), audit)
@@ -236,8 +236,8 @@ def death_in(text: str) -> str:
 
 
 def deaths_of(run: RecordedRun, next_start: tuple[str, int]) -> dict[int, Death]:
-    material = read_material(run.paths.root)
-    return deaths(material.records, material.history.reached, {}, next_start)
+    contents = read_run_contents(run.paths.root)
+    return deaths(contents.records, contents.history.reached, {}, next_start)
 
 
 def test_of_an_attempt_that_ended_well_and_whose_final_state_is_lost_no_rank_is_missed(run: RecordedRun) -> None:
@@ -271,7 +271,7 @@ def test_what_a_death_has_undone_is_told_by_why_and_status_as_by_audit(run: Reco
     status = read_status(run.paths.root)
     assert status.death is not None
     assert status.death.in_words() == said
-    audit = compile_audit(read_material(run.paths.root))
+    audit = compile_audit(read_run_contents(run.paths.root))
     assert (audit.attempts[0].steps_lost, audit.attempts[0].at_least) == (13, True)
     run.tell(
         7, AttemptEnded(status=1, cause="rank 1 raised", step=71, seconds=9.0, why="exception", fingerprint="f"), 2
@@ -281,6 +281,7 @@ def test_what_a_death_has_undone_is_told_by_why_and_status_as_by_audit(run: Reco
         "21 steps of attempt 2: the run went back to c000001-s00000050, step 50; nothing newer is left (no last "
         "snapshots: it is switched off)"
     )
+    assert " ".join(shown(run, 2).split()).count("it is switched off") == 1, "and not once more, below"
     assert death_in(shown(run, 1)) == said
 
 
@@ -291,7 +292,7 @@ def test_a_checkpoint_that_is_on_record_and_was_lost_tells_status_and_audit_alik
     run.commit(4, "c000001-s00000070", 70)
     run.attach(6, 2, "c000000-s00000050", 50)
     death = read_status(run.paths.root).death
-    audit = compile_audit(read_material(run.paths.root))
+    audit = compile_audit(read_run_contents(run.paths.root))
     assert (death and death.steps_lost) == audit.attempts[0].steps_lost == 20
 
 
@@ -318,7 +319,7 @@ def test_where_a_state_was_kept_its_account_tells_what_is_lost_to_the_step(run: 
         write_heartbeat(run.paths.heartbeat(rank), beat)
     assert [stood.rank for stood in read_account(run.paths.root, 1).ranks] == [0], "rank 1 had come to step 77, too"
     assert read_account(run.paths.root).death is None
-    totals = compile_audit(read_material(run.paths.root)).totals
+    totals = compile_audit(read_run_contents(run.paths.root)).totals
     assert (totals.steps_lost, totals.steps_lost_at_least) == (0, False)
     run.tell(7, AttemptEnded(status=1, cause="rank 1 was killed", step=99, seconds=9.0, why="signal", rank=1), 2)
     assert read_status(run.paths.root).last_snapshot is None, "that was the attempt before it"

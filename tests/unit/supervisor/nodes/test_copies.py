@@ -234,7 +234,7 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
         assert seen[1:] == [("running", True, 1, False), (1, BROUGHT)]
         assert buddy._server.secret == ""
     finally:
-        leads.show(phase="over", verdict=RunResult(exit_code=0, reason="done"))
+        leads.show(phase="over", result=RunResult(exit_code=0, reason="done"))
         thread.join(SOON)
         leads.put_out()
     assert not thread.is_alive()

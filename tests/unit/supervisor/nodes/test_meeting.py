@@ -18,7 +18,7 @@ from waiting import free_port, wait_for
 
 from rollback.errors import ExitCode, NodesMissing, RunDirectoryError
 from rollback.facts.training import SkipAdded, Window
-from rollback.inspect.audit.reading import require_run_directory
+from rollback.inspect.record.reading import require_run_directory
 from rollback.instructions import MeetingPoint
 from rollback.rundir.beacon import LIMIT, SILENT_AFTER, Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.elsewhere import HandedOver, write_elsewhere
@@ -153,7 +153,7 @@ def test_a_stop_signal_that_a_lost_node_tells_late_stops_no_later_attempt(sides:
     assert leader.gather(14, lambda: False)
     cut_off.put_out()
     one.show(state="ended", left=Left(status=1, guarded=False))
-    wait_for(lambda: leader.move(1) == "settled" and leader._member_reports()["b:node-72"] is None)
+    wait_for(lambda: leader.move(1) == "settled" and leader._members()["node-72"] is None)
     assert leader.left(Left(status=1, guarded=False)).lost_nodes == ("node-72",)
     late = cut_off.record.model_copy(update={"state": "running", "signals": ("SIGTERM",)})
     sides.follower.write("node-72.json", late.model_dump_json().encode())
@@ -182,7 +182,7 @@ def test_a_node_whose_supervisor_lost_the_leader_for_a_moment_has_left_the_attem
     node = Beacon(sides.follower, "node-81.json", report("node-81", leader="c:1:1", attempt=24), print)
     assert leader.gather(24, lambda: False)
     node.show(state="running")
-    wait_for(lambda: leader.move(None) == "wait" and leader._reports["b:node-81"].state == "running")
+    wait_for(lambda: leader.move(None) == "wait" and leader._roster.reports["b:node-81"].state == "running")
     node.show(state="ended", attempt=-1)
     wait_for(lambda: leader.move(None) == "end")
     assert leader._beacon.record.phase == "end"

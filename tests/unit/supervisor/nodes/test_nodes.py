@@ -287,7 +287,7 @@ def test_a_verdict_that_refuses_reaches_the_other_nodes_as_the_same_error() -> N
 @pytest.mark.parametrize(
     "changes",
     [
-        {"verdict": {"exit_code": 999, "reason": "no such code"}},
+        {"result": {"exit_code": 999, "reason": "no such code"}},
         {"buddies": {"secret": "5" * 64, "addresses": ["a:1", "b:1"]}},
         {"phase": "dance"},
     ],

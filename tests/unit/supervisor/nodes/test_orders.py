@@ -184,7 +184,7 @@ class Following:
 
     def end(self) -> list[str | None]:
         """Returns how the run ended, as the follower knows it."""
-        self.leads.show(phase="over", verdict=RunResult(exit_code=0, reason="done"))
+        self.leads.show(phase="over", result=RunResult(exit_code=0, reason="done"))
         self.thread.join(60)
         self.leads.put_out()
         return [result and result.reason for result in self.found]

@@ -22,7 +22,7 @@ from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, own_address, place_among_nodes
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
-from rollback.supervisor.nodes.seats import awaited, failures_of_nodes, replacements, seats
+from rollback.supervisor.nodes.seats import awaited, replacements, seats
 from rollback.train.data.cursor.description import description_of
 
 NODES = st.lists(st.sampled_from([f"node-{number}" for number in range(12)]), unique=True)
@@ -60,20 +60,6 @@ def test_a_spare_gets_the_very_seat_of_the_node_that_is_gone() -> None:
     assert seats(before, "node-0", ["node-1", "node-3"], 4) == ("node-0", "node-1", "node-3"), (
         "with those that are there"
     )
-
-
-def test_only_failures_in_a_row_count_against_a_node() -> None:
-    counts: dict[str, int] = {}
-    for node, progressed, expected in (
-        ("b", True, {"b": 1}),
-        ("b", False, {"b": 2}),
-        ("c", False, {"b": 2, "c": 1}),
-        (None, False, {"b": 2, "c": 1}),
-        ("c", True, {"c": 1}),
-        (None, True, {}),
-    ):
-        counts = failures_of_nodes(counts, node, progressed=progressed)
-        assert counts == expected
 
 
 def test_a_node_that_fails_is_not_waited_for_where_a_spare_is_but_the_spare_is() -> None:
@@ -206,20 +192,6 @@ def test_a_node_that_lives_and_never_ends_its_ranks_holds_the_end_of_an_attempt_
     monkeypatch.setattr(lead, "_ENDS", 0.0)
     assert crew.leader.move(1) == "settled"
     assert crew.leader.left(Left(status=1)).lost_nodes == ("node-1",)
-
-
-def test_two_supervisors_of_one_name_are_told_once_and_one_that_is_started_again_is_not(crew: Crew) -> None:
-    """Where hosts share no directory, no lock keeps them from it: both report, in turn."""
-    for launch in ("h1:1:1.0", "h1:2:1.0"):  # started again
-        crew.tell(1, 1, launch=launch)
-        crew.leader.move(None)
-    assert not any(line.startswith("two supervisors") for line in crew.said)
-    for _ in range(2):
-        for launch in ("h9:1:1.0", "h1:2:1.0"):
-            crew.tell(1, 1, launch=launch)
-            crew.leader.move(None)
-    (told,) = [line for line in crew.said if line.startswith("two supervisors take part as node-1")]
-    assert "--node-rank" in told
 
 
 def fail_twice(crew: Crew) -> None:

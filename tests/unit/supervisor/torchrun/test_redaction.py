@@ -11,10 +11,9 @@ from rollback.config import Settings
 from rollback.errors import UsageError
 from rollback.facts.training import AttemptStarted
 from rollback.ring.url.urls import require_no_credentials, require_url
-from rollback.supervisor.complete import fingerprint
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.redaction import new_salt, redacted
-from rollback.supervisor.torchrun.start_conditions import conditions_of, differences
+from rollback.supervisor.torchrun.start_conditions import conditions_of, differences, fingerprint
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,18 @@ def test_other_environment_is_told_where_it_matters(
     assert changes(start(tmp_path, "", one), start(tmp_path, "", other)) == ((told,) if told else ())
 
 
+def test_other_flags_are_told_where_they_say_what_runs_and_both_starts_have_them_on_record() -> None:
+    def start_with(flags: dict[str, str | bool], *runner: str) -> AttemptStarted:
+        conditions = conditions_of(LaunchedJob(flags, "a.py", [], runner=runner), {})
+        return AttemptStarted(command=(), host="h", pid=1, **conditions)
+
+    one = start_with({"nproc-per-node": "2", "logs-specs": "rollback-streams", "log-dir": "/tmp/of-that-attempt"})
+    other = start_with({"nproc-per-node": "4", "module": True, "rdzv-endpoint": "h:1"}, "script.py", "notice")
+    told = "--adopt: not given -> notice", "--module: not given -> given", "--nproc-per-node: 2 -> 4"
+    assert changes(one, other) == told
+    assert changes(one.model_copy(update={"flags": None}), other) == ()
+
+
 def test_another_content_of_the_script_is_told(tmp_path: Path) -> None:
     assert changes(start(tmp_path), start(tmp_path, text="train(1)")) == ("the script has other content",)
 

@@ -131,7 +131,7 @@ def test_buffers_that_change_behind_a_backward_end_early_marks(
     left: how many steps have early marks."""
     mark, gpu, reader, telltale = EndMark(marks, 0), Device(CPU, marks, 0), Reader(), torch.nn.Parameter(torch.ones(1))
     end = END
-    early = EarlyMarks(mark, gpu, telltale, cast(Any, reader), lambda: end)
+    early = EarlyMarks(mark, gpu, lambda: telltale, cast(Any, reader), lambda: end)
     found = []
     for step in range(TRIED + 6):
         end = END._replace(step=step)

@@ -556,7 +556,7 @@ def test_a_store_that_goes_while_it_is_connected_to_keeps_nobody_for_as_long_as_
 
 
 def test_a_bell_that_another_host_rings_has_a_reason_in_words() -> None:
-    assert end_marks.REASONS[end_marks.ELSEWHERE] == "a rank of another host is about to end"
+    assert end_marks.REASONS[end_marks.RANK_ENDS_ELSEWHERE] == "a rank of another host is about to end"
 
 
 def test_an_offer_that_is_taken_back_while_another_host_looks_at_it_keeps_nobody_waiting(

@@ -49,6 +49,7 @@ from rollback.train.run import AttachedRun
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.state import tree
 from rollback.train.state.held import HeldState
+from rollback.train.updates.optimizer import Updates
 
 TOY = Toy(samples=120, augment=True, patient=False)
 AT = 17
@@ -723,8 +724,8 @@ def hold(computed: int = 0, effort: int = 0) -> Hold:
 
 def tell_early(guard: rollback.Guard) -> None:
     """Have a guard that is alone leave early marks, as one of several does."""
-    last, telltale = guard._loop.last_snapshot, guard._loop.step_in_progress.updates.telltale
-    last._early = EarlyMarks(last._mark, last._device, telltale, last._small_state, last._coming)
+    last, updates = guard._loop.last_snapshot, guard._loop.step_in_progress.updates
+    last._early = EarlyMarks(last._mark, last._device, lambda: updates.telltale, last._small_state, last._coming)
 
 
 def died_in_its_update(
@@ -1064,7 +1065,7 @@ def test_the_early_mark_is_there_before_any_gradient_of_its_bucket_is_given_to_t
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         model = nn.parallel.DistributedDataParallel(net)
         telltale, mark = net[0].weight, EndMark(marks, 0)
-        early = EarlyMarks(mark, None, telltale, cast(Any, Reader()), lambda: END)
+        early = EarlyMarks(mark, None, lambda: telltale, cast(Any, Reader()), lambda: END)
         early._tried = TRIED
         there: list[bool] = []
 
@@ -1082,6 +1083,28 @@ def test_the_early_mark_is_there_before_any_gradient_of_its_bucket_is_given_to_t
         assert there == [True, True, True]
     finally:
         dist.destroy_process_group()
+
+
+def test_early_marks_go_on_by_another_parameter_where_the_script_freezes_theirs(marks: end_marks.EndMarkPaths) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    updates, mark, reader = Updates(torch.optim.SGD(net.parameters()), None, net), EndMark(marks, 0), Reader()
+    early = EarlyMarks(mark, None, lambda: updates.telltale, cast(Any, reader), lambda: END)
+    early._tried = TRIED
+    there = []
+    for frozen in ([], [0], [0, 1], [0], []):
+        for number, layer in enumerate(net):
+            layer.requires_grad_(number not in frozen)
+        early.at_end(BEFORE, reader.coming(), 0)
+        mark.withdraw()
+        if frozen != [0, 1]:  # as for an evaluation
+            net(torch.randn(2, 4)).sum().backward()
+        there.append(newest_early(marks, 0) is not None)
+    early.stop()
+    net[1].requires_grad_(False)
+    early.at_end(BEFORE, reader.coming(), 0)
+    net(torch.randn(2, 4)).sum().backward()
+    assert newest_early(marks, 0) is None
+    assert there == [True, True, False, True, True]
 
 
 COVERED: dict[str, tuple[dict[str, Any], str]] = {

@@ -667,6 +667,56 @@ def test_a_lazy_stateful_loader_resumes_its_order_and_leaves_the_random_states_a
     assert states() == after
 
 
+class Noisy(Reader):
+    """Draws an order from one generator as an epoch begins, and noise from others for all batches but some."""
+
+    def __init__(self, others: int = 1) -> None:
+        super().__init__()
+        self.order, self.noise = random.Random(5), [np.random.default_rng(number) for number in range(others)]
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.order.sample(range(7), 7)
+        for index in super().__iter__():
+            yield order[index // 11 - 1], [each.random() for each in self.noise if index % 3]
+
+
+def test_a_generator_function_goes_on_with_the_generators_that_it_draws_from_for_a_batch() -> None:
+    for position in range(7):
+        cursor = cursor_for(Noisy())
+        drive(cursor, position)
+        assert not cursor.at_end or position == 7  # as where a snapshot is due: the batch behind the first one tells
+        state = cursor.state_dict()
+        expected = drive(cursor, 12)
+        for resumed in (cursor, cursor_for(Noisy())):
+            resumed.load_state_dict(state)
+            assert drive(resumed, 12) == expected, position
+
+
+class NoisyStream(IterableDataset[Any]):
+    def __init__(self, others: int) -> None:
+        self.reader = Noisy(others)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.reader.position = 0
+        return iter(self.reader)
+
+
+@pytest.mark.parametrize("make", [Noisy, lambda others: DataLoader(NoisyStream(others), batch_size=None)])
+@pytest.mark.parametrize("opened", [True, False])
+def test_another_number_of_generators_is_refused_or_accepted(make: Callable[[int], Any], opened: bool) -> None:
+    cursor = cursor_for(make(2))
+    drive(cursor, 3)
+    if not opened:
+        cursor.end_epoch()
+    for others in (1, 3):
+        resumed = cursor_for(make(others))
+        with pytest.raises(RunDoesNotFit, match=rf"held 3 random generators .* hold {others + 1} now"):
+            resumed.load_state_dict(cursor.state_dict())
+        resumed.accepts_other_length = True
+        resumed.load_state_dict(cursor.state_dict())
+        assert len(drive(resumed, 6)) == 6
+
+
 def test_a_callable_that_draws_otherwise_after_a_restart_is_refused() -> None:
     def drawing(size: int) -> Callable[[], Any]:
         return lambda: torch.randint(1000, (size,))

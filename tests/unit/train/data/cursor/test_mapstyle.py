@@ -581,8 +581,28 @@ def test_another_order_than_before_is_refused() -> None:
 def test_a_loader_with_another_generator_than_before_is_refused() -> None:
     cursor = cursor_for(make_loader("shuffled by a generator"))
     cursor.open_epoch()
-    with pytest.raises(RunDoesNotFit, match="other generators"):
+    with pytest.raises(RunDoesNotFit, match=r"held 1 random generator .* hold 0 now"):
         cursor_for(make_loader("shuffled")).load_state_dict(cursor.state_dict())
+
+
+class OfFiles(Dataset[float]):
+    """Makes a generator for each of its files when that is first read."""
+
+    def __init__(self) -> None:
+        self.of_files: dict[int, random.Random] = {}
+
+    def __getitem__(self, index: int) -> float:
+        return self.of_files.setdefault(index // 6, random.Random(index // 6)).random()
+
+
+def test_generators_that_the_first_read_does_not_make_all_again_are_refused() -> None:
+    cursor, resumed = (cursor_for(DataLoader(OfFiles(), 3, sampler=range(LENGTH))) for _ in range(2))
+    cursor.open_epoch()
+    for _ in range(3):
+        cursor.next()
+    resumed.load_state_dict(cursor.state_dict())
+    with pytest.raises(RunDoesNotFit, match=r"held 2 random generators .* hold 1 now"):
+        resumed.next()
 
 
 class Forgetful(Sampler[int]):

@@ -1,11 +1,16 @@
 """How a run ended, from its facts. Pure. Every pass over the data ends with a fact that the loop has ended."""
 
 from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import Field
 
 from rollback.errors import ExitCode
 from rollback.facts import training as facts
-from rollback.inspect.audit.report import Ended, Ending
+from rollback.inspect.document import ReportItem
 from rollback.rundir.journal.journal import of_kinds
+
+Ended = Literal["finished", "preempted", "structural", "no_checkpoint", "gave_up"]
 
 TURNS: frozenset[type[facts.Fact]] = frozenset({
     facts.AttemptStarted, facts.Attached, facts.Finished, facts.FinalStateLost, facts.ScriptLeft, facts.Stopped,
@@ -14,6 +19,24 @@ TURNS: frozenset[type[facts.Fact]] = frozenset({
 """Facts that a run has ended, or that it has not."""
 NO_END = "no end is on record: its supervisor was killed, its host went down, or its disk took no more"
 """Of an attempt whose supervisor is gone. Ranks are told to stop then: that they did is not how it ended."""
+
+
+class Ending(ReportItem):
+    how: Ended
+    at: str
+    step: int | None
+    exit_code: int | None = Field(description="of the supervisor")
+    by_supervisor: bool = Field(description="whether it was a supervisor that saw it; false: the ranks alone said so")
+    orphaned: bool = Field(False, description="whether the ranks stopped since their supervisor, or its host, was gone")
+    account: str
+
+    @property
+    def well(self) -> bool:
+        return self.how == "finished" and not self.exit_code
+
+    def in_words(self) -> str:
+        at = f" at step {self.step}" if self.step is not None else ""
+        return f"{self.how.replace('_', ' ')}{at}: {self.account}"
 
 
 def ending_of(records: Iterable[facts.JournalEntry]) -> Ending | None:

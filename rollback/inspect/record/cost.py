@@ -17,16 +17,15 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from itertools import pairwise
 
 from pydantic import Field
 
 from rollback.facts import training as facts
-from rollback.inspect.audit.reading import by_attempt
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.document import ReportItem
+from rollback.inspect.record.reading import by_attempt
 from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
-from rollback.terminal.quantities import at_least, duration
+from rollback.terminal.quantities import at_least, duration, seconds_since_epoch
 
 _PRICED = frozenset({facts.Planned, facts.Restored, facts.Attached, facts.Hung, facts.AttemptEnded})
 _OF_RANKS, _OF_SUPERVISOR = (
@@ -70,15 +69,6 @@ class Costs:
     @property
     def prices(self) -> list[Price]:
         return [*self.restores.values(), *self.deaths.values()]
-
-
-def seconds_since_epoch(at: str) -> float | None:
-    """The time of a journal line; None: it cannot be read."""
-    try:
-        moment = datetime.fromisoformat(at)
-        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
-    except (ValueError, OverflowError):
-        return None
 
 
 class Charged:

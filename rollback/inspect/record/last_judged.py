@@ -8,12 +8,36 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from pydantic import Field
+
 from rollback.facts.training import Attached, JournalEntry, Restored
-from rollback.inspect.audit.report import LastJudged
+from rollback.inspect.document import ReportItem
 from rollback.rundir.records import Metric
+from rollback.terminal.quantities import number
 
 LINES = 16
 """Of the metrics, that are enough for `last_judged`."""
+
+
+class LastJudged(ReportItem):
+    """The last step on record: its loss as the script observed it, averaged where it observed several."""
+
+    step: int
+    batch: int = Field(description="the last of the update")
+    loss: float | None
+    grad_norm: float | None
+    verdict: str
+    undone: bool = Field(description="whether the run has gone back behind that step since")
+    batches: int | None = Field(description="of one update; null where the record does not tell")
+
+    def in_words(self, *, last: bool) -> str:
+        """The loss. last: later steps may have followed without a record."""
+        so_far = ", undone since" if self.undone else ", the last on record" if last else ""
+        observed = ""
+        if self.loss is not None and math.isfinite(self.loss) and self.batches is not None and self.batches > 1:
+            observed = f" (as observed in an update of {self.batches} batches; where the script divides each by "
+            observed += f"{self.batches}, it is {number(self.loss * self.batches)} undivided)"
+        return f"{number(self.loss)} at step {self.step}{so_far}{observed}"
 
 
 def last_judged(metrics: Sequence[Metric], begun: JournalEntry | None, timeline: int) -> LastJudged | None:
@@ -38,11 +62,3 @@ def last_judged(metrics: Sequence[Metric], begun: JournalEntry | None, timeline:
         and last.step >= begun.fact.step
     )
     return LastJudged.of(last, undone=undone, batches=batches)
-
-
-def as_observed(loss: float | None, batches: int | None) -> str | None:
-    """In words which loss it is, where this is uncertain."""
-    if loss is None or batches is None or batches < 2 or not math.isfinite(loss):
-        return None
-    undivided = f"where the script divides each by {batches}, it is {loss * batches:.5g} undivided"
-    return f"as observed in an update of {batches} batches; {undivided}"
