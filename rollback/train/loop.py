@@ -80,8 +80,7 @@ class TrainingLoop:
         elif again is Again.EVERYTHING:
             self.rewinder.restore_again(RollbackCause.EPOCH_START)
         self.state.cursor.begin_pass()
-        for code, text in self.passes.advice():
-            self.run.record.advise(code, text)
+        self.run.record.advise(*self.passes.advice())
 
     def next_batch(self) -> Any:
         """The next batch. StopIteration: the epoch or the training is over. SystemExit: the ranks stop together."""
@@ -203,8 +202,7 @@ class TrainingLoop:
         """If the loop's body made an update: count it, judge the update before, and send the beat of this one."""
         step = self.step_in_progress
         if not step.updated:
-            for code, text in self.advisor.without_update(step.batches):
-                self.run.record.advise(code, text)
+            self.run.record.advise(*self.advisor.without_update(step.batches))
             return None
         self.state.fsdp.reshard()
         self.last_snapshot.note_change()

@@ -7,6 +7,7 @@ updates in its state. And a script that begins with a later epoch calls `set_epo
 `rollback.train.restore.late_writes` notices what it loads behind the guard.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,16 +45,15 @@ class Traces:
     updated: bool
     """Whether the optimizer's state is that of an optimizer that has made updates."""
 
-    def advice(self, first_writes: int | None, step: int | None) -> tuple[str, str] | None:
-        """Advice about the traces. first_writes: writes at the run's first start that wrapped the model alike; None:
-        not on record. step: of the restored checkpoint; None: the run begins."""
-        if step is None:
-            return OWN_SNAPSHOT_AT_THE_START if self.updated else None
+    def advice(self, first_writes: int | None, step: int | None) -> Iterator[tuple[str, str]]:
+        """Advice about the traces: code and text. first_writes: writes at the run's first start that wrapped the model
+        alike; None: not on record. step: of the restored checkpoint; None: the run begins."""
         reloaded = first_writes is not None and 0 < self.parameters <= self.writes - first_writes
-        if not self.updated and not reloaded:
-            return None
         done = "loaded the state of its optimizer" if self.updated else "written to all parameters of the model"
-        return filled(OWN_SNAPSHOT_ON_RESUME, done=done, step=step)
+        if step is None and self.updated:
+            yield OWN_SNAPSHOT_AT_THE_START
+        elif step is not None and (self.updated or reloaded):
+            yield filled(OWN_SNAPSHOT_ON_RESUME, done=done, step=step)
 
 
 def traces_of(state: TrainingState) -> Traces:

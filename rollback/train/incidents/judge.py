@@ -253,8 +253,7 @@ class Judge:
             self._record.note(ScalerSkipped(step=mark.step, batch=mark.last_batch))
         if (blip := verdict.ended) is not None:
             self._record.note(Noticed(**asdict(blip)))
-        for code, text in self._advisor.judge(beat, verdict):
-            self._record.advise(code, text)
+        self._record.advise(*self._advisor.judge(beat, verdict))
         self._verdict = verdict.kind
         self._evidence.suspect(verdict.onset)
         if self.kept.wanted:

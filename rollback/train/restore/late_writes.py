@@ -31,7 +31,7 @@ def writes_behind(run: AttachedRun, state: TrainingState) -> Callable[[], bool]:
     def found() -> bool:
         if restored is None or not any(run.ranks.from_each(then != _versions(state))):
             return False
-        run.record.advise(*filled(WRITTEN_BEHIND_GUARD, step=restored.step))
+        run.record.advise(filled(WRITTEN_BEHIND_GUARD, step=restored.step))
         return True
 
     return found

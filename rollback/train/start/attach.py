@@ -264,8 +264,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
         ),
         where_it_goes_on(history, chosen, there) if chosen else f"begins with {init.in_words()}" if init else None,
     )  # fmt: skip
-    if advice := traces.advice(history.first_writes.get(traces.wrapped), chosen.step if chosen else None):
-        record.advise(*advice)
+    record.advise(*traces.advice(history.first_writes.get(traces.wrapped), chosen.step if chosen else None))
     record.advise_of(NOT_KEPT, state.not_kept())
     if chosen is not None:
         record.advise_of(INIT_NOT_READ, [settings.init] if settings.init else [])

@@ -204,7 +204,7 @@ def test_observing_only_decides_nothing(tmp_path: Path) -> None:
 
 def test_advice_is_given_once(steps: Steps) -> None:
     for _ in range(3):
-        steps.record.advise("code", "do it otherwise")
+        steps.record.advise(("code", "do it otherwise"))
     assert len(steps.facts(Advice)) == 1
 
 
