@@ -17,7 +17,6 @@ from rollback.train.catalogue.catalogue import Catalogue
 from rollback.train.catalogue.draining import start_draining
 from rollback.train.catalogue.remote import HostCopies, RemoteRing
 from rollback.train.comm.pulse import Pulse
-from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.data.batches import Batches
 from rollback.train.data.cursor.generators import generators_beside
@@ -47,6 +46,7 @@ from rollback.train.step import StepInProgress
 from rollback.train.updates.hooks import weak_hook
 from rollback.train.updates.learning_rate import LoweredRate
 from rollback.train.updates.optimizer import Updates
+from rollback.wording import counted
 
 
 def _checkpoint_side(
@@ -63,8 +63,12 @@ def _checkpoint_side(
         fast = FastTier(tier[0], ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)
     else:  # what is in slots alone is not lost: a later attempt may find it
         held = [item._replace(slot=None) for item in held if item.in_ring]
-    if out_of_reach := len(run.held) - len(held):
-        _tell_what_is_out_of_reach(out_of_reach, tier[1], ranks)
+    if (out_of_reach := len(run.held) - len(held)) and ranks.first:
+        say(
+            f"{counted(out_of_reach, 'checkpoint is', 'checkpoints are')} in memory alone, and this attempt cannot go "
+            f"back there, since it has no fast tier ({tier[1]}); the next checkpoint is taken as soon as there is room "
+            "for it"
+        )
     snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
     catalogue = Catalogue(settings.probation, held)
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
@@ -72,15 +76,6 @@ def _checkpoint_side(
     manager = CheckpointManager(run, snapshots, catalogue, remote, copies)
     manager.wanting = bool(out_of_reach)
     return manager, SnapshotSchedule(run, state, manager, tier), drainer
-
-
-def _tell_what_is_out_of_reach(number: int, why: str, ranks: Ranks) -> None:
-    if ranks.first:
-        count = "1 checkpoint is" if number == 1 else f"{number} checkpoints are"
-        say(
-            f"{count} in memory alone, and this attempt cannot go back there, since it has no fast tier ({why}); the "
-            "next checkpoint is taken as soon as there is room for it"
-        )
 
 
 def assemble(

@@ -4,7 +4,7 @@ import atexit
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -231,8 +231,10 @@ class TrainingLoop:
     def _carry_out(self, decision: Decision | None) -> bool:
         """Carry out a decision. True: training is at another position now."""
         match decision:
-            case Rewind():
-                self._rewind(decision)
+            case Rewind():  # the plan is in the journal
+                self.step_in_progress.show("rewinding")
+                if (halt := self.rewinder.carry_out(decision)) is not None:
+                    self._halt(halt)
                 return True
             case Undo():
                 self.rewinder.undo(decision)
@@ -295,7 +297,7 @@ class TrainingLoop:
             self.training_end.keep_state(by, left_over=left_over, left=left)
         self.step_in_progress.heartbeat.turn_to("training")
 
-    def _halt(self, halt: Halt) -> None:
+    def _halt(self, halt: Halt) -> NoReturn:
         if halt.save:
             self.last_snapshot.mark_end()  # for a death, or the end of the grace, before this state is written
             self.step_in_progress.show("saving")
@@ -307,10 +309,3 @@ class TrainingLoop:
         told = SystemExit(0 if supervised() else int(code))
         self.departure.note(told)
         raise told
-
-    def _rewind(self, decision: Rewind) -> None:
-        """Carry out a plan, which is in the journal."""
-        self.step_in_progress.show("rewinding")
-        if (halt := self.rewinder.carry_out(decision)) is not None:
-            self._carry_out(halt)
-            raise AssertionError("a rollback without a checkpoint halts the run")

@@ -17,12 +17,7 @@ class Updates:
     """The updates between two step ends. It hooks the optimizer, and `step` and `update` of a GradScaler, if there
     is one."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scaler: object | None,
-        model: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module | None = None) -> None:
         self.on_begin: list[Callable[[bool | None], object]] = []
         """Called as the optimizer, or its scaler, begins: whether the script has written to the gradients since
         backward; None: not known."""
