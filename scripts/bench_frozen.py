@@ -98,7 +98,7 @@ def measured(run: Ours) -> dict[str, float]:
     modes: dict[CaptureMode, str] = {"at_once": "blocking, at once", "overlapped": "blocking, overlapped"}
     blocking = {}
     for mode, name in modes.items():
-        run.guard._checkpoints.snapshots.mode = mode
+        run.guard._loop.checkpoints.snapshots.mode = mode
         run.save()
         blocking[name] = run.blocked()
         run.finish()
@@ -109,7 +109,7 @@ def measured(run: Ours) -> dict[str, float]:
     began = time.perf_counter()
     run.restore()
     restored = time.perf_counter() - began
-    newest, allotted = run.guard._checkpoints.manager.catalogue.newest(), run.guard._checkpoints.schedule._allotted
+    newest, allotted = run.guard._loop.checkpoints.catalogue.newest(), run.guard._loop.schedule._allotted
     assert newest is not None
     assert allotted is not None
     return {

@@ -84,7 +84,7 @@ def measure(rank: int, steps: int, port: int, folder: str, results: Any) -> None
             model=model, optimizer=optimizer, loader=DataLoader(data, batch_size=4, sampler=sampler),
             scheduler=scheduler, run=Path(folder, f"run-{norms}"), fast_tier=str(memory), snapshot_every=10 * steps,
         )  # fmt: skip
-        last = guard._last
+        last = guard._loop.last_snapshot
         assert last._early is not None, "there are no last snapshots"
         end: list[float] = []
         python: list[float] = []

@@ -134,7 +134,7 @@ def measure(rank: int, world: int, args: argparse.Namespace, port: int, folder: 
         for name, method in sorted(to_disk.items(), reverse=bool(turn % 2)):
             note(turn, "lost", name, of_all_ranks(lost(method, 2 * AROUND)[0], dist.ReduceOp.MAX))
         for mode in ("at_once", "overlapped"):
-            fast.guard._checkpoints.snapshots.mode = disk.guard._checkpoints.snapshots.mode = mode
+            fast.guard._loop.checkpoints.snapshots.mode = disk.guard._loop.checkpoints.snapshots.mode = mode
             name = f"rollback, {mode.replace('_', ' ')}"
             with Peak() as usual:
                 ordinary(fast, AROUND)

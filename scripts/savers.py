@@ -208,7 +208,7 @@ class Ours(Method):
         self.loss: Tensor | None = None
         for _ in range(3):
             self.step()
-        self.guard._checkpoints.snapshots.wait()
+        self.guard._loop.checkpoints.snapshots.wait()
         for _ in range(4):
             self.step()
 
@@ -217,45 +217,45 @@ class Ours(Method):
         self.guard.observe(self.script.train_on(x))
 
     def save(self) -> None:
-        self.guard._checkpoints.schedule.wanted = True
-        before = self.guard._checkpoints.schedule._taken_at
-        while self.guard._checkpoints.schedule._taken_at == before:
+        self.guard._loop.schedule.wanted = True
+        before = self.guard._loop.schedule._taken_at
+        while self.guard._loop.schedule._taken_at == before:
             self.step()
 
     def blocked(self) -> float:
         """Of the snapshot that was taken, with what the optimizer waited since."""
         self.step()
-        return self.guard._checkpoints.snapshots.stalled
+        return self.guard._loop.checkpoints.snapshots.stalled
 
     def done(self) -> bool:
-        return not self.guard._checkpoints.snapshots.in_flight
+        return not self.guard._loop.checkpoints.snapshots.in_flight
 
     def finish(self) -> None:
         for _ in range(50):
-            if self.done() and self.guard._checkpoints.snapshots.ready:
+            if self.done() and self.guard._loop.checkpoints.snapshots.ready:
                 return
-            self.guard._checkpoints.snapshots.wait()
+            self.guard._loop.checkpoints.snapshots.wait()
             self.step()
         raise RuntimeError("the snapshot never landed")
 
     def restore(self) -> None:
-        newest = self.guard._checkpoints.manager.catalogue.newest()
+        newest = self.guard._loop.checkpoints.catalogue.newest()
         assert newest is not None
-        places = self.guard._checkpoints.manager.places(newest.name)
-        result = restore(newest.name, places, self.guard._run.ranks, self.guard._state)
+        places = self.guard._loop.checkpoints.places(newest.name)
+        result = restore(newest.name, places, self.guard._loop.run.ranks, self.guard._loop.state)
         assert result.place is not None, result.fault
 
     def slots(self) -> tuple[int, int]:
         """Bytes of the slots on this host, and bytes that they were given. Marks of the last snapshot are apart."""
-        tier = tiers.fast_tier_of(self.guard._run.paths)
+        tier = tiers.fast_tier_of(self.guard._loop.run.paths)
         assert tier is not None
-        allotted = self.guard._checkpoints.schedule._allotted
+        allotted = self.guard._loop.schedule._allotted
         assert allotted is not None
         files = (path for path in tier.root.glob("*/*") if path.parent.name != "last")
         return sum(path.lstat().st_blocks * 512 for path in files), allotted.slots * allotted.slot_bytes
 
     def close(self) -> None:
-        tier = tiers.fast_tier_of(self.guard._run.paths)
+        tier = tiers.fast_tier_of(self.guard._loop.run.paths)
         self.guard.close()
         barrier()  # rank 0 has drained what was left
         if tier is not None and first():

@@ -310,8 +310,8 @@ def run_job(folder: Path) -> None:
         model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, snapshot_every=EVERY, probation=20,
         **settings,
     )  # fmt: skip
-    during(guard._checkpoints.schedule, "take_snapshot", "snapshot")
-    during(guard._rewinder, "carry_out", "return")
+    during(guard._loop.schedule, "take_snapshot", "snapshot")
+    during(guard._loop.rewinder, "carry_out", "return")
     optimizer.register_step_pre_hook(lambda *_: now("update"))
     optimizer.register_step_post_hook(lambda *_: now("behind the update"))
     torch.manual_seed(rank)

@@ -1,8 +1,7 @@
-"""The assembly of a guard: what it is made of, and in which order its members hear of a rollback."""
+"""The assembly of a guard's loop: what it is made of, and in which order its members hear of a rollback."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,17 +9,18 @@ import torch
 from torch import nn
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.format.manifest import Manifest
 from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
 from rollback.system.frames import own_variables
-from rollback.train.catalogue.catalogue import Catalogue, HeldAtStart
+from rollback.train.advice.advisor import Advisor
+from rollback.train.advice.unkept import Unkept
+from rollback.train.catalogue.catalogue import Catalogue
 from rollback.train.catalogue.draining import end_draining, start_draining
 from rollback.train.catalogue.remote import HostCopies, RemoteRing
 from rollback.train.comm.pulse import Pulse
-from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.data.batches import Batches
+from rollback.train.data.cursor.generators import generators_beside
 from rollback.train.data.passes import Passes
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.data.skips import SkipList
@@ -30,12 +30,13 @@ from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rewinder import Rewinder, needs_rehearsal
 from rollback.train.last_snapshot.survivor import LastSnapshot
+from rollback.train.loop import TrainingLoop
 from rollback.train.pass_rehearsal import PassRehearsal
 from rollback.train.probe.batches import KeptUpdates
 from rollback.train.probe.prober import Prober
 from rollback.train.process.failure_record import FailureRecorder
 from rollback.train.process.heartbeat import HeartbeatWriter
-from rollback.train.process.stopping import Departure, StopRequest
+from rollback.train.process.stopping import StopRequest
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.manager import CheckpointManager
@@ -44,139 +45,104 @@ from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.snapshots.tier_choice import open_tier
 from rollback.train.snapshots.unseen_writes import UnseenWrites
 from rollback.train.state.state import TrainingState
-from rollback.train.state.unkept import Unkept, generators_beside
 from rollback.train.step import StepInProgress
-from rollback.train.updates.advice import Advisor
 from rollback.train.updates.hooks import weak_hook
-from rollback.train.updates.layers import Layers
 from rollback.train.updates.learning_rate import LoweredRate
 from rollback.train.updates.optimizer import Updates
-
-
-@dataclass(frozen=True)
-class CheckpointSide:
-    """The parts of a guard that see to its checkpoints."""
-
-    snapshots: Snapshots
-    """Snapshots on their way to becoming checkpoints."""
-    manager: CheckpointManager
-    """The manager of the existing checkpoints."""
-    schedule: SnapshotSchedule
-    """Decides when the next snapshot is taken."""
-    drainer: Drainer | Helper | None
-    """Copies checkpoints to the durable ring; None: another process does."""
+from rollback.wording import counted
 
 
 def _checkpoint_side(
     run: AttachedRun, state: TrainingState, show: Callable[[str], None], if_refused: ExitStack
-) -> CheckpointSide:
-    """Collective: make these parts. show: gets what this rank is doing, for its heartbeat."""
+) -> tuple[CheckpointManager, SnapshotSchedule, Drainer | Helper | None]:
+    """Collective: what takes and manages checkpoints, and what copies them to the durable ring, unless another process
+    does. show: gets what this rank is doing, for its heartbeat."""
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
     tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
     drainer = start_draining(paths, settings, record, ranks)
     if_refused.callback(end_draining, drainer)
-    fast, taken, held = None, run.slots.values(), run.manifests
+    fast, held = None, run.held
     if tier[0] is not None:
+        taken = [item.slot for item in held if item.slot is not None]
         fast = FastTier(tier[0], ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)
     else:  # what is in slots alone is not lost: a later attempt may find it
-        held = [manifest for manifest in run.manifests if manifest.name in run.in_ring]
-    if out_of_reach := [manifest.name for manifest in run.manifests if manifest not in held]:
-        _tell_what_is_out_of_reach(out_of_reach, tier[1], ranks)
+        held = [item._replace(slot=None) for item in held if item.in_ring]
+    if (out_of_reach := len(run.held) - len(held)) and ranks.first:
+        say(
+            f"{counted(out_of_reach, 'checkpoint is', 'checkpoints are')} in memory alone, and this attempt cannot go "
+            f"back there, since it has no fast tier ({tier[1]}); the next checkpoint is taken as soon as there is room "
+            "for it"
+        )
     snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
     if_refused.callback(snapshots.close)
-    in_slots = run.slots if fast is not None else {}
-    catalogue = Catalogue(settings.probation, [_as_held(run, item, in_slots.get(item.name)) for item in held])
+    catalogue = Catalogue(settings.probation, held)
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
     copies = HostCopies(paths, ranks, settings.ring, show) if ranks.apart else None
     manager = CheckpointManager(run, snapshots, catalogue, remote, copies)
     manager.wanting = bool(out_of_reach)
-    return CheckpointSide(snapshots, manager, SnapshotSchedule(run, state, manager, tier), drainer)
+    return manager, SnapshotSchedule(run, state, manager, tier), drainer
 
 
-def _as_held(run: AttachedRun, manifest: Manifest, slot: int | None) -> HeldAtStart:
-    """The healthy verdicts that it has had are those of the steps behind it that this attempt does not train again."""
-    behind = max(0, run.restored.step - manifest.step) if run.restored is not None else 0
-    return HeldAtStart(manifest, manifest.name in run.history.good, slot, min(run.healthy_before, behind))
-
-
-def _tell_what_is_out_of_reach(names: list[str], why: str, ranks: Ranks) -> None:
-    if ranks.first:
-        count = "1 checkpoint is" if len(names) == 1 else f"{len(names)} checkpoints are"
-        say(
-            f"{count} in memory alone, and this attempt cannot go back there, since it has no fast tier ({why}); the "
-            "next checkpoint is taken as soon as there is room for it"
-        )
-
-
-class GuardAssembly:
-    """All that a guard is made of, for the run that it has attached to. Making it is collective.
+def assemble(
+    run: AttachedRun, state: TrainingState, model: nn.Module, loader: Any, max_steps: int | None, if_refused: ExitStack
+) -> TrainingLoop:
+    """Collective: make the loop of a guard that has attached to this run.
 
     if_refused: gets what the caller must do where this raises an error for the reader. The script may catch that and go
     on, without a guard or with another one.
     """
-
-    def __init__(
-        self,
-        run: AttachedRun,
-        state: TrainingState,
-        model: nn.Module,
-        loader: Any,
-        max_steps: int | None,
-        if_refused: ExitStack,
-    ) -> None:
-        if run.lock is not None:
-            if_refused.callback(run.lock.release)
-        if_refused.callback(run.record.close)
-        self._run, self._state, self._model = run, state, model
-        self.departure = Departure()
-        cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
-        stop, heartbeat, rank = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt), run.ranks.rank
-        failure = run.paths.failure(run.attempt, rank)
-        self._failures = FailureRecorder(failure, rank, run.attempt, heartbeat.activity, cursor)
-        for let_go in (heartbeat.stop, partial(heartbeat.end, in_hand=False), self._failures.leave, stop.withdraw):
-            if_refused.callback(let_go)
-        layers, skips = Layers(state.model), SkipList(run)
-        updates = Updates(optimizer, objects.get("scaler"), model, layers)
-        self._batches = Batches(run, loader, cursor, skips)
-        self._checkpoints = _checkpoint_side(run, state, heartbeat.turn_to, if_refused)
-        manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
-        evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
-        self._pulse = pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
-        variables = list(own_variables())
-        generators = generators_beside(state, loader, variables)
-        if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
-            state.kept.keep_generators(generators)
-        self._unkept = Unkept(state, generators, variables)
-        kept = KeptUpdates(wanted=run.settings.probe and not run.settings.observe_only)
-        self._judge = Judge(
-            run, pulse, state.sentinel, state.finite, manager, evidence,
-            Advisor(state.model, optimizer, layers, self._unkept), skips, kept.judged, cursor.batch, max_steps,
-        )  # fmt: skip
-        lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
-        prefetch = PrefetchWatch(model, optimizer, updates.telltale)
-        self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
-        self._passes = Passes(cursor, objects.values(), state.gradients)
-        self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
-        self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
-        self._unseen = UnseenWrites(state, self._checkpoints.snapshots, model, updates.telltale)
-        self._last = LastSnapshot(
-            run, state, self._checkpoints.snapshots, pulse, self._batches, lambda: self._judge.timeline,
-            self._judge.foresee, lambda: updates.telltale, self._unseen,
-            lambda: self._step_in_progress.batches >= state.counters.batches_per_step,
-        )  # fmt: skip
-        self._failures.before_the_end = weak_hook(self._last.raised)
-        rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)
-        self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
-        self._pass_rehearsal = PassRehearsal(state, self._step_in_progress, self._rewinder, schedule)
-        self._prober = Prober(run, model, state, pulse, kept, self._judge, self._rewinder, self._step_in_progress)
-        # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
-        # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
-        self._rewinder.before = self._last.note_change
-        self._rewinder.subscribers += [
-            self._last.rollback_applied, kept.rollback_applied,
-            evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
-            self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
-            self._step_in_progress.rollback_applied, schedule.rollback_applied, lowered_rate.rollback_applied,
-        ]  # fmt: skip
-        if run.restored is not None:
-            self._passes.resume(left=state.counters.epoch_left, strayed=self._rewinder.written)
+    if run.lock is not None:
+        if_refused.callback(run.lock.release)
+    if_refused.callback(run.record.close)
+    cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
+    stop, heartbeat, rank = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt), run.ranks.rank
+    failure = run.paths.failure(run.attempt, rank)
+    failures = FailureRecorder(failure, rank, run.attempt, heartbeat.activity, cursor)
+    for let_go in (heartbeat.stop, partial(heartbeat.end, in_hand=False), failures.leave, stop.withdraw):
+        if_refused.callback(let_go)
+    skips, updates = SkipList(run), Updates(optimizer, objects.get("scaler"), model)
+    batches = Batches(run, loader, cursor, skips)
+    checkpoints, schedule, drainer = _checkpoint_side(run, state, heartbeat.turn_to, if_refused)
+    snapshots = checkpoints.snapshots
+    evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
+    pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
+    variables = list(own_variables())
+    generators = generators_beside(state.modules, {"optimizer": optimizer, **objects}, loader, variables)
+    if not cursor.reads_ahead:  # else they may have drawn for a batch that belongs to no step yet
+        state.kept.keep_generators(generators)
+    advisor = Advisor(state, updates, model, Unkept(state, generators, variables))
+    kept = KeptUpdates(wanted=run.settings.probe and not run.settings.observe_only)
+    judge = Judge(
+        run, pulse, state.sentinel, state.finite, checkpoints, evidence, advisor, skips, kept.judged, cursor.batch,
+        max_steps,
+    )  # fmt: skip
+    lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
+    prefetch = PrefetchWatch(model, optimizer, updates.telltale)
+    step = StepInProgress(state, updates, evidence, advisor, prefetch, heartbeat)
+    passes = Passes(cursor, objects.values(), state.gradients)
+    requests = Requests(run, stop, judge, checkpoints, skips, cursor)
+    training_end = TrainingEnd(run, state, schedule, checkpoints, judge, max_steps)
+    unseen_writes = UnseenWrites(state, snapshots, model, updates.telltale)
+    last_snapshot = LastSnapshot(
+        run, state, snapshots, pulse, batches, lambda: judge.timeline, judge.foresee, lambda: updates.telltale,
+        unseen_writes, lambda: step.batches >= state.counters.batches_per_step,
+    )  # fmt: skip
+    failures.before_the_end = weak_hook(last_snapshot.raised)
+    rehearsing = needs_rehearsal(model, run.ranks.world_size, state.counters.step)
+    rewinder = Rewinder(run, state, judge, checkpoints, rehearsing=rehearsing)
+    pass_rehearsal = PassRehearsal(state, step, rewinder, schedule)
+    prober = Prober(run, model, state, pulse, kept, judge, rewinder, step)
+    # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
+    # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
+    rewinder.before = last_snapshot.note_change
+    rewinder.subscribers += [
+        last_snapshot.rollback_applied, kept.rollback_applied, evidence.rollback_applied,
+        batches.rollback_applied, checkpoints.rollback_applied, judge.rollback_applied, passes.rollback_applied,
+        requests.rollback_applied, step.rollback_applied, schedule.rollback_applied, lowered_rate.rollback_applied,
+    ]  # fmt: skip
+    if run.restored is not None:
+        passes.resume(left=state.counters.epoch_left, strayed=rewinder.written)
+    return TrainingLoop(
+        run, state, model, batches, passes, step, advisor, checkpoints, schedule, drainer, pulse, judge, rewinder,
+        prober, pass_rehearsal, requests, unseen_writes, last_snapshot, training_end, failures,
+    )  # fmt: skip

@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
@@ -30,47 +29,24 @@ from rollback.config import ENV_SUPERVISOR
 from rollback.rundir.exercise import EndState, Exercise, FaultName, Folder, Injected, exercise_of, read_note
 from rollback.system.files import WRITES
 from rollback.train.data import rng
-from rollback.train.data.skips import SkipList
-from rollback.train.ending import TrainingEnd
-from rollback.train.process.stopping import StopRequest
-from rollback.train.run import AttachedRun
+from rollback.train.loop import TrainingLoop
 from rollback.train.sharded import copies_of, detached
-from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state import tree
 from rollback.train.state.module_buffers import all_of
-from rollback.train.state.state import TrainingState
-from rollback.train.step import StepInProgress
 
 _SIGNAL_PATIENCE = 60.0  # seconds that a rank waits for its own SIGTERM, which the supervisor sends
 _BIT_OF = {1: (torch.int8, 1 << 5), 2: (torch.int16, 1 << 6), 4: (torch.int32, 1 << 22), 8: (torch.int64, 1 << 51)}
 """By element size: the integer type to view it as, and a bit whose flip leaves the value finite."""
 
 
-@dataclass(frozen=True)
-class DrilledGuard:
-    """What a drill sees of a guard."""
-
-    model: nn.Module
-    """The model as the script calls it."""
-    run: AttachedRun
-    state: TrainingState
-    step: StepInProgress
-    end: TrainingEnd
-    snapshots: Snapshots
-    skips: SkipList
-    stop: StopRequest
-    close: Callable[[], object]
-    """Ends the guard."""
-
-
-def take_part(guard: DrilledGuard) -> None:
-    """Put the drill between this guard and its script, if there is an exercise."""
-    if (found := exercise_of(guard.run.paths.root)) is None:
+def take_part(loop: TrainingLoop) -> None:
+    """Put the drill between this loop and its script, if there is an exercise."""
+    if (found := exercise_of(loop.run.paths.root)) is None:
         return
-    rank, end, steps = _DrilledRank(guard, *found), guard.end, found[0].steps
+    rank, end, steps = _DrilledRank(loop, *found), loop.training_end, found[0].steps
     end.max_steps = steps if end.max_steps is None else min(steps, end.max_steps)
     end.on_complete.append(rank.leave)
-    guard.step.batch_filters.append(rank.handed_out)
+    loop.step_in_progress.batch_filters.append(rank.handed_out)
 
 
 class _When(Enum):
@@ -84,17 +60,17 @@ class _When(Enum):
 class _DrilledRank:
     """One rank's part in an exercise."""
 
-    def __init__(self, guard: DrilledGuard, exercise: Exercise, folder: Folder) -> None:
-        self._guard = guard
+    def __init__(self, loop: TrainingLoop, exercise: Exercise, folder: Folder) -> None:
+        self._loop = loop
         self._exercise = exercise
         self._folder = folder
-        self._rank = guard.run.ranks.rank
+        self._rank = loop.run.ranks.rank
         self._mine = self._rank == exercise.rank
         self._struck = read_note(folder.injected(self._rank), Injected)
         self._when = _When.OVER if self._struck else _When.AHEAD
         self._last = -1
         self._hooks: list[Any] = []
-        self._disk = _FullDisk(str(guard.run.paths.root))
+        self._disk = _FullDisk(str(loop.run.paths.root))
         self._strike: dict[FaultName | None, Callable[[Any], Any]] = {
             None: lambda batch: batch,
             "nan-loss": self._make_loss_nan,
@@ -112,15 +88,15 @@ class _DrilledRank:
 
     def handed_out(self, batch: Any) -> Any:
         """A batch is about to reach the script."""
-        step, position = self._guard.state.counters.step, self._guard.step.batch
+        step, position = self._loop.state.counters.step, self._loop.step_in_progress.batch
         self._note_sample(position, batch)
         while self._hooks:
             self._hooks.pop().remove()
         # A snapshot in flight then meets the full disk too. And quick steps wait for its thread, so that training does
         # not end before the disk has room again.
         if self._disk.full:
-            self._guard.snapshots.wait()
-        if step >= self._exercise.step + self._exercise.lasts and not self._guard.snapshots.in_flight:
+            self._loop.checkpoints.snapshots.wait()
+        if step >= self._exercise.step + self._exercise.lasts and not self._loop.checkpoints.snapshots.in_flight:
             self._disk.full = False
         if self._when is not _When.OVER:
             on = step == self._exercise.step and position > self._last
@@ -131,13 +107,13 @@ class _DrilledRank:
 
     def _note(self, what: str) -> None:
         """Record that the fault strikes now. Durable on return."""
-        before, position = self._struck, self._guard.step.batch
+        before, position = self._struck, self._loop.step_in_progress.batch
         batches = before.batches if before else ()
         if position in batches:
             return
         self._struck = Injected(
             rank=self._rank,
-            step=before.step if before else self._guard.state.counters.step,
+            step=before.step if before else self._loop.state.counters.step,
             at=before.at if before else datetime.now(timezone.utc),
             batches=(*batches, position),
             what=what,
@@ -171,13 +147,13 @@ class _DrilledRank:
                 self._note(what)
             return changed
 
-        self._hooks.append(self._guard.model.register_forward_hook(hook))
+        self._hooks.append(self._loop.model.register_forward_hook(hook))
         return batch
 
     def _corrupt(self, batch: Any) -> Any:
         if not self._mine:
             return batch
-        source = torch.Generator().manual_seed(self._exercise.seed + self._guard.step.batch)
+        source = torch.Generator().manual_seed(self._exercise.seed + self._loop.step_in_progress.batch)
         changed, count = _mapped(batch, lambda value: _noise(value, source), lambda value: value.numel() > 0)
         if count:
             self._note(f"{count} tensors of the batch are noise")
@@ -197,8 +173,8 @@ class _DrilledRank:
 
     def _weights(self) -> list[tuple[int, Tensor]]:
         """This rank's parts of the weights, each with the number of ranks that have the same."""
-        size = self._guard.run.ranks.world_size
-        trained = (p for p in self._guard.model.parameters() if p.requires_grad and p.is_floating_point())
+        size = self._loop.run.ranks.world_size
+        trained = (p for p in self._loop.model.parameters() if p.requires_grad and p.is_floating_point())
         parts = ((copies_of(parameter, size), detached(parameter)) for parameter in trained)
         return [(copies, part) for copies, part in parts if part.numel()]
 
@@ -215,7 +191,7 @@ class _DrilledRank:
     def _be_told_to_stop(self) -> None:
         os.kill(int(os.environ[ENV_SUPERVISOR].partition(":")[0]), signal.SIGTERM)
         deadline = time.monotonic() + _SIGNAL_PATIENCE
-        while not self._guard.stop.requested and time.monotonic() < deadline:
+        while not self._loop.requests.stop.requested and time.monotonic() < deadline:
             time.sleep(0.01)  # else a short job could end before the signal arrives
 
     def _fill_disk(self, batch: Any) -> Any:
@@ -239,7 +215,7 @@ class _DrilledRank:
 
     def leave(self) -> None:
         """Record the end state and end this rank, without the code after the script's loop."""
-        state = self._guard.state
+        state = self._loop.state
         self._disk.full = False
         self._folder.write(
             self._folder.end(self._rank),
@@ -251,14 +227,14 @@ class _DrilledRank:
                 replicas=max((copies for copies, _ in self._weights()), default=1),
             ),
         )
-        self._guard.run.ranks.barrier()
-        self._guard.close()
+        self._loop.run.ranks.barrier()
+        self._loop.close()
         sys.stdout.flush()
         raise SystemExit(0)
 
     def _parts(self) -> dict[str, str]:
         """Hashes of everything that an exact recovery must restore."""
-        state = self._guard.state
+        state = self._loop.state
         buffers = all_of(state.model)
         model = state.model.state_dict()
         parts = {
@@ -278,7 +254,7 @@ class _DrilledRank:
         """A hash of the batches that count: at each position the last one handed out, without skipped positions."""
         with open(self._folder.samples(self._rank), encoding="utf-8") as file:
             handed_out = dict(json.loads(line) for line in file if line.endswith("\n"))
-        end, windows = self._guard.state.cursor.batch, self._guard.skips.windows
+        end, windows = self._loop.state.cursor.batch, self._loop.batches.skips.windows
         kept = [
             (position, held)
             for position, held in sorted(handed_out.items())

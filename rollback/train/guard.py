@@ -1,35 +1,52 @@
-"""`rollback.Guard`, for the training script. It hands out batches, and does all other work between two batches."""
+"""`rollback.Guard`, for the training script."""
 
 import atexit
+import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rollback.errors import RollbackError
+from rollback.errors import RollbackError, RunDoesNotFit, UsageError
 from rollback.train import drill
-from rollback.train.catalogue.draining import end_draining
+from rollback.train.assembly import assemble
 from rollback.train.data.cursor import cursor_for
-from rollback.train.data.passes import Again, PassState
-from rollback.train.events import RollbackCause
-from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, Undo
-from rollback.train.probe.prober import NO_BATCH
+from rollback.train.data.passes import PassState
+from rollback.train.events import RollbackApplied
 from rollback.train.process.stopping import at_exit, end_with_supervisor
-from rollback.train.run import supervised
-from rollback.train.script_side import PassIterator, ScriptSide, refusing
 from rollback.train.start import arguments
 from rollback.train.start import attach as attaching
 from rollback.train.state.adalora import rank_allocation
+from rollback.train.state.kept_values import KeptValues
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.hooks import weak_hook
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-class Guard(ScriptSide):
+
+def refusing(act: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`act` of a guard, which ends the job and not only the attempt where another one would meet the same error again.
+    Behind the end of the rank it ends that again."""
+
+    @functools.wraps(act)
+    def refusing_act(*given: _P.args, **others: _P.kwargs) -> _T:
+        guard = cast("Guard", given[0])
+        guard.departure.require_none()
+        try:
+            return act(*given, **others)
+        except (UsageError, RunDoesNotFit) as error:
+            guard.refuse(error)
+
+    return refusing_act
+
+
+class Guard:
     """Iterate over the guard instead of the loader; report the loss to it. It resumes, rewinds, skips and records.
 
         guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
@@ -78,20 +95,17 @@ class Guard(ScriptSide):
             state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
             state.check()  # refuses now what could not be kept later
             attached = attaching.attach(attaching.run_paths(run), state, ranks, settings)
-            super().__init__(attached, state, model, loader, end, if_refused)
+            self._loop = loop = assemble(attached, state, model, loader, end, if_refused)
         except RollbackError as error:
             if_refused.close()
             attaching.refuse(error)
-        end_with_supervisor(weak_hook(self._last.keep))
-        atexit.register(self.close)
-        at_exit(self.close)
-        drilled = drill.DrilledGuard(
-            model, self._run, self._state, self._step_in_progress, self._end, self._checkpoints.snapshots,
-            self._batches.skips, self._requests.stop, self.close,
-        )  # fmt: skip
-        drill.take_part(drilled)  # does nothing outside of `rollback drill`
+        self.departure = loop.departure
+        end_with_supervisor(weak_hook(loop.last_snapshot.keep))
+        atexit.register(loop.close)
+        at_exit(loop.close)
+        drill.take_part(loop)  # does nothing outside of `rollback drill`
 
-    # What the script uses ------------------------------------------------------------------------------------------
+    # The loop ------------------------------------------------------------------------------------------------------
 
     def epochs(
         self, count: int, *, rehearse: Callable[[], Any] | None = None, resume_between: bool = False
@@ -108,46 +122,24 @@ class Guard(ScriptSide):
         run may also resume behind an epoch's last batch, and do that code again: a death there costs no step.
         Raises UsageError where `count` is not a whole number, and where a body did not iterate over the guard.
         """
-        self._pass_rehearsal.make, self._batches.resumes_between = rehearse, resume_between
-        return self._passes.epochs(arguments.whole_number(count, "guard.epochs got count"), self.finish)
+        self._loop.pass_rehearsal.make, self._loop.batches.resumes_between = rehearse, resume_between
+        return self._loop.passes.epochs(arguments.whole_number(count, "guard.epochs got count"), self.finish)
 
     @refusing
     def finish(self, by: str) -> bool:
         """Training ends here, and not at `max_steps` or behind `guard.epochs`; `by`: what says so. All ranks alike.
 
         False where the last update was judged to demand a return: training stands elsewhere then, and goes on."""
-        self._prober.drop()
-        self._pass_rehearsal.end()
-        decision = Attend() if self._requests.starting else self._end_step()  # no batch may be left
-        left = self._passes.leave_broken_epoch()
-        # Only then may the ranks stop: else the next start would go on with what the script has left unread.
-        if self._act(decision) or not self._all_is_well():
-            return False
-        if kept := self._keep_end(by, left_over=self._step_in_progress.batches, left=left):
-            self._last.note_change()
-            self._end.note_finished()
-        return kept
+        return self._loop.finish(by)
 
     @refusing
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass: the batches of one epoch, from the run's position. All ranks alike. The result is an ordinary
         iterator: several places of the loop's body may take from it."""
-        self._state.fsdp.reshard()
-        self._prober.drop()
-        self._pass_rehearsal.end()
-        again = self._passes.start_pass()
-        self._pass_rehearsal.pass_begins(restored=again is not Again.NOTHING)
-        self._step_in_progress.heartbeat.activity.empty_pass = self._passes.epoch
-        if again is Again.RANDOM_STATES:
-            self._state.restore_random_states()
-        elif again is Again.EVERYTHING:
-            self._rewinder.restore_again(RollbackCause.EPOCH_START)
-        self._state.cursor.begin_pass()
-        for code, text in self._passes.advice():
-            self._run.record.advise(code, text)
-        loop = PassIterator(self)
-        self._step_in_progress.heartbeat.activity.loop = weakref.ref(loop)
-        return loop
+        self._loop.start_pass()
+        batches = PassIterator(self)
+        self._loop.step_in_progress.heartbeat.activity.loop = weakref.ref(batches)
+        return batches
 
     @refusing
     def __next__(self) -> Any:
@@ -155,220 +147,191 @@ class Guard(ScriptSide):
 
         Collective. StopIteration: the epoch or the training is over. SystemExit: the ranks stop together, on request.
         """
-        if self._passes.state is PassState.NONE:
-            self._loop_by_next = iter(self)  # a script may call next() alone
-        if self._prober.probe is not None and (batch := self._next_of_probe()) is not NO_BATCH:
-            return batch
-        self._pass_rehearsal.end()
-        if self._passes.over and not self._goes_back():
-            if self._pass_rehearsal.due:
-                return self._pass_rehearsal.begin()
-            self._passes.note_end()
-            raise StopIteration
-        self._step_in_progress.updates.require_scale()
-        self._act(Attend() if self._requests.starting else self._end_step())
-        while not self._passes.interrupted:
-            if self._end.is_due:
-                if self._all_is_well() and self._end_pass(self._end.by_max_steps, final=True):
-                    break
-                continue
-            try:
-                if (batch := self._next_of_epoch()) is not NO_BATCH:
-                    return batch
-            except StopIteration:
-                if not self._all_is_well():
-                    continue
-                if self._passes.replaying:
-                    self._passes.cross()
-                elif self._end_pass("the end of the data"):
-                    break
-        raise StopIteration
-
-    def _goes_back(self) -> bool:
-        """Whether a pass that is over has batches again: an operator may have asked a complete run to go back."""
-        if self._requests.starting and not self._passes.awaits_epoch:
-            self._act(Attend())
-        return not self._passes.over
-
-    def _next_of_probe(self) -> Any:
-        """The next batch of the probe that is under way. `NO_BATCH`: the probe is over, and its answer carried out."""
-        if (batch := self._prober.next_batch()) is NO_BATCH:
-            self._act(self._prober.end())
-        return batch
-
-    def _next_of_epoch(self) -> Any:
-        """Do what is due at a step's end, and hand out the next batch. `NO_BATCH`: training may stand elsewhere now."""
-        between_steps = self._step_in_progress.first_batch is None
-        if self._batches.open_epoch():
-            self._step_in_progress.begin_epoch()
-        if between_steps:
-            if self._unseen.looking:
-                self._unseen.at_end()
-            self._last.mark_end()
-        rehearsed = self._pass_rehearsal.due and self._batches.nothing_is_left()
-        if (rehearsed or (between_steps and self._snapshot_due())) and not self._take_snapshot(rehearsed=rehearsed):
-            return NO_BATCH
-        if between_steps and self._judge.first and not self._all_is_well():
-            return NO_BATCH
-        if between_steps and self._prober.due:
-            return self._prober.begin() if self._all_is_well() else NO_BATCH
-        return self._pass_rehearsal.begin() if rehearsed and self._pass_rehearsal.ready else self._hand_out_batch()
+        if self._loop.passes.state is PassState.NONE:
+            self._begun_by_next = iter(self)  # a script may call next() alone
+        return self._loop.next_batch()
 
     def close(self, *, given_up: bool = False) -> None:
         """End the guard: wait for the disk, report the last incident's end. Not collective; called at exit anyway.
 
         given_up: the script has given this training up, also where its last batch was the last one of an epoch."""
-        if not self._run.leave():
-            return
-        if given_up:
-            self._end.forget()
-        if (raised := self._end.raised) is not None and not isinstance(raised, SystemExit):
-            self._last.raised(f"rank {self._run.ranks.rank} raised {type(raised).__name__}")
-        step = self._step_in_progress
-        self._failures.record_exit()
-        self._last.leave()
-        if not step.heartbeat.activity.script_failed:
-            self._prober.abandon()
-            self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)
-        self._pulse.close()
-        step.heartbeat.end(in_hand=raised is not None, unrecorded=self._end.unrecorded)
-        self._checkpoints.snapshots.close()
-        self._judge.close()
-        self._batches.close()
-        self._requests.stop.withdraw()
-        end_draining(self._checkpoints.drainer)
-        if self._run.lock is not None:
-            self._run.lock.release()
-        atexit.unregister(self.close)  # a process may make many guards, and each holds its model
+        self._loop.close(given_up=given_up)
 
-    # Between two batches -------------------------------------------------------------------------------------------
+    def refuse(self, error: RollbackError) -> NoReturn:
+        """End this rank because of `error`, and with it the job: for loops of a library that see what would be an
+        error of the script's. Other ranks may wait for this one."""
+        self.departure.require_none()
+        try:
+            attaching.refuse(error, status=1)
+        except SystemExit as told:
+            self.departure.note(told)
+            self.close()  # here it sees why; at the process's end it would take it for the script's own end
+            raise
 
-    def _hand_out_batch(self) -> Any:
-        if self._step_in_progress.first_batch is None:
-            self._rewinder.hold(wanted=self._judge.screens(self._state.cursor.batch))
-        step = self._state.counters.step
-        batch = self._batches.read(step, self._judge.timeline, partial(self._step_in_progress.show_batch, "reading"))
-        self._prober.keep(step, batch)
-        self._end.go_on()
-        self._pass_rehearsal.due, self._step_in_progress.heartbeat.activity.empty_pass = False, None
-        return self._step_in_progress.hand_out(batch)
+    # What it tells -------------------------------------------------------------------------------------------------
 
-    def _end_step(self) -> Decision | None:
-        """If the loop's body made an update: count it, judge the update before, and send the beat of this one."""
-        step = self._step_in_progress
-        if not step.updated:
-            self._judge.without_update(step.batches)
-            return None
-        self._state.fsdp.reshard()
-        self._last.note_change()
-        if self._rewinder.rehearsing:
-            self._rewinder.end_rehearsal()
-            return None
-        mark, (loss, grad_norm, gauges) = step.finish(), step.readings()
-        stop, requests_open = self._requests.stop.requested, self._requests.waiting
-        seconds = self._checkpoints.schedule.end_update()
-        decision = self._judge.end_step(
-            mark, loss, grad_norm, stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
-            requests_open=requests_open, gauges=gauges, seconds=seconds, screened=self._rewinder.held is not None,
-        )  # fmt: skip
-        step.next()
-        return decision
+    def observe(self, loss: Tensor | float, *, grad_norm: Tensor | float | None = None) -> None:
+        """Report the loss of this batch and, if known, the norm of the update's gradient before clipping.
 
-    def _all_is_well(self) -> bool:
-        """Judge the last step too. False: this led to a rollback, so batches follow."""
-        return not self._act(self._judge.settle())
-
-    def _act(self, decision: Decision | None) -> bool:
-        """Carry out a decision. True: training is at another position now."""
-        match decision:
-            case Rewind():
-                self._rewind(decision)
-                return True
-            case Undo():
-                self._rewinder.undo(decision)
-                return True
-            case Attend():
-                return self._attend()
-            case Halt() if self._may_stop() or not decision.save:
-                self._halt(decision)
-            case _:  # a stop where no checkpoint may be taken: the next beat says it again
-                pass
-        return False
-
-    def _attend(self) -> bool:
-        """Carry out the requests of operators. True: training is at another position now."""
-        if self._requests.starting:
-            # Once more: the script may have sharded the model since, exchanged parameters, or registered a hook.
-            self._state.check()
-            arguments.check_averaging(self._model, self._state.objects)
-        moved = False
-        while decision := self._requests.carry_out(self.step, may_stop=self._may_stop()):
-            moved |= self._act(decision)
-        return moved
-
-    def _may_stop(self) -> bool:
-        """Collective: whether a run may resume here. No checkpoint has the gradients of an update that has begun."""
-        return self._step_in_progress.first_batch is None and self._batches.may_resume_here(between=True)
-
-    # Snapshots -----------------------------------------------------------------------------------------------------
-
-    def _snapshot_due(self) -> bool:
-        return self._judge.calm and self._checkpoints.schedule.due(self._judge.beat) and self._batches.may_resume_here()
-
-    def _take_snapshot(self, *, rehearsed: bool) -> bool:
-        """Take a snapshot at this step's end, or see to what a rehearsal needs. False: a rollback came first.
-
-        The last step is judged first, so that the sentinel's state in the checkpoint is complete.
+        Call it for every batch, or once for each optimizer update, anywhere in the loop's body. The call does not wait.
+        loss: scalar, of this rank. The losses of an update's batches are averaged; they may be divided by the number of
+        accumulation steps.
         """
-        if not self._all_is_well():
-            return False
-        if rehearsed:
-            self._pass_rehearsal.prepare(self._judge.timeline)
-        elif self._judge.calm:
-            self._end.go_on()
-            self._checkpoints.schedule.take_snapshot(self._judge.timeline)
-        return True
+        self._loop.step_in_progress.observe(loss, grad_norm)
 
-    # Ends ----------------------------------------------------------------------------------------------------------
+    def keep(self, **first: Any) -> KeptValues:
+        """Keep values of the script in each checkpoint; a resume and a rollback restore them.
 
-    def _end_pass(self, by: str, *, final: bool = False) -> bool:
-        """End the pass. False: the final state demanded a rollback, so batches follow."""
-        if not self._keep_end(by, left_over=self._step_in_progress.batches):
-            return False
-        self._passes.end(final=final)
-        self._step_in_progress.end_pass()
-        if final:
-            self._requests.stop.withdraw()  # nobody reads the flag any more: SIGTERM gets its old meaning
-            self._end.note_finished()
-            self._end.complete()
-        return True
+            kept = guard.keep(best=float("inf"), tokens=0)
+            ...
+            kept.tokens += x.numel()         # in front of loss.backward()
 
-    def _keep_end(self, by: str, *, left_over: int, left: bool = False) -> bool:
-        self._step_in_progress.show(f"saving at {by}")  # the words by which ranks are told apart whose data end apart
-        self._end.keep_state(by, left_over=left_over, left=left)
-        while self._checkpoints.manager.ailing is not None:
-            if self._act(self._judge.answer_state()):
-                return False
-            self._end.keep_state(by, left_over=left_over, left=left)  # the finding is left alone, and the state is kept
-        self._step_in_progress.heartbeat.turn_to("training")
-        return True
+        Call it before the loop, once for each name. `first`: the values of a fresh run. A resumed run has the values of
+        its checkpoint at once, or these if the checkpoint does not have the name. Returns the one object with all
+        values as attributes. Values are numbers, texts, None, and lists, tuples and dicts of these; a tensor of one
+        number becomes that number. An object with `state_dict` and `load_state_dict` is kept too: the guard stores such
+        values from the former, and gives them to the latter after each resume and rollback. So is a random generator
+        of torch, NumPy or Python. Each rank has its own values, so rank 0 may use a name that others do not. Raises
+        UsageError for any other value, and for a name that is already kept.
+        """
+        return self._loop.state.kept.add(first)
 
-    def _halt(self, halt: Halt) -> None:
-        if halt.save:
-            self._last.mark_end()  # for a death, or the end of the grace, before this state is written
-            self._step_in_progress.show("saving")
-        code = self._end.stop(halt)
-        self._requests.note_stop(self.step)
-        self._run.ranks.barrier()
-        self._requests.stop.obey()
-        self.close()
-        told = SystemExit(0 if supervised() else int(code))
-        self.departure.note(told)
-        raise told
+    def announce(self, phase: str) -> None:
+        """Announce a new phase: other data, another loss. The sentinel learns the new level.
 
-    def _rewind(self, decision: Rewind) -> None:
-        """Carry out a plan, which is in the journal."""
-        self._step_in_progress.show("rewinding")
-        if (halt := self._rewinder.carry_out(decision)) is not None:
-            self._act(halt)
-            raise AssertionError("a rollback without a checkpoint halts the run")
+        The phase begins with the update in progress, or with the next one if that update is complete. All ranks should
+        announce it; one suffices. After a rollback to before the phase, no new announcement is needed.
+        """
+        self._loop.step_in_progress.announce(phase)
+
+    def on_rollback(self, act: Callable[[RollbackApplied], object]) -> None:
+        """Call `act(event)` whenever training is put back to a checkpoint: for what the script keeps beside the guard.
+
+        By then all that the guard keeps has been put back. `event.step` and `event.batch` say where training goes on,
+        `event.checkpoint` from what, `event.cause` why (`rollback.train.events`). On every rank, with the same event,
+        between two batches or at the start of an epoch; several are called in the order in which they were given. A
+        resume is none: where it stands is known when the guard is made. What `act` raises ends this rank.
+        """
+        self._loop.rewinder.subscribers.append(act)
+
+    def without_probes(self, why: str) -> None:
+        """Never hand out a probe batch: for loops that count what they are handed. The first time that one would have
+        been of use, the journal has the reason."""
+        self._loop.prober.refuse(why)
+
+    def name_ends(self, max_steps: str, epochs: str = "guard.epochs({})") -> None:
+        """Say in these words what has ended the training: for loops of a library, whose users have written neither
+        `max_steps` nor `guard.epochs`. `{}` in them stands for the number."""
+        end, self._loop.passes.epochs_in_words = self._loop.training_end, epochs
+        end.max_steps_in_words, end.way_out = max_steps, ""
+
+    def watch(self, variables: Sequence[tuple[str, Any]]) -> None:
+        """Have advice look at these, too, pairs of a name and a value: for what is in no variable of the script's that
+        the guard sees, as the attributes of a Trainer's callback. Advice names those that no checkpoint has."""
+        self._loop.advisor.unkept.watch(variables)
+
+    def judge_first(self) -> None:
+        """Judge each update before the next batch is handed out, and not beside that batch: for loops that cannot go
+        through their next batch where weights are NaN, as one that samples from the model. Each step then waits for the
+        sum of what the ranks have told, and on a GPU for the update."""
+        self._loop.judge.first = True
+
+    # What it asks --------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The update in progress: the number of completed ones."""
+        return self._loop.state.counters.step
+
+    @property
+    def batch(self) -> int:
+        """The position in the data stream of the batch in hand (of the next batch, if there is none).
+
+        Batches count from 0 over the whole run; micro-batches of an accumulation count one by one.
+        """
+        return self._loop.step_in_progress.batch
+
+    @property
+    def batch_in_epoch(self) -> int:
+        """The position in its epoch of the batch in hand (of the next batch, if there is none): 0 for an epoch's first.
+
+        The number from `enumerate(loader)` in a script without a guard. `enumerate(guard)` begins at 0 even if a
+        resumed run goes on in the middle of an epoch, and does not go back in a rollback.
+        """
+        return max(0, self._loop.state.cursor.offset - self._loop.step_in_progress.behind)
+
+    @property
+    def last_in_epoch(self) -> bool:
+        """Whether the loader has no further batch in the epoch of the batch in hand.
+
+        Of a loader that is read in order the next batch is read to know it. A loader that draws from the random states
+        of the process while it is read draws that batch from a stream of its own.
+        """
+        return self._loop.state.cursor.is_last()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch in hand, from 0."""
+        return self._loop.passes.epoch
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the pass of `guard.epochs` that has just ended did so to go back to an earlier epoch.
+
+        Its epoch has not come to its end then: what a script does behind an epoch is for another time.
+        """
+        return self._loop.passes.interrupted
+
+    @property
+    def awaits_epoch(self) -> bool:
+        """Whether the pass has no batches because the run, which goes on, stands in the epoch of a later one."""
+        return self._loop.passes.awaits_epoch
+
+    @property
+    def finished(self) -> bool:
+        """Whether training is over: `max_steps` is reached, or `guard.epochs` has come to its end.
+
+        What the script loads from here on, as its best model for a test, is in no checkpoint.
+        """
+        return self._loop.training_end.is_on_record
+
+    @property
+    def run(self) -> Path:
+        """The run directory."""
+        return self._loop.run.paths.root
+
+    # What it asks of a loader --------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Batches in an epoch: `len(loader)`. Raises TypeError where the loader has no length."""
+        return len(self._loop.batches.loader)
+
+    def __bool__(self) -> bool:
+        return True  # even if the loader is empty or has no length
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's data set. Raises AttributeError where it has none."""
+        return self._loop.batches.loader.dataset
+
+    if not TYPE_CHECKING:  # else a type checker accepts every attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            batches = getattr(self.__dict__.get("_loop"), "batches", None)
+            kind = type(getattr(batches, "loader", None)).__name__
+            raise AttributeError(
+                f"the guard has no attribute {name!r}; what its loader ({kind}) has, ask of the loader"
+            )
+
+
+class PassIterator:
+    """The result of `iter(guard)`: the guard's batches. `iter` of it does not begin another pass."""
+
+    def __init__(self, guard: Iterator[Any]) -> None:
+        self._guard = guard
+
+    def __iter__(self) -> "PassIterator":
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._guard)

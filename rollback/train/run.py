@@ -1,7 +1,9 @@
 """The run that a guard has attached to: its paths, its ranks, and its record at the start."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_SUPERVISOR, Settings
@@ -35,6 +37,19 @@ def require_first(paths: RunPaths) -> None:
         )
 
 
+class HeldAtStart(NamedTuple):
+    """A checkpoint that is held when an attempt starts."""
+
+    manifest: Manifest
+    good: bool = False
+    slot: int | None = None
+    """The slot of the fast tier in which it lies on every host."""
+    healthy: int = 0
+    """The healthy verdicts that it has had in earlier attempts, on steps that this one does not train again."""
+    in_ring: bool = True
+    """Whether it is in the run directory."""
+
+
 @dataclass
 class AttachedRun:
     """The run that a guard has attached to: `attach` makes it. All ranks have the same, apart from `lock` and
@@ -50,18 +65,12 @@ class AttachedRun:
     run_id: str = ""
     lock: RunLock | None = None
     """Rank 0 has it where no supervisor holds the run directory."""
-    manifests: list[Manifest] = field(default_factory=list)
-    """Of the existing checkpoints, oldest first."""
-    slots: dict[str, int] = field(default_factory=dict)
-    """The slots in use, by checkpoint."""
-    in_ring: frozenset[str] = frozenset()
-    """The checkpoints in the run directory."""
+    held: Sequence[HeldAtStart] = ()
+    """The existing checkpoints, oldest first."""
     next_seq: int = 0
     """The number of the next checkpoint."""
     restored: Manifest | None = None
     """The checkpoint that this attempt goes on from; None: the run begins."""
-    healthy_before: int = 0
-    """How many steps in front of that checkpoint were all healthy, as far as rank 0's metrics show."""
     ranks_before: int | None = None
     """The number of ranks of that checkpoint, if it differs from the present number."""
     _process: int = field(default_factory=os.getpid)

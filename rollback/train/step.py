@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rollback.errors import UsageError
 from rollback.sentinel import Hint
+from rollback.train.advice.advisor import Advisor
 from rollback.train.comm.beat import Gauges
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.events import RollbackApplied, RollbackCause
@@ -29,11 +30,13 @@ class StepInProgress:
         state: TrainingState,
         updates: Updates,
         evidence: IncidentEvidence,
+        advisor: Advisor,
         prefetch: PrefetchWatch,
         heartbeat: HeartbeatWriter,
     ) -> None:
         self._state = state
         self._evidence = evidence
+        self._advisor = advisor
         self._prefetch = prefetch
         self.updates = updates
         self.heartbeat = heartbeat
@@ -139,14 +142,15 @@ class StepInProgress:
         """The update is done: count its batches, keep its losses and gradients, and return its mark."""
         counters, cursor, epoch_end = self._state.counters, self._state.cursor, self._state.cursor.epoch_end
         counters.note_update(self.batches, last_of_epoch=epoch_end == cursor.batch)
-        hints = self._state.note_learning_rate(epoch_began=self._epoch_began)
+        rate_before = None if self._epoch_began else counters.learning_rate
+        hints = self._state.note_learning_rate()
+        self._advisor.note_rate(rate_before)
         if self._epoch_began:
             hints |= Hint.EPOCH
-        habit = self.updates.end_step(self.batches)
         self._evidence.end_step(counters.step, self._losses, self.updates.gradients)
         assert self.first_batch is not None
         return StepMark(
-            counters.step, self.first_batch, cursor.batch - 1, counters.batches_per_step, hints, self._phase, habit,
+            counters.step, self.first_batch, cursor.batch - 1, counters.batches_per_step, hints, self._phase,
             self.batches, epoch_end, cursor.epoch_batches,
         )  # fmt: skip
 

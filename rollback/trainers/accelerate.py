@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
-from rollback.train.script_side import refuse_guarded
 from rollback.train.start import attach
 from rollback.train.updates.wrappers import ddp_inside
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
@@ -146,7 +145,7 @@ def _require_averaged(model: nn.Module, guard: Guard) -> None:
         hint="take out LocalSGD (accelerate.local_sgd), or switch it off (enabled=False); to exchange gradients less "
         "often, accumulate more batches for each update (gradient_accumulation_steps)",
     )
-    refuse_guarded(error, guard)
+    guard.refuse(error)
 
 
 def _is_among(known: Iterable[Any], item: Any) -> bool:

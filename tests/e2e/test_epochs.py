@@ -149,7 +149,7 @@ def test_an_epoch_that_a_checkpoint_has_opened_begins_for_the_sentinel_too(tmp_p
         told: dict[int, Any] = {}
 
         def note(guard: Any, position: int) -> None:
-            told[position] = guard._state.sentinel.state_dict()
+            told[position] = guard._loop.state.sentinel.state_dict()
 
         return train(toy.with_settings(**settings), tmp_path / name, hook=note), told
 

@@ -110,7 +110,7 @@ def test_a_state_that_has_outgrown_its_room_costs_one_snapshot_and_the_next_has_
 
     def grow(guard: object, position: int) -> None:
         if position in (25, 65):
-            guard._state.objects["scheduler"].notes = str(position) * 10_000 * position  # type: ignore[attr-defined]
+            guard._loop.state.objects["scheduler"].notes = str(position) * 10_000 * position  # type: ignore[attr-defined]
         said = facts(run, Saving)[-1]
         for file in base.glob("*/*/slot-*/rank-*"):
             assert file.stat().st_size <= said.slot_bytes, "larger than was said"
@@ -265,7 +265,7 @@ def test_parameters_that_move_outside_the_optimizer_tear_one_snapshot_at_most(
         if position < since:
             return
         with torch.no_grad():
-            weights = next(guard._state.model.parameters())  # type: ignore[attr-defined]
+            weights = next(guard._loop.state.model.parameters())  # type: ignore[attr-defined]
             (weights if counted else weights.data).mul_(1.0 if counted else 1.001)
 
     train(fast(Toy(), base), run, hook=meddle)
@@ -375,7 +375,7 @@ def test_a_checkpoint_whose_trees_nobody_would_read_again_is_not_made(
 
     def grow(guard: object, position: int) -> None:
         if position in (25, 65):
-            guard._state.objects["scheduler"].notes = "x" * (10_000 * position)  # type: ignore[attr-defined]
+            guard._loop.state.objects["scheduler"].notes = "x" * (10_000 * position)  # type: ignore[attr-defined]
 
     ended = train(toy, run, hook=grow, log=tmp_path / "log")
     require_same(weights(ended), weights(train(Toy())), "what is kept has grown")

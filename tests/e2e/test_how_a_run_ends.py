@@ -246,7 +246,7 @@ def test_export_takes_the_final_state_of_a_complete_run(tmp_path: Path) -> None:
 
     def see(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
-        seen[:] = [guard._state.model.state_dict()["0.weight"]]  # the live tensor
+        seen[:] = [guard._loop.state.model.state_dict()["0.weight"]]  # the live tensor
 
     train(EPOCHS, run, hook=see)
     done = export(run, None, tmp_path / "model.safetensors")

@@ -144,7 +144,7 @@ for epoch in guard.epochs(3):
         optimizer.step()
         optimizer.zero_grad()
         guard.observe(loss)
-        guard._checkpoints.snapshots.wait()  # else the newest checkpoint may be of the epoch's start
+        guard._loop.checkpoints.snapshots.wait()  # else the newest checkpoint may be of the epoch's start
 """
 
 

@@ -95,7 +95,7 @@ def by_command(run: Path, at: int, to: int, then: Hook | None = None) -> tuple[H
         if then is not None:
             then(guard, position)
         if position == at and guard is not None:
-            guard._step_in_progress.show("training")  # or the command thinks it is not there yet
+            guard._loop.step_in_progress.show("training")  # or the command thinks it is not there yet
         ask(guard, position)
 
     ask = asking(at, lambda: notices.append(ask_to_rewind(run, to, None, "ann@site", "").notice))

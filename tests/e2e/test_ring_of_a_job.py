@@ -30,7 +30,7 @@ def test_the_weights_of_a_checkpoint_load_into_the_module_and_are_those_of_that_
 
     def hook(guard: object, position: int) -> None:
         if position == 30:
-            seen.update({name: value.clone() for name, value in guard._state.model.state_dict().items()})  # type: ignore[attr-defined]
+            seen.update({name: value.clone() for name, value in guard._loop.state.model.state_dict().items()})  # type: ignore[attr-defined]
 
     train(Toy(samples=200), run, hook=hook)
     (name,) = [name for name in ring.names(RunPaths(run)) if name.endswith("-s00000030")]

@@ -42,7 +42,7 @@ class Script:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.guard.observe(loss)
-        self.guard._checkpoints.snapshots.wait()
+        self.guard._loop.checkpoints.snapshots.wait()
         return loss.item()
 
 
@@ -375,7 +375,7 @@ def test_a_phase_that_is_announced_for_the_step_behind_a_stop_is_not_lost(tmp_pa
             if step == stop_at:
                 signal.raise_signal(signal.SIGTERM)
         script.guard.close()
-        return script.guard._state.sentinel.state_dict()
+        return script.guard._loop.state.sentinel.state_dict()
 
     with pytest.raises(SystemExit):
         sentinel_at_the_end("run", stop_at=19)

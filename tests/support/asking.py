@@ -39,7 +39,7 @@ def asking(at: int, *requests: Callable[[], object]) -> Hook:
             request()
         waiting.clear()
         assert guard is not None
-        if guard._requests._inbox is not None:
-            guard._requests._inbox.open(now=True)  # not a quarter of a second later: a toy's step is shorter
+        if guard._loop.requests._inbox is not None:
+            guard._loop.requests._inbox.open(now=True)  # not a quarter of a second later: a toy's step is shorter
 
     return hook

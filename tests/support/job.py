@@ -91,7 +91,7 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
 def hook(scenario: dict[str, Any], toy: Toy, rank: int) -> Hook:
     def at_batch(guard: rollback.Guard | None, position: int) -> None:
         if guard is not None:
-            guard._last._device.await_gradients()  # what becomes of a rank here, its GPU has come so far
+            guard._loop.last_snapshot._device.await_gradients()  # what becomes of a rank here, its GPU has come so far
         if scenario.get("signal", [])[:2] == [rank, position]:
             number, *attempt = scenario["signal"][2:]
             if not attempt or attempt == [int(os.environ["ROLLBACK_ATTEMPT"])]:
@@ -110,12 +110,12 @@ def hook(scenario: dict[str, Any], toy: Toy, rank: int) -> Hook:
             lag_behind(guard, *scenario["lags_behind"][1:])
         if scenario.get("lags") == [rank, position] and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
             assert guard is not None
-            lag(guard, lambda: guard._last._done)
+            lag(guard, lambda: guard._loop.last_snapshot._done)
         for who, batch, command in zip(*[iter(scenario.get("shell", []))] * 3, strict=True):
             if (who, batch) == (rank, position) and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
                 subprocess.run(["sh", "-c", command], check=True)
         if scenario.get("flip") == [rank, position] and guard is not None:
-            weight = detached(next(guard._state.model.parameters()))
+            weight = detached(next(guard._loop.state.model.parameters()))
             weight.view(torch.int32)[0, 0] ^= 1
         for ask in asked:
             ask(guard, position)
@@ -157,7 +157,7 @@ def end(guard: rollback.Guard | None, how: str, device: str) -> None:
     `in its update`."""
     if how.endswith(within := " in its update"):
         assert guard is not None
-        guard._state.optimizer.register_step_pre_hook(lambda *_: end(guard, how.removesuffix(within), device))
+        guard._loop.state.optimizer.register_step_pre_hook(lambda *_: end(guard, how.removesuffix(within), device))
         return
     match how:
         case "kill":
@@ -188,7 +188,7 @@ def lag(guard: rollback.Guard, until: Callable[[], bool]) -> None:
         while not until():
             time.sleep(0.001)
 
-    optimizer = guard._state.optimizer
+    optimizer = guard._loop.state.optimizer
     others = [*optimizer._optimizer_step_pre_hooks.items()]
     optimizer._optimizer_step_pre_hooks.clear()
     optimizer.register_step_pre_hook(wait)
@@ -197,9 +197,10 @@ def lag(guard: rollback.Guard, until: Callable[[], bool]) -> None:
 
 def lag_behind(guard: rollback.Guard | None, folder: str, *methods: str) -> None:
     assert guard is not None
-    hosts = guard._last._members.hosts
+    hosts = guard._loop.last_snapshot._members.hosts
     assert hosts is not None
-    method, spoken, last = methods[hosts.hosts.index(hosts.own)], Path(folder, f"spoken-{hosts.own}"), guard._last
+    method, spoken = methods[hosts.hosts.index(hosts.own)], Path(folder, f"spoken-{hosts.own}")
+    last = guard._loop.last_snapshot
     lag(guard, spoken.exists)
     if method:
         moving = partialmethod(speak_then_move, getattr(Exchange, method), last, last._held.changes, spoken)

@@ -129,7 +129,7 @@ def run_case(case: Case, run: Path, in_probe: Callable[[], bool] = lambda: False
     with contextlib.closing(guard):
         for samples_x, samples_y, ids, *_ in guard:
             x, y = samples_x.flatten(0, 1), samples_y.flatten(0, 1)
-            guard._checkpoints.snapshots.wait()
+            guard._loop.checkpoints.snapshots.wait()
             if noise is not None:
                 y = y + 0.2 * torch.randn(y.shape, generator=noise)
             if case.fault == "weights" and guard.step == FAULT_AT and not moved:
@@ -149,7 +149,7 @@ def run_case(case: Case, run: Path, in_probe: Callable[[], bool] = lambda: False
                 scheduler.step()
                 if case.odd != "gradients":
                     optimizer.zero_grad()
-                if guard._step_in_progress.probe_batches and in_probe():
+                if guard._loop.step_in_progress.probe_batches and in_probe():
                     break
     return flat({
         "model": net.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),

@@ -72,7 +72,7 @@ def attempt(request: dict[str, Any], rank: int, store: Path) -> int:
 def hook(request: dict[str, Any], rank: int, told: int) -> Any:
     def at_batch(guard: Any, position: int) -> None:
         if request.get("trace") == [rank, position]:
-            wait_for_strace(told, guard._checkpoints.snapshots.thread.submit(threading.get_native_id).result())
+            wait_for_strace(told, guard._loop.checkpoints.snapshots.thread.submit(threading.get_native_id).result())
         if request.get("trace_training") == [rank, position]:
             wait_for_strace(told)
         if request.get("end_at") == position:

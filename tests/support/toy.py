@@ -405,7 +405,7 @@ class Loop:
             for batch in self.guard:
                 self.position, self.steps = self.guard.batch, self.guard.step
                 if self.toy.patient:
-                    self.guard._checkpoints.snapshots.wait()
+                    self.guard._loop.checkpoints.snapshots.wait()
                 yield batch
             return
         loader = self.parts.loader

@@ -182,7 +182,7 @@ class Job:
     def take(self, step: int, ids: Tensor, position: int | None) -> None:
         """A batch is about to be trained on."""
         if self.guard is not None:
-            self.guard._checkpoints.snapshots.wait()  # as `Toy.patient`
+            self.guard._loop.checkpoints.snapshots.wait()  # as `Toy.patient`
             if self.kill == [self.rank, position]:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.told and self.told[:2] == [self.rank, position]:
@@ -197,7 +197,7 @@ class Job:
         """It is on its way when this returns: training must not be over before."""
         if how == "SIGTERM":
             os.kill(int(os.environ[ENV_SUPERVISOR].partition(":")[0]), signal.SIGTERM)
-            while not self.guard._requests.stop.requested:
+            while not self.guard._loop.requests.stop.requested:
                 os.sched_yield()
         else:
             subprocess.Popen([sys.executable, "-m", "rollback", "stop", str(self.run), "--why", "maintenance"])

@@ -99,7 +99,7 @@ class _Training:
             for batch in guard:
                 self.step, self.batch = guard.step, guard.batch
                 # A step is shorter than a sync: else the disk's speed decided what there is.
-                guard._checkpoints.snapshots.wait()
+                guard._loop.checkpoints.snapshots.wait()
                 yield batch
             return
         for batch in loader if hasattr(loader, "__iter__") else iter(loader, self):

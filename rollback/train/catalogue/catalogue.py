@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
@@ -16,6 +15,7 @@ from rollback.errors import CheckpointDamaged
 from rollback.facts.training import Tier
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName, RunPaths
+from rollback.train.run import HeldAtStart
 
 
 class CheckpointStatus(Enum):
@@ -61,15 +61,6 @@ class CatalogueEntry:
     """Healthy verdicts since it was taken, of a snapshot or candidate."""
     offer: PolicyCheckpoint | None = None
     """As the ring at the URL offers it, of what is not held here."""
-
-
-class HeldAtStart(NamedTuple):
-    """A checkpoint that is held when an attempt starts; healthy: the verdicts that it has had in earlier ones."""
-
-    manifest: Manifest
-    good: bool = False
-    slot: int | None = None
-    healthy: int = 0
 
 
 class Catalogue:

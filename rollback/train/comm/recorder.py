@@ -112,16 +112,17 @@ class Recorder:
         """Why the journal could not take the last fact; empty: it has all."""
         return self._failing.get(_JOURNALLING, "")
 
-    def advise(self, code: str, text: str) -> None:
-        """Note a likely mistake of the script, once in each run."""
-        if code not in self._advised:
-            self._advised.add(code)
-            self.note(Advice(code=code, text=text), text)
+    def advise(self, *advice: tuple[str, str]) -> None:
+        """Note likely mistakes of the script, each once in a run: code and text."""
+        for code, text in advice:
+            if code not in self._advised:
+                self._advised.add(code)
+                self.note(Advice(code=code, text=text), text)
 
     def advise_of(self, advice: tuple[str, str], names: Sequence[str], **more: str) -> None:
         """Note a likely mistake about these names, of which the first few are listed. No names: no advice."""
         if names:
-            self.advise(*filled(advice, names=first_few([*map(repr, names)], _NAMED), **more))
+            self.advise(filled(advice, names=first_few([*map(repr, names)], _NAMED), **more))
 
     def metric(
         self, step: int, batch: int, loss: float | None, grad_norm: float | None, verdict: str, timeline: int

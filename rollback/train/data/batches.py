@@ -68,8 +68,7 @@ class Batches:
             self._note_failure(cursor.batch, error)
             raise
         self._check(position, data, opening)
-        for code, text in cursor.remarks():
-            self._record.advise(code, text)
+        self._record.advise(*cursor.remarks())
         return data
 
     def _note_failure(self, batch: int, error: Exception) -> None:

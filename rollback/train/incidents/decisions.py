@@ -8,7 +8,6 @@ from rollback.facts.ending import GivingUp
 from rollback.facts.training import Incident, Planned, Window
 from rollback.sentinel import Hint, Observation
 from rollback.train.comm.beat import Beat
-from rollback.train.updates.habits import Habit
 
 
 class StepMark(NamedTuple):
@@ -22,7 +21,6 @@ class StepMark(NamedTuple):
     hints: Hint
     phase: str | None = None
     """The phase that this rank announced for this step."""
-    habit: Habit | None = None
     batches: int = 1
     """Batches of this update; skipped batches in between do not count."""
     epoch_end: int | None = None

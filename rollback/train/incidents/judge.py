@@ -24,6 +24,7 @@ from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Sentinel, Verdict
 from rollback.sentinel.scaler import ScaleWatch
 from rollback.suspects import MOST
+from rollback.train.advice.advisor import Advisor
 from rollback.train.comm.beat import NO_GAUGES, Beat, Gauges, beat_of
 from rollback.train.comm.pulse import Pulse
 from rollback.train.data.skips import SkipList
@@ -35,7 +36,6 @@ from rollback.train.last_snapshot.write import Foreseen, NotProved
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.nonfinite import FiniteCheck, union
-from rollback.train.updates.advice import Advisor
 
 _ACTED_ON = (Kind.SPIKE, Kind.NONFINITE)
 _USUAL = 9  # the last updates, by which a whole one is told from one that an epoch's end made shorter or longer
@@ -113,6 +113,7 @@ class Judge:
         signs.asked = requests_open
         signs.step_seconds, signs.missed = seconds, self._checkpoints.misses_a_candidate()
         self._marks.append(mark)
+        self._advisor.end_step(mark.batches)
         self._pulse.send(loss, grad_norm, signs, gauges)
         if screened and (answer := self._screen(self._pulse.read(), mark)) is not None:
             return answer
@@ -136,11 +137,6 @@ class Judge:
             return self._judge(beat, self._marks[-1])
         finally:
             self._turn += 1
-
-    def without_update(self, batches: int) -> None:
-        """A batch is over and no update was made, as behind so many batches by now. Not collective."""
-        for code, text in self._advisor.without_update(batches):
-            self._record.advise(code, text)
 
     @property
     def calm(self) -> bool:
@@ -255,9 +251,7 @@ class Judge:
             self._record.note(ScalerSkipped(step=mark.step, batch=mark.last_batch))
         if (blip := verdict.ended) is not None:
             self._record.note(Noticed(**asdict(blip)))
-        if mark.habit is not None:
-            for code, text in self._advisor.judge(mark.habit, beat, verdict):
-                self._record.advise(code, text)
+        self._record.advise(*self._advisor.judge(beat, verdict))
         self._verdict = verdict.kind
         self._evidence.suspect(verdict.onset)
         self._judged(mark, beat.loss, self._sentinel)

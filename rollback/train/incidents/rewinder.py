@@ -13,12 +13,12 @@ from rollback.facts.training import Restored, Window
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import Halt, Rewind, Undo
 from rollback.train.incidents.judge import Judge
+from rollback.train.restore.late_writes import writes_behind
 from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.state.held import HeldGradients, HeldState
 from rollback.train.state.module_buffers import NOT_IN_CHECKPOINT
-from rollback.train.state.own_snapshot import writes_behind
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.wrappers import ddp_inside
 

@@ -347,4 +347,4 @@ class CheckpointManager:
             self._record.note(fact)
             raise UsageError(f"{landing.fault}, since the first updates of the run", hint=NEVER_ALIKE)
         self._record.note(fact, landing.fault)
-        self._record.advise(*REPLICAS_DIFFER)
+        self._record.advise(REPLICAS_DIFFER)

@@ -46,13 +46,14 @@ from rollback.rundir.identity import Identity, new_identity, read_identity, requ
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths, format_for
 from rollback.system import files
+from rollback.train.advice.own_snapshot import traces_of
 from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.catalogue.remote import HostCopies
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.data import rng
 from rollback.train.restore.restore import restore
-from rollback.train.run import AttachedRun, require_first, supervised
+from rollback.train.run import AttachedRun, HeldAtStart, require_first, supervised
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
 from rollback.train.start.found_run import FoundRun, read_run
@@ -72,7 +73,6 @@ from rollback.train.start.start_record import (
 )
 from rollback.train.state.module_buffers import NOT_IN_CHECKPOINT, NOT_KEPT
 from rollback.train.state.nonfinite import union
-from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
 
 
@@ -264,8 +264,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
         ),
         where_it_goes_on(history, chosen, there) if chosen else f"begins with {init.in_words()}" if init else None,
     )  # fmt: skip
-    if advice := traces.advice(history.first_writes.get(traces.wrapped), chosen.step if chosen else None):
-        record.advise(*advice)
+    record.advise(*traces.advice(history.first_writes.get(traces.wrapped), chosen.step if chosen else None))
     record.advise_of(NOT_KEPT, state.not_kept())
     if chosen is not None:
         record.advise_of(INIT_NOT_READ, [settings.init] if settings.init else [])
@@ -282,13 +281,18 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
         history,
         [*damaged, *found.strays, *(m.name for m in found.at_url), *(manifest.name for manifest in found.manifests)],
     )
-    slots = {manifest.name: found.slots[manifest.name] for manifest in held if manifest.name in found.slots}
     healthy = healthy_until(paths, history, chosen, record) if ranks.first and chosen is not None else 0
-    healthy = ranks.from_first(healthy)
+    healthy, restored_step = ranks.from_first(healthy), chosen.step if chosen is not None else 0
+    held_at_start = [
+        HeldAtStart(
+            manifest, manifest.name in history.good, found.slots.get(manifest.name),
+            min(healthy, max(0, restored_step - manifest.step)), manifest.name in found.in_ring,
+        )
+        for manifest in held
+    ]  # fmt: skip
     return AttachedRun(
-        paths, ranks, settings, record, history, found.attempt, run_id, manifests=held, slots=slots,
-        in_ring=frozenset(found.in_ring), next_seq=seq, restored=chosen, healthy_before=healthy,
-        ranks_before=ranks_before,
+        paths, ranks, settings, record, history, found.attempt, run_id, held=held_at_start, next_seq=seq,
+        restored=chosen, ranks_before=ranks_before,
     )  # fmt: skip
 
 

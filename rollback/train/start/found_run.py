@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.format.manifest import Manifest
@@ -54,7 +54,7 @@ class FoundRun:
     strays: list[str]
     """Checkpoints that only some hosts have in their slots."""
     ahead: frozenset[str]
-    """Checkpoints in the slots, and nowhere else, that are ahead of the record."""
+    """Checkpoints in the slots, and nowhere else, that are ahead of the record (`tiers.SlotsLook`)."""
     at_url: list[Manifest]
     """Of newer checkpoints than the run would go on with, which are only in the ring at the URL."""
     unknown_at_url: str | None
@@ -170,24 +170,14 @@ class InSlot:
     content: str
 
 
-class Inventory(NamedTuple):
-    """What is in the slots of all hosts."""
-
-    manifests: list[Manifest]
-    """Of the checkpoints that every host has in the slot of the same number: only these can be used."""
-    slots: dict[str, int]
-    """Of these, by name."""
-    strays: list[str]
-    """The names of those that only some hosts have."""
-    ahead: frozenset[str]
-    """Of the first, those that are ahead of the record (`tiers.SlotsLook`)."""
-
-
-def _take_inventory(paths: RunPaths, ranks: Ranks, in_ring: Collection[str]) -> Inventory:
+def _take_inventory(
+    paths: RunPaths, ranks: Ranks, in_ring: Collection[str]
+) -> tuple[list[Manifest], dict[str, int], list[str], frozenset[str]]:
     """Collective: what is in the slots, the same on all ranks. The first rank of each host looks into them.
 
-    in_ring: names of the checkpoints in the run directory, which are these and not what memory has
-    ahead of it.
+    Manifests and slots of the checkpoints that every host has in the slot of the same number: only these can be used.
+    Then strays and what is ahead, as `FoundRun` has them. in_ring: names of the checkpoints in the run directory, which
+    are these and not what memory has ahead of it.
     """
     look = tiers.look_into_slots(paths) if ranks.first_of_host else tiers.SlotsLook([], [], {})
     places = [place for place in [*look.usable, *look.ahead] if is_enough(place, ranks)]
@@ -199,7 +189,7 @@ def _take_inventory(paths: RunPaths, ranks: Ranks, in_ring: Collection[str]) -> 
     slots = {item.name: item.slot for item in held}
     own = [place.manifest.model_dump(mode="json") for place in places if slots.get(place.name) == place.slot]
     manifests = [Manifest.model_validate(body) for body in ranks.from_first(own)]
-    return Inventory(manifests, slots, strays, frozenset(names & slots.keys()))
+    return manifests, slots, strays, frozenset(names & slots.keys())
 
 
 def is_enough(place: Located, ranks: Ranks) -> bool:

@@ -270,7 +270,7 @@ def tell_of_unequal_epochs(batches: Sequence[int | None], record: Recorder) -> N
     first_with = {count: rank for rank, count in reversed([*enumerate(batches)]) if count is not None}
     if len(first_with) > 1:
         counts = first_few([f"{count} on rank {rank}" for count, rank in sorted(first_with.items())], _SHOWN)
-        record.advise(*filled(UNEQUAL_EPOCHS, counts=counts))
+        record.advise(filled(UNEQUAL_EPOCHS, counts=counts))
 
 
 def put_aside(

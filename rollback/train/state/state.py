@@ -20,7 +20,6 @@ from rollback.train.state.image import IN_PLACE, PARAMETERS, Image, require_one_
 from rollback.train.state.kept_values import KeptByScript
 from rollback.train.state.module_buffers import all_of, can_be_written, match, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
-from rollback.train.state.script_rates import ScriptRates
 from rollback.train.state.stateful import Stateful, load_into, load_optimizer, tensors_of_state
 from rollback.train.state.tree import memory_of
 from rollback.train.updates.learning_rate import RateReader
@@ -82,7 +81,7 @@ class TrainingState:
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
-        self.script_rates, self._rate_reader = ScriptRates(objects.values()), RateReader()
+        self._rate_reader = RateReader()
         self.kept = KeptByScript()
         self.not_in_checkpoint: list[str] = []
         """Buffers without a value in the last `load`; they did not change."""
@@ -334,17 +333,16 @@ class TrainingState:
         """Whether a batch has been handed out since the last load."""
         return self.cursor.batch > self._loaded_at
 
-    def note_learning_rate(self, *, epoch_began: bool) -> Hint:
-        """Note the rate of the step that has ended, with which an epoch began or not. Returns the sentinel's hint."""
+    def note_learning_rate(self) -> Hint:
+        """Note the rate of the step that has ended. Returns the sentinel's hint."""
         counters = self.counters
         if (given := self.optimizer.param_groups[0].get("lr")) is None:
             return Hint.NONE  # an optimizer that finds its step by itself
         rate = self._rate_reader.read(given)
         hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
-        first = counters.first_rate = rate if counters.step == 0 else counters.first_rate
-        before = None if epoch_began else counters.learning_rate
-        self.script_rates.note(counters.step, self.cursor.epoch, rate, before, first)
-        counters.learning_rate, counters.highest_rate = rate, max(rate, counters.highest_rate or rate)
+        counters.first_rate = rate if counters.step == 0 else counters.first_rate
+        counters.learning_rate = rate
+        counters.highest_rate = max(rate, counters.highest_rate or rate)
         return hint
 
     def restore_random_states(self) -> None:

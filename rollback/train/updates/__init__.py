@@ -1,1 +1,1 @@
-"""The script's updates: optimizer hooks, gradient norms, habits, advice."""
+"""The script's updates: optimizer hooks, gradients and their norms."""

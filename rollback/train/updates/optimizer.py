@@ -1,5 +1,6 @@
 """Notices optimizer updates: made ones, those that a gradient scaler dropped, and their gradient norms."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,9 +9,7 @@ from torch import Tensor, nn
 from rollback.errors import UsageError
 from rollback.train.comm.beat import Gauges
 from rollback.train.updates.gradients import GradientNorms, Gradients
-from rollback.train.updates.habits import Habit, Habits
 from rollback.train.updates.hooks import before_update, watch_method, weak_hook
-from rollback.train.updates.layers import Layers
 from rollback.train.updates.wrappers import unwrap
 
 
@@ -18,13 +17,11 @@ class Updates:
     """The updates between two step ends. It hooks the optimizer, and `step` and `update` of a GradScaler, if there
     is one."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scaler: object | None,
-        model: nn.Module | None = None,
-        layers: Layers | None = None,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module | None = None) -> None:
+        self.on_begin: list[Callable[[bool | None], object]] = []
+        """Called as the optimizer, or its scaler, begins: whether the script has written to the gradients since
+        backward; None: not known."""
+        self.on_forget: list[Callable[[], object]] = []
         self.happened = False
         self.attempted = False
         self.gradients: GradientNorms | None = None
@@ -33,10 +30,9 @@ class Updates:
         """Of a fused optimizer, on its device: above zero if the scaler drops the update."""
         self.in_training_mode = False
         """Whether the model was, as the newest update began."""
-        self._optimizer, self._model, self._layers = optimizer, model, layers
+        self._optimizer, self._model = optimizer, model
         self._inside = None if model is None else unwrap(model)
         self._sensed = Gradients(optimizer, scaler, model)
-        self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
         before_update(optimizer, self._before_update)
         self._scale_is_due = False
         if scaler is not None and hasattr(scaler, "step") and hasattr(scaler, "update"):
@@ -56,12 +52,6 @@ class Updates:
     def grad_norm(self) -> Tensor | float | None:
         """The norm of the applied gradient before clipping; None: the scaler dropped the update."""
         return self.gradients.total if self.gradients is not None and self.happened else None
-
-    def end_step(self, batches: int) -> Habit:
-        """What was noticed of the update. batches: its number of batches. Call it once for each update."""
-        if self._layers is not None:
-            self._layers.look(self.gradients)
-        return self._habits.end_step(batches)
 
     def gauges(self, *, told: bool) -> Gauges:
         """The gauges of this update, for the pulse. told: the script has reported the gradient's norm."""
@@ -93,26 +83,27 @@ class Updates:
         self.happened = self.attempted = self._scale_is_due = False
         self.gradients = self._found_inf = None
         self._sensed.forget()
-        self._habits.forget()
+        for act in self.on_forget:
+            act()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self.happened = True
-        self._note_mode()
         self._found_inf = getattr(optimizer, "found_inf", None)
         self.gradients = self._sensed.before_step()
-        self._habits.before_step(self._sensed.written)
+        self._begins()
 
     def _before_scaled_update(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if optimizer is self._optimizer:
             self.attempted = self._scale_is_due = True
-            self._note_mode()
             self._sensed.look()
-            self._habits.before_step(self._sensed.written)
+            self._begins()
             # If the scaler drops the update, the optimizer's own hook is not called.
             self.gradients = self._sensed.seen
 
-    def _note_mode(self) -> None:
+    def _begins(self) -> None:
         self.in_training_mode = self._inside is not None and self._inside.training
+        for act in self.on_begin:
+            act(self._sensed.written)
 
     def _before_scale(self, *_: Any, **__: Any) -> None:
         self._scale_is_due = False

@@ -16,7 +16,6 @@ from rollback.source.own_counters import OwnCounter
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
-from rollback.train.script_side import refuse_guarded
 from rollback.train.start import attach
 
 READS = "goes over the loader that it trains on, and computes no gradients there: under torch.no_grad() it may"
@@ -37,7 +36,7 @@ class ScriptSigns:
     def refuse(self, error: UsageError) -> NoReturn:
         """End all ranks because of what this one sees."""
         if self.guard is not None:
-            refuse_guarded(error, self.guard)
+            self.guard.refuse(error)
         attach.refuse(error, status=1)
 
     def agree(self, seen: Any) -> None:

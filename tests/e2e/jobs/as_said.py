@@ -58,7 +58,7 @@ class Trained:
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         # A step is shorter than a sync: there would be no checkpoint in mid-epoch.
-        self.guard._checkpoints.snapshots.wait()
+        self.guard._loop.checkpoints.snapshots.wait()
         line = {
             "step": self.guard.step,
             "batch": self.guard.batch,

@@ -33,7 +33,7 @@ def main(differs_from: int) -> None:
             for parameter in average.module.parameters():
                 parameter.data.add_(1e-3)
         guard.observe(loss)
-        guard._checkpoints.snapshots.wait()  # which checkpoints there are does not depend on the disk's speed then
+        guard._loop.checkpoints.snapshots.wait()  # which checkpoints there are does not depend on the disk's speed then
     dist.destroy_process_group()
 
 

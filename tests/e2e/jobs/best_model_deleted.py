@@ -40,7 +40,7 @@ class Scored(Trainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: Any, *more: Any, **others: Any) -> Any:
         if model.training:
-            self.train.__self__.guard._checkpoints.snapshots.wait()  # as `Toy.patient`: which are good is the same
+            self.train.__self__.guard._loop.checkpoints.snapshots.wait()  # as `Toy.patient`: which are good is the same
         loss = super().compute_loss(model, inputs, *more, **others)
         if model.training and self.state.global_step == SPOILED and not self.undone:
             self.undone = True

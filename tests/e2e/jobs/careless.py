@@ -29,13 +29,13 @@ guard = rollback.Guard(model=model, optimizer=optimizer, loader=list(torch.randn
 for batch, x in enumerate(guard):
     if do == "groups" and guard.step == 3 and len(optimizer.param_groups) == 1:
         optimizer.add_param_group({"params": list(model[0].parameters())})
-    guard._checkpoints.snapshots.wait()
+    guard._loop.checkpoints.snapshots.wait()
     if do == "groups" and batch == 30 and first_attempt:
         os.kill(os.getpid(), signal.SIGKILL)
     if do == "rename" and batch == 3 and first_attempt:
         socket.sethostname(sys.argv[2])
         Path("renamed").touch()
-        while not guard._requests.stop.requested:
+        while not guard._loop.requests.stop.requested:
             time.sleep(0.01)
     loss = model(x).square().mean()
     loss.backward()

@@ -82,7 +82,7 @@ def main(kind: str, out: Path, killed_at: int) -> None:
         for each in average.values():
             each.update(model)
         guard.observe(loss)
-        guard._checkpoints.snapshots.wait()  # which checkpoints there are does not depend on the disk's speed then
+        guard._loop.checkpoints.snapshots.wait()  # which checkpoints there are does not depend on the disk's speed then
         if guard.step == killed_at and rank == 1 and not out.exists():
             out.mkdir()
             os.kill(os.getpid(), signal.SIGKILL)

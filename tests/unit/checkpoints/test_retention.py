@@ -17,7 +17,8 @@ from rollback.facts.training import BecameGood, Committed, JournalEntry
 from rollback.policy import PolicyCheckpoint, plan
 from rollback.ring.schedule import Situation, to_evict
 from rollback.rundir.paths import CheckpointName
-from rollback.train.catalogue.catalogue import Catalogue, HeldAtStart
+from rollback.train.catalogue.catalogue import Catalogue
+from rollback.train.run import HeldAtStart
 
 NAMES = [CheckpointName.of(seq, 10 * seq) for seq in range(20)]
 

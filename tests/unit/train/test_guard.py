@@ -68,7 +68,7 @@ def test_losses_that_lie_in_the_same_memory_one_after_the_other_are_each_what_wa
     made, place = guard(tmp_path / "run"), torch.zeros(shape)
     for value in (1.0, 3.0):
         made.observe(place.fill_(value))
-    assert made._step_in_progress.mean_loss() == 2.0
+    assert made._loop.step_in_progress.mean_loss() == 2.0
     made.close()
 
 
@@ -266,9 +266,9 @@ def test_what_a_script_draws_behind_its_guard_is_the_same_at_each_start(tmp_path
         assert bool(made.step) is (leave_at is None)
         teacher = torch.randn(4)
         for _ in made:
-            made._state.model(torch.ones(1, 4)).sum().backward()
-            made._state.optimizer.step()
-            made._checkpoints.snapshots.wait()
+            made._loop.state.model(torch.ones(1, 4)).sum().backward()
+            made._loop.state.optimizer.step()
+            made._loop.checkpoints.snapshots.wait()
             noise = torch.randn(4)
             if made.step == leave_at:
                 break

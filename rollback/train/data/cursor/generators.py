@@ -13,7 +13,8 @@ from weakref import ref
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rollback.train.data.cursor.digest import Digest
 
@@ -257,6 +258,23 @@ def generators_of_script(variables: Iterable[tuple[str, Any]], *others: Any) -> 
             places = (f"{name}{number or ''}" for number in range(len(found) + 1))
             found[next(place for place in places if place not in found)] = thing
     return found
+
+
+def generators_beside(
+    modules: Mapping[str, nn.Module], objects: Mapping[str, object], loader: Any, variables: Iterable[tuple[str, Any]]
+) -> dict[str, Any]:
+    """Those that are attributes of modules or optimizers, or variables of the script, by name. Those that the loader
+    has are the cursor's."""
+    parts: list[tuple[str, Any]] = [
+        (f"{owner}.{prefix}" if prefix else owner, part)
+        for owner, module in modules.items() for prefix, part in module.named_modules()
+    ]  # fmt: skip
+    parts += [(name, item) for name, item in objects.items() if isinstance(item, Optimizer)]
+    found = {  # what else an attribute refers to may be the loader's, which is kept
+        f"{name}.{attribute}": value
+        for name, part in parts for attribute, value in vars(part).items() if is_generator(value)
+    }  # fmt: skip
+    return found | generators_of_script(variables, loader, *found.values())
 
 
 def _are_same(state: Any, before: Any) -> bool:

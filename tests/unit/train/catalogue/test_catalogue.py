@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from checkpoints import manifest_of
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.policy import PolicyCheckpoint
-from rollback.train.catalogue.catalogue import Catalogue, CatalogueEntry, HeldAtStart
+from rollback.train.catalogue.catalogue import Catalogue, CatalogueEntry
+from rollback.train.run import HeldAtStart
 
 PROBATION = 4
 

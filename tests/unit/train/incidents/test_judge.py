@@ -14,10 +14,13 @@ from rollback.facts.training import Advice, BecameGood, CheckpointLost, Fact, In
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Hint, Sentinel
+from rollback.train.advice.advisor import Advisor
+from rollback.train.advice.unkept import Unkept
 from rollback.train.catalogue.catalogue import Catalogue
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
+from rollback.train.data.cursor import cursor_for
 from rollback.train.data.skips import SkipList
 from rollback.train.incidents.decisions import Decision, Halt, Rewind, StepMark
 from rollback.train.incidents.evidence import IncidentEvidence
@@ -27,7 +30,8 @@ from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.image import Image
 from rollback.train.state.nonfinite import FiniteCheck
-from rollback.train.updates.advice import Advisor
+from rollback.train.state.state import TrainingState
+from rollback.train.updates.optimizer import Updates
 
 NAN = float("nan")
 
@@ -46,9 +50,12 @@ class Steps:
         run = AttachedRun(self.paths, ranks, settings, record, History())
         self.checkpoints = CheckpointManager(run, self.snapshots, self.catalogue)
         model = torch.nn.Linear(1, 1)
+        optimizer, sentinel = torch.optim.SGD(model.parameters()), Sentinel(settings.sensitivity)
+        state = TrainingState(model, optimizer, {}, cursor_for([1]), sentinel)
+        advisor = Advisor(state, Updates(optimizer, None, model), model, Unkept(state, {}, []))
         self.judge = Judge(
-            run, Pulse(ranks, torch.device("cpu")), Sentinel(settings.sensitivity), FiniteCheck((), repr),
-            self.checkpoints, IncidentEvidence(run, model, 0), Advisor(model, None), SkipList(run), lambda *_: None,
+            run, Pulse(ranks, torch.device("cpu")), sentinel, FiniteCheck((), repr), self.checkpoints,
+            IncidentEvidence(run, model, 0), advisor, SkipList(run), lambda *_: None,
         )  # fmt: skip
         self.step = 0
         self.per_step = batches_per_step
@@ -197,7 +204,7 @@ def test_observing_only_decides_nothing(tmp_path: Path) -> None:
 
 def test_advice_is_given_once(steps: Steps) -> None:
     for _ in range(3):
-        steps.record.advise("code", "do it otherwise")
+        steps.record.advise(("code", "do it otherwise"))
     assert len(steps.facts(Advice)) == 1
 
 

@@ -54,7 +54,7 @@ class Script:
     def update(self, x: torch.Tensor) -> None:
         if self.guard.batch == self.broken:
             self.broken, self.broken_again = self.broken_again, None
-        self.guard._checkpoints.snapshots.wait()
+        self.guard._loop.checkpoints.snapshots.wait()
         loss = self.model(x).square().mean()
         loss.backward()
         self.optimizer.step()
@@ -66,7 +66,7 @@ class Script:
 
 def subscribers(guard: rollback.Guard) -> list[Any]:
     """The objects behind the methods that are called."""
-    return [getattr(subscriber, "__self__", None) for subscriber in guard._rewinder.subscribers]
+    return [getattr(subscriber, "__self__", None) for subscriber in guard._loop.rewinder.subscribers]
 
 
 def listen_to_each(guard: rollback.Guard) -> list[tuple[str, RollbackCause]]:
@@ -80,15 +80,15 @@ def listen_to_each(guard: rollback.Guard) -> list[tuple[str, RollbackCause]]:
 
         return note
 
-    guard._rewinder.subscribers = [noting(subscriber) for subscriber in guard._rewinder.subscribers]
+    guard._loop.rewinder.subscribers = [noting(subscriber) for subscriber in guard._loop.rewinder.subscribers]
     return heard
 
 
 def ask(guard: rollback.Guard) -> None:
     """As if there were a rise, and a batch from before."""
     kept = KeptUpdate(0, [KeptBatch(torch.zeros(4, 4), MOST, {})], loss=9.0)
-    guard._prober.kept.held = [kept]
-    guard._prober.kept.question = OpenQuestion(onset=1, level=0.0, now=1.0, noise=0.5)
+    batches = guard._loop.prober.kept
+    batches.held, batches.question = [kept], OpenQuestion(onset=1, level=0.0, now=1.0, noise=0.5)
 
 
 def resumed(run: Path) -> Script:
@@ -119,7 +119,7 @@ def test_every_kind_of_restore_reaches_every_subscriber(tmp_path: Path, cause: R
             script = Script(tmp_path / "run", broken=8)
         case RollbackCause.REHEARSAL:
             script = resumed(tmp_path / "run")
-            script.guard._rewinder.rehearsing = True  # as on more than two ranks
+            script.guard._loop.rewinder.rehearsing = True  # as on more than two ranks
         case RollbackCause.EPOCH_START:
             script = Script(tmp_path / "run", broken=EPOCH + 1)
         case RollbackCause.SCREEN:  # a reach set by hand trusts no batch in hand
@@ -128,7 +128,7 @@ def test_every_kind_of_restore_reaches_every_subscriber(tmp_path: Path, cause: R
         case RollbackCause.PROBE:
             script = Script(tmp_path / "run")
             ask(script.guard)
-    names = [subscriber.__qualname__ for subscriber in script.guard._rewinder.subscribers]
+    names = [subscriber.__qualname__ for subscriber in script.guard._loop.rewinder.subscribers]
     heard = listen_to_each(script.guard)
     script.train(2)
     assert [name for name, told_of in heard if told_of is cause] == names
@@ -212,7 +212,7 @@ def test_an_update_between_two_epochs_that_is_undone_does_not_count(tmp_path: Pa
 
 def test_a_phase_announced_before_the_loop_begins_with_the_step_that_counts(tmp_path: Path) -> None:
     script = resumed(tmp_path / "run")
-    script.guard._rewinder.rehearsing = True
+    script.guard._loop.rewinder.rehearsing = True
     script.guard.announce("fine")
     script.train(2)
     assert [fact.phase for fact in facts(tmp_path / "run", PhaseAnnounced)] == ["fine"]

@@ -14,7 +14,7 @@ from rollback.train.snapshots.unseen_writes import FIRST_STEPS
 
 
 def weights_of(guard: rollback.Guard) -> torch.Tensor:
-    return next(guard._state.model.parameters())
+    return next(guard._loop.state.model.parameters())
 
 
 def test_where_a_script_makes_such_writes_there_is_no_last_snapshot(tmp_path: Path, memory: Path) -> None:
@@ -45,7 +45,7 @@ def test_until_that_is_known_the_weights_themselves_are_compared(tmp_path: Path,
             weights_of(guard).data.mul_(1.5)
             keep(guard)
             weights_of(guard).data.copy_(before)
-            found.extend(last_account.read_accounts(guard._last._paths))
+            found.extend(last_account.read_accounts(guard._loop.last_snapshot._paths))
 
     found: list[last_account.LastAccount] = []
     train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=end)

@@ -99,7 +99,7 @@ def kept(
         at_each(guard, position)
         if position == AT and guard is not None:
             act(guard)
-            found.extend(last_account.read_accounts(guard._last._paths))
+            found.extend(last_account.read_accounts(guard._loop.last_snapshot._paths))
 
     found: list[LastAccount] = []
     train(toy.with_settings(fast_tier=str(memory), snapshot_every=50), run, hook=hook)
@@ -107,7 +107,7 @@ def kept(
 
 
 def keep(guard: rollback.Guard) -> None:
-    guard._last.keep("the test")
+    guard._loop.last_snapshot.keep("the test")
 
 
 def test_a_rank_keeps_its_state_and_another_goes_on_from_it(tmp_path: Path, memory: Path) -> None:
@@ -136,9 +136,9 @@ def test_no_update_begins_before_the_beat_of_the_step_before_is_there(tmp_path: 
     def act(guard: rollback.Guard) -> None:
         class Sum:
             def wait(self) -> None:
-                stood.append(bool(guard._last._held.still))
+                stood.append(bool(guard._loop.last_snapshot._held.still))
 
-        guard._judge._pulse._work = cast(Any, Sum())
+        guard._loop.judge._pulse._work = cast(Any, Sum())
 
     kept(tmp_path / "run", memory, act)
     assert stood == [True, False], "the second one is that of the beat's reading"
@@ -193,7 +193,7 @@ def test_an_epoch_s_opening_is_in_the_mark_of_its_epoch(tmp_path: Path, memory: 
 
     def hook(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
-        paths, cursor = guard._last._paths, guard._state.cursor
+        paths, cursor = guard._loop.last_snapshot._paths, guard._loop.state.cursor
         for end, body in end_marks.read_ends(paths, 0).items():
             if end.batch == position:  # marked just before this batch was handed out
                 told = SmallState.of(split(body)[1])
@@ -233,14 +233,14 @@ def test_a_mark_has_the_buffers_that_there_are(tmp_path: Path, memory: Path) -> 
 
     def hook(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
-        for end, body in end_marks.read_ends(guard._last._paths, 0).items():
+        for end, body in end_marks.read_ends(guard._loop.last_snapshot._paths, 0).items():
             if end.batch == position:
                 told = SmallState.of(split(body)[1])
-                there = guard._state.image().local_tensors
+                there = guard._loop.state.image().local_tensors
                 assert told.buffer_names == sorted(name for name in there if "buffers" in name)
                 assert all(bytes(told.tensors[name][2]) == _bytes(there[name]) for name in told.buffer_names)
                 found.append(len(told.buffer_names))
-        change(guard._state.model, position)
+        change(guard._loop.state.model, position)
 
     found: list[int] = []
     train(TOY.but(samples=80, epochs=1).with_settings(fast_tier=str(memory)), tmp_path / "run", hook=hook)
@@ -255,8 +255,8 @@ def test_a_buffer_that_the_next_step_has_made_is_not_in_what_is_kept(tmp_path: P
     """Though its backward has looked at the buffers meanwhile, for an early mark."""
 
     def act(guard: rollback.Guard) -> None:
-        guard._state.model.register_buffer("late", torch.rand(2))
-        guard._last._small_state.coming()
+        guard._loop.state.model.register_buffer("late", torch.rand(2))
+        guard._loop.last_snapshot._small_state.coming()
         keep(guard)
         (place,) = [path.parent for path in memory.glob("*/*/slot-9*/manifest.json")]
         with ring.open_shards(place, read_manifest(place, in_slot=True))[0] as shard:
@@ -270,7 +270,7 @@ def test_a_buffer_that_the_next_step_has_made_is_not_in_what_is_kept(tmp_path: P
 
 def test_ranks_with_other_buffers_keep_nothing(tmp_path: Path, memory: Path, other: int) -> None:
     def act(guard: rollback.Guard) -> None:
-        model, last = guard._state.model, guard._last
+        model, last = guard._loop.state.model, guard._loop.last_snapshot
         model.register_buffer("late", torch.rand(2))
         local = last._small_state.local()
         del model.late
@@ -278,7 +278,7 @@ def test_ranks_with_other_buffers_keep_nothing(tmp_path: Path, memory: Path, oth
         second.write(last._held.newest.end, local.body({}, last._pulse.sent()), local.stays)
         kill(other)
         keep(guard)
-        guard._run.ranks.world_size = 1
+        guard._loop.run.ranks.world_size = 1
 
     (account,) = kept(tmp_path / "run", memory, act)
     assert account.checkpoint is None
@@ -290,10 +290,10 @@ def test_a_mark_has_the_kept_values_as_a_checkpoint_has_them(tmp_path: Path, mem
 
     def hook(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
-        held = guard._state.kept
+        held = guard._loop.state.kept
         if not position:
             guard.keep(best=float("inf"), seen=(1, [float("nan"), None]), by_number={1: "one", 2: -0.0}, text="\ud800")
-        for end, body in end_marks.read_ends(guard._last._paths, 0).items():
+        for end, body in end_marks.read_ends(guard._loop.last_snapshot._paths, 0).items():
             if end.batch == position and position:
                 told = SmallState.of(split(body)[1]).trees["kept"]
                 assert repr(told) == repr(tree.encode(held.state_dict(), "local/kept", {}))
@@ -340,10 +340,10 @@ def test_nothing_is_kept_within_an_update(
     def in_the_update(guard: rollback.Guard) -> None:
         def at_the_hook(*_: object) -> None:
             keep(guard)
-            found.extend(last_account.read_accounts(guard._last._paths))
+            found.extend(last_account.read_accounts(guard._loop.last_snapshot._paths))
             handle.remove()
 
-        optimizer = guard._state.optimizer
+        optimizer = guard._loop.state.optimizer
         hook = optimizer.register_step_pre_hook if where == "before" else optimizer.register_step_post_hook
         handle = hook(at_the_hook)
 
@@ -361,11 +361,11 @@ def test_a_change_during_the_copy_is_noticed(
     ordinary = write.write_shard
 
     def and_change(guard: rollback.Guard, *given: Any) -> Any:
-        weight = next(guard._state.model.parameters())
+        weight = next(guard._loop.state.model.parameters())
         with torch.no_grad():
             match how:
                 case "counted":
-                    guard._last.note_change()
+                    guard._loop.last_snapshot.note_change()
                 case "in place":
                     weight.mul_(1)
                 case _:
@@ -405,7 +405,7 @@ def test_a_step_that_ends_during_the_copy_is_kept_in_its_place(
         if position == AT + 1 and guard is not None:
             ended.set()
             threads[0].join()
-            found.extend(last_account.read_accounts(guard._last._paths))
+            found.extend(last_account.read_accounts(guard._loop.last_snapshot._paths))
 
     threads: list[threading.Thread] = []
     found: list[LastAccount] = []
@@ -423,7 +423,7 @@ def test_nothing_stands_while_a_step_is_judged_though_its_update_was_dropped(
     send = Pulse.send
 
     def watched(pulse: Pulse, *given: Any) -> None:
-        stands.append(guards[0]._last._held.still)
+        stands.append(guards[0]._loop.last_snapshot._held.still)
         send(pulse, *given)
 
     monkeypatch.setattr(Pulse, "send", watched)
@@ -451,7 +451,7 @@ def test_nothing_stands_within_a_return_and_what_follows_it_are_other_steps(
 
     def watched(what: str, ordinary: Callable[..., Any]) -> Callable[..., Any]:
         def go_back(*given: Any) -> Any:
-            assert not guards[0]._last._held.still, what
+            assert not guards[0]._loop.last_snapshot._held.still, what
             within.append(what)
             return ordinary(*given)
 
@@ -460,7 +460,7 @@ def test_nothing_stands_within_a_return_and_what_follows_it_are_other_steps(
     def hook(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
         guards.append(guard)
-        ends.append(guard._last._held.newest.end._replace(timeline=0))
+        ends.append(guard._loop.last_snapshot._held.newest.end._replace(timeline=0))
 
     monkeypatch.setattr(returns, "restore", watched("restore", returns.restore))
     monkeypatch.setattr(HeldState, "put_back", watched("undo", HeldState.put_back))
@@ -478,7 +478,7 @@ def without_sent(body: bytes) -> bytes:
 def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> EndMark:
     """Another rank, with a mark of the same step's end. The guard itself stays alone in the end. ended: else that rank
     has come to the step's end before, and has told early of this one."""
-    last = guard._last
+    last = guard._loop.last_snapshot
     end = last._held.newest.end
     body = end_marks.read_ends(last._paths, 0)[end]
     second = EndMark(last._paths, 1)
@@ -488,7 +488,7 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
         second.write(end._replace(step=end.step - 1, batch=end.batch - 1), body)
         second.write_early(end, without_sent(body), hold())
     last._members.peers.pidfds[1], last._members.peers._pids = os.pidfd_open(pid), (os.getpid(), pid)
-    guard._run.ranks.world_size = 2
+    guard._loop.run.ranks.world_size = 2
     return second
 
 
@@ -496,10 +496,10 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
 def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other: int, differs: bool) -> None:
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
-        digest = write.together(write.digests_of_parameters(guard._state))
-        second.tell_digest(guard._last._held.newest.end, digest ^ differs)
+        digest = write.together(write.digests_of_parameters(guard._loop.state))
+        second.tell_digest(guard._loop.last_snapshot._held.newest.end, digest ^ differs)
         keep(guard)
-        guard._run.ranks.world_size = 1
+        guard._loop.run.ranks.world_size = 1
 
     (account,) = kept(tmp_path / "run", memory, act)
     assert ("are others" in (account.why_not or "")) == differs
@@ -510,7 +510,7 @@ def test_what_a_script_did_to_moments_before_its_update_is_not_kept(tmp_path: Pa
     """As one that makes momentum smaller at the beginning of its loop: it does so once more where it goes on."""
 
     def act(guard: rollback.Guard) -> None:
-        next(iter(guard._state.optimizer.state.values()))["exp_avg"].mul_(0.5)
+        next(iter(guard._loop.state.optimizer.state.values()))["exp_avg"].mul_(0.5)
         keep(guard)
 
     (account,) = kept(tmp_path / "run", memory, act)
@@ -523,10 +523,10 @@ def test_a_digest_that_another_rank_told_at_another_step_s_end_says_nothing(
     """That rank is stopped, say, and does not answer."""
 
     def act(guard: rollback.Guard) -> None:
-        second, end = as_one_of_two(guard, other), guard._last._held.newest.end
-        second.tell_digest(end._replace(returns=1), write.together(write.digests_of_parameters(guard._state)) ^ 1)
+        second, end = as_one_of_two(guard, other), guard._loop.last_snapshot._held.newest.end
+        second.tell_digest(end._replace(returns=1), write.together(write.digests_of_parameters(guard._loop.state)) ^ 1)
         keep(guard)
-        guard._run.ranks.world_size = 1
+        guard._loop.run.ranks.world_size = 1
 
     (account,) = kept(tmp_path / "run", memory, act)
     assert (account.step, account.why_not) == (AT, None)
@@ -541,13 +541,13 @@ def test_weights_that_were_exchanged_between_two_epochs_are_not_kept(
 
     def evaluate(loop: Loop) -> None:
         assert loop.guard is not None
-        weights = next(loop.guard._state.model.parameters()).data
+        weights = next(loop.guard._loop.state.model.parameters()).data
         if not found:
             before = weights.clone()
             weights.mul_(1.5 if differs else 1.0)
             keep(loop.guard)
             weights.copy_(before)
-            found.extend(last_account.read_accounts(loop.guard._last._paths))
+            found.extend(last_account.read_accounts(loop.guard._loop.last_snapshot._paths))
 
     monkeypatch.setattr(Loop, "evaluate", evaluate)
     toy = TOY.but(samples=40, epochs=2, loop="rehearsed epochs", between=True)
@@ -565,12 +565,12 @@ def test_a_mark_of_another_step_or_of_an_earlier_return_does_not_count(
 
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
-        own = guard._last._held.newest.end
-        body = end_marks.read_ends(guard._last._paths, 0)[own]
+        own = guard._loop.last_snapshot._held.newest.end
+        body = end_marks.read_ends(guard._loop.last_snapshot._paths, 0)[own]
         for number in range(2):
             second.write(own._replace(**end, batch=own.batch + number), body)
         keep(guard)
-        guard._run.ranks.world_size = 1
+        guard._loop.run.ranks.world_size = 1
 
     (account,) = kept(tmp_path / "run", memory, act)
     assert account.checkpoint is None
@@ -587,14 +587,14 @@ def test_the_sentinel_is_foreseen_as_it_will_be(tmp_path: Path, memory: Path) ->
     """Judged ahead from what the ranks have sent; what the guard itself judges later gives the same."""
 
     def act(guard: rollback.Guard) -> None:
-        judge, sentinel = guard._judge, guard._state.sentinel
+        judge, sentinel = guard._loop.judge, guard._loop.state.sentinel
         before = sentinel.state_dict()
         foreseen = judge.foresee([judge._pulse.sent()])
         assert sentinel.state_dict() == before != foreseen.sentinel
         judge.settle()
         assert sentinel.state_dict() == foreseen.sentinel == judge.foresee([b""]).sentinel
         assert foreseen.metric is not None
-        assert json.loads(foreseen.metric) == guard._run.record.recent[-1]
+        assert json.loads(foreseen.metric) == guard._loop.run.record.recent[-1]
 
     kept(tmp_path / "run", memory, act)
 
@@ -606,10 +606,10 @@ def test_the_sentinel_is_not_foreseen_while_the_step_is_judged(
     update, tried = Sentinel.update, []
 
     def act(guard: rollback.Guard) -> None:
-        judge = guard._judge
+        judge = guard._loop.judge
 
         def meanwhile(sentinel: Sentinel, *given: Any) -> Any:
-            if sentinel is guard._state.sentinel:
+            if sentinel is guard._loop.state.sentinel:
                 with pytest.raises(NotProved, match="being judged"):
                     judge.foresee([judge._pulse.sent()])
                 tried.append("under way")
@@ -636,7 +636,7 @@ def test_the_sentinel_is_not_foreseen_where_it_changes_while_it_is_copied(
         with monkeypatch.context() as patched:
             patched.setattr(Sentinel, "__deepcopy__", torn, raising=False)
             with pytest.raises(NotProved, match="being judged"):
-                guard._judge.foresee([guard._judge._pulse.sent()])
+                guard._loop.judge.foresee([guard._loop.judge._pulse.sent()])
 
     kept(tmp_path / "run", memory, act)
 
@@ -646,7 +646,7 @@ def test_a_state_whose_last_step_shows_that_the_scale_collapses_is_not_kept(
 ) -> None:
     def act(guard: rollback.Guard) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(type(guard._judge._scale), "update", lambda *_: "collapsed")
+            patched.setattr(type(guard._loop.judge._scale), "update", lambda *_: "collapsed")
             keep(guard)
 
     (account,) = kept(tmp_path / "run", memory, act)
@@ -658,7 +658,7 @@ def test_a_state_with_values_that_are_not_finite_is_not_kept(tmp_path: Path, mem
     """Though no loss has shown it yet."""
 
     def act(guard: rollback.Guard) -> None:
-        weights = next(guard._state.model.parameters()).data
+        weights = next(guard._loop.state.model.parameters()).data
         weight = weights[0, 0].item()
         weights[0, 0] = float("inf")
         keep(guard)
@@ -674,7 +674,7 @@ def test_a_state_that_may_still_be_undone_is_not_kept(
 ) -> None:
     def act(guard: rollback.Guard) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(guard._judge, "screens", lambda batch: True)
+            patched.setattr(guard._loop.judge, "screens", lambda batch: True)
             keep(guard)
 
     (account,) = kept(tmp_path / "run", memory, act)
@@ -688,7 +688,7 @@ def test_a_closed_guard_leaves_no_thread_no_descriptor_and_no_model(tmp_path: Pa
 
         def hook(guard: rollback.Guard | None, position: int) -> None:
             if guard is not None and not found:
-                found.extend([guard._last._thread, weakref.ref(guard._state.model)])
+                found.extend([guard._loop.last_snapshot._thread, weakref.ref(guard._loop.state.model)])
                 assert open_below(memory) > 0
 
         train(TOY.with_settings(fast_tier=str(memory)), tmp_path / "run", hook=hook)
@@ -714,7 +714,7 @@ def test_a_state_is_kept_while_the_loss_stands_out_and_not_where_a_trouble_is_to
         with monkeypatch.context() as patched:
             patched.setattr(Sentinel, "update", said)
             if judged:
-                guard._judge.settle()
+                guard._loop.judge.settle()
             keep(guard)
 
     (account,) = kept(tmp_path / "run", memory, act, TOY.with_settings(observe_only=True))
@@ -729,7 +729,7 @@ def hold(computed: int = 0, effort: int = 0) -> Hold:
 
 def tell_early(guard: rollback.Guard) -> None:
     """Have a guard that is alone leave early marks, as one of several does."""
-    last, updates = guard._last, guard._step_in_progress.updates
+    last, updates = guard._loop.last_snapshot, guard._loop.step_in_progress.updates
     last._early = EarlyMarks(last._mark, last._device, lambda: updates.telltale, last._small_state, last._coming)
 
 
@@ -751,7 +751,7 @@ def died_in_its_update(
     def begin(guard: rollback.Guard | None, position: int) -> None:
         if guard is not None and position == 0:
             tell_early(guard)
-            guard._state.optimizer.register_step_post_hook(lambda *_: behind(guard.step))
+            guard._loop.state.optimizer.register_step_post_hook(lambda *_: behind(guard.step))
 
     def at(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other, ended=False)
@@ -759,7 +759,7 @@ def died_in_its_update(
         if not lives:
             kill(other)
         keep(guard)
-        guard._run.ranks.world_size = 1
+        guard._loop.run.ranks.world_size = 1
 
     (account,) = kept(run, memory, at, toy, begin)
     return account
@@ -780,7 +780,7 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
 
     def hook(guard: rollback.Guard | None, position: int) -> None:
         assert guard is not None
-        last = guard._last
+        last = guard._loop.last_snapshot
         if position == 0:
             tell_early(guard)
         if position != 10:
@@ -794,10 +794,10 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
             second.write(first_end._replace(step=9, batch=9), body)
             second.write_early(first_end, without_sent(body), hold())
         last._members.peers.pidfds[1] = os.pidfd_open(other)
-        guard._run.ranks.world_size = 2
+        guard._loop.run.ranks.world_size = 2
         kill(other)
         keep(guard)
-        guard._run.ranks.world_size = 1
+        guard._loop.run.ranks.world_size = 1
         found.extend(last_account.read_accounts(last._paths))
 
     toy = TOY.but(samples=40, epochs=2, loop="rehearsed epochs", between=True)
@@ -807,17 +807,17 @@ def test_a_rank_that_has_begun_the_next_epoch_stands_at_two_ends(
 
 
 def _it_computes(guard: rollback.Guard, second: EndMark) -> None:
-    guard._last._members.peers._pids = os.getpid(), os.getpid()  # this process has
+    guard._loop.last_snapshot._members.peers._pids = os.getpid(), os.getpid()  # this process has
 
 
 def _it_gives_up(guard: rollback.Guard, second: EndMark) -> None:
-    early = newest_early(guard._last._paths, 1)
+    early = newest_early(guard._loop.last_snapshot._paths, 1)
     assert early is not None
     second.write_early(early.end, early.body, early.hold._replace(patience=FOREVER))
 
 
 def _it_may_compute(guard: rollback.Guard, second: EndMark) -> None:
-    early = newest_early(guard._last._paths, 1)
+    early = newest_early(guard._loop.last_snapshot._paths, 1)
     assert early is not None
     second.write_early(early.end, early.body, early.hold._replace(effort=60 * 10**9))
 
@@ -866,7 +866,7 @@ def test_a_survivor_that_is_in_its_next_backward_has_still_told_early_of_the_ste
     """Here this one: it waits there for the rank that is gone."""
 
     def go_on(guard: rollback.Guard, second: EndMark) -> None:
-        last = guard._last
+        last = guard._loop.last_snapshot
         assert last._early is not None
         last._early._in_backward()
 
@@ -875,14 +875,14 @@ def test_a_survivor_that_is_in_its_next_backward_has_still_told_early_of_the_ste
 
 
 def _of_another_step(guard: rollback.Guard, second: EndMark) -> None:
-    early = newest_early(guard._last._paths, 1)
+    early = newest_early(guard._loop.last_snapshot._paths, 1)
     assert early is not None
     second.withdraw()
     second.write_early(early.end._replace(returns=1), early.body, early.hold)
 
 
 def _long_ago(guard: rollback.Guard, second: EndMark) -> None:
-    early = newest_early(guard._last._paths, 1)
+    early = newest_early(guard._loop.last_snapshot._paths, 1)
     assert early is not None
     second.withdraw()
     second.write_early(early.end, early.body, early.hold._replace(patience=0))
@@ -934,16 +934,15 @@ def test_a_kept_value_that_changes_behind_the_backward_is_named_once_and_ends_ea
             return
         tell_early(guard)
         kept_values.append(guard.keep(tokens=0, best=0.5))
-        register = (
-            guard._state.optimizer.register_step_post_hook if behind else guard._state.model.register_forward_hook
-        )
+        state = guard._loop.state
+        register = state.optimizer.register_step_post_hook if behind else state.model.register_forward_hook
         register(lambda *_: count(guard.step))
 
     def at(guard: rollback.Guard) -> None:
         as_one_of_two(guard, other, ended=False)
         kill(other)
         keep(guard)
-        guard._run.ranks.world_size = 1
+        guard._loop.run.ranks.world_size = 1
 
     (account,) = kept(tmp_path / "run", memory, at, TOY, begin)
     assert (account.checkpoint is None) is behind, account.why_not
@@ -959,7 +958,7 @@ def test_there_are_early_marks_only_after_steps_in_which_nothing_changed(tmp_pat
         if guard is not None:
             if position == 0:
                 tell_early(guard)
-            found.append(newest_early(guard._last._paths, 0))
+            found.append(newest_early(guard._loop.last_snapshot._paths, 0))
 
     train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
     first = next(place for place, early in enumerate(found) if early is not None)
@@ -989,7 +988,7 @@ def test_what_an_object_foretells_of_a_steps_end_is_in_early_marks_until_it_was_
     kept, found = Foretelling(), set()
 
     def behind(guard: rollback.Guard) -> None:
-        if (early := newest_early(guard._last._paths, 0)) is not None:
+        if (early := newest_early(guard._loop.last_snapshot._paths, 0)) is not None:
             found.add(early.end.step)
             if early.end.step == guard.step + 1:
                 told = SmallState.of(split(early.body)[1]).trees["kept"]["total"]
@@ -1000,7 +999,7 @@ def test_what_an_object_foretells_of_a_steps_end_is_in_early_marks_until_it_was_
         if guard is not None and position == 0:
             tell_early(guard)
             guard.keep(total=kept)
-            guard._state.optimizer.register_step_post_hook(lambda *_: behind(guard))
+            guard._loop.state.optimizer.register_step_post_hook(lambda *_: behind(guard))
 
     train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
     assert kept.total > 12
@@ -1017,7 +1016,7 @@ def test_the_last_step_of_an_epoch_has_no_early_mark_and_the_work_behind_it_ends
         assert guard is not None
         if position == 0:
             tell_early(guard)
-        if (early := newest_early(guard._last._paths, 0)) is not None:
+        if (early := newest_early(guard._loop.last_snapshot._paths, 0)) is not None:
             found[position] = early.end.step
 
     toy = TOY.but(samples=40, epochs=3, loop="epochs", between=True)
@@ -1041,7 +1040,7 @@ def test_a_rank_that_raises_gives_up_its_step_and_says_whether_it_has_drawn(
             return
         if draws:
             torch.rand(1)
-        last = guard._last
+        last = guard._loop.last_snapshot
         last._done = True  # nothing is to be kept
         last.raised("the test")
         early = end_marks.read_early(last._paths, 0)
@@ -1052,9 +1051,9 @@ def test_a_rank_that_raises_gives_up_its_step_and_says_whether_it_has_drawn(
         if guard is not None and position == 0:
             tell_early(guard)
             register = (
-                guard._state.optimizer.register_step_post_hook
+                guard._loop.state.optimizer.register_step_post_hook
                 if updates
-                else (guard._state.optimizer.register_step_pre_hook)
+                else (guard._loop.state.optimizer.register_step_pre_hook)
             )
             register(lambda *_: behind(guard))
 
@@ -1188,11 +1187,11 @@ def test_a_rank_that_leaves_no_marks_any_more_is_in_the_journal(tmp_path: Path, 
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
         second.tell_stopped("its values have grown")
-        end_marks.ring_bell(guard._last._paths, 0, end_marks.STOPPED)
+        end_marks.ring_bell(guard._loop.last_snapshot._paths, 0, end_marks.STOPPED)
         while not facts(tmp_path / "run", NoLastSnapshot):
             pass
-        guard._last._take_news(end_marks.STOPPED)  # as when another one stops: it is told once of each
-        guard._run.ranks.world_size = 1
+        guard._loop.last_snapshot._take_news(end_marks.STOPPED)  # as when another one stops: it is told once of each
+        guard._loop.run.ranks.world_size = 1
 
     assert not kept(tmp_path / "run", memory, act)  # nobody has tried to keep anything
     (fact,) = facts(tmp_path / "run", NoLastSnapshot)
@@ -1206,10 +1205,10 @@ def test_a_rank_that_does_not_write_the_journal_tells_the_one_that_does(
 
     def act(guard: rollback.Guard) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(type(guard._run.ranks), "first", property(lambda _: False))
+            patched.setattr(type(guard._loop.run.ranks), "first", property(lambda _: False))
             patched.setattr(end_marks, "ring_bell", lambda paths, rank, why=b"!": rung.append((rank, why)))
-            guard._last._stop("too much")
-        assert end_marks.read_stopped(guard._last._paths, 0) == "too much"
+            guard._loop.last_snapshot._stop("too much")
+        assert end_marks.read_stopped(guard._loop.last_snapshot._paths, 0) == "too much"
 
     kept(tmp_path / "run", memory, act)
     assert rung == [(0, end_marks.STOPPED)]
@@ -1232,10 +1231,10 @@ def test_on_another_host_it_tells_that_of_rank_0(tmp_path: Path, memory: Path) -
             members.close()
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(type(guard._run.ranks), "first", property(lambda _: False))
+            patched.setattr(type(guard._loop.run.ranks), "first", property(lambda _: False))
             elsewhere = replace(members, hosts=cast(Hosts, Elsewhere()), close=close)
-            patched.setattr(guard._last, "_members", elsewhere)
-            guard._last._stop("too much")
+            patched.setattr(guard._loop.last_snapshot, "_members", elsewhere)
+            guard._loop.last_snapshot._stop("too much")
 
     kept(tmp_path / "run", memory, act)
     assert told == ["rank 0: too much", "closed"]

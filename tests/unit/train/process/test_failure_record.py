@@ -73,21 +73,21 @@ def in_an_evaluation(guard: rollback.Guard, update: Callable[[torch.Tensor], Non
     for x in guard:
         update(x)
         if guard.batch == 3:
-            guard._state.model.eval()
+            guard._loop.state.model.eval()
             with torch.no_grad():
                 raise ValueError("here")
 
 
 def in_a_loss_of_another_mode(guard: rollback.Guard, update: Callable[[torch.Tensor], None]) -> None:
     for _ in guard:
-        guard._state.model.eval()
+        guard._loop.state.model.eval()
         raise ValueError("here")
 
 
 def in_a_metric_of_a_model_that_is_never_in_training_mode(
     guard: rollback.Guard, update: Callable[[torch.Tensor], None]
 ) -> None:
-    guard._state.model.eval()
+    guard._loop.state.model.eval()
     for x in guard:
         update(x)
         raise ValueError("here")

@@ -51,7 +51,7 @@ def mode_behind(
         trained = optimizer(model.parameters(), lr=0.1)  # type: ignore[call-arg]
         loader: Iterable[Tensor] = [torch.randn(4, 4) for _ in range(FIRST_STEPS + 4)]
         guard = rollback.Guard(model=model, optimizer=trained, loader=loader, run=folder, last_snapshot="off")
-        guard._checkpoints.snapshots.mode = "overlapped"
+        guard._loop.checkpoints.snapshots.mode = "overlapped"
         for batch in guard:
 
             def backward(batch: Tensor = batch) -> Tensor:
@@ -63,7 +63,7 @@ def mode_behind(
             trained.step()
             trained.zero_grad()
         guard.close()
-        return guard._checkpoints.snapshots.mode
+        return guard._loop.checkpoints.snapshots.mode
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])

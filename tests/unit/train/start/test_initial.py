@@ -164,5 +164,5 @@ def test_parameters_without_elements_keep_their_own_names(tmp_path: Path) -> Non
     )
     optimizer = torch.optim.SGD([model["c"], model["b"], model["a"]], lr=0.1)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.zeros(1)], run=tmp_path / "run")
-    assert guard._state.trained_names() == ["c", "b", "a"]
+    assert guard._loop.state.trained_names() == ["c", "b", "a"]
     guard.close()

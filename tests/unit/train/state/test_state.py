@@ -251,7 +251,7 @@ def test_an_optimizer_without_a_learning_rate_gives_no_hint() -> None:
     state = state_of(1)
     for group in state.optimizer.param_groups:
         del group["lr"]
-    assert state.note_learning_rate(epoch_began=False) is Hint.NONE
+    assert state.note_learning_rate() is Hint.NONE
     assert state.counters.highest_rate is None
 
 

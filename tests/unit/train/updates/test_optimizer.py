@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from rollback.train.updates.habits import Habits
 from rollback.train.updates.optimizer import Updates
 
 
@@ -90,35 +89,3 @@ def test_of_a_closure_that_runs_several_times_the_first_gradient_counts() -> Non
     optimizer.step(closure)
     assert len(norms) > 1
     assert float(updates.grad_norm or 0.0) == pytest.approx(norms[0])
-
-
-def test_a_look_behind_the_update_is_gone_once_it_has_been_done_often_enough() -> None:
-    model, optimizer = model_and_optimizer()
-    updates, hooked = Updates(optimizer, None), []
-    for _ in range(20):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        updates.end_step(1)
-        updates.forget()
-        hooked.append(len(optimizer._optimizer_step_post_hooks))
-    assert hooked == [1] * 15 + [0] * 5
-
-
-def test_where_nothing_is_averaged_no_backward_is_looked_into_once_enough_have_been(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ordinary, looked = Habits._accumulated, []
-
-    def counted(habits: Habits, *given: object) -> None:
-        looked.append(1)
-        ordinary(habits, *given)
-
-    monkeypatch.setattr(Habits, "_accumulated", counted)
-    model, optimizer = model_and_optimizer()
-    updates = Updates(optimizer, None)
-    for _ in range(20):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        updates.end_step(1)
-        updates.forget()
-    assert len(looked) == 16

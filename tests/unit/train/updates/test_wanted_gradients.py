@@ -60,7 +60,7 @@ class Script:
         return self.guard.epochs(3) if loop == "epochs" else iter(range(3))
 
     def _update(self, x: Tensor) -> None:
-        self.guard._checkpoints.snapshots.wait()
+        self.guard._loop.checkpoints.snapshots.wait()
         broken = self.times > 0 and self.guard.batch == self.broken
         self.times -= broken
         loss = self.model(x * torch.nan if broken else x).square().mean()
@@ -130,14 +130,14 @@ def test_a_rollback_to_before_the_process_freezes_what_was_frozen_if_the_script_
 def test_an_older_checkpoint_that_tells_nothing_of_it_changes_nothing(tmp_path: Path) -> None:
     script = Script(tmp_path / "run")
     script.layer.requires_grad_(True)
-    script.guard._state.gradients.put_back(None)
+    script.guard._loop.state.gradients.put_back(None)
     assert script.layer.weight.requires_grad
     script.guard.close()
 
 
 def test_the_last_snapshot_has_it_as_it_was_at_the_step_s_end(tmp_path: Path) -> None:
     script = Script(tmp_path / "run")
-    state = script.guard._state
+    state = script.guard._loop.state
     script.layer.requires_grad_(True)
     small, expected = SmallStateReader(state).shared(), state.image().shared["gradients"]
     script.layer.requires_grad_(False)
@@ -163,7 +163,7 @@ def in_modes(run: Path, loop: Loop, broken: int | None = None, **settings: Any) 
         if epoch == 1 and loop != "steps":
             model[1].eval()
         for x in guard:
-            guard._checkpoints.snapshots.wait()
+            guard._loop.checkpoints.snapshots.wait()
             if guard.batch == 16 and loop == "steps":
                 model[1].eval()
             modes[guard.batch] = model[1].training
@@ -204,7 +204,7 @@ def trained_by_zeros(run: Path, broken: int | None = None, leave_at: int | None 
     data = torch.randn(30, 4, 4, generator=torch.Generator().manual_seed(1))
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=list(data), run=run, **SETTINGS | settings)
     for x in guard:
-        guard._checkpoints.snapshots.wait()
+        guard._loop.checkpoints.snapshots.wait()
         used = model if guard.batch < 6 else model[:1]
         loss = torch.stack([layer(x) for layer in used]).square().mean() * (torch.nan if guard.batch == broken else 1.0)
         loss.backward()

@@ -65,7 +65,7 @@ class Script:
             if self.sets_epoch:
                 sampler.set_epoch(epoch + self.first_epoch)
             for number, (x,) in enumerate(guard):
-                guard._checkpoints.snapshots.wait()
+                guard._loop.checkpoints.snapshots.wait()
                 loss = model(x).square().mean()
                 loss.backward()
                 optimizer.step()

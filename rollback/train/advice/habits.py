@@ -1,7 +1,6 @@
-"""Habits of the script: what it does with the gradients of an update, and when. Found by hooks, for advice only.
+"""Habits of the script: what it does with the gradients of an update, and when. Found by hooks.
 
 Everything is read on the host: versions of tensors, flags, the order of calls. What is uncertain stays None.
-`rollback.train.updates.advice` uses the result.
 """
 
 import threading
@@ -15,6 +14,7 @@ from rollback.train.sharded import is_sharded, local_of, version_of
 from rollback.train.updates.backward import BackwardWatch
 from rollback.train.updates.gradients import mark_of
 from rollback.train.updates.hooks import watch_method, weak_hook
+from rollback.train.updates.optimizer import Updates
 from rollback.train.updates.wrappers import ddp_inside
 
 _SAMPLED = 16  # updates of a process; a look at a loss's graph costs microseconds, one at late writes may wait for CUDA
@@ -53,31 +53,25 @@ class _Noticed:
 
 
 class Habits:
-    """Watches one rank's script.
-
-    model: the model as the script calls it; None: not known. telltale: see `gradients`; without one nothing is
-    noticed.
-    """
+    """Watches one rank's script. Without a telltale nothing is noticed. model: as the script calls it."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scaler: object | None,
-        model: nn.Module | None,
-        telltale: nn.Parameter | None,
+        self, updates: Updates, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module
     ) -> None:
-        self._telltale = telltale
+        self._telltale = telltale = updates.telltale
         self._scaler = scaler
         self._thread = threading.get_ident()
         self._looks = self._late_looks = _SAMPLED
         self._now = _Noticed()
         self._hook: Any = None
         self._averages = False
+        updates.on_begin.append(self._before_step)
+        updates.on_forget.append(self._forget)
         if telltale is None:
             return
         self._watch = BackwardWatch(model, telltale, self._accumulated)
         self._hook = optimizer.register_step_post_hook(weak_hook(self._after_step))
-        ddp = ddp_inside(model) if model is not None else None
+        ddp = ddp_inside(model)
         if ddp is not None and ddp.process_group.size() > 1:  # one rank alone exchanges nothing
             self._averages = True
             ddp.register_forward_pre_hook(weak_hook(self._before_forward))
@@ -85,14 +79,14 @@ class Habits:
         if scaler is not None and hasattr(scaler, "unscale_"):
             watch_method(scaler, "unscale_", weak_hook(self._before_unscaling))
 
-    def before_step(self, written: bool | None) -> None:
-        """The optimizer, or its scaler, is about to begin. `Updates` calls it. written: as in `Habit`."""
+    def _before_step(self, written: bool | None) -> None:
+        """The optimizer, or its scaler, is about to begin. written: as in `Habit`."""
         now = self._now
         if now.written is None:
             now.written = written
             now.while_scaled = written is not False and self._scaling and not now.unscaled
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """What was noticed belongs to no step."""
         self._now = _Noticed()
 

@@ -13,9 +13,9 @@ import rollback
 from rollback.facts.training import Advice, Incident
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.train.updates import layers as looking
+from rollback.train.advice import layers as looking
+from rollback.train.advice.layers import GROWTH_LOOKS, LOOKS, Layers
 from rollback.train.updates.gradients import GradientNorms
-from rollback.train.updates.layers import GROWTH_LOOKS, LOOKS, Layers
 
 
 class Net(nn.Module):

@@ -28,14 +28,15 @@ from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Blip, Kind, Sentinel, Verdict
 from rollback.source.steering import BY_BATCH
+from rollback.train.advice import advisor as advising
+from rollback.train.advice.advisor import Advisor
+from rollback.train.advice.habits import Habit
+from rollback.train.advice.unkept import Unkept
 from rollback.train.comm.beat import Beat
 from rollback.train.data.cursor import cursor_for
 from rollback.train.data.passes import PLAIN_EPOCH_LOOP
 from rollback.train.state.state import TrainingState
-from rollback.train.state.unkept import Unkept
-from rollback.train.updates import advice
-from rollback.train.updates.advice import Advisor
-from rollback.train.updates.habits import Habit
+from rollback.train.updates.optimizer import Updates
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 
 
@@ -142,19 +143,19 @@ def guarded(folder: Path, batches: int, *, observing: int | None, stepping: bool
 
 
 def test_a_loss_that_is_never_told_is_asked_for(tmp_path: Path) -> None:
-    assert guarded(tmp_path, advice._UNOBSERVED + 2, observing=None) == ["never-observed"]
+    assert guarded(tmp_path, advising._UNOBSERVED + 2, observing=None) == ["never-observed"]
 
 
 def test_a_loss_that_is_told_now_and_then_is_enough(tmp_path: Path) -> None:
-    assert guarded(tmp_path, 3 * advice._UNOBSERVED, observing=advice._UNOBSERVED - 1) == []
+    assert guarded(tmp_path, 3 * advising._UNOBSERVED, observing=advising._UNOBSERVED - 1) == []
 
 
 def test_batches_without_an_update_are_noticed(tmp_path: Path) -> None:
-    assert guarded(tmp_path, advice.WITHOUT_UPDATE + 1, observing=1, stepping=None) == ["never-updated"]
+    assert guarded(tmp_path, advising.WITHOUT_UPDATE + 1, observing=1, stepping=None) == ["never-updated"]
 
 
 def test_an_optimizer_that_steps_in_the_place_of_the_guards_is_noticed_soon(tmp_path: Path) -> None:
-    assert guarded(tmp_path, 2 * advice._OTHER_UPDATES, observing=1, stepping=False) == ["never-updated"]
+    assert guarded(tmp_path, 2 * advising._OTHER_UPDATES, observing=1, stepping=False) == ["never-updated"]
 
 
 def evaluated(folder: Path, *, over_guard: bool, accumulate: int = 1) -> list[str]:
@@ -438,7 +439,7 @@ def test_odd_copies_of_weights_in_a_script_end_no_guard(tmp_path: Path, kind: st
     queue = torch.zeros(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.tensor([1])] * 4, run=tmp_path)
-    assert "average" in {each.name for each in guard._unkept._copies}
+    assert "average" in {each.name for each in guard._loop.advisor.unkept._copies}
     for x in guard:
         model(x).sum().backward()
         optimizer.step()
@@ -477,7 +478,7 @@ def test_modules_without_plain_values_may_be_among_the_variables_of_a_script(tmp
     graph.register_buffer("levels", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * 2, run=tmp_path)
-    watched = {each.name for each in guard._unkept._copies}
+    watched = {each.name for each in guard._loop.advisor.unkept._copies}
     assert "graph" in watched
     assert "skeleton" not in watched
     assert skeleton.weight.is_meta
@@ -796,10 +797,11 @@ def test_clipping_while_scaled_is_noticed(tmp_path: Path, optimizer: Any) -> Non
 
 def told_of_scaled_clipping(optimizer: Any) -> str:
     """What is said of clipping to 0.5 while a factor of 1024 is in the gradients."""
-    one, habit = advisor(nn.Linear(1, 1), optimizer), Habit(1, written=True, while_scaled=True)
-    for norm, _ in zip(norms(), range(advice._SCALED), strict=False):
+    one = advisor(nn.Linear(1, 1), optimizer)
+    one.habit = Habit(1, written=True, while_scaled=True)
+    for norm, _ in zip(norms(), range(advising._SCALED), strict=False):
         limit = 0.5 / 1024
-        said = one.judge(habit, replace(beat(norm, limit / norm), scale=1024.0), HEALTHY)
+        said = one.judge(replace(beat(norm, limit / norm), scale=1024.0), HEALTHY)
     ((code, text),) = said
     assert code == "clipped-while-scaled"
     assert "{" not in text
@@ -971,13 +973,15 @@ def norms() -> Iterator[float]:
 
 
 def codes_of(advisor: Advisor, habit: Habit, kept: Callable[[float], float], updates: int, *verdicts: Verdict) -> list:
-    told = [*verdicts, *[HEALTHY] * updates][:updates]
-    said = [advisor.judge(habit, beat(norm, kept(norm)), verdict) for norm, verdict in zip(norms(), told, strict=False)]
+    told, advisor.habit = [*verdicts, *[HEALTHY] * updates][:updates], habit
+    said = [advisor.judge(beat(norm, kept(norm)), verdict) for norm, verdict in zip(norms(), told, strict=False)]
     return [code for code, _ in said[-1]]
 
 
-def advisor(model: nn.Module, optimizer: Any = torch.optim.AdamW) -> Advisor:
-    return Advisor(model, optimizer(model.parameters(), lr=1e-3))
+def advisor(model: nn.Module, kind: Any = torch.optim.AdamW) -> Advisor:
+    optimizer = kind(model.parameters(), lr=1e-3)
+    state = TrainingState(model, optimizer, {}, cursor_for([1]), Sentinel("normal"))
+    return Advisor(state, Updates(optimizer, None, model), model, Unkept(state, {}, []))
 
 
 WRITTEN, UNTOUCHED = Habit(1, written=True), Habit(1, written=False)
@@ -986,7 +990,7 @@ WRITTEN, UNTOUCHED = Habit(1, written=True), Habit(1, written=False)
 def test_what_is_not_called_since_the_loss_measures_no_progress_is_told() -> None:
     beat = Beat(loss=1.0, grad_norm=1.0)
     verdict = Verdict(Kind.WATCH, 7, 3, "loss-high", advice="the loss has stood out since step 3")
-    ((code, text),) = advisor(nn.Linear(1, 1)).judge(UNTOUCHED, beat, verdict)
+    ((code, text),) = advisor(nn.Linear(1, 1)).judge(beat, verdict)
     assert code == "no-progress"
     assert text.startswith("step 7: the loss has stood out since step 3")
     assert "Only what is far beyond all seen is called" in text
@@ -994,7 +998,7 @@ def test_what_is_not_called_since_the_loss_measures_no_progress_is_told() -> Non
 
 def test_clipping_at_every_step_is_noticed_after_many() -> None:
     one = advisor(nn.Linear(1, 1))
-    assert codes_of(one, WRITTEN, lambda norm: 1 / norm, 2 * advice._CLIPPED - 1) == []
+    assert codes_of(one, WRITTEN, lambda norm: 1 / norm, 2 * advising._CLIPPED - 1) == []
     assert codes_of(one, WRITTEN, lambda norm: 1 / norm, 1) == ["often-clipped"]
 
 
@@ -1002,7 +1006,7 @@ def test_clipping_at_every_step_is_noticed_after_many() -> None:
 def test_clipping_in_more_than_half_of_the_updates_is_noticed(limit: float, codes: list[str]) -> None:
     """Norms of 4, 7, 12 and 5.5: with a limit of 5 three of four are clipped, with one of 6 two of four."""
     one = advisor(nn.Linear(1, 1))
-    assert codes_of(one, WRITTEN, lambda norm: min(1.0, limit / norm), 2 * advice._CLIPPED) == codes
+    assert codes_of(one, WRITTEN, lambda norm: min(1.0, limit / norm), 2 * advising._CLIPPED) == codes
 
 
 def test_clipping_now_and_then_is_what_it_is_for() -> None:
@@ -1015,7 +1019,8 @@ def test_a_constant_factor_is_not_clipping() -> None:
 
 def test_where_the_norm_never_varies_clipping_cannot_be_told_from_a_factor() -> None:
     one = advisor(nn.Linear(1, 1))
-    assert not any(one.judge(WRITTEN, beat(4.0, 0.25), HEALTHY) for _ in range(1000))
+    one.habit = WRITTEN
+    assert not any(one.judge(beat(4.0, 0.25), HEALTHY) for _ in range(1000))
 
 
 def test_a_transformer_that_keeps_spiking_unclipped_is_advised_to_clip() -> None:
@@ -1039,12 +1044,12 @@ def test_no_advice_to_clip_otherwise(model: nn.Module, habit: Habit, verdicts: A
 
 
 def test_every_advice_says_what_to_do_and_no_placeholder_is_left() -> None:
-    for given_as_it_is in (advice.CLIPPED_AFTER_STEP, PLAIN_EPOCH_LOOP):
+    for given_as_it_is in (advising.CLIPPED_AFTER_STEP, PLAIN_EPOCH_LOOP):
         assert "{" not in given_as_it_is[1]
     one = advisor(nn.Linear(1, 1))
-    one._layers.heaviest = "head"
-    for norm, _ in zip(norms(), range(2 * advice._CLIPPED), strict=False):
-        said = one.judge(WRITTEN, beat(norm, 1 / norm), HEALTHY)
+    one._layers.heaviest, one.habit = "head", WRITTEN
+    for norm, _ in zip(norms(), range(2 * advising._CLIPPED), strict=False):
+        said = one.judge(beat(norm, 1 / norm), HEALTHY)
     layer = " The largest gradient is that of head."
-    text = advice.OFTEN_CLIPPED[1].format(share=1.0, count=300, limit=1.0, norm=6.25, layer=layer)
+    text = advising.OFTEN_CLIPPED[1].format(share=1.0, count=300, limit=1.0, norm=6.25, layer=layer)
     assert said == [("often-clipped", text)]

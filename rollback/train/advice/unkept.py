@@ -25,15 +25,15 @@ from torch.utils.data import DataLoader
 from rollback.errors import EARLY
 from rollback.system.collector import instances
 from rollback.system.frames import is_of_own_file
+from rollback.train.advice.carried_tensors import CarriedByScript
+from rollback.train.advice.own_attributes import OwnAttributes, goes_on, tells_itself
+from rollback.train.advice.script_tensors import copies_of_script, modules_of_script, tensors_of, tensors_of_script
 from rollback.train.data.cursor.digest import Digest
-from rollback.train.data.cursor.generators import Generators, generators_of_script, is_generator
+from rollback.train.data.cursor.generators import Generators
 from rollback.train.sharded import local_of
-from rollback.train.state.carried_tensors import CarriedByScript
 from rollback.train.state.module_buffers import storage_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.tree import memory_of
-from rollback.train.updates.own_attributes import OwnAttributes, goes_on, tells_itself
-from rollback.train.updates.script_tensors import copies_of_script, modules_of_script, tensors_of, tensors_of_script
 from rollback.wording import filled
 
 OPTIMIZER_NOT_KEPT = (
@@ -200,7 +200,6 @@ class Unkept:
     def advice(self) -> Iterator[tuple[str, str]]:
         """What is found behind an update: code and text. Ask it once in each."""
         self._looks += 1
-        yield from self._state.script_rates.advice()
         if self._looks > EARLY and self._looks % _SELDOM:
             return
         for kind in self._optimizers():
@@ -360,27 +359,6 @@ def _marks_of(thing: Any) -> dict[str, object]:
         begins = local_of(last).detach().flatten()[:8].resolve_conj().resolve_neg()
         marks[name] = marks[name], str(begins.view(torch.uint8).tolist())
     return marks
-
-
-def generators_beside(state: TrainingState, loader: Any, variables: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Random generators that are attributes of modules or optimizers, or variables of the script, by name. Those that
-    the loader has are the cursor's."""
-    found = dict(_generators_of(state))
-    return found | generators_of_script(variables, loader, *found.values())
-
-
-def _generators_of(state: TrainingState) -> Iterator[tuple[str, Any]]:
-    """In the attributes themselves: what else these refer to may be the loader's, which is kept."""
-    parts: list[tuple[str, Any]] = [
-        (f"{owner}.{prefix}" if prefix else owner, part)
-        for owner, module in state.modules.items() for prefix, part in module.named_modules()
-    ]  # fmt: skip
-    named = {"optimizer": state.optimizer, **state.objects}
-    parts += [(name, item) for name, item in named.items() if isinstance(item, Optimizer)]
-    for name, part in parts:
-        for attribute, value in vars(part).items():
-            if is_generator(value):
-                yield f"{name}.{attribute}", value
 
 
 def _may_schedule(item: object) -> bool:

@@ -4,22 +4,18 @@ torch is not patched, so a call of `load_state_dict` is not seen. It leaves trac
 place, so a resumed start has one write more to each than the run's first start had; of those that wrap the model alike,
 since DDP writes to each parameter when it is made, and a model that is sharded has new ones. A new optimizer has no
 updates in its state. And a script that begins with a later epoch calls `set_epoch` with it (see `Passes`).
-
-Behind the guard such a loading would stand in the checkpoint's place, as would an initialization of the weights. What
-the guard has restored is written to there, so this shows in the same count.
+`rollback.train.restore.late_writes` notices what it loads behind the guard.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from rollback.facts.training import Wrapping
-from rollback.train.run import AttachedRun
-from rollback.train.sharded import sharding_of, version_of
+from rollback.train.sharded import sharding_of
 from rollback.train.state.state import TrainingState
-from rollback.train.state.stateful import tensors_of_state
 from rollback.wording import filled
 
 OWN_SNAPSHOT_ON_RESUME = (
@@ -35,12 +31,6 @@ OWN_SNAPSHOT_AT_THE_START = (
     "snapshot of its own. If the run is to begin with that, load it at the first start only: the guard restores all "
     "that it is handed, and later starts go on from the run's checkpoints. If not, take the loading out",
 )
-WRITTEN_BEHIND_GUARD = (
-    "written-behind-guard",
-    "behind the guard and before its loop, the script has written to the weights or to the optimizer's state: it loads "
-    "a snapshot of its own there, initializes the model, or wraps it in DistributedDataParallel. The checkpoint of "
-    "step {step} has been put in place again. Make the guard behind all that, and take the loading out",
-)
 
 
 @dataclass(frozen=True)
@@ -55,16 +45,15 @@ class Traces:
     updated: bool
     """Whether the optimizer's state is that of an optimizer that has made updates."""
 
-    def advice(self, first_writes: int | None, step: int | None) -> tuple[str, str] | None:
-        """Advice about the traces. first_writes: writes at the run's first start that wrapped the model alike; None:
-        not on record. step: of the restored checkpoint; None: the run begins."""
-        if step is None:
-            return OWN_SNAPSHOT_AT_THE_START if self.updated else None
+    def advice(self, first_writes: int | None, step: int | None) -> Iterator[tuple[str, str]]:
+        """Advice about the traces: code and text. first_writes: writes at the run's first start that wrapped the model
+        alike; None: not on record. step: of the restored checkpoint; None: the run begins."""
         reloaded = first_writes is not None and 0 < self.parameters <= self.writes - first_writes
-        if not self.updated and not reloaded:
-            return None
         done = "loaded the state of its optimizer" if self.updated else "written to all parameters of the model"
-        return filled(OWN_SNAPSHOT_ON_RESUME, done=done, step=step)
+        if step is None and self.updated:
+            yield OWN_SNAPSHOT_AT_THE_START
+        elif step is not None and (self.updated or reloaded):
+            yield filled(OWN_SNAPSHOT_ON_RESUME, done=done, step=step)
 
 
 def traces_of(state: TrainingState) -> Traces:
@@ -73,33 +62,6 @@ def traces_of(state: TrainingState) -> Traces:
     wrapped: Wrapping = "sharded" if sharding_of(state.model) else "ddp" if state.broadcasts.of_model else "bare"
     updated = any(_has_updates(each) for each in state.optimizer.state.values())
     return Traces(sum(writes), wrapped, len(writes), updated)
-
-
-def writes_behind(run: AttachedRun, state: TrainingState) -> Callable[[], bool]:
-    """Notices, on a run that is resumed, that the script writes to what was restored before its loop begins.
-
-    Make it when all is restored; values are not compared: that would read all of a large model once more. What it
-    returns is collective: whether a rank's script has done so. All ranks then restore again, and advice is given.
-    """
-    restored, then = run.restored, _versions(state) if run.restored is not None else []
-
-    def found() -> bool:
-        if restored is None or not any(run.ranks.from_each(then != _versions(state))):
-            return False
-        run.record.advise(*filled(WRITTEN_BEHIND_GUARD, step=restored.step))
-        return True
-
-    return found
-
-
-def _versions(state: TrainingState) -> list[tuple[int, int]]:
-    """Of all tensors of the modules and of the optimizers' states. A loaded optimizer has other tensors."""
-    states = [value for item in (state.optimizer, *state.objects.values()) for value in tensors_of_state(item)]
-    own = [item for module in state.modules.values() for item in (*module.parameters(), *module.buffers())]
-    return [
-        *((0, version_of(item)) for item in own if not item.is_inference()),  # such tensors count no writes
-        *((id(item), version_of(item)) for item in states),
-    ]
 
 
 def _has_updates(state: Any) -> bool:

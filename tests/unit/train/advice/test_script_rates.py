@@ -15,7 +15,7 @@ import rollback
 from rollback.facts.training import Advice
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.train.state.script_rates import ScriptRates
+from rollback.train.advice.script_rates import ScriptRates
 
 
 def told(updates: Sequence[tuple[int, int, float]], *schedulers: Any, before: float | None = None) -> str:

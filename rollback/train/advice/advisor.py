@@ -6,16 +6,19 @@ another reason is possible.
 
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
 
 from rollback.sentinel import Kind, Verdict
+from rollback.train.advice.habits import Habit, Habits
+from rollback.train.advice.layers import Layers
+from rollback.train.advice.script_rates import ScriptRates
+from rollback.train.advice.unkept import Unkept
 from rollback.train.comm.beat import Beat
-from rollback.train.updates.habits import Habit
-from rollback.train.updates.layers import Layers
+from rollback.train.state.state import TrainingState
+from rollback.train.updates.optimizer import Updates
 from rollback.wording import filled
 
 CLIPPED_WHILE_SCALED = (
@@ -100,42 +103,51 @@ _UNCLIPPED = 100  # updates without a write to any gradient
 _SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
 
 
-class NotHandedOver(Protocol):
-    """Finds what acts on the training and is in no checkpoint (`rollback.train.state.unkept`)."""
-
-    def advice(self) -> Iterable[tuple[str, str]]:
-        """After each update: code and text."""
-
-    def in_its_place(self) -> str | None:
-        """The kind of the optimizer that trains in place of the guard's, if there is one."""
-
-
 class Advisor:
-    """Finds advice for a run from its updates. It gets every judged step, on every rank."""
+    """Finds advice for a run from its updates. It gets every judged step, on every rank. Nothing here is collective.
 
-    def __init__(
-        self, model: nn.Module, optimizer: object, layers: Layers | None = None, unkept: NotHandedOver | None = None
-    ) -> None:
-        self._unkept, self._without_grad = unkept, 0
-        self._layers = layers or Layers(model)
-        self._transformer = any(_is_attention(module) for module in model.modules())
-        self._optimizer = type(optimizer)
+    model: as the script calls it.
+    """
+
+    def __init__(self, state: TrainingState, updates: Updates, model: nn.Module, unkept: Unkept) -> None:
+        self._state, self._updates = state, updates
+        self.unkept, self._without_grad = unkept, 0
+        self._layers, self._rates = Layers(state.model), ScriptRates(state.objects.values())
+        self._habits = Habits(updates, state.optimizer, state.objects.get("scaler"), model)
+        self.habit = Habit(0)
+        """That of the newest update whose step has ended."""
+        self._transformer = any(_is_attention(module) for module in state.model.modules())
+        self._optimizer = type(state.optimizer)
         # Others clip by themselves, or need no clipping.
-        self._plain_optimizer = type(optimizer).__name__ in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
+        self._plain_optimizer = self._optimizer.__name__ in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
         self._late = self._undivided = self._averaged = 0
         self._clipped: list[tuple[float, float] | None] = []
         self._early = True
         self._scaled: deque[tuple[float, float]] = deque(maxlen=_SCALED)
         self._unwritten = self._spikes = self._unobserved = 0
 
-    def judge(self, habit: Habit, beat: Beat, verdict: Verdict) -> list[tuple[str, str]]:
-        """The advice now: code and text. The caller gives each advice only once."""
+    def note_rate(self, before: float | None) -> None:
+        """An update is made, with the learning rate that the counters have. before: the rate of the one before it;
+        None: not known."""
+        counters = self._state.counters
+        if (rate := counters.learning_rate) is not None:
+            self._rates.note(counters.step, self._state.cursor.epoch, rate, before, counters.first_rate)
+
+    def end_step(self, batches: int) -> None:
+        """The step of the newest update has ended, and its beat is sent. batches: its number of batches."""
+        self._layers.look(self._updates.gradients)
+        self.habit = self._habits.end_step(batches)
+
+    def judge(self, beat: Beat, verdict: Verdict) -> list[tuple[str, str]]:
+        """The advice now, on the step that has ended last: code and text. The caller gives each advice only once."""
+        habit = self.habit
         self._unobserved = self._unobserved + 1 if beat.loss is None else 0
         self._late += bool(habit.late)
         return [
             *([filled(NEVER_OBSERVED, updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else ()),
             *([filled(NO_PROGRESS, step=verdict.step, text=verdict.advice)] if verdict.advice else ()),
-            *(self._unkept.advice() if self._unkept is not None else ()),
+            *self._rates.advice(),
+            *self.unkept.advice(),
             *([CLIPPED_AFTER_STEP] if self._late >= _UPDATES else ()),
             *(self._of_accumulation(habit, beat) if habit.batches > 1 else ()),
             *self._of_clipping(habit, beat),
@@ -150,7 +162,7 @@ class Advisor:
             yield EVALUATED
         if batches == WITHOUT_UPDATE:
             yield NEVER_UPDATED
-        if self._unkept is not None and batches > _OTHER_UPDATES and (kind := self._unkept.in_its_place()) is not None:
+        if batches > _OTHER_UPDATES and (kind := self.unkept.in_its_place()) is not None:
             yield filled(OTHER_UPDATES, kind=kind)
 
     def _of_accumulation(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:

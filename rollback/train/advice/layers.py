@@ -1,4 +1,4 @@
-"""Looks at the layers now and then: whose gradient has vanished, whose embedding grows without bound. For advice only.
+"""Looks at the layers now and then: whose gradient has vanished, whose embedding grows without bound.
 
 A look costs a pass over the embeddings, every `EVERY` updates, on the gradient norms that are measured anyhow. What a
 look finds is copied to the host beside the training, and read at the next look: nothing waits for the device.
