@@ -1,11 +1,15 @@
-"""Starting a thread where the system may refuse it (`ulimit -u`, a container's limit of processes), and a thread that
-does something again and again."""
+"""Starting a thread where the system may refuse it (`ulimit -u`, a container's limit of processes), a thread that does
+something again and again, and the priority of one."""
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rollback.errors import RollbackError
+
+_NICENESS = 10
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -37,3 +41,10 @@ def called_every(name: str, every: float, act: Callable[[], None]) -> Iterator[N
     finally:
         over.set()
         thread.join()
+
+
+def lower_priority() -> None:
+    """Lower the priority of the calling thread: the cores belong to the ranks. On Linux each thread has its own
+    priority."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

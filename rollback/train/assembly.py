@@ -12,7 +12,6 @@ from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
-from rollback.system.frames import own_variables
 from rollback.train.catalogue.catalogue import Catalogue, HeldAtStart
 from rollback.train.catalogue.draining import start_draining
 from rollback.train.catalogue.remote import HostCopies, RemoteRing
@@ -28,6 +27,7 @@ from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rollback import Rewinder, needs_rehearsal
+from rollback.train.introspection import own_variables
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.pass_rehearsal import PassRehearsal
 from rollback.train.prober import Prober

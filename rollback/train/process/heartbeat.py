@@ -21,11 +21,11 @@ from rollback.rundir.heartbeat_board import HeartbeatCell
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, UNRECORDED, Heartbeat, write_heartbeat
 from rollback.system import files
-from rollback.system.frames import frame_of
 from rollback.system.processes import start_of
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
+from rollback.train.introspection import frame_of
 from rollback.train.process.failure_record import FailureRecorder, Standing
 
 _EVERY_SECONDS = 0.5

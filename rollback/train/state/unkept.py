@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from rollback.errors import EARLY
-from rollback.system.collector import instances
-from rollback.system.frames import is_of_own_file
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators, generators_of_script, is_generator
+from rollback.train.introspection import instances, is_of_own_file
 from rollback.train.sharded import local_of
 from rollback.train.state.carried_tensors import CarriedByScript
 from rollback.train.state.module_buffers import storage_of
