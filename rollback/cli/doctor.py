@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from rollback.cli.answers import JsonOption, show
-from rollback.cli.launch import default_run, require_script
 from rollback.cli.launch_options import GRACE
 from rollback.cli.windows import parse_size
+from rollback.supervisor.preflight import default_run, require_script
 from rollback.terminal.messages import say
 
 DOCTOR_CODES = "Exit codes: 0 nothing fails (there may be warnings); 1 something does; 2 usage."

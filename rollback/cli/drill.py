@@ -7,10 +7,11 @@ from typing import Any
 import typer
 
 from rollback.cli.answers import answering, show
-from rollback.cli.launch import read_settings, require_script
 from rollback.cli.launch_options import LAUNCH_PARAMETERS, as_arguments, declares, flag, parameter, switch
+from rollback.cli.settings import read_settings
 from rollback.config import Settings
 from rollback.errors import ExitCode, UsageError
+from rollback.supervisor.preflight import require_script
 from rollback.supervisor.torchrun.flags import FLAGS, read_flags
 from rollback.terminal.messages import say
 

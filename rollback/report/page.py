@@ -21,7 +21,7 @@ from rollback.facts.training import Incident
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import RunContents, read_run_contents
 from rollback.inspect.audit.report import AuditReport
-from rollback.inspect.record.reading import Progress, readable, require_run_directory
+from rollback.inspect.record.reading import readable, require_run_directory
 from rollback.report.cards import cards
 from rollback.report.chart import DrawnCurves, chart, curves_of
 from rollback.report.tables import blocks
@@ -47,7 +47,8 @@ def _read(root: Path) -> tuple[RunContents, DrawnCurves | None]:
     """What is on record, and the curves. The metrics, of which a long run has as much as of facts, are let go."""
     notices: list[str] = []
     columns = joined(readable(require_run_directory(root).metrics, metric_pieces, notices))
-    contents = read_run_contents(root, Progress(last_steps([columns]), notices))
+    contents = read_run_contents(root, last_steps([columns]))
+    contents.notices.extend(notices)
     return contents, curves_of(columns, (fact for _, fact in of_kind(contents.records, Incident)))
 
 

@@ -12,7 +12,6 @@ and one for people, and tries again; training goes on.
 """
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -41,10 +40,9 @@ from rollback.rundir.beacon import Transport
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
-from rollback.system.threads import start_thread
+from rollback.system.threads import lower_priority, start_thread
 
 _POLL = 0.2
-_NICENESS = 10
 _RECORD_EVERY = 30.0
 _FIRST_WAIT, _LONGEST_WAIT = 5.0, 300.0
 _DOUBLED = 10  # times at most: a float takes a thousand, and a ring may be away for days
@@ -94,13 +92,6 @@ def drainer_for(
         ring = RingAtUrl(paths, store, say, others)
     keep = settings.keep if settings.keep_durable is None else settings.keep_durable
     return Drainer(paths, ring, DrainPace.parse(settings.checkpoint_every), keep, note, say, in_run)
-
-
-def lower_priority() -> None:
-    """Lower the priority of the calling thread: the cores belong to the ranks. On Linux each thread has its own
-    priority."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class Drainer:

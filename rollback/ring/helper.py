@@ -10,7 +10,6 @@ from rollback.checkpoints.format.manifest import CheckpointFile, Manifest
 from rollback.errors import CheckpointDamaged, CheckpointLeft, RingUnavailable, RollbackError, message_of
 from rollback.facts import training as facts
 from rollback.facts.history import in_durable_ring
-from rollback.ring.drainer import lower_priority
 from rollback.ring.hosts import HostPart, Wanted, tidy
 from rollback.ring.in_run import copy_shard
 from rollback.ring.url.ring import own_files, put_checkpoint_file
@@ -20,6 +19,7 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
+from rollback.system.threads import lower_priority
 
 _POLL = 0.2
 _MOMENT = 5.0

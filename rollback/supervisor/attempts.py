@@ -130,12 +130,9 @@ class Attempts:
             decision: Restart | GiveUp
             if evidence.left.guarded or evidence.hung is not None:
                 budget, decision = budget.after_failure(
-                    progressed=progressed,
-                    attached=evidence.attached,
-                    killed=evidence.killed,
-                    blamed=blamed,
+                    progressed=progressed, attached=evidence.attached, killed=evidence.killed, blamed=blamed,
                     mistake=first.mistake if first is not None else "",
-                )
+                )  # fmt: skip
             else:
                 decision = after_unguarded(attempt - earlier - 1, self._order.job.max_restarts)
             why = cause(evidence, first)
@@ -193,21 +190,14 @@ class Attempts:
         if left.kept is not None:
             last = left.kept.as_fact(evidence.kept, evidence.step, host_lost=bool(left.lost_nodes))
             note_kept(last, evidence.kept, evidence.finished, self._own_journal, self._say)
-        self._own_journal.note(
-            facts.AttemptEnded(
-                status=left.status,
-                cause=cause(evidence, first),
-                step=evidence.step,
-                seconds=time.monotonic() - began,
-                why=first.why if first else None,
-                rank=first.rank if first else None,
-                batch=record.batch if record else None,
-                followed=first.followed if first else (),
-                fingerprint=record.fingerprint if record else None,
-                samples=tuple(record.unreadable or record.samples) if record else (),
-                host=first.host if first else None,
-            )
-        )
+        account = facts.AttemptEnded(
+            status=left.status, cause=cause(evidence, first), step=evidence.step, seconds=time.monotonic() - began,
+            why=first.why if first else None, rank=first.rank if first else None, host=first.host if first else None,
+            followed=first.followed if first else (), batch=record.batch if record else None,
+            fingerprint=record.fingerprint if record else None,
+            samples=tuple(record.unreadable or record.samples) if record else (),
+        )  # fmt: skip
+        self._own_journal.note(account)
         return evidence, first
 
     def _note_start(self, running: Running) -> None:

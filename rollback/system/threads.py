@@ -1,6 +1,8 @@
 """Starting a thread where the system may refuse it (`ulimit -u`, a container's limit of processes), one whose result is
-waited for, and one that does something again and again."""
+waited for, one that does something again and again, and the priority of one."""
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -9,6 +11,7 @@ from typing import TypeVar
 
 from rollback.errors import RollbackError
 
+_NICENESS = 10
 _T = TypeVar("_T")
 
 
@@ -56,3 +59,10 @@ def called_every(name: str, every: float, act: Callable[[], None]) -> Iterator[N
     finally:
         over.set()
         thread.join()
+
+
+def lower_priority() -> None:
+    """Lower the priority of the calling thread: the cores belong to the ranks. On Linux each thread has its own
+    priority."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -11,7 +11,6 @@ from torch import nn
 from rollback.checkpoints import tiers
 from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
-from rollback.system.frames import own_variables
 from rollback.train.advice.advisor import Advisor
 from rollback.train.advice.unkept import Unkept
 from rollback.train.catalogue.catalogue import Catalogue
@@ -29,6 +28,7 @@ from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rewinder import Rewinder, needs_rehearsal
+from rollback.train.introspection import own_variables
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.loop import TrainingLoop
 from rollback.train.pass_rehearsal import PassRehearsal

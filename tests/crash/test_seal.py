@@ -12,13 +12,7 @@ from checkpoints import write_checkpoint
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import check_of, read_manifest
-from rollback.errors import (
-    CheckpointDamaged,
-    JournalDamaged,
-    RingUnavailable,
-    RunDoesNotFit,
-    UsageError,
-)
+from rollback.errors import CheckpointDamaged, JournalDamaged, RingUnavailable, RunDoesNotFit, UsageError
 from rollback.facts.training import Advice
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.audit.verify import check_integrity, in_words

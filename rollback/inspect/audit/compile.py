@@ -89,8 +89,7 @@ def _run(contents: RunContents) -> report.Run:
     identity = contents.identity
     return report.Run(
         directory=contents.directory,
-        run_id=identity.run_id if identity else None,
-        created=identity.created if identity else None,
+        **fields_of(identity, "run_id", "created"),
         world_size=identity.job.world_size if identity else None,
         data=identity.job.data if identity else {},
     )
@@ -142,17 +141,13 @@ def _skipped(
     for batch in order:
         ranks = by_batch[batch]
         any_rank = next(iter(ranks.values()))
-        entries.append(
-            report.SkippedBatchEntry(
-                batch=batch,
-                epoch=any_rank.epoch,
-                offset=any_rank.offset,
-                indices={rank: line.indices for rank, line in sorted(ranks.items())},
-                incidents=owners[batch],
-                by_user=any(batch in added.window for added in history.added if not added.by_supervisor),
-                by_supervisor=any(batch in added.window for added in history.added if added.by_supervisor),
-            )
-        )
+        entry = report.SkippedBatchEntry(
+            batch=batch, epoch=any_rank.epoch, offset=any_rank.offset, incidents=owners[batch],
+            indices={rank: line.indices for rank, line in sorted(ranks.items())},
+            by_user=any(batch in added.window for added in history.added if not added.by_supervisor),
+            by_supervisor=any(batch in added.window for added in history.added if added.by_supervisor),
+        )  # fmt: skip
+        entries.append(entry)
     return entries
 
 

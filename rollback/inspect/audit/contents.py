@@ -15,7 +15,6 @@ from rollback.facts.history import History, fold
 from rollback.facts.training import Answered, Incident, JournalEntry
 from rollback.inspect.record.last_judged import LINES
 from rollback.inspect.record.reading import (
-    Progress,
     lost_lines,
     read_progress,
     read_records,
@@ -64,7 +63,7 @@ class RunContents:
 
 
 @no_collection()
-def read_run_contents(root: Path, progress: Progress | None = None) -> RunContents:
+def read_run_contents(root: Path, progress: dict[int, tuple[int, int]] | None = None) -> RunContents:
     """Read everything on record about a run, but for its curve. progress: if it is known already.
 
     Raises UsageError, RunDirectoryError, JournalDamaged, or RunDoesNotFit where another version of rollback wrote it.
@@ -80,8 +79,7 @@ def read_run_contents(root: Path, progress: Progress | None = None) -> RunConten
     if identity is None:
         notices.append("there is no run.json: the ranks never agreed to start, or it was removed")
     skipped, left_out = _skipped(paths, notices)
-    progress = progress or read_progress(paths)
-    notices += progress.notices
+    progress = read_progress(paths, notices) if progress is None else progress
     incidents = [fact.incident for _, fact in of_kind(records, Incident)]
     if len(incidents) > _WITH_EVIDENCE:
         notices.append(
@@ -89,21 +87,12 @@ def read_run_contents(root: Path, progress: Progress | None = None) -> RunConten
             f"in {paths.incidents}"
         )
     evidence = {number: _evidence(paths, number, notices) for number in incidents[-_WITH_EVIDENCE:]}
+    answered = {fact.request for _, fact in of_kind(records, Answered)}
     return RunContents(
-        str(root),
-        identity,
-        records,
-        history,
-        skipped,
-        progress.by_attempt,
-        notices,
-        evidence,
-        read_last_metrics(paths.metrics, LINES),
-        paths.holder.exists(),
-        _is_abandoned(paths),
-        left_out,
-        handed_in(paths, {fact.request for _, fact in of_kind(records, Answered)}),
-    )
+        str(root), identity, records, history, skipped, progress, notices, evidence,
+        read_last_metrics(paths.metrics, LINES), paths.holder.exists(), _is_abandoned(paths), left_out,
+        handed_in(paths, answered),
+    )  # fmt: skip
 
 
 def _is_abandoned(paths: RunPaths) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from rollback.facts.fact import by_whom
 from rollback.facts.history import History, fold
 from rollback.inspect.audit.report import SampleEntry
-from rollback.inspect.document import Document
+from rollback.inspect.document import Document, fields_of
 from rollback.inspect.record.reading import read_records, require_run_directory
 from rollback.suspects import suspects
 from rollback.terminal.messages import printable
@@ -42,8 +42,7 @@ def sample_entries(history: History) -> list[SampleEntry]:
             incidents=list(explained.get(sample, ())),
             in_quarantine=sample in present,
             since=since.get(sample),
-            who=last[sample].who if sample in last else None,
-            why=last[sample].why if sample in last else None,
+            **fields_of(last.get(sample), "who", "why"),
         )
         for sample in sorted({*explained, *last})
     ]

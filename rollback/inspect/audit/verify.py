@@ -83,17 +83,12 @@ def check_integrity(root: Path) -> Integrity:
         reading = examine_journal(path)
         damage = reading.damage
         broken = Broken(line=damage.line, byte=damage.byte, reason=damage.reason) if damage else None
-        states.append(
-            JournalState(
-                journal=journal,
-                file=str(path),
-                lines=len(reading.records),
-                torn_bytes=reading.torn_bytes,
-                chain=reading.chain,
-                broken=broken,
-                seal="none" if not reading.seals else "verified" if seal.present() else "sealed",
-            )
-        )
+        state = JournalState(
+            journal=journal, file=str(path), lines=len(reading.records), torn_bytes=reading.torn_bytes,
+            chain=reading.chain, broken=broken,
+            seal="none" if not reading.seals else "verified" if seal.present() else "sealed",
+        )  # fmt: skip
+        states.append(state)
         records.append(reading.records)
     disagreements = list(_order(records[0], "train")) + list(_order(records[1], "supervisor"))
     if not any(state.broken for state in states):

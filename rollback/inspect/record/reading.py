@@ -1,7 +1,6 @@
 """Reads the journals of a run for a reading command, and says what they lack. Changes nothing there."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
@@ -62,16 +61,6 @@ def require_run_directory(root: Path) -> RunPaths:
     return paths
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far each attempt came, by the metrics."""
-
-    by_attempt: dict[int, tuple[int, int]]
-    """The timeline and step of its last judged step."""
-    notices: list[str]
-    """What could not be read, in words."""
-
-
 def lost_lines(paths: RunPaths, history: History, taken: Sequence[Manifest]) -> list[str]:
     """A notice where there is what the ranks' journal must once have named, or none. taken: the checkpoints that are
     there. Nothing else would show that it lacks lines, since those that are left are sound."""
@@ -128,9 +117,9 @@ def merge(train: Sequence[JournalEntry], supervisor: Sequence[JournalEntry]) -> 
     return sorted([*started, *train, *others], key=attrgetter("attempt"))
 
 
-def read_progress(paths: RunPaths) -> Progress:
-    notices: list[str] = []
-    return Progress(last_steps(readable(paths.metrics, metric_pieces, notices)), notices)
+def read_progress(paths: RunPaths, notices: list[str]) -> dict[int, tuple[int, int]]:
+    """By attempt, the timeline and step of its last judged step. notices: gets what could not be read."""
+    return last_steps(readable(paths.metrics, metric_pieces, notices))
 
 
 def readable(path: Path, read: Callable[[Path, list[str]], Iterator[_Line]], notices: list[str]) -> Iterator[_Line]:

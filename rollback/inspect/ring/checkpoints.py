@@ -14,13 +14,7 @@ from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.checkpoints.pins import pinned
 from rollback.checkpoints.resume import of_present_timeline
 from rollback.checkpoints.tiers import fast_tier_of, look_into_slots
-from rollback.errors import (
-    CheckpointDamaged,
-    JournalDamaged,
-    NoUsableCheckpoint,
-    RunDirectoryError,
-    UsageError,
-)
+from rollback.errors import CheckpointDamaged, JournalDamaged, NoUsableCheckpoint, RunDirectoryError, UsageError
 from rollback.facts.history import History
 from rollback.facts.training import Tier
 from rollback.inspect.document import Document, ReportItem

@@ -197,7 +197,7 @@ class StatusReader:
         if far is not None and far.checkpoint not in {None, *undone} and "://" in (far.place or ""):
             there.append((str(far.checkpoint), far.step or 0))  # this host may have lost its memory since
         next_start = max(there, key=itemgetter(1), default=None) if is_over else None
-        self.deaths = deaths(self._past.told, self._past.history.reached, read_progress(paths).by_attempt, next_start)
+        self.deaths = deaths(self._past.told, self._past.history.reached, read_progress(paths, []), next_start)
         self._deaths_of = known
 
     def _look_into_ring(self, paths: RunPaths) -> None:

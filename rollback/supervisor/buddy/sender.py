@@ -14,7 +14,6 @@ from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
 from rollback.checkpoints.fast_tier.mark_copies import MarkPiece, NewsOfMarks
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.tiers import Located
-from rollback.ring.drainer import lower_priority
 from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.supervisor.buddy.wire import (
     FAULTS,
@@ -28,6 +27,7 @@ from rollback.supervisor.buddy.wire import (
     ranks_in,
     send_shards,
 )
+from rollback.system.threads import lower_priority
 from rollback.terminal.quantities import size
 
 _END = 1.0  # seconds that a thread has to end; where a name is looked up it takes longer, and does no harm

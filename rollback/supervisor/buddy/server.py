@@ -14,7 +14,6 @@ from rollback.checkpoints.fast_tier import buddy_copies
 from rollback.checkpoints.fast_tier.mark_copies import FedMarks
 from rollback.checkpoints.fast_tier.sizing import free_memory
 from rollback.checkpoints.fast_tier.slots import SlotPaths
-from rollback.ring.drainer import lower_priority
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import MANIFEST, RunPaths
@@ -34,6 +33,7 @@ from rollback.supervisor.buddy.wire import (
     receive_shards,
     send_shards,
 )
+from rollback.system.threads import lower_priority
 from rollback.terminal.quantities import size
 
 _STRANGERS = 5.0  # seconds in which who calls says the secret

@@ -144,12 +144,9 @@ class Follower:
                 return self._without_leader()
             if self._signals.received and self._leaves_alone(orders):
                 beacon.put_out()  # before what takes time: the next attempt must not be given to it
-                others = (
-                    "the others begin the next attempt once enough of them are there"
-                    if orders.phase == "gather"
-                    else "the others go on without it"
-                )
-                reason = f"told to stop while {self._place.name} waited without a seat: {others}"
+                gathers = orders.phase == "gather"
+                others = "begin the next attempt once enough of them are there" if gathers else "go on without it"
+                reason = f"told to stop while {self._place.name} waited without a seat: the others {others}"
                 return RunResult(exit_code=ExitCode.RESUMABLE, reason=reason)
             self._tell_of_signals(beacon)
             report = beacon.record
@@ -160,16 +157,9 @@ class Follower:
                     if self._buddy is not None:
                         self._buddy.get_ready(orders.buddies)
                     beacon.show(
-                        state="ready",
-                        attempt=orders.attempt,
-                        states=(),
-                        beats={},
-                        stacks=None,
-                        left=None,
-                        kept=kept_on_host(self._paths),
-                        brought_back=None,
-                        master=self._place.new_master(),
-                    )
+                        state="ready", attempt=orders.attempt, states=(), beats={}, stacks=None, left=None,
+                        kept=kept_on_host(self._paths), brought_back=None, master=self._place.new_master(),
+                    )  # fmt: skip
                 case "start":
                     self._end_waiting(over=False)
                     if self._files is not None:

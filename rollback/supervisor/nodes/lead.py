@@ -17,15 +17,7 @@ from rollback.supervisor.nodes.copies import Copies
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting, first_orders
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.nodes import Nodes
-from rollback.supervisor.nodes.protocol import (
-    LeadersMove,
-    NodeReport,
-    RunResult,
-    leaders_move,
-    merged,
-    must_end,
-    ready,
-)
+from rollback.supervisor.nodes.protocol import LeadersMove, NodeReport, RunResult, leaders_move, merged, must_end, ready
 from rollback.supervisor.nodes.record_files import RecordKeeper
 from rollback.supervisor.nodes.roster import Roster
 from rollback.supervisor.nodes.seats import awaited, rank_by_name, replacements, seats
@@ -292,8 +284,7 @@ class Leader(Nodes):
         )
 
     def _missing(self, there: dict[str, NodeReport], waited: float) -> RollbackError:
-        came = self._roster.came
-        known = came & {*self._seats} if self._seats else came
+        known = {*self._seats} & self._roster.came if self._seats else self._roster.came
         lost = sorted(known - {report.node for report in there.values()})
         also = self._unfit()
         if lost:

@@ -18,14 +18,10 @@ class _Past:
     """What is kept of a launch, whatever it says now."""
 
     signals_heard: int = 0
-    first_beat: int | None = None
-    """Its first one with which it said that its ranks run."""
-    lost_in: int | None = None
-    """The attempt in which it was lost."""
-    failures: int = 0
-    """How often its ranks were the first cause of a failure, without progress in between."""
-    was_replaced: bool = False
-    """Whether another launch has reported as its node after it."""
+    first_beat: int | None = None  # the first one with which it said that its ranks run
+    lost_in: int | None = None  # the attempt in which it was lost
+    failures: int = 0  # of which its ranks were the first cause, without progress in between
+    was_replaced: bool = False  # whether another launch has reported as its node after it
 
 
 class Roster:
@@ -37,13 +33,10 @@ class Roster:
         # Hosts may need paths of their own, so nobody is refused for it. Settings are left out: the ranks compare them.
         self._compared = {part: value for part, value in compared.items() if part != "settings"}
         self._past = defaultdict[str, _Past](_Past)
-        self._members: dict[str, str] = {}
-        """The launches of the followers that take part in the attempt, by node."""
-        self._present: dict[str, str] = {}
-        """The launch that reported last as each node."""
-        self._namesakes: set[str] = set()
-        self._unlike: dict[str, str] = {}
-        """What each node was last said to have otherwise."""
+        self._members: dict[str, str] = {}  # launches, by node
+        self._present: dict[str, str] = {}  # the launch that reported last, by node
+        self._namesakes: set[str] = set()  # nodes that were told of
+        self._unlike: dict[str, str] = {}  # what was last said to be otherwise, by node
         self.reports: dict[str, NodeReport] = {}
         """What each follower says now, by launch."""
         self.running: set[str] = set()

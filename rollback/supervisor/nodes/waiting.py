@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 from rollback.checkpoints import ring
 from rollback.errors import RollbackError, message_of
-from rollback.ring.drainer import lower_priority
 from rollback.ring.url.fetch import bring, read_manifest_at
 from rollback.ring.url.index import read_indexes
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.system import files
+from rollback.system.threads import lower_priority
 
 _EVERY = 5.0
 

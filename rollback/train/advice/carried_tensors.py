@@ -24,8 +24,8 @@ from rollback.source.led_variables import led_variables
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import Loop, takes_or_names
 from rollback.source.steering import BY_BATCH
-from rollback.system.frames import locals_of, own_callers
 from rollback.train.advice.script_tensors import tensors_of
+from rollback.train.introspection import locals_of, own_callers
 
 _ITEMS = 8  # of a list, a dict and the like that are looked at: those of a list of samples are alike
 _DEPTH = 3  # of lists within lists

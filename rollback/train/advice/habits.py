@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollback.system.frames import frame_of
+from rollback.train.introspection import frame_of
 from rollback.train.sharded import is_sharded, local_of, version_of
 from rollback.train.updates.backward import BackwardWatch
 from rollback.train.updates.gradients import mark_of

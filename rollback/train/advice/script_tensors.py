@@ -1,7 +1,7 @@
 """Tensors in variables of the script: copies of a model's weights in a list or a dict, as of an average, which are
 found by their shapes; and others.
 
-variables: see `rollback.system.frames.own_variables`.
+variables: see `rollback.train.introspection.own_variables`.
 """
 
 from collections.abc import Collection, Iterable

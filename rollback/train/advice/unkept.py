@@ -23,13 +23,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from rollback.errors import EARLY
-from rollback.system.collector import instances
-from rollback.system.frames import is_of_own_file
 from rollback.train.advice.carried_tensors import CarriedByScript
 from rollback.train.advice.own_attributes import OwnAttributes, goes_on, tells_itself
 from rollback.train.advice.script_tensors import copies_of_script, modules_of_script, tensors_of, tensors_of_script
 from rollback.train.data.cursor.digest import Digest
 from rollback.train.data.cursor.generators import Generators
+from rollback.train.introspection import instances, is_of_own_file
 from rollback.train.sharded import local_of
 from rollback.train.state.module_buffers import storage_of
 from rollback.train.state.state import TrainingState

@@ -21,10 +21,10 @@ from rollback.rundir.heartbeat_board import HeartbeatCell
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, UNRECORDED, Heartbeat, write_heartbeat
 from rollback.system import files
-from rollback.system.frames import frame_of
 from rollback.system.processes import start_of
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
+from rollback.train.introspection import frame_of
 from rollback.train.process.activity import RankActivity, Standing
 
 _EVERY_SECONDS = 0.5

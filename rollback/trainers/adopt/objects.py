@@ -14,10 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.errors import UsageError
-from rollback.system.collector import instances
-from rollback.system.frames import own_variables
 from rollback.train.advice.script_tensors import ModelCopies, copies_of_script, tensors_in
 from rollback.train.guard import Guard
+from rollback.train.introspection import instances, own_variables
 from rollback.train.sharded import HeldByFsdp, local_of
 from rollback.train.start.arguments import check_whole
 from rollback.train.updates.wrappers import outermost

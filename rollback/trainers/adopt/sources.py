@@ -19,7 +19,7 @@ from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import begins_at, catches_end, comes_to, cycles_at, demands_item
 from rollback.source.own_counters import OwnCounter, own_counters
 from rollback.source.steering import steered
-from rollback.system.frames import is_own, own_callers
+from rollback.train.introspection import is_own, own_callers
 
 _STEERED = b"backward", b"optim", b"zero_grad"
 """What a file without loops to steer has none of."""

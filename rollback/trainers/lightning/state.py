@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rollback.errors import UsageError
-from rollback.system.frames import is_of_own_file
+from rollback.train.introspection import is_of_own_file
 from rollback.train.state.kept_values import SharedText
 from rollback.train.state.module_buffers import KEPT_ELSEWHERE
 from rollback.trainers.logged_rows import LoggedRows

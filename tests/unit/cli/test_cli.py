@@ -18,7 +18,8 @@ from warm_server import run_warm
 import rollback
 from recorded_run import RecordedRun
 from rollback import cli
-from rollback.cli.launch import closing_line, default_run, read_settings, require_script
+from rollback.cli.launch import closing_line
+from rollback.cli.settings import read_settings
 from rollback.config import PresetName, Settings
 from rollback.errors import ExitCode, RunDirectoryError, ScriptRefused, UsageError
 from rollback.facts.training import AttemptStarted, SampleQuarantine, SkipAdded, Window
@@ -29,6 +30,7 @@ from rollback.rundir.seal import ENV_SEAL
 from rollback.supervisor.attempts import LaunchOrder
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
+from rollback.supervisor.preflight import default_run, require_script
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.flags import FLAGS
 from rollback.terminal.messages import printable, printable_lines

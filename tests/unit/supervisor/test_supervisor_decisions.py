@@ -1,5 +1,6 @@
 """The pure parts of the supervisor: how an attempt ended, what follows, and what torchrun is called with."""
 
+import contextlib
 import errno
 import json
 import os
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.config import Settings
-from rollback.errors import JournalDamaged, Refused, ScriptRefused
+from rollback.errors import ExitCode, JournalDamaged, Refused, ScriptRefused
 from rollback.facts.training import (
     Attached,
     Committed,
@@ -30,7 +31,7 @@ from rollback.facts.training import (
     Stopped,
 )
 from rollback.instructions import Instructions, program
-from rollback.rundir.journal.journal import Journal
+from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
@@ -106,6 +107,23 @@ def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Pa
         attempts._look_at_journal(3, attached=False)
     own_journal.close()
     journal.close()
+
+
+@pytest.mark.parametrize("lacking", [True, False])
+def test_how_to_go_on_at_another_url_is_said_only_of_an_end_that_is_about_the_ring(
+    tmp_path: Path, lacking: bool
+) -> None:
+    """Where rank 0 raised ValueError, another URL mends nothing."""
+    paths, own_journal = RunPaths(tmp_path), SupervisorJournal(RunPaths(tmp_path), print)
+    order = SimpleNamespace(paths=paths)
+    attempts = Attempts(order, print, SimpleNamespace(), own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
+    attempts._draining = SimpleNamespace(hint="name another URL", finish=print, follow=print, close=print)  # type: ignore[assignment]
+    with contextlib.closing(own_journal):
+        own_journal.open()
+        result = attempts._end(ExitCode.IO, "why", lacking=lacking)
+    assert (result.reason, result.hint) == ("why", "name another URL" if lacking else None)
+    (entry,) = read_journal(paths.supervisor_journal).records
+    assert entry.fact.reason == ("why; name another URL" if lacking else "why")  # type: ignore[attr-defined]
 
 
 def attached_at(step: int) -> Attached:

@@ -249,8 +249,8 @@ class KeptGenerator:
 
 
 def generators_of_script(variables: Iterable[tuple[str, Any]], *others: Any) -> dict[str, Any]:
-    """Those among its variables (`rollback.system.frames.own_variables`), by their names; of two with one name, the
-    second one has a number. Without those that `others` have, as the loader."""
+    """Those among its variables (`rollback.train.introspection.own_variables`), by their names; of two with one name,
+    the second one has a number. Without those that `others` have, as the loader."""
     of_others = Generators(*others)
     found: dict[str, Any] = {}
     for name, thing in variables:

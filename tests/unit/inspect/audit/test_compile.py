@@ -17,13 +17,7 @@ from typer.testing import CliRunner
 from facts import facts
 from recorded_run import RecordedRun, eventful_run, hold, incident, rollback_plan, stopped_by_themselves
 from rollback.cli import app
-from rollback.errors import (
-    JournalDamaged,
-    RollbackError,
-    RunDirectoryError,
-    RunDoesNotFit,
-    UsageError,
-)
+from rollback.errors import JournalDamaged, RollbackError, RunDirectoryError, RunDoesNotFit, UsageError
 from rollback.facts.history import fold
 from rollback.facts.probes import NotProbed, Probed
 from rollback.facts.training import (

@@ -23,13 +23,7 @@ from rollback.checkpoints.format.manifest import ShardRecord, read_manifest
 from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.checkpoints.resume import beyond_the_record
 from rollback.cli import app
-from rollback.errors import (
-    ExitCode,
-    NoUsableCheckpoint,
-    OutputNotWritten,
-    RollbackError,
-    UsageError,
-)
+from rollback.errors import ExitCode, NoUsableCheckpoint, OutputNotWritten, RollbackError, UsageError
 from rollback.facts.training import BecameGood, Committed, Evicted, Quarantined
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.ring.checkpoints import read_listing

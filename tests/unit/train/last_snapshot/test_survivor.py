@@ -1224,7 +1224,7 @@ def test_on_another_host_it_tells_that_of_rank_0(tmp_path: Path, memory: Path) -
     told: list[str] = []
 
     def act(guard: rollback.Guard) -> None:
-        members = guard._last._members
+        members = guard._loop.last_snapshot._members
 
         def close() -> None:
             told.append("closed")

@@ -1,15 +1,16 @@
-"""What a thread runs, asked while nobody searches for reference cycles; what the user's own files hold."""
+"""What a thread runs, asked while nobody searches for reference cycles; what the user's own files and others hold."""
 
 import gc
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from rollback.system.frames import frame_of, own_variables
+from rollback.train.introspection import frame_of, instances, own_variables
 
 
 def test_no_search_for_cycles_may_begin_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,3 +70,31 @@ def test_a_look_at_the_variables_keeps_nothing_alive() -> None:
     assert "large" in dict(own_variables())
     del large
     assert gone() is None
+
+
+class Thing:
+    pass
+
+
+class Derived(Thing):
+    __slots__ = ("other",)
+
+
+def test_objects_are_found_by_their_own_class() -> None:
+    things = [Thing(), Derived(), Thing()]
+    found = instances(lambda kind: issubclass(kind, Thing))
+    assert {*map(id, found)} == {*map(id, things)}
+    assert instances(lambda kind: kind is Derived) == [things[1]]
+    assert instances(lambda kind: kind.__name__ == "there is none") == []
+
+
+def test_who_looks_for_objects_breaks_no_tuple_that_is_being_filled() -> None:
+    """A thread may be filling one from a generator; here it is the same thread, whose result is held meanwhile."""
+    held: list[Any] = []
+
+    def filling() -> Iterator[int]:
+        yield 0
+        held.append(instances(lambda kind: issubclass(kind, tuple | Thing)))
+        yield from range(100)
+
+    assert len(tuple(filling())) == 101
