@@ -111,7 +111,7 @@ class Attempts:
                 self._tell_what_was_kept(earlier, past)
             evidence, first = self._attempt(attempt)
             end, output = ending(evidence), self._host.output
-            if end != "failed" or first is None or first.rank == output.held_of:
+            if end != "failed" or first is None or first.is_account_of(output.held_of):
                 output.release()  # the exception is itself the account
             if evidence.left.refusal is not None:
                 self._refuse(evidence, best)

@@ -91,6 +91,12 @@ class FirstCause:
     followed: tuple[int, ...] = ()
     """The ranks whose failure is a consequence."""
     host: str | None = None
+    alike: tuple[int, ...] = ()
+    """The ranks that raised the same exception by themselves."""
+
+    def is_account_of(self, rank: int | None) -> bool:
+        """Whether what this rank raised is itself the account, and no consequence."""
+        return rank in (self.rank, *self.alike)
 
     @property
     def may_blame_the_batch(self) -> bool:
@@ -179,7 +185,7 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
     followed = tuple(sorted(end.rank for end in ([first, *others] if nobody else others)))
     if nobody:
         return FirstCause(why, text + _left_before(ends), None, first.record, followed)
-    return FirstCause(why, text, first.rank, first.record, followed, first.host)
+    return FirstCause(why, text, first.rank, first.record, followed, first.host, tuple(end.rank for end in alike))
 
 
 def _left_before(ends: Sequence[RankEnd]) -> str:

@@ -322,6 +322,15 @@ def test_what_has_never_worked_in_a_run_is_the_script_s_own(
     assert found.mistake == mistake
 
 
+def test_what_a_rank_raises_by_itself_is_shown_as_the_account_and_what_it_raises_for_another_one_is_not() -> None:
+    """As where all ranks fail in the first update, and another one than rank 0, whose output is shown, was first."""
+    alike = [raised(0, "ValueError", "bad"), raised(1, "ValueError", "bad", at=4.0)]
+    found = first_cause(evidence(), [*alike, raised(2, "RuntimeError", GLOO)])
+    assert found is not None
+    assert (found.rank, found.followed) == (1, (2,))
+    assert [found.is_account_of(rank) for rank in (0, 1, 2)] == [True, True, False]
+
+
 def test_only_an_exception_with_a_record_may_blame_its_batch() -> None:
     for end in (died(0, -9), died(0, 3), raised(0, "RuntimeError", GLOO), RankEnd(0, stopped=True)):
         found = first_cause(evidence(), [end])
