@@ -93,9 +93,11 @@ def test_what_a_rollback_has_cut_off_is_not_asked_for_at_the_url(
 def test_older_checkpoints_at_the_url_serve_where_the_run_directory_has_only_what_a_rollback_has_cut_off(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run was going back to one that was in the memory of a lost host alone."""
-    older = manifest_of(1, 10)
-    monkeypatch.setattr(draining, "read_manifest_at", lambda *_: older)
+    """The run was going back to one that was in the memory of a lost host alone; or that ranks had copied, who had no
+    supervisor then."""
+    older, planned = manifest_of(1, 10), manifest_of(2, 20)
+    there = {older.name: older}
+    monkeypatch.setattr(draining, "read_manifest_at", lambda _, name: there.get(name))
     back = rollback_plan(1, CheckpointName.of(2, 20), 20, (21, 30), discards=(CheckpointName.of(3, 30),))
     good = BecameGood(checkpoint=NAME, step=10)
     history = history_of(committed(1, 10), good, committed(2, 20), committed(3, 30), incident(1, 21, 21), back)
@@ -103,3 +105,6 @@ def test_older_checkpoints_at_the_url_serve_where_the_run_directory_has_only_wha
     at_url, unknown = only_at_url(paths, Settings(ring=URL), history, here)
     assert (at_url, unknown) == ([older], None)
     assert candidates(history, [*here, *at_url]) == [older]
+    there[planned.name] = planned
+    at_url, unknown = only_at_url(paths, Settings(ring=URL), history, here)
+    assert candidates(history, [*here, *at_url]) == [planned, older]
