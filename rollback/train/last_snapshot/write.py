@@ -41,7 +41,6 @@ from rollback.train.snapshots.capture import as_it_is_stored, bytes_of, owners, 
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state import tree
 from rollback.train.state.image import PARAMETERS
-from rollback.train.state.module_buffers import all_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.stateful import tensors_of_state
 
@@ -70,31 +69,20 @@ class Foreseen:
 
 def large_state(state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What is not in the marks, and the same on all ranks: the trees of parameters and optimizer, and their tensors.
-
-    Any thread may call it: nothing is asked that another thread might be changing between two updates.
-    """
-    model, buffers = state.model.state_dict(), all_of(state.model)
-    shared = {
-        "model": {name: value for name, value in model.items() if name not in buffers},
-        "optimizer": state.optimizer.state_dict(),
-        "trained": state.trained_names(),
-        "sentinel": state.sentinel.state_dict(),
-    }
+    Any thread may call it."""
     tensors: dict[str, Tensor] = {}
-    return tree.encode(shared, "shared", tensors), tensors
+    return tree.encode(state.large_shared(), "shared", tensors), tensors
 
 
 def shared_tree(large: Mapping[str, Any], small: SharedState, sentinel: Mapping[str, Any]) -> dict[str, Any]:
     """The `shared` tree: the parameters and the optimizer of one rank, its small state, and the sentinel's state."""
-    optimizer, (trees, _) = dict(large["optimizer"]), small.encoded()
+    optimizer, trees = dict(large["optimizer"]), dict(small.encoded()[0])
     optimizer["param_groups"] = [
         {**told, "params": group["params"]}
-        for group, told in zip(optimizer["param_groups"], trees["groups"], strict=True)
+        for group, told in zip(optimizer["param_groups"], trees.pop("groups"), strict=True)
     ]
-    return {
-        **large, "optimizer": optimizer, "objects": trees["objects"], "counters": trees["counters"],
-        "gradients": trees["gradients"], "sentinel": tree.encode(dict(sentinel), "shared/sentinel", {}),
-    }  # fmt: skip
+    sentinel_tree = tree.encode(dict(sentinel), "shared/sentinel", {})
+    return {**large, **trees, "optimizer": optimizer, "sentinel": sentinel_tree}
 
 
 def digests_of_parameters(state: TrainingState, read: Read = NO_DEVICE.read) -> dict[str, bytes]:
