@@ -191,7 +191,8 @@ class HostWrite:
         stores: the ranks whose shards have, between them, what is large and the same on all. Raises NotProved, OSError;
         then there is nothing in the slot.
         """
-        return self._write(self._slot(slot))
+        with _or_removed(directory := self._slot(slot)):
+            return self._write(directory)
 
     def shared_part(self, sentinel: Mapping[str, Any]) -> SharedPart:
         """sentinel: its state once the step is judged. Raises NotProved where no rank stands."""
@@ -214,7 +215,7 @@ class HostWrite:
             pieces, metadata = self._shard(rank)
             return ShardRecord.of(rank, write_shard(directory / shard_name(rank), pieces, metadata))
 
-        with _or_removed(directory), ThreadPoolExecutor(cores_here()) as threads:  # who is gone left its core
+        with ThreadPoolExecutor(cores_here()) as threads:  # who is gone left its core
             return dict(zip(self._marks, threads.map(write, self._marks), strict=True))
 
     def _shard(self, rank: int) -> tuple[list[ShardPiece], dict[str, str]]:
@@ -273,9 +274,9 @@ class LastWrite(HostWrite):
             if slot is not None
             else ring.begin_writing(self._run.paths, manifest.name, self._end.attempt)
         )
-        records = self._write(directory)
-        manifest = manifest.model_copy(update={"shards": tuple(records[rank] for rank in sorted(records))})
         with _or_removed(directory):
+            records = self._write(directory)
+            manifest = manifest.model_copy(update={"shards": tuple(records[rank] for rank in sorted(records))})
             if slot is None:
                 ring.commit(self._run.paths, manifest)
             else:
@@ -323,12 +324,11 @@ class LastWrite(HostWrite):
         return super()._size() + sum(owned)
 
     def _write(self, directory: Path) -> dict[int, ShardRecord]:
-        """Nothing has changed until it returns. Raises NotProved, OSError, and then there is no directory."""
-        with _or_removed(directory):
-            self._require_unchanged()
-            records = super()._write(directory)
-            self._require_copied(directory, records)
-            self._require_unchanged()
+        """Nothing has changed until it returns. Raises NotProved, OSError."""
+        self._require_unchanged()
+        records = super()._write(directory)
+        self._require_copied(directory, records)
+        self._require_unchanged()
         return records
 
     def _shard(self, rank: int) -> tuple[list[ShardPiece], dict[str, str]]:
