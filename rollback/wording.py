@@ -19,6 +19,11 @@ def ranks_in_words(ranks: Sequence[int], most: int | None = None) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {first_few([*map(str, ranks)], len(ranks) if most is None else most)}"
 
 
+def gone_in_words(ranks: Sequence[int]) -> str:
+    """`rank 3 is gone`, `ranks 0, 1 are gone`."""
+    return f"{ranks_in_words(ranks)} {'are' if len(ranks) > 1 else 'is'} gone"
+
+
 def filled(advice: tuple[str, str], **values: object) -> tuple[str, str]:
     """An advice, code and text, with values where its text names them."""
     code, text = advice

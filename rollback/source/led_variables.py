@@ -1,8 +1,9 @@
 """Which variables that a script's loops carry from turn to turn are led: put back where training goes on elsewhere."""
 
 import ast
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from rollback.source.called import ChangedByCalls
 from rollback.source.carried import has_part_in, names_in, place_of, set_by_head, targets_in, turn_of
@@ -49,10 +50,10 @@ class LedVariable:
     taking: tuple[ast.stmt, ...] = field(default=(), compare=False, repr=False)
 
 
-def led_variables(loops: ScriptLoops, carried_by: "Mapping[Loop, CarriedByLoop] | None" = None) -> list[LedVariable]:
-    """Those of a file, loop by loop. carried_by: what `carried_by_loops` has found in it, where that is known."""
+def led_variables(loops: ScriptLoops) -> list[LedVariable]:
+    """Those of a file, loop by loop."""
     found: list[LedVariable] = []
-    carried_by = carried_by or carried_by_loops(loops)
+    carried_by = carried_by_loops(loops)
     for loop, carried in carried_by.items():
         by_batch = loop not in loops.steerable
         taking = (*_taking(loop.body),) if by_batch else ()
@@ -73,7 +74,9 @@ def led_variables(loops: ScriptLoops, carried_by: "Mapping[Loop, CarriedByLoop] 
 
 def carried_by_loops(loops: ScriptLoops) -> "dict[Loop, CarriedByLoop]":
     """Of those over epochs that are led, and of those that train."""
-    return {loop: CarriedByLoop(loops, loop) for loop in (*loops.steerable, *innermost(loops))}
+    if loops not in _carried_by:
+        _carried_by[loops] = {loop: CarriedByLoop(loops, loop) for loop in (*loops.steerable, *innermost(loops))}
+    return _carried_by[loops]
 
 
 def _taking(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -130,6 +133,10 @@ class CarriedByLoop:
     def steers(self, name: str) -> bool:
         """Whether the training depends on it, or on an object that it is an attribute of."""
         return has_part_in(name, self._steering)
+
+
+_carried_by: WeakKeyDictionary[ScriptLoops, dict[Loop, CarriedByLoop]] = WeakKeyDictionary()
+"""What was found of each file: of a large one that takes seconds."""
 
 
 def _steering_names(loops: ScriptLoops, loop: Loop) -> set[str]:

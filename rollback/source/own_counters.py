@@ -32,8 +32,7 @@ class OwnCounter:
 
 
 def own_counters(loops: ScriptLoops) -> list[OwnCounter]:
-    """Of the training loops: what their turns carry, and what limits them from outside. Of a large file that takes
-    seconds."""
+    """Of the training loops: what their turns carry, and what limits them from outside."""
     found: dict[tuple[str, bool], OwnCounter] = {}
     for counter in (*_limiting(loops), *_numbered(loops), *_carried(loops), *_stopping(loops)):
         found.setdefault((counter.name, counter.led), counter)
@@ -44,7 +43,7 @@ def _carried(loops: ScriptLoops) -> Iterator[OwnCounter]:
     """What outlives a turn of a loop, and steers or counts. In what it calls, counts that are attributes alone: a
     patience, which the variables of a method do not outlive."""
     carried_by = carried_by_loops(loops)
-    led = led_variables(loops, carried_by)
+    led = led_variables(loops)
     for loop in (*innermost(loops), *loops.steerable):
         deciding, carried = _deciding(loops, loop), carried_by[loop]
         own = {variable.name for variable in led if variable.loop is loop}

@@ -24,6 +24,7 @@ class ScriptFile:
     what other files have run nothing here."""
 
     def __init__(self, source: str) -> None:
+        self.source = source
         try:
             self.tree, self.scopes = ast.parse(source), Scopes(source)
         except RecursionError as error:

@@ -1,12 +1,14 @@
 """A script, or a module of its own, with a few expressions added to its loops, by which they are led."""
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 from rollback.source.led_variables import LedVariable, led_variables
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import Loop, blocks_in
 
+Node = TypeVar("Node", bound=ast.AST)
 EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
 ENUMERATE, LIMIT = "__rollback_enumerate__", "__rollback_limit__"
 BY_BATCH, BY_EPOCH, RAISED = "__rollback_by_batch__", "__rollback_by_epoch__", "__rollback_raised__"
@@ -23,8 +25,9 @@ class Steered:
     variables: dict[str, LedVariable]
 
 
-def steered(source: str, filename: str, *, is_script: bool = True) -> Steered:
-    """The script, or a module of its own, with its loops steered, and what they carry from turn to turn.
+def steered(loops: ScriptLoops, filename: str) -> Steered:
+    """The script, or a module of its own, with its loops steered, and what they carry from turn to turn. What is
+    changed is another tree of the same source: `loops` stays as it is.
 
     EPOCHS is told the epochs' range and where the loop is, MOVED begins another one, ENUMERATE and LIMIT know where in
     the data a batch is, BY_BATCH and BY_EPOCH what a variable was there. TAKE takes a batch, and TURNS gives its
@@ -58,32 +61,38 @@ def steered(source: str, filename: str, *, is_script: bool = True) -> Steered:
 
     Where a turn takes several batches, its number is a count, too: that of the name that TURNS is told.
     """
-    loops = ScriptLoops(source, is_script=is_script)
+    tree = ast.parse(loops.source)
+    twins = dict(zip(map(id, ast.walk(loops.tree)), ast.walk(tree), strict=True))
+
+    def twin(node: Node) -> Node:
+        return cast(Node, twins[id(node)])
+
     for loop in loops.batches:
-        for limit in loops.limits(loop):
+        for limit in map(twin, loops.limits(loop)):
             limit.args.insert(0, limit.func)
             limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
-    for call in loops.enumerations():
+    for call in map(twin, loops.enumerations()):
         call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
     variables = _named(led_variables(loops))
-    blocks = {id(part): block for block in blocks_in(loops.tree) for part in block}
+    blocks = {id(part): block for block in blocks_in(tree) for part in block}
     for name, variable in reversed(variables.items()):
         if (function := loops.function_of(variable.loop)) is not None and "." not in variable.name:
-            loops.scopes.declare(variable.name, function)
-        _lead(name, variable, filename, blocks)
+            loops.scopes.declare(variable.name, twin(function))
+        there = replace(variable, loop=twin(variable.loop), taking=tuple(map(twin, variable.taking)))
+        _lead(name, there, filename, blocks)
     several = [each.loop for each in loops.by_turns if each.several]
     for turning in loops.by_turns:
-        for call in turning.takes:
+        for call in map(twin, turning.takes):
             call.func = ast.copy_location(ast.Name(TAKE, ast.Load()), call.func)
             call.args[:0] = [ast.Constant(filename), ast.Constant(turning.loop.lineno)]
         if (numbers := loops.numbers(turning.loop)) is not None:
             counted = _turns_of(several.index(turning.loop)) if turning.several else ""
-            _number(turning.loop, numbers, TURNS, TURNED, filename, turning.in_epochs, counted)
+            _number(twin(turning.loop), twin(numbers), TURNS, TURNED, filename, turning.in_epochs, counted)
     for loop, numbers in loops.steerable.items():
-        _number(loop, numbers, EPOCHS, MOVED, filename)
+        _number(twin(loop), twin(numbers), EPOCHS, MOVED, filename)
     for training in {*loops.training, *loops.steerable}:
-        _catch(training, ast.Call(ast.Name(RAISED, ast.Load()), [], []), ast.Pass())
-    return Steered(ast.fix_missing_locations(loops.tree), [*map(_turns_of, range(len(several)))], variables)
+        _catch(twin(training), ast.Call(ast.Name(RAISED, ast.Load()), [], []), ast.Pass())
+    return Steered(ast.fix_missing_locations(tree), [*map(_turns_of, range(len(several)))], variables)
 
 
 def _turns_of(place: int) -> str:

@@ -38,6 +38,14 @@ def own_callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def first_caller_outside(*packages: str) -> FrameType | None:
+    """The innermost frame in which this is called that is of none of these packages."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages:
+        frame = frame.f_back
+    return frame
+
+
 def own_variables() -> Iterator[tuple[str, Any]]:
     """The variables of these frames by name, and what the user's own objects, and short lists and dicts, hold there."""
     for frame in own_callers():

@@ -24,6 +24,7 @@ from rollback.train.start import attach
 from rollback.train.updates.wrappers import ddp_inside
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
+from rollback.trainers.guarded_trainer import numbered
 from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -51,10 +52,9 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     optimizer, inner = found["optimizer"].optimizer, getattr(scheduler, "scheduler", scheduler)
     known = [*prepared, optimizer, inner, *settings.values()]
     registered = [item for item in accelerator._custom_objects if not _is_among(known, item)]
-    names = {f"registered_{number}" if number > 1 else "registered": it for number, it in enumerate(registered, 1)}
     guard = Guard(
         model=found["model"], optimizer=optimizer, loader=loader.base_dataloader, scheduler=inner,
-        scaler=accelerator.scaler, **names, **settings,
+        scaler=accelerator.scaler, **numbered("registered", registered), **settings,
     )  # fmt: skip
     guard.without_probes("the loop counts the batches of Accelerate's loader")
     folders = _NumberedFolders(accelerator, guard)

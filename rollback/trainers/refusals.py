@@ -1,25 +1,9 @@
 """What is refused alike of every Trainer, by a UsageError; and what looks like it, and is left aside."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from rollback.errors import UsageError
 from rollback.train.comm.recorder import say
-
-
-def require_unprotected(entry: Any, guarded: type) -> None:
-    """entry: the method that trains; `guarded` puts its own in that place."""
-    if isinstance(getattr(entry, "__self__", None), guarded):
-        raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
-
-
-def require_first_training(training: object, call: str) -> None:
-    """training: has a guard once it has begun."""
-    if hasattr(training, "guard"):
-        raise UsageError(
-            f"{call} a second time: rollback.protect guards one training",
-            hint="train with another Trainer in a launch of its own: rollback launch --run DIR",
-        )
 
 
 def require_none_of(cases: Iterable[tuple[object, str, str]]) -> None:

@@ -21,8 +21,6 @@ from rollback.system import files
 from rollback.train.comm.recorder import say
 
 _LIMIT = 1 << 24  # bytes that are read, of the end: a file counts as it was saved last
-_ASIDE = 0, None, False
-"""In place of where a file was saved: it was set aside."""
 
 
 class SavedAt(NamedTuple):
@@ -54,15 +52,14 @@ class SavedFiles:
         """Training stands there: rename what was saved in `folders` behind it."""
         known = {os.path.realpath(folder) for folder in folders}
         undone = []
-        for file, (step, batches, ended) in self._read().items():
-            is_behind = step > place.step if batches is None else (batches, ended) > place[1:]
-            if is_behind and os.path.dirname(file) in known:
-                if batches is None or step > place.step:
-                    what = f"step {step}, which is undone"
-                elif batches > place.batches:
-                    what = f"batch {batches - 1}, which is undone"
+        for file, saved in self._read().items():
+            if saved is not None and saved[1:] > place[1:] and os.path.dirname(file) in known:
+                if saved.step > place.step:
+                    what = f"step {saved.step}, which is undone"
+                elif saved.batches > place.batches:
+                    what = f"batch {saved.batches - 1}, which is undone"
                 else:
-                    what = f"the end of the epoch at step {step}, which is done again"
+                    what = f"the end of the epoch at step {saved.step}, which is done again"
                 rename_undone(Path(file), what)
                 undone.append(file)
         for link in (path for folder in known for path in Path(folder).glob("*") if path.is_symlink()):
@@ -72,15 +69,14 @@ class SavedFiles:
 
     def move_aside(self, is_undone: Callable[[Path], bool]) -> None:
         """Rename those that are, and move them one folder up: what lies beside them counts as one of them."""
-        undone = [file for file, saved in self._read().items() if saved != _ASIDE and is_undone(Path(file))]
+        undone = [file for file, saved in self._read().items() if saved is not None and is_undone(Path(file))]
         for file in undone:
             rename_undone(Path(file), "training that is undone", into=Path(file).parents[1])
         self._append([{"file": file, "step": 0} for file in undone])
 
-    def _read(self) -> dict[str, tuple[int, int | None, bool]]:
-        """The place of each file when it was saved last, or `_ASIDE`. Older runs noted no batches, and no ends of
-        epochs."""
-        found: dict[str, tuple[int, int | None, bool]] = {}
+    def _read(self) -> dict[str, SavedAt | None]:
+        """The place of each file when it was saved last; None: it was set aside since."""
+        found: dict[str, SavedAt | None] = {}
         for path in self._paths.all_saved_files():
             try:
                 with os.fdopen(files.open_file(path, os.O_RDONLY), "rb") as lines:
@@ -92,9 +88,9 @@ class SavedFiles:
             for line in noted:
                 try:
                     entry = json.loads(line)
-                    step, batches = int(entry["step"]), entry.get("batches")
-                    count = None if batches is None else int(batches)
-                    found[str(entry["file"])] = step, count, bool(entry.get("ended"))
+                    there = "batches" in entry
+                    place = SavedAt(int(entry["step"]), int(entry["batches"]), bool(entry["ended"])) if there else None
+                    found[str(entry["file"])] = place
                 except (ValueError, KeyError, TypeError):
                     continue  # a line that was being written when the process died, or the end of one
         return found

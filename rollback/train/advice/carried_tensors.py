@@ -63,7 +63,7 @@ def _steering(filename: str) -> list[tuple[str, range]]:
     """The variables on which the training depends that the loops of a file carry, and the lines of their loop."""
     try:
         variables = led_variables(ScriptLoops("".join(linecache.getlines(filename))))
-    except (SyntaxError, UsageError):  # it has changed since, or has a very long expression
+    except (SyntaxError, UsageError, RecursionError):  # it has changed, or is nested too deeply to be read here
         return []
     steering = [item for item in variables if item.steers and item.name not in _batches_of(item.loop)]
     return [(item.name, range(item.loop.lineno, (item.loop.end_lineno or 0) + 1)) for item in steering]

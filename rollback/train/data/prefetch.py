@@ -20,9 +20,7 @@ leaves out a batch, or that draws all batches of an update first:
 """
 
 import inspect
-import sys
 from enum import Enum
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rollback.errors import UsageError
+from rollback.system.frames import first_caller_outside
 from rollback.train.updates.backward import BackwardWatch, is_compiled
 from rollback.train.updates.hooks import before_update, weak_hook
 
@@ -209,9 +208,7 @@ class HeldBack:
 
 def _generator_that_asks() -> str | None:
     """The generator of somebody else's in which the guard was asked for a batch, in words; None: it was none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "rollback":
-        frame = frame.f_back
+    frame = first_caller_outside("rollback")
     if frame is None or not frame.f_code.co_flags & inspect.CO_GENERATOR:
         return None
     return f"the generator {frame.f_code.co_name} ({frame.f_code.co_filename}, line {frame.f_lineno})"

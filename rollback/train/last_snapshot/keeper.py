@@ -16,7 +16,7 @@ from rollback.train.last_snapshot.device import NoAnswer, Read
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.hosts import Hosts
 from rollback.train.last_snapshot.membership import Membership
-from rollback.train.last_snapshot.peers import POLL, HostMarks, in_words
+from rollback.train.last_snapshot.peers import POLL, HostMarks
 from rollback.train.last_snapshot.small_state import SharedState
 from rollback.train.last_snapshot.stand_in import speaking_for_lost_hosts
 from rollback.train.last_snapshot.write import (
@@ -31,7 +31,7 @@ from rollback.train.last_snapshot.write import (
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.state import TrainingState
-from rollback.wording import ranks_in_words
+from rollback.wording import gone_in_words, ranks_in_words
 
 _SETTLE = 2.0  # seconds for ranks that still live to come to the end of the step that they are in
 _PATIENCE = 30.0  # for all of it: as long as torchrun gives its ranks
@@ -141,7 +141,8 @@ class Keeper:
         self._peers.ring(self._bell)
         self._began = time.monotonic()
         self._gone = tuple(self._peers.lost(self._bell == RANK_ENDS))
-        reason = in_words(self._gone) if self._gone else self._reason  # then what this rank has met follows from it
+        # Where one is gone, what this rank has met follows from that.
+        reason = gone_in_words(self._gone) if self._gone else self._reason
         account = LastAccount(attempt=self._run.attempt, rank=self._run.ranks.rank, reason=reason)
         try:
             if self._hosts is not None and self._bell != RANK_ENDS_ELSEWHERE:
@@ -226,7 +227,8 @@ class Keeper:
         """Before another rank is let in. metrics: the newest lines. gone: as all hosts know of them."""
         told = {
             "checkpoint": manifest.name, "step": manifest.step, "tier": tier, "metrics": tuple(metrics),
-            "seconds": round(time.monotonic() - self._began, 4), "reason": in_words(gone) if gone else account.reason,
+            "seconds": round(time.monotonic() - self._began, 4),
+            "reason": gone_in_words(gone) if gone else account.reason,
         }  # fmt: skip
         account = account.model_copy(update=told)
         last_account.write_account(self._paths, account)

@@ -15,7 +15,6 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.last_snapshot.early import of_gone, of_living, why_loud
 from rollback.train.last_snapshot.small_state import split
 from rollback.train.last_snapshot.write import NotProved
-from rollback.wording import ranks_in_words
 
 POLL = 0.002
 _MOMENT = 0.1
@@ -88,7 +87,7 @@ class Peers:
     def all_ends(self, began: float, *, over: bool = False) -> dict[StepEnd, HostMarks]:
         """The ends of steps of which all ranks of this host have left marks. The rest is as for `marks_of`."""
         ranks = sorted((self._ranks.rank, *self.pidfds))
-        return all_ends(self._paths, ranks, lambda rank, end: self._stand_in(rank, end, began, over))
+        return ends_of_ranks(self._paths, ranks, lambda rank, end: self._stand_in(rank, end, began, over))
 
     def _stand_in(self, rank: int, end: StepEnd, began: float, over: bool) -> bytes | None:
         """The early mark of a rank in place of its mark of that end, if that can be proved."""
@@ -148,7 +147,7 @@ def _host_marks(
     return marks, [rank for rank in missing if rank not in early]
 
 
-def all_ends(
+def ends_of_ranks(
     paths: EndMarkPaths, ranks: Sequence[int], stand_in: Callable[[int, StepEnd], bytes | None]
 ) -> dict[StepEnd, HostMarks]:
     """The ends of steps of which all these ranks have left marks, newest first, and what they have left."""
@@ -160,10 +159,6 @@ def all_ends(
             if not missing:
                 found[end] = marks
     return found
-
-
-def in_words(gone: Sequence[int]) -> str:
-    return f"{ranks_in_words(gone)} {'are' if len(gone) > 1 else 'is'} gone"
 
 
 def _any_ended(pidfds: Iterable[int], seconds: float = 0.0) -> bool:

@@ -35,10 +35,6 @@ _LOCAL = {
     "of_data": "local/cursor", "nonfinite": "local/nonfinite",
     "cursor": "local/cursor", "opening": "local/cursor/opening", "random": "", "parts": "",
 }  # fmt: skip
-_SHARED = {
-    "objects": "shared/objects", "counters": "shared/counters", "gradients": "shared/gradients",
-    "groups": "shared/optimizer/param_groups",
-}  # fmt: skip
 _MOVING = "offset", "batch", "last_indices"
 """What of a position is another one in each step: whole numbers and a text, or nothing."""
 _LENGTHS = struct.Struct("<2Q")  # of a text, and of the bytes that it tells of; of all these, and of what was sent
@@ -99,13 +95,13 @@ class SharedState:
         if (copied := _copy_of(told)) is not None:
             self._told = copied
         else:
-            trees, tensors = _small(told, _SHARED)
+            trees, tensors = _small(told, _place_of_shared)
             self._told = trees, {name: item.detach().clone() for name, item in tensors.items()}
 
     def encoded(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Trees, and the tensors that they refer to."""
         if isinstance(self._told, bytes):
-            self._told = _small(marshal.loads(self._told), _SHARED)  # noqa: S302 - made here, of plain values
+            self._told = _small(marshal.loads(self._told), _place_of_shared)  # noqa: S302 - made here, of plain values
         return self._told
 
 
@@ -190,9 +186,8 @@ class SmallStateReader:
         for group in groups:
             del group["params"]
         objects = {name: item.state_dict() for name, item in state.objects.items()} if state.objects else {}
-        told = {"objects": objects, "counters": vars(state.counters), "gradients": state.gradients.told()}
         alike = {**self._buffer_trees, "broadcasts": state.broadcasts.told()}
-        return SharedState({**told, "groups": groups}, state.kept.shared_texts(), alike)
+        return SharedState({**state.small_shared(objects), "groups": groups}, state.kept.shared_texts(), alike)
 
     def forget(self) -> None:
         """The cursor was put elsewhere, and the random states were restored."""
@@ -277,7 +272,7 @@ class _Unchanged(NamedTuple):
 
     @classmethod
     def of(cls, source: Any, told: dict[str, Any]) -> "_Unchanged":
-        trees, tensors = _small(told, _LOCAL)
+        trees, tensors = _small(told, _LOCAL.__getitem__)
         text = f"[{_encode(trees)},{_encode(_table(tensors)) if tensors else '[]'}]"
         return cls(source, text, b"".join(map(_bytes_of, tensors.values())))
 
@@ -294,10 +289,14 @@ def _copy_of(told: Any) -> bytes | None:
         return None
 
 
-def _small(told: dict[str, Any], places: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The trees of small states by name, and their tensors. places: the path of each."""
+def _small(told: dict[str, Any], place_of: Callable[[str], str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The trees of small states by name, and their tensors. place_of: gives the path of each."""
     tensors: dict[str, Tensor] = {}
-    return {name: tree.encode(value, places[name], tensors) for name, value in told.items()}, tensors
+    return {name: tree.encode(value, place_of(name), tensors) for name, value in told.items()}, tensors
+
+
+def _place_of_shared(name: str) -> str:
+    return "shared/optimizer/param_groups" if name == "groups" else f"shared/{name}"
 
 
 def _table(tensors: Mapping[str, Tensor]) -> list[Any]:

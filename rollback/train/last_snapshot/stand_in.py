@@ -22,8 +22,9 @@ from rollback.system.small_json import sound_model
 from rollback.train.last_snapshot.early import of_gone
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.hosts import Hosts, HostsOfJob, StoreGone
-from rollback.train.last_snapshot.peers import all_ends, in_words
+from rollback.train.last_snapshot.peers import ends_of_ranks
 from rollback.train.last_snapshot.write import Foreseen, NotProved
+from rollback.wording import gone_in_words
 
 _LIMIT = 1 << 20
 _REST = 1.0  # seconds, for the account
@@ -42,7 +43,7 @@ def stand_in(paths: EndMarkPaths, noticed: float, deadline: float, lost_at: int 
     if (job := _job_of(paths)) is None:
         return
     gone = [rank for rank in job.ranks if not end_marks.has_left(paths, rank)]
-    account = LastAccount(attempt=job.attempt, rank=job.own, reason=in_words(gone))
+    account = LastAccount(attempt=job.attempt, rank=job.own, reason=gone_in_words(gone))
     with last_locks.busy(paths):
         try:
             with last_locks.alone(paths, deadline):
@@ -71,12 +72,12 @@ def _keep(
     def of_rank(rank: int, end: StepEnd) -> bytes:
         return of_gone(paths, rank, end, seen)
 
-    if not (ends := all_ends(paths, job.ranks, of_rank)):
+    if not (ends := ends_of_ranks(paths, job.ranks, of_rank)):
         raise NotProved("its ranks are gone, and they had not come to the end of one step")
     plan, manifest = keep_together(exchange, SlotPaths(paths.root.parent), job.ranks, gone, lambda late: ends)
     seconds = round(time.monotonic() - noticed, 4)
     return {
-        "reason": in_words(plan.gone), "checkpoint": manifest.name, "step": manifest.step, "seconds": seconds,
+        "reason": gone_in_words(plan.gone), "checkpoint": manifest.name, "step": manifest.step, "seconds": seconds,
         "metrics": plan.metrics,
     }  # fmt: skip
 

@@ -41,7 +41,6 @@ from rollback.train.snapshots.capture import as_it_is_stored, bytes_of, owners, 
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state import tree
 from rollback.train.state.image import PARAMETERS
-from rollback.train.state.module_buffers import all_of
 from rollback.train.state.state import TrainingState
 from rollback.train.state.stateful import tensors_of_state
 
@@ -70,31 +69,20 @@ class Foreseen:
 
 def large_state(state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What is not in the marks, and the same on all ranks: the trees of parameters and optimizer, and their tensors.
-
-    Any thread may call it: nothing is asked that another thread might be changing between two updates.
-    """
-    model, buffers = state.model.state_dict(), all_of(state.model)
-    shared = {
-        "model": {name: value for name, value in model.items() if name not in buffers},
-        "optimizer": state.optimizer.state_dict(),
-        "trained": state.trained_names(),
-        "sentinel": state.sentinel.state_dict(),
-    }
+    Any thread may call it."""
     tensors: dict[str, Tensor] = {}
-    return tree.encode(shared, "shared", tensors), tensors
+    return tree.encode(state.large_shared(), "shared", tensors), tensors
 
 
 def shared_tree(large: Mapping[str, Any], small: SharedState, sentinel: Mapping[str, Any]) -> dict[str, Any]:
     """The `shared` tree: the parameters and the optimizer of one rank, its small state, and the sentinel's state."""
-    optimizer, (trees, _) = dict(large["optimizer"]), small.encoded()
+    optimizer, trees = dict(large["optimizer"]), dict(small.encoded()[0])
     optimizer["param_groups"] = [
         {**told, "params": group["params"]}
-        for group, told in zip(optimizer["param_groups"], trees["groups"], strict=True)
+        for group, told in zip(optimizer["param_groups"], trees.pop("groups"), strict=True)
     ]
-    return {
-        **large, "optimizer": optimizer, "objects": trees["objects"], "counters": trees["counters"],
-        "gradients": trees["gradients"], "sentinel": tree.encode(dict(sentinel), "shared/sentinel", {}),
-    }  # fmt: skip
+    sentinel_tree = tree.encode(dict(sentinel), "shared/sentinel", {})
+    return {**large, **trees, "optimizer": optimizer, "sentinel": sentinel_tree}
 
 
 def digests_of_parameters(state: TrainingState, read: Read = NO_DEVICE.read) -> dict[str, bytes]:
@@ -203,7 +191,8 @@ class HostWrite:
         stores: the ranks whose shards have, between them, what is large and the same on all. Raises NotProved, OSError;
         then there is nothing in the slot.
         """
-        return self._write(self._slot(slot))
+        with _or_removed(directory := self._slot(slot)):
+            return self._write(directory)
 
     def shared_part(self, sentinel: Mapping[str, Any]) -> SharedPart:
         """sentinel: its state once the step is judged. Raises NotProved where no rank stands."""
@@ -226,7 +215,7 @@ class HostWrite:
             pieces, metadata = self._shard(rank)
             return ShardRecord.of(rank, write_shard(directory / shard_name(rank), pieces, metadata))
 
-        with _or_removed(directory), ThreadPoolExecutor(cores_here()) as threads:  # who is gone left its core
+        with ThreadPoolExecutor(cores_here()) as threads:  # who is gone left its core
             return dict(zip(self._marks, threads.map(write, self._marks), strict=True))
 
     def _shard(self, rank: int) -> tuple[list[ShardPiece], dict[str, str]]:
@@ -285,9 +274,9 @@ class LastWrite(HostWrite):
             if slot is not None
             else ring.begin_writing(self._run.paths, manifest.name, self._end.attempt)
         )
-        records = self._write(directory)
-        manifest = manifest.model_copy(update={"shards": tuple(records[rank] for rank in sorted(records))})
         with _or_removed(directory):
+            records = self._write(directory)
+            manifest = manifest.model_copy(update={"shards": tuple(records[rank] for rank in sorted(records))})
             if slot is None:
                 ring.commit(self._run.paths, manifest)
             else:
@@ -335,12 +324,11 @@ class LastWrite(HostWrite):
         return super()._size() + sum(owned)
 
     def _write(self, directory: Path) -> dict[int, ShardRecord]:
-        """Nothing has changed until it returns. Raises NotProved, OSError, and then there is no directory."""
-        with _or_removed(directory):
-            self._require_unchanged()
-            records = super()._write(directory)
-            self._require_copied(directory, records)
-            self._require_unchanged()
+        """Nothing has changed until it returns. Raises NotProved, OSError."""
+        self._require_unchanged()
+        records = super()._write(directory)
+        self._require_copied(directory, records)
+        self._require_unchanged()
         return records
 
     def _shard(self, rank: int) -> tuple[list[ShardPiece], dict[str, str]]:

@@ -97,14 +97,10 @@ class TrainingState:
 
     def job(self, world_size: int) -> JobIdentity:
         """The identity of this job, for run.json."""
-        state = self.model.state_dict()
+        tensors = {name: item for name, item in self.model.state_dict().items() if isinstance(item, Tensor)}
         return JobIdentity(
             world_size=world_size,
-            model=[
-                (name, str(value.dtype).removeprefix("torch."), list(value.shape))
-                for name, value in state.items()
-                if isinstance(value, Tensor)
-            ],
+            model=[(name, str(item.dtype).removeprefix("torch."), list(item.shape)) for name, item in tensors.items()],
             optimizer={
                 "class": type(self.optimizer).__name__,
                 "groups": [len(group["params"]) for group in self.optimizer.param_groups],
@@ -121,15 +117,6 @@ class TrainingState:
         model, buffers = self.model.state_dict(), all_of(self.model)
         states = {name: item.state_dict() for name, item in self.objects.items()}
         objects, object_buffers = module_buffers.apart(self.objects, states)
-        shared = {
-            "model": {name: value for name, value in model.items() if name not in buffers},
-            "optimizer": self.optimizer.state_dict(),
-            "trained": self.trained_names(),
-            "gradients": self.gradients.told(),
-            "objects": objects,
-            "sentinel": self.sentinel.state_dict(),
-            "counters": vars(self.counters),
-        }
         local = {
             "random": rng.capture(),
             **({"cursor": self.cursor.state_dict()} if data else {}),
@@ -147,15 +134,28 @@ class TrainingState:
             "object_buffers": tree.encode_each(object_buffers, "local/object_buffers", local_tensors),
             **tree.encode(local, "local", local_tensors),
         }
-        shared_tree = tree.encode(shared, "shared", shared_tensors)
+        shared = tree.encode({**self.large_shared(model), **self.small_shared(objects)}, "shared", shared_tensors)
         parts, sharded = take_parts(shared_tensors, local_tensors)
         still = self._frozen_memory()
         frozen = frozenset(
             name for name, item in shared_tensors.items() if name.startswith(PARAMETERS) and memory_of(item) in still
         )
-        return Image(
-            shared_tree, trees, shared_tensors, local_tensors, parts, sharded, self.finite, frozen, self.classes
-        )
+        return Image(shared, trees, shared_tensors, local_tensors, parts, sharded, self.finite, frozen, self.classes)
+
+    def large_shared(self, model: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Of what all ranks have alike, what is large or changes with an update alone. model: its `state_dict`, if that
+        is there. Any thread may call it: nothing is asked that another thread might be changing between two updates."""
+        model, buffers = self.model.state_dict() if model is None else model, all_of(self.model)
+        return {
+            "model": {name: value for name, value in model.items() if name not in buffers},
+            "optimizer": self.optimizer.state_dict(),
+            "trained": self.trained_names(),
+            "sentinel": self.sentinel.state_dict(),
+        }
+
+    def small_shared(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """The rest of that. objects: the states of the others, without what is not shared."""
+        return {"objects": objects, "gradients": self.gradients.told(), "counters": vars(self.counters)}
 
     def _frozen_memory(self) -> set[tuple[Any, ...]]:
         """The memory of the model's parameters that do not require a gradient, that no optimizer holds, and that share

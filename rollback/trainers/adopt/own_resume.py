@@ -7,12 +7,11 @@ would be lost where the guard stands before it, and is refused.
 """
 
 import os
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from rollback.system.frames import first_caller_outside
 from rollback.train.start import attach
 from rollback.trainers.adopt.enumeration import HandedOut
 from rollback.trainers.adopt.signs import ScriptSigns, passes_over
@@ -34,9 +33,7 @@ class OwnResume:
 
     def note_load(self) -> None:
         """An optimizer is loaded, and the script is not guarded. What Accelerate prepares is given its own state."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("rollback", "torch"):
-            frame = frame.f_back
+        frame = first_caller_outside("rollback", "torch")
         by = (frame.f_globals.get("__name__"), frame.f_code.co_name) if frame is not None else None
         self._loaded = self._loaded or by != ("accelerate.optimizer", "__init__")
 

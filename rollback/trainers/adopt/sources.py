@@ -36,14 +36,14 @@ class ScriptSources:
         self._files: dict[str, ScriptLoops] = {}
         self._counters: dict[str, list[OwnCounter]] = {}
         self._script = ""
-        self._steered: dict[str, list[str]] = {}
+        self._steered: dict[str, tuple[ScriptLoops, list[str]]] = {}
         """Those that are, each with the counts of turns in it."""
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """The script, steered. Raises SyntaxError as Python does."""
         self._script = filename
         code = self._compiled(source, filename)
-        self._files[filename] = ScriptLoops(importlib.util.decode_source(source))
+        self._files[filename] = self._steered[filename][0]
         return code
 
     def watch_imports(self) -> None:
@@ -53,12 +53,12 @@ class ScriptSources:
 
     def _compiled(self, source: bytes, filename: str) -> CodeType:
         compile(source, filename, "exec", dont_inherit=True)
-        text, is_script = importlib.util.decode_source(source), filename == self._script
         try:
-            found = steered(text, filename, is_script=is_script)
+            loops = ScriptLoops(importlib.util.decode_source(source), is_script=filename == self._script)
         except UsageError as error:
             self._refuse(UsageError(f"{filename}: {error.message}", hint=error.hint))
-        self._steered[filename] = found.turns
+        found = steered(loops, filename)
+        self._steered[filename] = loops, found.turns
         for name, variable in found.variables.items():
             self._carries(name, filename, variable)
         return compile(found.tree, filename, "exec", dont_inherit=True)
@@ -68,7 +68,7 @@ class ScriptSources:
         for frame in own_callers():
             name = frame.f_code.co_filename
             if name not in self._files:
-                self._files[name] = _loops_of(name)
+                self._files[name] = self._steered[name][0] if name in self._steered else _loops_of(name)
             yield name, self._files[name], frame.f_lineno
 
     def caller(self) -> str:
@@ -143,7 +143,7 @@ class ScriptSources:
 
     def counts_of_turns(self) -> Iterator[tuple[str, str]]:
         """File and name of each."""
-        return ((name, count) for name in self._files for count in self._steered.get(name, ()))
+        return ((name, count) for name in self._files if name in self._steered for count in self._steered[name][1])
 
     def _where(self, name: str) -> str:
         return "" if name == self._script else f"{os.path.basename(name)}, "

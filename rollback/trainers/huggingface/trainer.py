@@ -33,11 +33,11 @@ from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
+from rollback.trainers.guarded_trainer import GuardedTrainer, refusing
 from rollback.trainers.huggingface.saves import FolderSaves
 from rollback.trainers.huggingface.state import LoopState
 from rollback.trainers.huggingface.trl import end_update, followers, require_completions_of_one_update, samples
-from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected, say_left_aside
-from rollback.trainers.replaced import Replaced
+from rollback.trainers.refusals import require_none_of, say_left_aside
 from rollback.trainers.saved_files import SavedFiles
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from
@@ -58,7 +58,7 @@ def protect(trainer: Any, **settings: Any) -> Any:
 def _require_known(trainer: Any) -> None:
     """Raises UsageError for what the Trainer is set to do, and a guard cannot go along with."""
     args = trainer.args
-    require_unprotected(trainer.train, _GuardedLoop)
+    _GuardedLoop.require_unprotected(trainer)
     require_none_of((
         (trainer.state.global_step > 0, f"it has made {trainer.state.global_step} steps already, unprotected",
          "call rollback.protect before trainer.train(); what was trained so far can begin the run of another Trainer"),
@@ -76,14 +76,13 @@ def _require_known(trainer: Any) -> None:
     require_completions_of_one_update(trainer)
 
 
-class _GuardedLoop(TrainerCallback):  # type: ignore[misc]
+class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
     """One training of one Trainer, and the first of its callbacks."""
 
-    guard: Guard
+    entry = "train"
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
-        self._trainer = trainer
-        self._settings = settings
+        super().__init__(trainer, settings)
         self._saves = FolderSaves(trainer)
         self._state = LoopState(trainer, self._saves)
         self._evaluated = EvaluatedLoaders(self._evaluation_loaders())
@@ -92,34 +91,31 @@ class _GuardedLoop(TrainerCallback):  # type: ignore[misc]
         """Batches of the update in progress that no training step has been made of."""
         self._position = 0
         """Of the last one in its epoch."""
-        self._originals = Replaced()
 
     def install(self) -> None:
-        self._originals.replace_by(
-            self, self._trainer, "train", "_prepare_for_training", "_run_epoch", "training_step",
-            "_maybe_log_save_evaluate", "_evaluate", "get_eval_dataloader",
+        self._replace(
+            self._trainer, "train", "_prepare_for_training", "_run_epoch", "training_step", "_maybe_log_save_evaluate",
+            "_evaluate", "get_eval_dataloader",
         )  # fmt: skip
-        self._originals.replace_by(self._state.sums, self._trainer, "floating_point_ops")
-        self._originals.replace_by(self._state.sums, self._trainer.accelerator, "backward")
-        self._originals.replace(self._trainer, "_save_checkpoint", self._saves.save)
-        self._originals.replace(self._trainer, "_load_rng_state", lambda _: None)  # the guard has put them back
+        self._replace(self._trainer, "floating_point_ops", by=self._state.sums)
+        self._replace(self._trainer.accelerator, "backward", by=self._state.sums)
+        self._replace_one(self._trainer, "_save_checkpoint", self._saves.save)
+        self._replace_one(self._trainer, "_load_rng_state", lambda _: None)  # the guard has put them back
         self._trainer.callback_handler.callbacks.insert(0, self)
 
     def uninstall(self) -> None:
-        """The Trainer trains as if it had never been protected."""
-        self._originals.put_back()
+        super().uninstall()
         self._trainer.callback_handler.callbacks.remove(self)
 
     # In the place of the Trainer's methods ---------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *more: Any, **others: Any) -> Any:
-        try:
-            self._require_first(resume_from_checkpoint, trial)
-        except UsageError as error:
-            attach.refuse(error, status=1)
+        with refusing(status=1):
+            self._leave_aside(resume_from_checkpoint, trial)
+            self._require_first()
         return self._originals["train"](None, None, *more, **others)
 
-    def _require_first(self, resume_from_checkpoint: Any, trial: Any) -> None:
+    def _leave_aside(self, resume_from_checkpoint: Any, trial: Any) -> None:
         if resume_from_checkpoint and self._trainer.is_world_process_zero():  # other hosts may not have the record
             if not self._is_of_this_run(resume_from_checkpoint):
                 raise UsageError(
@@ -133,7 +129,6 @@ class _GuardedLoop(TrainerCallback):  # type: ignore[misc]
             raise UsageError(
                 "hyperparameter_search of a Trainer under rollback.protect", hint="protect the Trainer of the final run"
             )
-        require_first_training(self, "trainer.train()")
 
     def _is_of_this_run(self, given: str | bool) -> bool:
         """Whether there is a run already, and this folder is where it saves. given: True is the newest one, as for the
@@ -147,11 +142,9 @@ class _GuardedLoop(TrainerCallback):  # type: ignore[misc]
     def _prepare_for_training(self, max_steps: int, loader: Any, *given: Any, **others: Any) -> Any:
         trainer = self._trainer
         prepared = self._originals["_prepare_for_training"](max_steps, loader, *given, **others)
-        try:
+        with refusing():
             require_known_loader(loader)
             following = followers(trainer)
-        except UsageError as error:
-            attach.refuse(error)
         self._loader = loader
         self.guard = Guard(
             model=trainer.model_wrapped, optimizer=trainer.optimizer.optimizer, loader=loader.base_dataloader,

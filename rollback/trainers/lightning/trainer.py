@@ -30,10 +30,10 @@ from rollback.train.data.first_batches import first_batches
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
+from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing
 from rollback.trainers.lightning.limits import refuse_unknown_callbacks, require_known, require_known_module
 from rollback.trainers.lightning.state import FitState, attributes_of_callbacks
-from rollback.trainers.refusals import require_first_training, require_unprotected, say_left_aside
-from rollback.trainers.replaced import Replaced
+from rollback.trainers.refusals import say_left_aside
 from rollback.trainers.saved_files import SavedFiles
 
 _NONE = object()
@@ -41,20 +41,19 @@ _NONE = object()
 
 def protect(trainer: Any, **settings: Any) -> Any:
     """Put a guard into the loop of Lightning's Trainer: `rollback.protect(trainer)`."""
-    require_unprotected(trainer.fit, _GuardedFit)
+    _GuardedFit.require_unprotected(trainer)
     require_known(trainer)
     _GuardedFit(trainer, settings).install()
     return trainer
 
 
-class _GuardedFit:
+class _GuardedFit(GuardedTrainer):
     """One `fit` of one Trainer, and what its loop takes for the fetcher of its batches."""
 
-    guard: Guard
+    entry = "fit"
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
-        self._trainer = trainer
-        self._settings = settings
+        super().__init__(trainer, settings)
         self._loop = trainer.fit_loop
         self._epoch_loop = trainer.fit_loop.epoch_loop
         self._state = FitState(trainer)
@@ -68,23 +67,18 @@ class _GuardedFit:
         self._observed = False
         """Whether the guard was told the loss of the batch in hand."""
         self._finished = False
-        self._originals = Replaced()
         # As one of Lightning's fetchers.
         self.fetched, self.done, self.length = 0, False, None
 
     def install(self) -> None:
-        trainer, loop, originals = self._trainer, self._epoch_loop, self._originals
-        originals.replace_by(self, trainer, "fit", "save_checkpoint")
-        originals.replace_by(self, trainer._callback_connector, "_attach_model_callbacks")
-        originals.replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
-        originals.replace_by(self, self._loop, "setup_data", "run")
-        originals.replace_by(self, loop, "_accumulated_batches_reached", "_update_learning_rates")
-        originals.replace_by(self, loop.automatic_optimization, "_make_zero_grad_fn", "_training_step")
-        originals.replace(loop.val_loop, "reset", self.begin_validation)
-
-    def uninstall(self) -> None:
-        """The Trainer fits as if it had never been protected."""
-        self._originals.put_back()
+        trainer, loop = self._trainer, self._epoch_loop
+        self._replace(trainer, "fit", "save_checkpoint")
+        self._replace(trainer._callback_connector, "_attach_model_callbacks")
+        self._replace_one(trainer._signal_connector, "register_signal_handlers", lambda: None)
+        self._replace(self._loop, "setup_data", "run")
+        self._replace(loop, "_accumulated_batches_reached", "_update_learning_rates")
+        self._replace(loop.automatic_optimization, "_make_zero_grad_fn", "_training_step")
+        self._replace_one(loop.val_loop, "reset", self.begin_validation)
 
     # In the place of Lightning's methods -----------------------------------------------------------------------------
 
@@ -92,17 +86,16 @@ class _GuardedFit:
         self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
         ckpt_path: Any = None, *more: Any, **others: Any,
     ) -> Any:  # fmt: skip
-        try:
-            self._require_first(ckpt_path)
+        with refusing(status=1):
+            self._leave_aside(ckpt_path)
+            self._require_first()
             require_known(self._trainer)  # callbacks may have come since
             require_known_module(getattr(model, "_orig_mod", model))
-        except UsageError as error:
-            attach.refuse(error, status=1)
         self._leave_saved_config()
         given = train_dataloaders, val_dataloaders, datamodule
         return self._originals["fit"](model, *given, None, *more, **others)
 
-    def _require_first(self, ckpt_path: Any) -> None:
+    def _leave_aside(self, ckpt_path: Any) -> None:
         if ckpt_path is not None and self._trainer.is_global_zero:  # other hosts may not have the record
             if not SavedFiles(attach.run_paths(self._settings.get("run")).root).has(str(ckpt_path)):
                 raise UsageError(
@@ -111,7 +104,6 @@ class _GuardedFit:
                     "weights of such a file, load the model from it: load_from_checkpoint",
                 )
             say_left_aside(ckpt_path)
-        require_first_training(self, "trainer.fit()")
 
     def _leave_saved_config(self) -> None:
         """A LightningCLI saves its config at each start, and raises where there is one, as another run's. In a run that
@@ -131,7 +123,7 @@ class _GuardedFit:
             callback.save_to_log_dir &= not trainer.strategy.broadcast(there)
             self._originals["setup"](trainer, *given, **others)
 
-        self._originals.replace(callback, "setup", setup)
+        self._replace_one(callback, "setup", setup)
 
     def _attach_model_callbacks(self) -> None:
         self._originals["_attach_model_callbacks"]()
@@ -169,10 +161,8 @@ class _GuardedFit:
         if loop.skip:
             return
         loop.reset()
-        try:
+        with refusing():
             self._make_guard()
-        except UsageError as error:
-            attach.refuse(error)
         loop.on_run_start()
         self.guard.watch(attributes_of_callbacks(self._trainer))
         was_stopped, goes_on = self._was_stopped(), self._state.asked_for_more
@@ -260,8 +250,7 @@ class _GuardedFit:
                 "rollback.protect got a Trainer without an optimizer", hint="return one from configure_optimizers"
             )
         self._state.state_dict()  # refuses now what could not be kept later
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        others = {f"scheduler_{number}" if number > 1 else "scheduler": it for number, it in enumerate(schedulers, 1)}
+        others = numbered("scheduler", (config.scheduler for config in trainer.lr_scheduler_configs))
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             others["scaler"] = scaler
         self.guard = Guard(

@@ -23,9 +23,8 @@ from torchtitan.components.dataloader import DataloaderExhaustedError
 from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.sharded import local_of
-from rollback.train.start import attach
-from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected
-from rollback.trainers.replaced import Replaced
+from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing
+from rollback.trainers.refusals import require_none_of
 from rollback.trainers.torchtitan.state import JoinedOptimizer, TrainState, as_it_lies, data_sets_of, let_go_back
 
 _NOT_FINITE = "Loss is not finite"
@@ -37,7 +36,7 @@ _LOOP = {"train": "a loop", "should_continue_training": "an end"}
 
 def protect(trainer: Any, **settings: Any) -> Any:
     """Put a guard into the loop of torchtitan's Trainer: `rollback.protect(trainer)`."""
-    require_unprotected(trainer.train, _GuardedTraining)
+    _GuardedTraining.require_unprotected(trainer)
     _require_known(trainer)
     _GuardedTraining(trainer, settings).install()
     return trainer
@@ -78,14 +77,13 @@ def _require_known(trainer: Any) -> None:
     ))  # fmt: skip
 
 
-class _GuardedTraining:
+class _GuardedTraining(GuardedTrainer):
     """One training of one Trainer, and the iterable of its batches."""
 
-    guard: Guard
+    entry = "train"
 
     def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
-        self._trainer = trainer
-        self._settings = settings
+        super().__init__(trainer, settings)
         self._drawn: list[Any] = []
         """Batches of the next step."""
         self._state = TrainState(trainer, self._drawn)
@@ -98,21 +96,17 @@ class _GuardedTraining:
         self._left_at = 0
         self._stopped: SystemExit | None = None
         self._until_done = contextlib.ExitStack()
-        self._originals = Replaced()
 
     def install(self) -> None:
-        names = "train", "should_continue_training", "train_step", "forward_backward_step"
-        self._originals.replace_by(self, self._trainer, *names)
-        self._originals.replace_by(self, self._trainer.checkpointer, "load")
+        self._replace(self._trainer, "train", "should_continue_training", "train_step", "forward_backward_step")
+        self._replace(self._trainer.checkpointer, "load")
 
     # In the place of torchtitan's methods ----------------------------------------------------------------------------
 
     def train(self) -> None:
-        try:
-            require_first_training(self, "trainer.train()")
+        with refusing():
+            self._require_first()
             _require_known(self._trainer)
-        except UsageError as error:
-            attach.refuse(error)
         with self._until_done:
             self._originals["train"]()
             if self._stopped is not None:
@@ -121,37 +115,31 @@ class _GuardedTraining:
 
     def load(self, step: int = -1) -> Any:
         loaded = self._originals["load"](step)
-        with self._noted():
+        with self._noted(), refusing():
             self._make_guard()
+        dims = self._trainer.parallel_dims
+        self._summands = dims.dp_replicate * dims.dp_shard * self._trainer.gradient_accumulation_steps
+        self._batches = self._trainer.batch_generator(self)
         return loaded
 
     def _make_guard(self) -> None:
         trainer, config = self._trainer, self._trainer.config
-        try:
-            if trainer.step:
-                raise UsageError(
-                    f"the Trainer goes on from step {trainer.step} of its own checkpoints, and rollback.protect from "
-                    "the run directory",
-                    hint=f"checkpoint.enable=False, or move {config.checkpoint.folder!r} in {config.dump_folder!r}",
-                )
-            schedulers = list(trainer.lr_schedulers)
-            others = {
-                f"scheduler_{number}" if number > 1 else "scheduler": it for number, it in enumerate(schedulers, 1)
-            }
-            self._until_done.enter_context(as_it_lies(trainer.model_parts[0]))
-            let_go_back(trainer.dataloader)
-            self.guard = Guard(
-                model=trainer.model_parts[0], optimizer=JoinedOptimizer(trainer.optimizers),  # type: ignore[arg-type]
-                loader=trainer.dataloader, max_steps=config.training.steps, **others, **self._settings,
-            )  # fmt: skip
-            self.guard.without_probes("the Trainer counts every batch as one of its own")
-            self.guard.name_ends("training.steps={}")
-            self.guard.keep(torchtitan=self._state)
-        except UsageError as error:
-            attach.refuse(error)
-        dims = trainer.parallel_dims
-        self._summands = dims.dp_replicate * dims.dp_shard * trainer.gradient_accumulation_steps
-        self._batches = trainer.batch_generator(self)
+        if trainer.step:
+            raise UsageError(
+                f"the Trainer goes on from step {trainer.step} of its own checkpoints, and rollback.protect from the "
+                "run directory",
+                hint=f"checkpoint.enable=False, or move {config.checkpoint.folder!r} in {config.dump_folder!r}",
+            )
+        self._until_done.enter_context(as_it_lies(trainer.model_parts[0]))
+        let_go_back(trainer.dataloader)
+        self.guard = Guard(
+            model=trainer.model_parts[0], optimizer=JoinedOptimizer(trainer.optimizers),  # type: ignore[arg-type]
+            loader=trainer.dataloader, max_steps=config.training.steps,
+            **numbered("scheduler", trainer.lr_schedulers), **self._settings,
+        )  # fmt: skip
+        self.guard.without_probes("the Trainer counts every batch as one of its own")
+        self.guard.name_ends("training.steps={}")
+        self.guard.keep(torchtitan=self._state)
 
     def should_continue_training(self) -> bool:
         with self._noted():

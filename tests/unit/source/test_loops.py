@@ -486,7 +486,7 @@ def test_what_is_led_or_ends_another_loop_does_not_end_the_epochs(source: str, n
 
 def run(source: str, **names: object) -> dict[str, object]:
     space: dict[str, object] = {BY_BATCH: lambda *_: (), **names}
-    exec(compile(steered(source, "script.py").tree, "script.py", "exec"), space)
+    exec(compile(steered(ScriptLoops(source), "script.py").tree, "script.py", "exec"), space)
     return space
 
 
@@ -561,7 +561,7 @@ def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_b
         for is_script in (True, False):
             source = f"for i, x in enumerate(logged(loader)):\n    seen.append(i)\n    {body}"
             given = {"loader": "ab", "logged": iter, "seen": seen, "scaler": print, "layer": print, "optimizer": ""}
-            tree = steered(source, "engine.py", is_script=is_script).tree
+            tree = steered(ScriptLoops(source, is_script=is_script), "engine.py").tree
             exec(compile(tree, "engine.py", "exec"), {**given, ENUMERATE: from_hundred})
     assert seen == [100, 101] * 2 + [0, 1] * 2
 
@@ -577,8 +577,8 @@ def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_b
 def test_where_another_file_trains_the_script_s_loops_over_epochs_are_steered_and_no_others(
     loop: str, asks: bool
 ) -> None:
-    assert (EPOCHS in ast.unparse(steered(loop, "script.py").tree)) == asks
-    assert EPOCHS not in ast.unparse(steered(loop, "module.py", is_script=False).tree)
+    assert (EPOCHS in ast.unparse(steered(ScriptLoops(loop), "script.py").tree)) == asks
+    assert EPOCHS not in ast.unparse(steered(ScriptLoops(loop, is_script=False), "module.py").tree)
 
 
 @pytest.mark.parametrize(
@@ -601,7 +601,9 @@ def test_a_loop_over_epochs_is_led_also_by_way_of_a_bar_or_a_variable(
     """inside: whether it is the range in the loop's head that is exchanged, and not all that the loop goes over."""
     body = "    for phase in ['train', 'val']:\n        for x in loaders[phase]:\n            f(x).backward()"
     (loop,) = [
-        node for node in ast.walk(steered(f"{before}\n{head}:\n{body}", "a.py").tree) if isinstance(node, ast.For)
+        node
+        for node in ast.walk(steered(ScriptLoops(f"{before}\n{head}:\n{body}"), "a.py").tree)
+        if isinstance(node, ast.For)
     ][:1]
     assert (EPOCHS in ast.unparse(loop.iter)) == (inside is not None)
     assert ast.unparse(loop.iter).startswith(EPOCHS) == (inside is False)
@@ -656,7 +658,7 @@ def test_an_error_that_leaves_a_loop_that_trains_is_told_of_and_goes_on() -> Non
 
 
 def test_lines_of_tracebacks_stay() -> None:
-    tree = steered(PLAIN, "script.py").tree
+    tree = steered(ScriptLoops(PLAIN), "script.py").tree
     assert tree.body[0].lineno == 2
 
 

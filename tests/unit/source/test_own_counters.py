@@ -36,7 +36,7 @@ def run(source: str, **names: Any) -> dict[str, Any]:
     space: dict[str, Any] = {
         "f": lambda *x: Loss(), "loader": "abcdef", TURNED: Turned, RAISED: lambda: (), BY_BATCH: lambda *_: (), **names
     }  # fmt: skip
-    exec(compile(steered(textwrap.dedent(source), "script.py").tree, "script.py", "exec"), space)
+    exec(compile(steered(ScriptLoops(textwrap.dedent(source)), "script.py").tree, "script.py", "exec"), space)
     return space
 
 
@@ -227,7 +227,7 @@ def test_it_is_asked_for_with_each_batch_of_an_update() -> None:
             optimizer.step()
             beta = beta + 1
     """
-    text = ast.unparse(steered(textwrap.dedent(source), "script.py").tree)
+    text = ast.unparse(steered(ScriptLoops(textwrap.dedent(source)), "script.py").tree)
     assert f"x = next(it)\n                for beta in {BY_BATCH}" in text
 
 
@@ -242,7 +242,7 @@ def test_at_an_epochs_top_it_is_asked_for_once() -> None:
                 optimizer.step()
                 beta = beta + 1
     """
-    text = ast.unparse(steered(textwrap.dedent(source), "script.py").tree)
+    text = ast.unparse(steered(ScriptLoops(textwrap.dedent(source)), "script.py").tree)
     assert text.count(BY_EPOCH) == 1
 
 

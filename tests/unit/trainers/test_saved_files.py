@@ -1,6 +1,5 @@
 """Files of undone steps are renamed: those that were noted, in the trainer's folders, and no others."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -89,16 +88,6 @@ def test_what_was_saved_at_an_epochs_end_is_renamed_where_that_end_is_done_again
     files.set_aside(SavedAt(10, 20), [str(folder)])
     assert names(folder) == ["at 10.ckpt", "undone-end.ckpt", "undone-next epoch.ckpt"]
     assert "end.ckpt is of the end of the epoch at step 10, which is done again" in capfd.readouterr().err
-
-
-def test_of_what_an_older_run_has_noted_the_step_says_whether_it_is_undone(tmp_path: Path, folder: Path) -> None:
-    files = SavedFiles(tmp_path / "run")
-    for step in (10, 20):
-        save(files, folder / f"{step}.ckpt", step)
-    notes = tmp_path / "run" / "saved-files.jsonl"
-    notes.write_text(re.sub(r', "batches": \d+, "ended": false', "", notes.read_text()))
-    files.set_aside(SavedAt(10, 20), [str(folder)])
-    assert names(folder) == ["10.ckpt", "undone-20.ckpt"]
 
 
 def test_of_very_many_notes_the_last_ones_count(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from rollback.train.last_snapshot.small_state import (
     split,
 )
 from rollback.train.last_snapshot.survivor import told_at_end
-from rollback.train.last_snapshot.write import SLOTS, HostWrite, NotProved
+from rollback.train.last_snapshot.write import SLOTS, HostWrite, NotProved, large_state, shared_tree
 from rollback.train.snapshots.capture import piece_of
 from rollback.train.state import tree
 from rollback.train.state.kept_values import SharedText, ToldAtEnd
@@ -116,6 +116,15 @@ def test_a_text_that_is_the_same_on_all_ranks_is_in_no_mark_and_in_each_shard_as
     state.kept.load_state_dict(kept["kept"])
     assert log.text == Log.text
     assert state.kept.state_dict() == kept["kept"]
+
+
+def test_a_last_checkpoint_has_what_an_ordinary_one_has() -> None:
+    state = small_training()
+    reader, image = SmallStateReader(state), state.image()
+    local, shared = reader.local(), reader.shared()
+    assert shared_tree(large_state(state)[0], shared, {}).keys() == image.shared.keys()
+    kept, _ = SmallState.of(of_rank(local)).local(shared.alike, shared.texts)
+    assert image.local.keys() - kept.keys() == {"object_buffers"}, "where there are such, no last snapshot is made"
 
 
 class Sum(ToldAtEnd):

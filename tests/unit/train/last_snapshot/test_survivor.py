@@ -1162,9 +1162,9 @@ def test_what_was_made_for_it_is_closed_where_a_rank_cannot_have_it(
 
     def hook(guard: rollback.Guard | None, position: int) -> None:
         assert open_below(bells[0]) == 0
-        assert "rollback-gpu" not in {thread.name for thread in threading.enumerate()}
+        assert "rollback-gpu" not in {thread.name for thread in threading.enumerate() if thread not in before}
 
-    bells: list[Path] = []
+    before, bells = threading.enumerate(), list[Path]()
     if on_gpu:
         use_late_gpu(monkeypatch.setattr)
     monkeypatch.setattr(Peers, "watch", watch)
