@@ -41,7 +41,7 @@ from rollback.train.comm.beat import FIELDS, beat_of
 from rollback.train.comm.pulse import Pulse
 from rollback.train.data import rng
 from rollback.train.data.rng import RawRandom, tree_of
-from rollback.train.incidents import rollback as returns
+from rollback.train.incidents import rewinder as returns
 from rollback.train.last_snapshot import survivor, write
 from rollback.train.last_snapshot.device import NO_DEVICE
 from rollback.train.last_snapshot.early import TRIED, EarlyMarks, of_living
@@ -1224,7 +1224,7 @@ def test_on_another_host_it_tells_that_of_rank_0(tmp_path: Path, memory: Path) -
     told: list[str] = []
 
     def act(guard: rollback.Guard) -> None:
-        members = guard._last._members
+        members = guard._loop.last_snapshot._members
 
         def close() -> None:
             told.append("closed")
