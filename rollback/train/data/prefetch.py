@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rollback.errors import UsageError
-from rollback.system.frames import first_caller_outside
+from rollback.train.introspection import first_caller_outside
 from rollback.train.updates.backward import BackwardWatch, is_compiled
 from rollback.train.updates.hooks import before_update, weak_hook
 

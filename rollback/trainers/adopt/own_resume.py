@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rollback.system.frames import first_caller_outside
+from rollback.train.introspection import first_caller_outside
 from rollback.train.start import attach
 from rollback.trainers.adopt.enumeration import HandedOut
 from rollback.trainers.adopt.signs import ScriptSigns, passes_over
