@@ -251,9 +251,9 @@ def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
         return
     path = Path(script)
     with reporting(UsageError, f"looking for the training script {script}"):
-        if path.is_dir() and (flags.get("no-python") or not (path / "__main__.py").is_file()):
+        if script and path.is_dir() and (flags.get("no-python") or not (path / "__main__.py").is_file()):
             raise UsageError(f"{script} is a directory without a __main__.py, not a training script")
-        if not path.exists():
+        if not script or not path.exists():
             raise UsageError(
                 f"there is no training script {script!r}",
                 hint="flags come before the script: rollback launch [FLAGS] train.py [ARGUMENTS OF train.py]",
@@ -357,8 +357,9 @@ def closing_line(result: RunResult, run: Path, command: Sequence[str]) -> str:
     if not result.recorded and result.exit_code == ExitCode.RESUMABLE:  # before any rank could make a guard
         return f"stopped, resumable ({result.reason}); go on with `{again}`"
     if not result.recorded:
-        how = "done" if result.exit_code == ExitCode.DONE else f"failed: {result.reason}"
-        return f"{how}, without protection: no rank made a rollback.Guard, so nothing was recorded"
+        if result.exit_code != ExitCode.DONE:  # perhaps on the way to its guard
+            return f"failed: {result.reason}; no rank had made a rollback.Guard, so nothing was recorded"
+        return "done, without protection: no rank made a rollback.Guard, so nothing was recorded"
     host, directory = result.record or (None, str(run))
     audit = f"`rollback audit {shlex.quote(directory)}`" + (f" on {host}" if host else "")
     match result.exit_code:

@@ -4,6 +4,7 @@ It hears that the run is over when its standard input ends. The kernel sees to t
 so that none of it is left behind.
 """
 
+import shlex
 import subprocess
 import tempfile
 import time
@@ -42,13 +43,13 @@ def trackers_beside(
         try:
             yield
         finally:
-            _let_end(process, errors, run, say, told_to_stop)
+            _let_end(process, errors, shlex.join(["rollback", "track", str(run), *flags]), say, told_to_stop)
 
 
 def _let_end(
     process: subprocess.Popen[bytes],
     errors: IO[bytes],
-    run: Path,
+    again: str,
     say: Callable[[str], None],
     told_to_stop: Callable[[], int],
 ) -> None:
@@ -62,12 +63,12 @@ def _let_end(
         process.kill()
         process.wait()
         why = f"within {_PATIENCE:.0f} s" if told_to_stop() == before else "when one more stop signal came"
-        say(f"the trackers had not ended {why}; `rollback track {run}` tells them all")
+        say(f"the trackers had not ended {why}; `{again}` tells them all")
         return
     if status:
         errors.seek(0)
         words = _last_words(errors.read().decode(errors="replace")) or f"status {status}"
-        say(f"the trackers failed ({words}); the run did not; `rollback track {run}` tells them all")
+        say(f"the trackers failed ({words}); the run did not; `{again}` tells them all")
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:

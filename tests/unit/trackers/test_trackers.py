@@ -294,8 +294,8 @@ def test_trackers_that_do_not_end_are_left_when_a_stop_comes_once_more(
     told = iter([1, 1, 2])  # the stop that ended the run; and one while its trackers end
     with trackers_beside(tmp_path / "run", ["--wandb", "mine"], said.append, lambda: next(told, 2)):
         pass
-    run = tmp_path / "run"
-    assert said == [f"the trackers had not ended when one more stop signal came; `rollback track {run}` tells them all"]
+    again = f"rollback track {tmp_path / 'run'} --wandb mine"
+    assert said == [f"the trackers had not ended when one more stop signal came; `{again}` tells them all"]
 
 
 @pytest.mark.parametrize("error", [wandb.errors.UsageError, wandb.errors.CommError])
