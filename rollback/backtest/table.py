@@ -14,6 +14,7 @@ from typing import Any
 
 from rollback.backtest import tensorboard
 from rollback.errors import UsageError
+from rollback.rundir.paths import RunPaths
 
 Cell = float | str | None
 Table = dict[str, list[Cell]]
@@ -75,6 +76,8 @@ def _content(path: Path) -> bytearray:
 
 def _files_in(directory: Path) -> str:
     """Which file to name: TensorBoard is given directories, and writes the event files some levels below."""
+    if (own := RunPaths(directory).metrics).is_file():
+        return f"name the log of this run: {own}"
     events = sorted(directory.rglob("*tfevents*"))
     if not events:
         return f"name the log files in it, for example {directory}/*.csv"

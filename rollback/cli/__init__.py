@@ -1,5 +1,7 @@
 """The command line: one thin file per command. Nothing here imports torch, so help is there at once."""
 
+import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +49,9 @@ for _command in (adopt, status, why, report, backtest, track):
 for _request in (rewind, skip, stop):
     app.command(epilog=CONTROL_CODES)(_request)
 app.add_typer(ring, name="ring")
+for _registered in (*app.registered_commands, *ring.registered_commands):
+    # typer fills the lines of a docstring's first paragraph alone; the others would break where ours do.
+    _registered.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_registered.callback) or "")
 
 
 def _show_version(wanted: bool) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer", bound="Document")
 
-RunArgument = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print as JSON (top-level `schema`: 1).")]
 
 

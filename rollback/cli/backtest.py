@@ -11,6 +11,7 @@ import typer
 from rollback.cli.answers import answering
 from rollback.config import Objective, PresetName, Sensitivity
 from rollback.errors import ExitCode, UsageError
+from rollback.terminal.files import require_place
 from rollback.terminal.messages import printable_lines, show_error
 
 
@@ -39,6 +40,8 @@ def backtest(
 
     if plot is not None and len(logs) > 1:
         raise UsageError(f"--plot draws one log, and {len(logs)} were given", hint="name one log")
+    if plot is not None:
+        require_place(plot, None)
     overrides = Overrides(loss=loss, step=step, grad_norm=grad_norm, lr=lr)
     # A log does not tell how long the run was to be, so no share of it can be held against what would be skipped.
     settings = Settings(sensitivity=sensitivity, objective=objective, policy=policy, max_skipped="100%")

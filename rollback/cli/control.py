@@ -49,7 +49,7 @@ def rewind(
 def skip(
     run: RunArgument,
     window: Annotated[
-        str | None, typer.Argument(metavar="[A:B]", help="Batches, both included.", show_default=False)
+        str | None, typer.Argument(metavar="A:B", help="Batches, both included.", show_default=False)
     ] = None,
     sample: Annotated[
         list[int] | None,

@@ -144,9 +144,10 @@ def closing_line(result: RunResult, run: Path, command: Sequence[str]) -> str:
     record, goes_on = result.record, f"go on with `{shlex.join(command)}`"
     if record is None and result.exit_code == ExitCode.RESUMABLE:  # before any rank could make a guard
         return f"stopped, resumable ({result.reason}); {goes_on}"
+    if record is None and result.exit_code != ExitCode.DONE:  # perhaps on the way to its guard
+        return f"failed: {result.reason}; no rank had made a rollback.Guard, so nothing was recorded"
     if record is None:
-        how = "done" if result.exit_code == ExitCode.DONE else f"failed: {result.reason}"
-        return f"{how}, without protection: no rank made a rollback.Guard, so nothing was recorded"
+        return "done, without protection: no rank made a rollback.Guard, so nothing was recorded"
     audit = f"`rollback audit {shlex.quote(record.directory or str(run))}`" + (f" on {record.host}" * bool(record.host))
     match result.exit_code:
         case ExitCode.DONE if not result.protected:  # a flag or an earlier run has announced a guard

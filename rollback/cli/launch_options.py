@@ -105,13 +105,14 @@ def _show(value: object) -> str:
 
 
 def _metavar(kind: Any) -> str:
-    """How a value is written, from the type of a setting: `N`, `low|normal|high`, `N|auto`, `A:B`."""
+    """How a value is written, from the type of a setting: `N`, `low | normal | high`, `N | auto`, `A:B`. Between the
+    blanks the help may break its lines."""
     if get_origin(kind) is Annotated:
         return _metavar(get_args(kind)[0])
     if get_origin(kind) is Literal:
-        return "|".join(get_args(kind))
+        return " | ".join(get_args(kind))
     if get_origin(kind) in (Union, types.UnionType):
-        return "|".join(_metavar(part) for part in get_args(kind) if part is not type(None))
+        return " | ".join(_metavar(part) for part in get_args(kind) if part is not type(None))
     return {int: "N", float: "X", str: "DIR"}.get(kind, "A:B")
 
 

@@ -13,7 +13,9 @@ from rollback.terminal.messages import say
 
 ring = typer.Typer(no_args_is_help=True, add_completion=False, help="List, verify, export and pin checkpoints.")
 
-_RunOrUrl = Annotated[str, typer.Argument(help="Run directory, or the URL of a ring.", show_default=False)]
+_RunOrUrl = Annotated[
+    str, typer.Argument(metavar="RUN", help="Run directory, or the URL of a ring.", show_default=False)
+]
 _NAMES = "A checkpoint's name, `final` (of a complete run), `newest-good`, or `newest` (good or not)."
 _WRITABLE = "check the permissions and free space there"
 _VERIFY_CODES = (

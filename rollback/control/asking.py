@@ -114,7 +114,7 @@ def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> Asked:
     if position is not None and skip.last < position:
         raise UsageError(
             f"{skip.in_words()} cannot be skipped any more: the run is at batch {position}",
-            hint=f"rewind to a step before batch {skip.first}, and skip from there: rollback rewind "
+            hint=f"rewind to a step at or before batch {skip.first}, and skip from there: rollback rewind "
             f"{shlex.quote(str(run))} --to STEP --skip {skip}",
         )
     notice = None

@@ -139,7 +139,9 @@ def _ring(status: Status) -> Text:
         text.append("●" if held.good else "○", style="green" if held.good else "yellow")
     good = sum(held.good for held in status.ring)
     candidates = len(status.ring) - good
-    text.append(f" {good} good" + (f", {candidates} on probation" if candidates else ""))
+    # None good here is no news where a URL has them: those that are good and not here are not counted.
+    parts = [f"{number} {what}" for number, what in ((good, "good"), (candidates, "on probation")) if number]
+    text.append(f" {', '.join(parts)}")
     for tier in ("fast", "durable"):
         if count := sum(tier in held.tiers for held in status.ring):
             text.append(f" · {count} {tier}", style="dim")

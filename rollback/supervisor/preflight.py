@@ -93,9 +93,9 @@ def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
         return
     path = Path(script)
     with reporting(UsageError, f"looking for the training script {script}"):
-        if path.is_dir() and (flags.get("no-python") or not (path / "__main__.py").is_file()):
+        if script and path.is_dir() and (flags.get("no-python") or not (path / "__main__.py").is_file()):
             raise UsageError(f"{script} is a directory without a __main__.py, not a training script")
-        if not path.exists():
+        if not script or not path.exists():
             raise UsageError(
                 f"there is no training script {script!r}",
                 hint="flags come before the script: rollback launch [FLAGS] train.py [ARGUMENTS OF train.py]",

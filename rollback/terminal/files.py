@@ -10,10 +10,13 @@ from rollback.system.durable import sync_directory
 
 
 def require_place(output: Path, run: Path | None) -> None:
-    """Raise UsageError where no file may be written: inside the run directory `run`, in no directory, or over one.
+    """Raise UsageError where no file may be written: inside the run directory `run`, in no directory, or over one; and
+    for `-`, by which nobody means a file of that name.
 
     Raises OutputNotWritten where the system does not let this user look.
     """
+    if str(output) == "-":
+        raise UsageError("- is no file", hint="write /dev/stdout for the output of this command")
     with reporting(OutputNotWritten, f"writing {output}"):
         if run is not None and run.resolve() in output.resolve().parents:
             raise UsageError(f"{output} is inside the run directory {run}", hint="write it somewhere else")

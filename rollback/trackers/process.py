@@ -4,8 +4,10 @@ It hears that the run is over when its standard input ends. The kernel sees to t
 so that none of it is left behind.
 """
 
+import shlex
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from typing import IO
 from rollback.instructions import program
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
+from rollback.system.threads import start_thread
 
 _ERROR = "rollback: error: "
 _POLL = 0.1
@@ -39,43 +42,50 @@ def trackers_beside(
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
         )
+        again = f"`{shlex.join(['rollback', 'track', str(run), *flags])}` tells them all"
+        left = threading.Event()
+        # A thread of its own: of a run that takes weeks nobody should learn at its end that it is in no tracker.
+        told = threading.Thread(target=_tell, args=(process, errors, again, say, left), name="trackers", daemon=True)
         try:
+            start_thread(told)
             yield
         finally:
-            _let_end(process, errors, run, say, told_to_stop)
+            _let_end(process, told, left, again, say, told_to_stop)
+
+
+def _tell(
+    process: subprocess.Popen[bytes], errors: IO[bytes], again: str, say: Callable[[str], None], left: threading.Event
+) -> None:
+    """Say how it ended, as soon as it has, if that was not well and it was not left."""
+    status = process.wait()
+    if status and not left.is_set():
+        errors.seek(0)
+        words = _last_words(errors.read().decode(errors="replace")) or f"status {status}"
+        say(f"the trackers failed ({words}); the run is not touched; {again}")
 
 
 def _let_end(
     process: subprocess.Popen[bytes],
-    errors: IO[bytes],
-    run: Path,
+    told: threading.Thread,
+    left: threading.Event,
+    again: str,
     say: Callable[[str], None],
     told_to_stop: Callable[[], int],
 ) -> None:
-    """Tell it that the run is over, give it time for the last of it, and say how it ended if that was not well."""
+    """Tell it that the run is over, and give it time for the last of it."""
     assert process.stdin is not None
     process.stdin.close()
     before, until = told_to_stop(), time.monotonic() + _PATIENCE
-    while (status := _status(process)) is None:
+    told.join(_POLL)
+    while told.is_alive():
         if told_to_stop() == before and time.monotonic() < until:
+            told.join(_POLL)
             continue
+        left.set()
         process.kill()
-        process.wait()
+        told.join()
         why = f"within {_PATIENCE:.0f} s" if told_to_stop() == before else "when one more stop signal came"
-        say(f"the trackers had not ended {why}; `rollback track {run}` tells them all")
-        return
-    if status:
-        errors.seek(0)
-        words = _last_words(errors.read().decode(errors="replace")) or f"status {status}"
-        say(f"the trackers failed ({words}); the run did not; `rollback track {run}` tells them all")
-
-
-def _status(process: subprocess.Popen[bytes]) -> int | None:
-    """None: it still runs a moment from now."""
-    try:
-        return process.wait(_POLL)
-    except subprocess.TimeoutExpired:
-        return None
+        say(f"the trackers had not ended {why}; {again}")
 
 
 def _last_words(stderr: str) -> str:

@@ -111,7 +111,7 @@ def test_what_rank_0_raises_because_its_peer_died_is_told_in_a_line_after_who_di
     assert (first.why, first.rank, first.followed) == ("signal", 1, (0,))
     assert "Traceback (most recent call last)" not in output, output
     account = output.index("attempt 1 failed: rank 1 ")
-    in_a_line = r"rank 0 raised because of that: RuntimeError: Connection closed by peer.* \(all of it: (.+)\)$"
+    in_a_line = r"rank 0 raised, too: RuntimeError: Connection closed by peer.* \(all of it: (.+)\)$"
     told = re.search(in_a_line, output[account:], re.MULTILINE)
     assert told is not None, output
     assert "Traceback (most recent call last)" in (job.folder / told[1]).read_text()

@@ -40,7 +40,7 @@ def require_run_directory(root: Path) -> RunPaths:
         if not root.exists():
             raise UsageError(
                 f"there is no run directory {root}",
-                hint="`rollback launch` names it at start; by default runs/<script>"
+                hint="by default it is runs/<script>, where `rollback launch` was called"
                 + (_NO_URL if root.parts[0].endswith(":") else ""),
             )
         if not root.is_dir():

@@ -26,6 +26,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import open_regular
 from rollback.system.small_json import SIZE, parse_model
+from rollback.terminal.quantities import size
 
 _JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
 _GOOD = 2  # good checkpoints that a start has at hand: the newest may lie behind the onset of a trouble to come
@@ -259,7 +260,7 @@ def _bring_frozen(store: Store, needed: FrozenRecord, paths: RunPaths, say: Say)
 
     Raises RingUnavailable, and OSError where the run directory cannot be written.
     """
-    say(f"fetching frozen weights ({needed.size} bytes) from {store.url}")
+    say(f"fetching frozen weights ({size(needed.size)}) from {store.url}")
     files.make_directory(paths.frozen)
     try:
         store.get_file(frozen_key(needed), frozen.arriving_at(paths, needed), needed.written)
@@ -274,7 +275,7 @@ def fetch_checkpoint(store: Store, manifest: Manifest, paths: RunPaths, say: Say
 
     Raises RingUnavailable, and OSError where the run directory cannot be written.
     """
-    say(f"fetching checkpoint {manifest.name} ({manifest.bytes} bytes) from {store.url}")
+    say(f"fetching checkpoint {manifest.name} ({size(manifest.bytes)}) from {store.url}")
     try:
         bring(store, manifest, paths, say)
     except CheckpointDamaged as error:

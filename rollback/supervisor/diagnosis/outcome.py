@@ -68,7 +68,7 @@ class Refusal(BaseModel, frozen=True):
         of_script = self.refuses in ("command", "script")
         if of_script and reached < EARLY:
             return ScriptRefused(self.message, hint=self.hint, exit_code=self.exit_code)
-        message = f"{self.message}. The run has come to step {reached}, and is kept" if of_script else self.message
+        message = f"{self.message}. What the run has trained is kept" if of_script else self.message
         return RollbackError(message, hint=self.hint, exit_code=self.exit_code)
 
 

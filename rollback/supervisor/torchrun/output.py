@@ -189,15 +189,15 @@ class Output:
             self.audience.show("err", held)
 
     def tell_consequence(self) -> None:
-        """Say which exception is held, since another rank's failure has brought it about, and where all of it is. Where
-        it could not be kept, show it."""
+        """Say which exception is held, since another rank's failure is what has been told, and where all of it is.
+        Where it could not be kept, show it."""
         rank = self.held_of
         source = next((each for each in self._sources if each.rank == rank and each.stream == "err"), None)
         if rank is not None and self._kept and source is not None and not source.lost:
             lines, self._held = self._held.decode(errors="replace").splitlines(), b""
             told = _exception_in([line.removeprefix(f"[rank{rank}]: ") for line in lines])
             where = self._folder() / source.name
-            self.audience.say(f"rank {rank} raised because of that: {told[:_TOLD_AT_MOST]} (all of it: {where})")
+            self.audience.say(f"rank {rank} raised, too: {told[:_TOLD_AT_MOST]} (all of it: {where})")
         self.release()
 
     def last_words(self, rank: int) -> str | None:

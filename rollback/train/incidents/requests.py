@@ -159,8 +159,8 @@ class Requests:
         if window.last < position:
             self.answer(
                 name, False, f"refused: {window.in_words()} cannot be skipped any more: the run is at batch "
-                f"{position}; rewind to a step before batch {window.first}, and skip from there: rollback rewind RUN "
-                f"--to STEP --skip {window}",
+                f"{position}; rewind to a step at or before batch {window.first}, and skip from there: "
+                f"rollback rewind RUN --to STEP --skip {window}",
             )  # fmt: skip
             return
         window = Window(first=max(window.first, position), last=window.last)

@@ -170,7 +170,7 @@ def given_too_late(window: Window, passed_over: Sequence[Window], batch: int) ->
         return None
     return (
         f"skip {window}: {late.in_words()} cannot be skipped any more: the run goes on at batch {batch}. To skip "
-        f"them too, rewind to a step before batch {window.first}: rollback rewind RUN --to STEP"
+        f"them too, rewind to a step at or before batch {window.first}: rollback rewind RUN --to STEP"
     )
 
 

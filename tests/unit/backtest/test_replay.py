@@ -570,6 +570,9 @@ def test_missing_files_and_directories_are_refused(tmp_path: Path, run: Run) -> 
     code, _, err = run(tmp_path)
     assert code == 2
     assert "is a directory" in err
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics/train.jsonl").touch()
+    assert f"name the log of this run: {tmp_path}/metrics/train.jsonl" in run(tmp_path)[2].replace("\n", "")
 
 
 def test_of_a_directory_of_tensorboard_the_event_files_are_named(tmp_path: Path, run: Run) -> None:
@@ -649,3 +652,6 @@ def test_a_picture_of_several_logs_is_refused(tmp_path: Path, run: Run) -> None:
     code, _, err = run(tmp_path / "a", tmp_path / "b", "--plot", "x.png")
     assert code == 2
     assert "--plot draws one log" in err
+    code, out, err = run(tmp_path / "a", "--plot", tmp_path / "none" / "x.png")
+    assert (code, out) == (2, "")
+    assert "there is no directory" in err

@@ -384,8 +384,15 @@ class TestLaunchFlags:
             assert str(field.description) in line_of(f"--{name.replace('_', '-')}")
         for flag in FLAGS:
             assert flag.help in line_of(flag.option)
-        assert "|".join(get_args(PresetName)) in line_of("--policy")
+        assert " | ".join(get_args(PresetName)) in line_of("--policy")
         assert "(default: auto)" in line_of("--snapshot-every")
+
+    def test_the_lines_of_a_helps_paragraphs_are_filled(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "250")
+        assert run(monkeypatch, "drill", "--help") == 0
+        assert "trackers and the like): leave these out" in capsys.readouterr().out
 
 
 class TestLaunchMistakes:
@@ -394,6 +401,7 @@ class TestLaunchMistakes:
         [
             (["missing.py"], "there is no training script 'missing.py'"),
             (["."], ". is a directory without a __main__.py"),
+            ([""], "there is no training script ''"),
             (["--module", "--no-python", "train"], "--module and --no-python exclude each other"),
             (["--log", "x", "train.py"], "--log is ambiguous: it could be --log-dir, --log-line-"),
             (["-m", "no_such_module.train"], "there is no module 'no_such_module'"),
@@ -521,6 +529,10 @@ class TestClosingLine:
         done = run_warm(command, cwd=tmp_path, capture_output=True)
         assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
         assert "done, without protection: no rank made a rollback.Guard" in done.stderr
+
+    def test_of_a_job_that_failed_on_the_way_to_its_guard_it_does_not_say_that_it_has_none(self) -> None:
+        line = closing_line(ended(ExitCode.FAILED, "it raised", recorded=False), Path("run"), ["rollback"])
+        assert line == "failed: it raised; no rank had made a rollback.Guard, so nothing was recorded"
 
     @pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.RESUMABLE, ExitCode.STRUCTURAL, ExitCode.FAILED])
     def test_where_another_host_keeps_the_record_it_names_that_host(self, code: ExitCode) -> None:

@@ -133,6 +133,12 @@ def test_the_panel_tells_where_a_run_stands(run: RecordedRun) -> None:
         assert words in shown, shown
 
 
+def test_where_a_url_has_the_good_checkpoints_the_panel_does_not_say_that_none_is_good(run: RecordedRun) -> None:
+    status = read_status(run.paths.root)
+    shown = text_of(status.model_copy(update={"ring": [held for held in status.ring if not held.good]}))
+    assert "○ 1 on probation" in shown
+
+
 def test_a_rewind_and_the_steps_to_be_made_up_are_shown(run: RecordedRun) -> None:
     run.tell(35, incident(1, 30, 34))
     run.tell(35, rollback_plan(1, "c000001-s00000020", 20, (60, 89)))

@@ -232,7 +232,7 @@ class TestEnding:
         error = Refusal(exit_code=2, message="two loaders", hint="one", refuses=refuses).as_error(reached)
         assert isinstance(error, ScriptRefused) == of_script
         assert (error.exit_code, error.hint) == (2, "one")
-        assert ("has come to step 100" in error.message) == (reached == 100)
+        assert ("What the run has trained is kept" in error.message) == (reached == 100)
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,7 @@ def test_a_file_appears_whole_or_not_at_all(eventful: RecordedRun, tmp_path: Pat
         (["--json", "--format", "csv"], "two formats"),
         (["--verify", "--format", "csv"], "text or json"),
         (["--format", "csv", "-o", "RUN/inside.csv"], "inside the run directory"),
+        (["-o", "-"], "/dev/stdout"),
         (["--format", "csv", "-o", "missing/skipped.csv"], "no directory"),
     ],
 )

@@ -128,9 +128,7 @@ def test_an_exception_that_another_ranks_failure_brought_about_is_told_in_a_line
     for _ in range(2):
         output.tell_consequence()
     path = tmp_path / "logs/attempt-1/rank-00000.err"
-    assert listener.said == (
-        [f"rank 0 raised because of that: RuntimeError: a peer is gone (all of it: {path})"] if kept else []
-    )
+    assert listener.said == ([f"rank 0 raised, too: RuntimeError: a peer is gone (all of it: {path})"] if kept else [])
     assert listener.shown["err"] == (b"" if kept else raised)
 
 
@@ -144,7 +142,7 @@ def test_an_exception_of_which_the_disk_has_lost_a_part_is_shown_whole(
         Ranks(streams.job).write("rank-00000.err", TRACEBACK)
     output.tell_consequence()
     assert listener.shown["err"] == TRACEBACK
-    assert not [line for line in listener.said if "raised because of that" in line]
+    assert not [line for line in listener.said if "raised, too" in line]
 
 
 def test_an_exception_that_a_script_prints_and_survives_is_shown_at_once(output: Output, listener: Listener) -> None:

@@ -24,7 +24,7 @@ def ended(status: int) -> "subprocess.Popen[bytes]":
 
 
 def test_a_child_whose_end_somebody_waits_for_keeps_its_status() -> None:
-    """A tracker beside the supervisor that fails in an attempt is told of when the launch is over."""
+    """A tracker beside the supervisor that fails in an attempt is told of, with what it ended with."""
     before = psutil.Process().children()
     tracker, orphan = ended(3), ended(4)
     reap(apart_from=[*before, psutil.Process(tracker.pid)])
