@@ -17,6 +17,7 @@ from rollback.live.view import EVERY, View
 from rollback.terminal.canvas import Canvas
 from rollback.terminal.escape import quoted
 from rollback.terminal.quantities import duration, number
+from rollback.wording import counted
 
 _LINE_EVERY = 10.0  # seconds between two lines, where there is no panel
 _OVER = ("ended", "died")
@@ -70,7 +71,9 @@ def standing(status: Status) -> str:
         parts.append(f"loss {number(status.loss)}, gradient norm {number(status.grad_norm)}, {status.verdict}")
     if status.last_good is not None:
         parts.append(f"last good at step {status.last_good.step}")
-    parts.append(f"{status.incidents} incidents, {status.skipped_batches} batches skipped")
+    asked = f", {counted(status.rewinds_asked, 'rewind')} asked for" if status.rewinds_asked else ""
+    troubles, skipped = counted(status.incidents, "incident"), counted(status.skipped_batches, "batch", "batches")
+    parts.append(f"{troubles}{asked}, {skipped} skipped")
     if status.work is not None:
         left = f"{duration(status.work.total - status.work.done)} left" if status.work.unit == "seconds" else (
             f"{status.work.done / status.work.total:.0%}"

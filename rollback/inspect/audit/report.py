@@ -312,9 +312,10 @@ class AttemptEntry(ReportItem):
 
 
 class Totals(ReportItem):
-    incidents: int
+    incidents: int = Field(description="without the rewinds that operators asked for")
     explosions: dict[Explosion, int] = Field(description="incidents by the worst kind of gradient explosion seen")
-    rollbacks: int = Field(description="rollbacks and replays carried out")
+    rollbacks: int = Field(description="rollbacks and replays that answered them")
+    rewinds_asked: int = Field(0, description="rewinds that operators asked for, carried out")
     noticed: int
     scaler_skips: int
     attempts: int

@@ -80,6 +80,11 @@ def print_audit(console: Console, audit: report.AuditReport, *, everything: bool
     )
 
 
+def asked_besides(rewinds: int) -> str:
+    """What follows a number of restores, where operators asked for more."""
+    return f" (and {counted(rewinds, 'rewind')} that an operator asked for)" if rewinds else ""
+
+
 def _print_head(console: Console, audit: report.AuditReport) -> None:
     run, totals = audit.run, audit.totals
     rows: list[tuple[str, str | Text]] = [("run", quoted(run.directory))]
@@ -87,7 +92,8 @@ def _print_head(console: Console, audit: report.AuditReport) -> None:
         ranks = f"{run.world_size} rank{'s' if run.world_size != 1 else ''}"
         rows.append(("id", quoted(f"{run.run_id}, created {run.created}, {ranks}")))
     samples = "" if totals.skipped_samples is None else f" ({counted(totals.skipped_samples, 'sample')})"
-    rows.append(("incidents", f"{totals.incidents}, answered by {counted(totals.rollbacks, 'restore')}"))
+    restores = f"{counted(totals.rollbacks, 'restore')}{asked_besides(totals.rewinds_asked)}"
+    rows.append(("incidents", f"{totals.incidents}, answered by {restores}"))
     rows.append(("skipped", f"{counted(totals.skipped_batches, 'batch', 'batches')}{samples}"))
     undone = at_least(str(totals.steps_lost), totals.steps_lost_at_least)
     rows.append(("steps", f"{at_least(str(totals.steps), totals.steps_at_least)} count, {undone} were undone"))

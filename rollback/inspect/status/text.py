@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from rollback.inspect.audit.text import loss_in_words, print_rows
+from rollback.inspect.audit.text import asked_besides, loss_in_words, print_rows
 from rollback.inspect.status.status import Durable, Status
 from rollback.terminal.escape import quoted
 from rollback.terminal.quantities import at_least, duration, number, or_unknown
@@ -52,7 +52,8 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
     if status.durable:
         yield "durable", _durable(status.durable)
     skipped = counted(status.skipped_batches, "batch", "batches")
-    yield "incidents", f"{status.incidents}, {counted(status.rollbacks, 'restore')}, {skipped} skipped"
+    restores = f"{counted(status.rollbacks, 'restore')}{asked_besides(status.rewinds_asked)}"
+    yield "incidents", f"{status.incidents}, {restores}, {skipped} skipped"
     yield from [("kept", quoted(status.last_snapshot))] if status.last_snapshot else []
     yield from [("lost", quoted(status.death.in_words()))] if status.death else []
     yield from _open_rows(status)
