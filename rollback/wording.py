@@ -1,6 +1,8 @@
 """Lists and counts in sentences, and values in texts."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 def first_few(names: Sequence[str], most: int) -> str:
@@ -17,6 +19,24 @@ def counted(number: int, one: str, many: str | None = None) -> str:
 def ranks_in_words(ranks: Sequence[int], most: int | None = None) -> str:
     """`rank 3`, `ranks 0, 1`; of many ranks the first few."""
     return f"rank{'s' * (len(ranks) > 1)} {first_few([*map(str, ranks)], len(ranks) if most is None else most)}"
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a script types to reach the guard, for advice. hand_over: where an object is handed over, up to its name;
+    step: the number of the step; keep: where a value is to be kept, None where only objects can be."""
+
+    hand_over: str = "Guard(..., "
+    step: str = "guard.step"
+    keep: str | None = "guard.keep"
+
+    def put_into(self, text: str) -> str:
+        """An advice that is written for those who make a guard."""
+        text = text.replace("Guard(..., ", self.hand_over).replace("guard.step", self.step)
+        if self.keep is not None:
+            return text.replace("guard.keep", self.keep)
+        by_object = rf"{self.hand_over}\2=\2), an object that has it, with state_dict and load_state_dict"
+        return re.sub(r"(\w+ = )?guard\.keep\((\w+)=[^)]*\)", by_object, text)
 
 
 def filled(advice: tuple[str, str], **values: object) -> tuple[str, str]:

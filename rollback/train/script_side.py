@@ -12,6 +12,7 @@ from rollback.train.assembly import GuardAssembly
 from rollback.train.events import RollbackApplied
 from rollback.train.start.attach import refuse
 from rollback.train.state.kept_values import KeptValues
+from rollback.wording import Calls
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -102,6 +103,10 @@ class ScriptSide(GuardAssembly):
         """Say in these words what has ended the training: for loops of a library, whose users have written neither
         `max_steps` nor `guard.epochs`. `{}` in them stands for the number."""
         self._end.max_steps_in_words, self._passes.epochs_in_words, self._end.way_out = max_steps, epochs, ""
+
+    def name_calls(self, calls: Calls) -> None:
+        """Have advice say what the script's author can type, where `protect` has made this guard."""
+        self._run.record.calls = calls
 
     def watch(self, variables: Sequence[tuple[str, Any]]) -> None:
         """Have advice look at these, too, pairs of a name and a value: for what is in no variable of the script's that

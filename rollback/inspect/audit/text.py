@@ -16,7 +16,7 @@ from rollback.inspect.audit.quarantine import sample_in_words
 from rollback.inspect.audit.requests import asked_in_words, fate_in_words
 from rollback.terminal.escape import quoted
 from rollback.terminal.messages import printable
-from rollback.terminal.quantities import at_least, duration, number, or_unknown
+from rollback.terminal.quantities import at_least, duration, number, or_unknown, steps_or_unknown
 from rollback.wording import counted, first_few
 
 SHOWN_BATCHES = 12
@@ -164,7 +164,7 @@ def _answer_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str]]:
     if entry.reason:
         yield "reason", entry.reason
     if entry.restored:
-        yield "lost", f"{or_unknown(entry.steps_lost)} steps, {duration(entry.seconds_lost)}"
+        yield "lost", f"{steps_or_unknown(entry.steps_lost)}, {duration(entry.seconds_lost)}"
 
 
 def outcome_in_words(entry: report.IncidentEntry) -> str:
@@ -298,7 +298,8 @@ def _attempt(entry: report.AttemptEntry) -> str:
     if entry.signals:
         parts.append(f"signals {', '.join(entry.signals)}")
     if entry.steps_lost:
-        parts.append(f"lost {at_least(str(entry.steps_lost), entry.at_least)} steps, {duration(entry.seconds_lost)}")
+        lost = at_least(counted(entry.steps_lost, "step"), entry.at_least)
+        parts.append(f"lost {lost}, {duration(entry.seconds_lost)}")
     if entry.restart_delay is not None:
         left = f"{entry.restart_budget_left} restarts left"
         parts.append(f"restarted after {duration(entry.restart_delay)} ({entry.restart_reason}; {left})")

@@ -8,7 +8,7 @@ from rich.text import Text
 from rollback.inspect.audit.text import asked_besides, loss_in_words, print_rows
 from rollback.inspect.status.status import Durable, Status
 from rollback.terminal.escape import quoted
-from rollback.terminal.quantities import at_least, duration, number, or_unknown
+from rollback.terminal.quantities import at_least, duration, number, steps_or_unknown
 from rollback.wording import counted
 
 _STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
@@ -44,7 +44,7 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
         loss = loss_in_words(judged, last=status.state == "died")
         yield "loss", quoted(f"{loss}, gradient norm {number(judged.grad_norm)}, {judged.verdict}")
     if status.last_good and status.last_good_checkpoint:
-        yield "last good", quoted(f"{status.last_good_checkpoint}, {or_unknown(status.last_good_age)} steps ago")
+        yield "last good", quoted(f"{status.last_good_checkpoint}, {steps_or_unknown(status.last_good_age)} ago")
     else:
         yield "last good", "no good checkpoint yet"
     if status.candidates:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rollback.system.frames import frame_of
-from rollback.train.sharded import is_sharded, local_of, version_of
+from rollback.train.sharded import is_sharded, local_of, mark_of, version_of
 from rollback.train.updates.backward import BackwardWatch
-from rollback.train.updates.gradients import mark_of
 from rollback.train.updates.hooks import watch_method, weak_hook
 from rollback.train.updates.wrappers import ddp_inside
 

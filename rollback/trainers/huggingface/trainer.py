@@ -39,6 +39,7 @@ from rollback.trainers.huggingface.state import LoopState, RollbackCallback
 from rollback.trainers.huggingface.trl import end_update, followers, require_completions_of_one_update, samples
 from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected, say_left_aside
 from rollback.trainers.replaced import Replaced
+from rollback.wording import Calls
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from
 _NONE = object()
@@ -162,6 +163,7 @@ class _GuardedLoop:
         self.guard.without_probes("the Trainer counts every batch as one of its own")
         steps = "max_steps={}" if trainer.args.max_steps > 0 else "the Trainer's {} steps"
         self.guard.name_ends(steps, f"num_train_epochs={trainer.args.num_train_epochs:g}")
+        self.guard.name_calls(Calls("rollback.protect(trainer, ", "trainer.state.global_step", keep=None))
         if samples(trainer):
             self.guard.judge_first()
         identity = read_identity(RunPaths(self.guard.run))

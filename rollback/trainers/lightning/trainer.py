@@ -35,6 +35,7 @@ from rollback.trainers.lightning.state import FitState, attributes_of_callbacks
 from rollback.trainers.refusals import require_first_training, require_unprotected, say_left_aside
 from rollback.trainers.replaced import Replaced
 from rollback.trainers.saved_files import SavedFiles
+from rollback.wording import Calls
 
 _NONE = object()
 
@@ -270,6 +271,7 @@ class _GuardedFit:
         )  # fmt: skip
         self.guard.without_probes("the Trainer counts every batch as one of its own")
         self.guard.name_ends("max_steps={}")
+        self.guard.name_calls(Calls("rollback.protect(trainer, ", "trainer.global_step", keep=None))
         self._state.saved = SavedFiles(self.guard.run)
         self.guard.keep(lightning_counts=self._state.counts, lightning=self._state, lightning_evaluated=self._evaluated)
 

@@ -27,6 +27,7 @@ from rollback.train.start import attach
 from rollback.trainers.refusals import require_first_training, require_none_of, require_unprotected
 from rollback.trainers.replaced import Replaced
 from rollback.trainers.torchtitan.state import JoinedOptimizer, TrainState, as_it_lies, data_sets_of, let_go_back
+from rollback.wording import Calls
 
 _NOT_FINITE = "Loss is not finite"
 """What torchtitan's check of the loss begins its message with."""
@@ -146,6 +147,7 @@ class _GuardedTraining:
             )  # fmt: skip
             self.guard.without_probes("the Trainer counts every batch as one of its own")
             self.guard.name_ends("training.steps={}")
+            self.guard.name_calls(Calls("rollback.protect(trainer, ", "trainer.step", keep=None))
             self.guard.keep(torchtitan=self._state)
         except UsageError as error:
             attach.refuse(error)
