@@ -326,7 +326,7 @@ class Totals(ReportItem):
     steps_lost: int = Field(description="updates that were undone and done again")
     steps_lost_at_least: bool = Field(description="as above")
     goodput: float | None = Field(
-        description="share of `seconds` neither lost, nor hung, nor down; null before the first step or without `seconds`"
+        description="share of `seconds` neither lost, hung nor down; null before the first step or without `seconds`"
     )
     seconds: float | None = Field(description="wall-clock; null: a clock was set back by over 1% of it")
     seconds_lost: float = Field(description="of these, undone by rollbacks and deaths")

@@ -282,8 +282,8 @@ class _GuardedFit:
         if len(combined.flattened) != 1 or loader is not combined.flattened[0]:
             raise UsageError(
                 f"rollback.protect got batches of a {type(loader).__name__} of {len(combined.flattened)} loaders",
-                hint="train on one DataLoader: a data set can put together what several have (ConcatDataset, or one "
-                "that returns a sample of each)",
+                hint="train on one DataLoader, of a torch.utils.data.StackDataset(a=one, b=other) for dicts of batches "
+                "like theirs; Subset(other, [i % len(other) for i in range(len(one))]) repeats a shorter one",
             )
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             kind = type(getattr(loader, "dataset", loader)).__name__
