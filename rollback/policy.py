@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from rollback.config import PRESETS, Reach, Settings
 from rollback.data_stream import SINGLE_BATCHES, DataStream
 from rollback.facts.training import Action, GivingUp, Incident, Planned, Window
+from rollback.wording import counted
 
 LEVEL_KNOWN = 48
 """A screen stands in for a window from this step on: the sentinel learns from the first 24 observations what is good,
@@ -247,9 +248,9 @@ class _Trouble:
         rewind = self.reach.rewind
         enough = [point for point in before if point.step <= self.incident.onset_step - rewind]
         if enough:
-            at_least = f"at least {rewind} steps " if rewind else ""
+            at_least = f"at least {counted(rewind, 'step')} " if rewind else ""
             return enough[-1], f"the newest good checkpoint {at_least}before the onset"
-        return before[0], f"{_OLDEST}; none is {rewind} steps before the onset"
+        return before[0], f"{_OLDEST}; none is {counted(rewind, 'step')} before the onset"
 
     def _within_budgets(self, target: PolicyCheckpoint, why: str) -> _Answer:
         """The answer that goes back to `target`."""

@@ -1,6 +1,8 @@
 """Lists and counts in sentences, and values in texts."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 def first_few(names: Sequence[str], most: int) -> str:
@@ -22,6 +24,24 @@ def ranks_in_words(ranks: Sequence[int], most: int | None = None) -> str:
 def gone_in_words(ranks: Sequence[int]) -> str:
     """`rank 3 is gone`, `ranks 0, 1 are gone`."""
     return f"{ranks_in_words(ranks)} {'are' if len(ranks) > 1 else 'is'} gone"
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a script types to reach the guard, for advice. hand_over: where an object is handed over, up to its name;
+    step: the number of the step; keep: where a value is to be kept, None where only objects can be."""
+
+    hand_over: str = "Guard(..., "
+    step: str = "guard.step"
+    keep: str | None = "guard.keep"
+
+    def put_into(self, text: str) -> str:
+        """An advice that is written for those who make a guard."""
+        text = text.replace("Guard(..., ", self.hand_over).replace("guard.step", self.step)
+        if self.keep is not None:
+            return text.replace("guard.keep", self.keep)
+        by_object = rf"{self.hand_over}\2=\2), an object that has it, with state_dict and load_state_dict"
+        return re.sub(r"(\w+ = )?guard\.keep\((\w+)=[^)]*\)", by_object, text)
 
 
 def filled(advice: tuple[str, str], **values: object) -> tuple[str, str]:

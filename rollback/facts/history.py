@@ -64,6 +64,11 @@ class Case:
         return [*([planned] if planned else []), *(fact.window for fact in self.screened_out)]
 
     @property
+    def asked_for(self) -> bool:
+        """It is an operator's rewind: no trouble, and recorded as one."""
+        return self.incident.request is not None
+
+    @property
     def carried_out(self) -> bool:
         return self.restored is not None
 
@@ -77,7 +82,7 @@ class Case:
         """The plan is meant to cure the trouble, and the outcome is still unknown. An operator's request has no
         outcome."""
         planned = self.plan is not None and self.plan.goes_back
-        return planned and self.outcome is None and self.incident.request is None
+        return planned and self.outcome is None and not self.asked_for
 
 
 @dataclass
@@ -148,7 +153,7 @@ class History:
     @property
     def last_plan(self) -> Planned | None:
         """The last plan that answered a trouble and was not `observe`."""
-        plans = [case.plan for case in self.cases if case.plan and case.incident.request is None]
+        plans = [case.plan for case in self.cases if case.plan and not case.asked_for]
         return next((plan for plan in reversed(plans) if plan.action != "observe"), None)
 
     @property
@@ -160,7 +165,7 @@ class History:
     @property
     def skipped_by_incidents(self) -> list[Window]:
         """The skip windows of all rollbacks that answered a trouble."""
-        return [window for case in self.cases if case.incident.request is None for window in case.skips]
+        return [window for case in self.cases if not case.asked_for for window in case.skips]
 
     def case_of(self, request: str) -> Case | None:
         """The incident, plan and outcome of a request to rewind."""

@@ -3,6 +3,7 @@
 from rollback.facts import training as facts
 from rollback.facts.ring import DrainFailed
 from rollback.terminal.quantities import number
+from rollback.wording import counted
 
 
 def line_of(record: facts.JournalEntry) -> str | None:
@@ -23,7 +24,7 @@ def line_of(record: facts.JournalEntry) -> str | None:
         case facts.Planned() as fact:
             return f"{fact.action}: {fact.reason}"
         case facts.Restored() as fact:
-            return f"back at step {fact.step}; {fact.steps_lost} steps are undone"
+            return f"back at step {fact.step}; {counted(fact.steps_lost, 'step')} undone"
         case facts.Concluded() as fact:
             return f"incident {fact.incident}: {fact.outcome.replace('_', ' ')}"
         case DrainFailed() as fact:

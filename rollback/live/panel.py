@@ -157,11 +157,13 @@ def _durable(durable: Durable) -> Text:
 
 
 def _incidents(status: Status) -> Text:
-    if not status.incidents and not status.skipped_batches:
+    if not (status.incidents or status.skipped_batches or status.rewinds_asked):
         return Text("none", style="dim")
     parts = [f"{status.incidents:,}"]
     if status.rollbacks:
-        parts.append(f"{status.rollbacks:,} rewind{'s' if status.rollbacks != 1 else ''}")
+        parts.append(f"{status.rollbacks:,} restore{'s' if status.rollbacks != 1 else ''}")
+    if status.rewinds_asked:
+        parts.append(f"{status.rewinds_asked:,} rewind{'s' if status.rewinds_asked != 1 else ''} asked for")
     if status.skipped_batches:
         parts.append(f"{status.skipped_batches:,} batch{'es' if status.skipped_batches != 1 else ''} skipped")
     return Text(" · ".join(parts))

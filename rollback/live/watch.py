@@ -71,8 +71,9 @@ def standing(status: Status) -> str:
         parts.append(f"loss {number(status.loss)}, gradient norm {number(status.grad_norm)}, {status.verdict}")
     if status.last_good is not None:
         parts.append(f"last good at step {status.last_good.step}")
-    skipped = counted(status.skipped_batches, "batch", "batches")
-    parts.append(f"{counted(status.incidents, 'incident')}, {skipped} skipped")
+    asked = f", {counted(status.rewinds_asked, 'rewind')} asked for" if status.rewinds_asked else ""
+    troubles, skipped = counted(status.incidents, "incident"), counted(status.skipped_batches, "batch", "batches")
+    parts.append(f"{troubles}{asked}, {skipped} skipped")
     if status.work is not None:
         left = f"{duration(status.work.total - status.work.done)} left" if status.work.unit == "seconds" else (
             f"{status.work.done / status.work.total:.0%}"

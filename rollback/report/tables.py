@@ -77,8 +77,8 @@ def _attempt(entry: AttemptEntry) -> list[str]:
     begins = "-" if entry.begins is None else f"{entry.begins.step:,} to {reached}"
     ended = entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else "")
     ended += f"; {entry.last_snapshot}" if entry.last_snapshot else ""
-    steps = at_least(f"{entry.steps_lost or 0:,}", entry.at_least)
-    lost = f"{steps} steps, {duration(entry.seconds_lost)}" if entry.steps_lost else ""
+    steps = at_least(f"{entry.steps_lost or 0:,} step{'' if entry.steps_lost == 1 else 's'}", entry.at_least)
+    lost = f"{steps}, {duration(entry.seconds_lost)}" if entry.steps_lost else ""
     followed = ""
     if entry.restart_delay is not None:
         followed = f"restarted after {duration(entry.restart_delay)}: {entry.restart_reason}"

@@ -3,6 +3,8 @@
 import math
 from datetime import datetime, timezone
 
+from rollback.wording import counted
+
 
 def number(value: float | None) -> str:
     """A measured value with the digits that matter."""
@@ -42,6 +44,10 @@ def size(count: float | None, least: str = "B") -> str:
 def at_least(number: str, least: bool) -> str:
     """A number of which there may be more than is on record."""
     return f"at least {number}" if least else number
+
+
+def steps_or_unknown(value: int | None) -> str:
+    return "unknown steps" if value is None else counted(value, "step")
 
 
 def or_unknown(value: int | None) -> str:

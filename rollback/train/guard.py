@@ -25,6 +25,7 @@ from rollback.train.state.adalora import rank_allocation
 from rollback.train.state.kept_values import KeptValues
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.hooks import weak_hook
+from rollback.wording import Calls
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -224,6 +225,10 @@ class Guard:
         `max_steps` nor `guard.epochs`. `{}` in them stands for the number."""
         end, self._loop.passes.epochs_in_words = self._loop.training_end, epochs
         end.max_steps_in_words, end.way_out = max_steps, ""
+
+    def name_calls(self, calls: Calls) -> None:
+        """Have advice say what the script's author can type, where `protect` has made this guard."""
+        self._loop.run.record.calls = calls
 
     def watch(self, variables: Sequence[tuple[str, Any]]) -> None:
         """Have advice look at these, too, pairs of a name and a value: for what is in no variable of the script's that

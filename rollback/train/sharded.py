@@ -149,6 +149,13 @@ def version_of(item: Tensor) -> int:
     return item._version + item._local_tensor._version if is_sharded(item) else item._version  # type: ignore[attr-defined]
 
 
+def mark_of(gradient: Tensor) -> tuple[int, int]:
+    """A value that changes when a gradient is replaced or written to."""
+    if not is_sharded(gradient):
+        return gradient.data_ptr(), gradient._version
+    return local_of(gradient).data_ptr(), version_of(gradient)
+
+
 def detached(item: Tensor) -> Tensor:
     """Without its graph; of a sharded tensor, this rank's part."""
     return local_of(item).detach()

@@ -26,6 +26,7 @@ from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
 from rollback.trainers.guarded_trainer import numbered
 from rollback.trainers.saved_files import SavedAt, SavedFiles
+from rollback.wording import Calls
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "model": (nn.Module,),
@@ -57,6 +58,7 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
         scaler=accelerator.scaler, **numbered("registered", registered), **settings,
     )  # fmt: skip
     guard.without_probes("the loop counts the batches of Accelerate's loader")
+    guard.name_calls(Calls("rollback.protect(accelerator, ..., ", "loader.guard.step", "loader.guard.keep"))
     folders = _NumberedFolders(accelerator, guard)
     counts = _Counts(accelerator, loader, folders)
     guard.keep(accelerator=counts, accelerator_evaluated=_told_of_passes(accelerator, loader))

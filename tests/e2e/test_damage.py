@@ -88,9 +88,9 @@ def test_a_newest_checkpoint_that_is_gone_is_missed_in_words(tmp_path: Path, cap
     shutil.rmtree(newest)
     train(TOY, run)
     told = capfd.readouterr().err
-    assert f"({older.name}); {newest.name}, the newest on record, is not there any more\n" in told
+    assert f"({older.name}); the newest checkpoint on record, {newest.name}, is missing\n" in told
     train(TOY, run)
-    assert "not there any more" not in capfd.readouterr().err, "it is missed by a later start, too"
+    assert "is missing" not in capfd.readouterr().err, "it is missed by a later start, too"
 
 
 def test_where_all_are_damaged_the_run_says_so_and_is_left_as_it_was(tmp_path: Path) -> None:

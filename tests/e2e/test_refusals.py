@@ -82,7 +82,7 @@ def refused(kind: type[RollbackError], run: Path, text: str, **changes: Any) -> 
         ({"policy": "plam"}, "policy"),
         ({"skip": [{"first": 5, "last": 3}]}, "ends (3) before it begins (5)"),
         ({"patience": 5}, "patience"),
-        ({"ema": object()}, "Guard(ema=...)"),
+        ({"ema": object()}, "as ema= is"),
         ({"loader": 7}, "int"),
         ({"ema": Keeps({1, 2})}, "shared/objects/ema/deep/inside"),
         ({"ema": Keeps([print])}, "shared/objects/ema/deep/inside/0"),
@@ -201,7 +201,7 @@ def test_an_optimizer_of_which_each_rank_has_a_part_is_refused(tmp_path: Path, n
     model = nn.Linear(8, 1)
     with one_rank():
         parted = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        error = refused(UsageError, tmp_path / "run", f"Guard({name}=...)", **{"model": model, name: parted})
+        error = refused(UsageError, tmp_path / "run", f"as {name}= is", **{"model": model, name: parted})
     assert "fully_shard" in (error.hint or "")
     assert "its .optim has those of one rank" in (error.hint or ""), "so it is not to be handed over instead"
 
@@ -318,16 +318,16 @@ SGD = torch.optim.SGD(ONE.parameters(), lr=0.1)
 @pytest.mark.parametrize(
     ("changes", "text", "hint"),
     [
-        ({"model": len, "optimizer": SGD}, "Guard(model=...) is a builtin_function_or_method", "nn.Module"),
-        ({"model": [ONE], "optimizer": SGD}, "Guard(model=...) is a list", "nn.ModuleDict"),
-        ({"model": ONE, "optimizer": 0.1}, "Guard(optimizer=...) is a float", "torch.optim"),
-        ({"model": ONE, "optimizer": [SGD]}, "Guard(optimizer=...) is a list", "names of their own"),
+        ({"model": len, "optimizer": SGD}, "as model= is a builtin_function_or_method", "nn.Module"),
+        ({"model": [ONE], "optimizer": SGD}, "as model= is a list", "nn.ModuleDict"),
+        ({"model": ONE, "optimizer": 0.1}, "as optimizer= is a float", "torch.optim"),
+        ({"model": ONE, "optimizer": [SGD]}, "as optimizer= is a list", "names of their own"),
         ({"model": ONE, "optimizer": Unhooked(SGD)}, "Unhooked", "optimizer.optimizer"),
         ({"loader": None}, "NoneType", "accepted are"),
         ({"skip_samples": [{"samples": [3, 4000]}]}, "samples, and no sample 4000", "--skip A:B"),
         ({"skip_samples": [{"samples": [3]}], "loader": repeat(torch.ones(2, 8))}, "no data set indices", "--skip A:B"),
         ({"loader": Prepared(DataLoader(range(8)))}, "accelerate.data_loader.Prepared", "DistributedSampler"),
-        ({"scheduler": torch.optim.lr_scheduler.StepLR}, "Guard(scheduler=...) is the class StepLR", "an instance"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR}, "as scheduler= is the class StepLR", "an instance"),
         ({"max_steps": "5"}, "max_steps='5'", "whole number"),
         ({"max_steps": -1}, "max_steps=-1", "whole number"),
         ({"max_steps": 2.5}, "max_steps=2.5", "whole number"),

@@ -265,9 +265,10 @@ class AttemptEntry(ReportItem):
 
 
 class Totals(ReportItem):
-    incidents: int
+    incidents: int = Field(description="without the rewinds that operators asked for")
     explosions: dict[Explosion, int] = Field(description="incidents by the worst kind of gradient explosion seen")
-    rollbacks: int = Field(description="rollbacks and replays carried out")
+    rollbacks: int = Field(description="rollbacks and replays that answered them")
+    rewinds_asked: int = Field(0, description="rewinds that operators asked for, carried out")
     noticed: int
     scaler_skips: int
     attempts: int
@@ -278,8 +279,7 @@ class Totals(ReportItem):
     steps_lost: int = Field(description="updates that were undone and done again")
     steps_lost_at_least: bool = Field(description="as above")
     goodput: float | None = Field(
-        description="share of `seconds` that is neither lost, nor hung, nor down; null before the first step, or where "
-        "`seconds` is null"
+        description="share of `seconds` neither lost, hung nor down; null before the first step or without `seconds`"
     )
     seconds: float | None = Field(description="wall-clock; null: a clock was set back by over 1% of it")
     seconds_lost: float = Field(description="of these, undone by rollbacks and deaths")

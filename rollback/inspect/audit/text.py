@@ -14,7 +14,7 @@ from rollback.inspect.audit import report
 from rollback.inspect.audit.quarantine import sample_in_words
 from rollback.inspect.audit.requests import asked_in_words, fate_in_words
 from rollback.terminal.escape import quoted
-from rollback.terminal.quantities import at_least, duration, number, or_unknown
+from rollback.terminal.quantities import at_least, duration, number, or_unknown, steps_or_unknown
 from rollback.terminal.rows import print_rows
 from rollback.wording import counted, first_few
 
@@ -79,6 +79,11 @@ def print_audit(console: Console, audit: report.AuditReport, *, everything: bool
     )
 
 
+def asked_besides(rewinds: int) -> str:
+    """What follows a number of restores, where operators asked for more."""
+    return f" (and {counted(rewinds, 'rewind')} that an operator asked for)" if rewinds else ""
+
+
 def _print_head(console: Console, audit: report.AuditReport) -> None:
     run, totals = audit.run, audit.totals
     rows: list[tuple[str, str | Text]] = [("run", quoted(run.directory))]
@@ -86,7 +91,8 @@ def _print_head(console: Console, audit: report.AuditReport) -> None:
         ranks = f"{run.world_size} rank{'s' if run.world_size != 1 else ''}"
         rows.append(("id", quoted(f"{run.run_id}, created {run.created}, {ranks}")))
     samples = "" if totals.skipped_samples is None else f" ({counted(totals.skipped_samples, 'sample')})"
-    rows.append(("incidents", f"{totals.incidents}, answered by {counted(totals.rollbacks, 'restore')}"))
+    restores = f"{counted(totals.rollbacks, 'restore')}{asked_besides(totals.rewinds_asked)}"
+    rows.append(("incidents", f"{totals.incidents}, answered by {restores}"))
     rows.append(("skipped", f"{counted(totals.skipped_batches, 'batch', 'batches')}{samples}"))
     undone = at_least(str(totals.steps_lost), totals.steps_lost_at_least)
     rows.append(("steps", f"{at_least(str(totals.steps), totals.steps_at_least)} count, {undone} were undone"))
@@ -150,7 +156,7 @@ def _answer_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str]]:
     if entry.reason:
         yield "reason", entry.reason
     if entry.restored:
-        yield "lost", f"{or_unknown(entry.steps_lost)} steps, {duration(entry.seconds_lost)}"
+        yield "lost", f"{steps_or_unknown(entry.steps_lost)}, {duration(entry.seconds_lost)}"
 
 
 def outcome_in_words(entry: report.IncidentEntry) -> str:
@@ -284,7 +290,8 @@ def _attempt(entry: report.AttemptEntry) -> str:
     if entry.signals:
         parts.append(f"signals {', '.join(entry.signals)}")
     if entry.steps_lost:
-        parts.append(f"lost {at_least(str(entry.steps_lost), entry.at_least)} steps, {duration(entry.seconds_lost)}")
+        lost = at_least(counted(entry.steps_lost, "step"), entry.at_least)
+        parts.append(f"lost {lost}, {duration(entry.seconds_lost)}")
     if entry.restart_delay is not None:
         left = f"{entry.restart_budget_left} restarts left"
         parts.append(f"restarted after {duration(entry.restart_delay)} ({entry.restart_reason}; {left})")

@@ -122,8 +122,9 @@ class Status(Document):
     work: Work | None = Field(description="null: nothing but training")
     began: str | None = Field(description="time of the first fact")
     init: InitialState | None = Field(None, description="what the run began with, written by others")
-    incidents: int
-    rollbacks: int
+    incidents: int = Field(description="without the rewinds that operators asked for")
+    rollbacks: int = Field(description="restores that answered them")
+    rewinds_asked: int = Field(0, description="rewinds that operators asked for, carried out")
     skipped_batches: int
     pending: str | None = Field(description="a plan that is not carried out yet")
     requests: list[str] = Field(description="what operators asked for and has no answer yet, in words")
@@ -272,8 +273,9 @@ def _status(
         durable=_durable(paths, past),
         work=_work(paths, past, state, point, now),
         began=past.began,
-        incidents=len(history.cases),
-        rollbacks=sum(case.carried_out for case in history.cases),
+        incidents=sum(not case.asked_for for case in history.cases),
+        rollbacks=sum(case.carried_out and not case.asked_for for case in history.cases),
+        rewinds_asked=sum(case.carried_out and case.asked_for for case in history.cases),
         skipped_batches=sum(map(len, past.passed_over)),
         pending=_pending(history),
         requests=_open_requests(paths, history),

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from rollback.inspect.audit.text import asked_besides
 from rollback.inspect.status.status import Durable, Status
 from rollback.terminal.escape import quoted
-from rollback.terminal.quantities import at_least, duration, number, or_unknown
+from rollback.terminal.quantities import at_least, duration, number, steps_or_unknown
 from rollback.terminal.rows import print_rows
 from rollback.wording import counted
 
@@ -44,7 +45,7 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
         loss = judged.in_words(last=status.state == "died")
         yield "loss", quoted(f"{loss}, gradient norm {number(judged.grad_norm)}, {judged.verdict}")
     if status.last_good and status.last_good_checkpoint:
-        yield "last good", quoted(f"{status.last_good_checkpoint}, {or_unknown(status.last_good_age)} steps ago")
+        yield "last good", quoted(f"{status.last_good_checkpoint}, {steps_or_unknown(status.last_good_age)} ago")
     else:
         yield "last good", "no good checkpoint yet"
     if status.candidates:
@@ -52,7 +53,8 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
     if status.durable:
         yield "durable", _durable(status.durable)
     skipped = counted(status.skipped_batches, "batch", "batches")
-    yield "incidents", f"{status.incidents}, {counted(status.rollbacks, 'restore')}, {skipped} skipped"
+    restores = f"{counted(status.rollbacks, 'restore')}{asked_besides(status.rewinds_asked)}"
+    yield "incidents", f"{status.incidents}, {restores}, {skipped} skipped"
     yield from [("kept", quoted(status.last_snapshot))] if status.last_snapshot else []
     yield from [("lost", quoted(status.death.in_words()))] if status.death else []
     yield from _open_rows(status)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rollback.train.introspection import frame_of
-from rollback.train.sharded import is_sharded, local_of, version_of
+from rollback.train.sharded import is_sharded, local_of, mark_of, version_of
 from rollback.train.updates.backward import BackwardWatch
-from rollback.train.updates.gradients import mark_of
 from rollback.train.updates.hooks import watch_method, weak_hook
 from rollback.train.updates.optimizer import Updates
 from rollback.train.updates.wrappers import ddp_inside

@@ -17,7 +17,7 @@ from rollback.rundir.journal.journal import Journal
 from rollback.rundir.metrics.column_file import ColumnWriter
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, Metric, metric_line
-from rollback.wording import filled, first_few
+from rollback.wording import Calls, filled, first_few
 
 _FLUSH_SECONDS = 1.0
 _BLOCKS = 2  # of columns in one flush: some milliseconds each
@@ -82,6 +82,7 @@ class Recorder:
         """What fails at present, and why."""
         self._unheard_before = _Unheard.lines
         self._advised = set(advised)
+        self.calls = Calls()
         self._lock = threading.RLock()
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         """The newest rows of the metrics, on every rank: rank 0 may be gone before it has written its last ones."""
@@ -117,7 +118,8 @@ class Recorder:
         for code, text in advice:
             if code not in self._advised:
                 self._advised.add(code)
-                self.note(Advice(code=code, text=text), text)
+                told = self.calls.put_into(text)
+                self.note(Advice(code=code, text=told), told)
 
     def advise_of(self, advice: tuple[str, str], names: Sequence[str], **more: str) -> None:
         """Note a likely mistake about these names, of which the first few are listed. No names: no advice."""

@@ -29,12 +29,13 @@ def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, St
             continue
         if isinstance(value, type):
             raise UsageError(
-                f"Guard({name}=...) is the class {value.__name__}", hint="hand over an instance of it, made and ready"
+                f"what the guard got as {name}= is the class {value.__name__}",
+                hint="hand over an instance of it, made and ready",
             )
         if not isinstance(value, Stateful):
             raise UsageError(
-                f"Guard({name}=...) is a {type(value).__name__}: neither a setting nor an object with state_dict and "
-                "load_state_dict",
+                f"what the guard got as {name}= is a {type(value).__name__}: neither a setting nor an object with "
+                "state_dict and load_state_dict",
                 hint=f"the settings are {', '.join(Settings.model_fields)}",
             )
         objects[name] = value
@@ -46,17 +47,17 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
     had, and for gradients that are averaged by what no checkpoint keeps."""
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"Guard(model=...) is a {type(model).__name__}; it takes an nn.Module",
+            f"what the guard got as model= is a {type(model).__name__}; it takes an nn.Module",
             hint="of several models make one: torch.nn.ModuleDict({'encoder': encoder, 'decoder': decoder})",
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError(
-            "Guard(model=...) is a TorchScript module, which takes no hooks",
+            "what the guard got as model= is a TorchScript module, which takes no hooks",
             hint="put it into another module, before the optimizer is made: model = torch.nn.Sequential(model)",
         )
     if isinstance(optimizer, list | tuple | dict):
         raise UsageError(
-            f"Guard(optimizer=...) is a {type(optimizer).__name__}; it takes one optimizer",
+            f"what the guard got as optimizer= is a {type(optimizer).__name__}; it takes one optimizer",
             hint="hand over as optimizer= the one whose steps count as updates, the others by names of their own "
             "(discriminator_optimizer=...)",
         )
@@ -69,13 +70,14 @@ def check_trained(model: object, optimizer: object, objects: Mapping[str, object
             register(lambda *_: None).remove()
     except (AttributeError, TypeError) as error:  # a wrapper may have made plain dicts in the place of torch's hooks
         raise UsageError(
-            f"Guard(optimizer=...) is a {kind.__name__} ({kind.__module__}), whose steps cannot be noticed: {error}",
+            f"what the guard got as optimizer= is a {kind.__name__} ({kind.__module__}), whose steps cannot be "
+            f"noticed: {error}",
             hint=_in_place_of(optimizer),
         ) from error
     if "param_groups" not in optimizer.state_dict():  # type: ignore[attr-defined]
         raise UsageError(
-            f"Guard(optimizer=...) is a {kind.__name__} ({kind.__module__}), whose state_dict has no param_groups, as "
-            "those of torch have",
+            f"what the guard got as optimizer= is a {kind.__name__} ({kind.__module__}), whose state_dict has no "
+            "param_groups, as those of torch have",
             hint=_in_place_of(optimizer),
         )
     check_averaging(model, objects)
@@ -96,7 +98,8 @@ def check_whole(item: object, name: str) -> None:
     kinds = {kind.__name__ for kind in type(item).__mro__}  # by names, so that nothing is imported for it
     if "ZeroRedundancyOptimizer" in kinds:
         raise UsageError(
-            f"Guard({name}=...) is a ZeroRedundancyOptimizer: each rank has a part of its state, and hands out none",
+            f"what the guard got as {name}= is a ZeroRedundancyOptimizer: each rank has a part of its state, and hands "
+            "out none",
             hint="make the class that it wraps of all parameters, in its place (its .optim has those of one rank); to "
             "spread state over the ranks, shard the model with torch.distributed.fsdp.fully_shard (FSDP2)",
         )

@@ -244,7 +244,7 @@ def where_it_goes_on(history: History, chosen: Manifest, found: Collection[str])
         newest = max(missing, key=lambda name: name.order, default=None)
         # A plan goes back by intent, and discards what is newer.
         missed = newest is not None and history.pending is None and newest.order > CheckpointName(chosen.name).order
-        lost = f"; {newest}, the newest on record, is not there any more" if missed else ""
+        lost = f"; the newest checkpoint on record, {newest}, is missing" if missed else ""
         return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name}){lost}"
     by = f", by {end.by}" if end.by else ""
     lost = f"; {end.left_over} batches behind its last update do not count if it goes on" if end.left_over else ""

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollback.train.sharded import copies_of, is_sharded, local_of, version_of
+from rollback.train.sharded import copies_of, is_sharded, local_of, mark_of
 from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale, nearer_the_input
 from rollback.train.updates.clipping import factor_of, lend_norms
 
@@ -311,13 +311,6 @@ def _with_gradients(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter],
 def _are_alike(gradients: list[Tensor]) -> bool:
     """Whether all are in single precision and on one device: torch measures others otherwise than `_measure`."""
     return {*map(_dtype, gradients)} == {torch.float32} and len({*map(_device, gradients)}) == 1
-
-
-def mark_of(gradient: Tensor) -> tuple[int, int]:
-    """A value that changes when a gradient is replaced or written to."""
-    if not is_sharded(gradient):
-        return gradient.data_ptr(), gradient._version
-    return local_of(gradient).data_ptr(), version_of(gradient)
 
 
 class _Firsts(NamedTuple):

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -49,20 +50,29 @@ class CopiedWeights:
 
 
 class MadeObjects:
-    """Modules, optimizers, schedulers, gradient scalers, loaders and loops over epochs, as long as they are there."""
+    """Modules, optimizers, schedulers, gradient scalers, loaders and loops over epochs, as long as they are there.
+
+    A script may make a loss in each step: what is gone leaves nothing here. What lies in a cycle, as an optimizer and
+    its scheduler do, is gone once the garbage collector has come by. It takes long where there is much, so it is only
+    called where something has been made since. A loader does not count: the guard makes one for each epoch.
+    """
 
     def __init__(self) -> None:
-        self._made: list[weakref.ref[Any]] = []
+        self._made: dict[int, weakref.ref[Any]] = {}
+        self._numbers = count()
+        self._collected = False
 
     def note(self, thing: Any) -> None:
-        self._made.append(weakref.ref(thing))
+        number = next(self._numbers)
+        self._made[number] = weakref.ref(thing, lambda _: self._made.pop(number, None))
+        self._collected &= isinstance(thing, DataLoader)
 
     def alive(self) -> list[Any]:
         """In the order in which they were made."""
-        gc.collect()
-        found = [thing for reference in self._made if (thing := reference()) is not None]
-        self._made = [weakref.ref(thing) for thing in found]
-        return found
+        if not self._collected:
+            gc.collect()
+            self._collected = True
+        return [thing for reference in list(self._made.values()) if (thing := reference()) is not None]
 
     def schedulers_of(self, optimizer: Optimizer) -> list[LRScheduler]:
         """Those that set its learning rate, and their parts."""

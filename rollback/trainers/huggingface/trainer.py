@@ -39,6 +39,7 @@ from rollback.trainers.huggingface.state import LoopState
 from rollback.trainers.huggingface.trl import end_update, followers, require_completions_of_one_update, samples
 from rollback.trainers.refusals import require_none_of, say_left_aside
 from rollback.trainers.saved_files import SavedFiles
+from rollback.wording import Calls
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from
 _NONE = object()
@@ -154,6 +155,7 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         self.guard.without_probes("the Trainer counts every batch as one of its own")
         steps = "max_steps={}" if trainer.args.max_steps > 0 else "the Trainer's {} steps"
         self.guard.name_ends(steps, f"num_train_epochs={trainer.args.num_train_epochs:g}")
+        self.guard.name_calls(Calls("rollback.protect(trainer, ", "trainer.state.global_step", keep=None))
         if samples(trainer):
             self.guard.judge_first()
         self._saves.saved = SavedFiles(self.guard.run, trainer.args.process_index)

@@ -35,6 +35,7 @@ from rollback.trainers.lightning.limits import refuse_unknown_callbacks, require
 from rollback.trainers.lightning.state import FitState, attributes_of_callbacks
 from rollback.trainers.refusals import say_left_aside
 from rollback.trainers.saved_files import SavedFiles
+from rollback.wording import Calls
 
 _NONE = object()
 
@@ -259,6 +260,7 @@ class _GuardedFit(GuardedTrainer):
         )  # fmt: skip
         self.guard.without_probes("the Trainer counts every batch as one of its own")
         self.guard.name_ends("max_steps={}")
+        self.guard.name_calls(Calls("rollback.protect(trainer, ", "trainer.global_step", keep=None))
         self._state.saved = SavedFiles(self.guard.run)
         self.guard.keep(lightning_counts=self._state.counts, lightning=self._state, lightning_evaluated=self._evaluated)
 
@@ -269,8 +271,8 @@ class _GuardedFit(GuardedTrainer):
         if len(combined.flattened) != 1 or loader is not combined.flattened[0]:
             raise UsageError(
                 f"rollback.protect got batches of a {type(loader).__name__} of {len(combined.flattened)} loaders",
-                hint="train on one DataLoader: a data set can put together what several have (ConcatDataset, or one "
-                "that returns a sample of each)",
+                hint="train on one DataLoader, of a torch.utils.data.StackDataset(a=one, b=other) for dicts of batches "
+                "like theirs; Subset(other, [i % len(other) for i in range(len(one))]) repeats a shorter one",
             )
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             kind = type(getattr(loader, "dataset", loader)).__name__

@@ -26,6 +26,7 @@ from rollback.train.sharded import local_of
 from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing
 from rollback.trainers.refusals import require_none_of
 from rollback.trainers.torchtitan.state import JoinedOptimizer, TrainState, as_it_lies, data_sets_of, let_go_back
+from rollback.wording import Calls
 
 _NOT_FINITE = "Loss is not finite"
 """What torchtitan's check of the loss begins its message with."""
@@ -139,6 +140,7 @@ class _GuardedTraining(GuardedTrainer):
         )  # fmt: skip
         self.guard.without_probes("the Trainer counts every batch as one of its own")
         self.guard.name_ends("training.steps={}")
+        self.guard.name_calls(Calls("rollback.protect(trainer, ", "trainer.step", keep=None))
         self.guard.keep(torchtitan=self._state)
 
     def should_continue_training(self) -> bool:

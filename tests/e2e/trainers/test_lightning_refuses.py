@@ -30,7 +30,7 @@ REFUSED = {
     "two optimizers": ("automatic_optimization=False", "one optimizer"),
     "no optimizer": ("without an optimizer", "configure_optimizers"),
     "dataloader_iter": ("dataloader_iter", "batch_idx"),
-    "a combined loader": ("a dict of 2 loaders", "one DataLoader"),
+    "a combined loader": ("a dict of 2 loaders", "StackDataset"),
     "a list of loaders": ("a list of 2 loaders", "one DataLoader"),
     "a stream": ("Stream, which is only read in order", "__getitem__"),
     "an odd callback": ("the state of Odd: there is a PosixPath in it", "state_dict"),

@@ -160,7 +160,7 @@ def test_a_rewind_and_the_steps_to_be_made_up_are_shown(run: RecordedRun) -> Non
     run.tell(36, PassedOver(first=60, last=89, step=30, timeline=1))
     beat(run, 24)
     shown = text_of(read_status(run.paths.root))
-    assert "1 · 1 rewind · 30 batches skipped" in shown
+    assert "1 · 1 restore · 30 batches skipped" in shown
     assert "making up what was undone" in shown
     assert "4 of 16 steps" in shown
 

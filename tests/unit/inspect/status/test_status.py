@@ -16,7 +16,8 @@ from vouched import kinds_parsed
 
 from recorded_run import RecordedRun, eventful_run, hold, incident, rollback_plan, stopped_by_themselves
 from rollback.cli import app
-from rollback.facts.training import AttemptEnded, Drained, Evicted, Finished, RestartScheduled
+from rollback.facts.training import AttemptEnded, Drained, Evicted, Finished, RestartScheduled, Restored
+from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.record.ending import NO_END
 from rollback.inspect.status import status as status_module
@@ -207,6 +208,19 @@ def test_a_pending_plan_is_told(run: RecordedRun) -> None:
     run.tell(35, incident(1, 30, 34))
     run.tell(35, rollback_plan(1, C1, 20, (40, 89)))
     assert status_of(run).pending == f"rollback to {C1} (step 20), skip batches 40:89, for incident 1"
+
+
+def test_a_rewind_that_an_operator_asked_for_is_no_incident(run: RecordedRun) -> None:
+    run.tell(35, incident(1, 30, 34, verdict="requested", request="0-a"))
+    run.tell(35, rollback_plan(1, C1, 20, (40, 89)))
+    run.tell(36, Restored(
+        incident=1, checkpoint=C1, step=20, batch=40, steps_lost=16, seconds=0.1, route="in_process",
+    ))  # fmt: skip
+    status, totals = status_of(run), compile_audit(read_run_contents(run.paths.root)).totals
+    for told in (status, totals):
+        assert (told.incidents, told.rollbacks, told.rewinds_asked) == (0, 0, 1)
+    shown = " ".join(CliRunner().invoke(app, ["status", str(run.paths.root)]).output.split())
+    assert "0, 0 restores (and 1 rewind that an operator asked for), 0 batches skipped" in shown
 
 
 def test_an_ended_run_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,7 +334,7 @@ def test_where_it_goes_on_is_said_with_what_is_newer_and_gone(
 ) -> None:
     history = history_of(paths, committed(C0, 0), committed(C1, 20), committed(C2, 40))
     said = where_it_goes_on(history, manifest_of(1, 20), found)
-    lost = f"; {newest}, the newest on record, is not there any more" if newest else ""
+    lost = f"; the newest checkpoint on record, {newest}, is missing" if newest else ""
     assert said == f"resuming at step 20, batch 40 ({C1}){lost}"
 
 

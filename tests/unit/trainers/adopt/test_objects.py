@@ -1,5 +1,6 @@
 """Which of a script's objects are trained."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
 from rollback.trainers.adopt.objects import (
@@ -157,6 +159,32 @@ def test_objects_that_are_gone_are_forgotten_and_training_mode_is_that_of_a_trai
     model.eval()
     assert not objects.are_trained()
     assert objects.are_trained(in_any_mode=True)
+
+
+def test_what_a_script_makes_in_each_step_leaves_nothing_and_the_collector_comes_by_once_for_what_is_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    objects, model = MadeObjects(), nn.Linear(2, 2)
+    for _ in range(100):
+        objects.note(nn.CrossEntropyLoss())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = StepLR(optimizer, 1)  # a cycle
+    for thing in (model, optimizer, scheduler):
+        objects.note(thing)
+    assert len(objects._made) == 3
+    del optimizer, scheduler, thing
+    assert objects.alive() == [model]
+    assert len(objects._made) == 1
+    collections: list[None] = []
+    monkeypatch.setattr(gc, "collect", lambda: collections.append(None))
+    objects.note(DataLoader([1]))  # type: ignore[arg-type]
+    for _ in range(3):
+        objects.alive()
+    assert not collections
+    objects.note(nn.Linear(2, 2))
+    for _ in range(3):
+        objects.alive()
+    assert len(collections) == 1
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
