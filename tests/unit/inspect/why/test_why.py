@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from recorded_run import RecordedRun, hold, stopped_by_themselves
+from rollback.agent.fork_server import run_script
 from rollback.facts.training import (
     Accepted,
     AttemptEnded,
@@ -37,7 +38,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
-FORKED = """  File "/opt/rollback/agent/fork_server.py", line 209 in _run
+FORKED = f"""  File "/opt/rollback/agent/fork_server.py", line 209 in {run_script.__name__}
   File "/opt/rollback/agent/entry.py", line 208 in main
 """
 WAITING = f"""Thread 0x2 (most recent call first):
