@@ -16,6 +16,8 @@ from rollback import instructions
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import fast_tier_of
 from rollback.errors import ExitCode, OutputNotWritten, RollbackError, reporting
+from rollback.facts.fact import Window
+from rollback.facts.history import merge_windows
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.reading import read_material
 from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry, IncidentEntry
@@ -75,9 +77,10 @@ class Trial:
         return any(loss is not None for loss in self.losses.values())
 
     @property
-    def skips(self) -> tuple[tuple[int, int], ...]:
-        """The windows of its own that were passed over, in order."""
-        return tuple(sorted((e.skip.first, e.skip.last) for e in self.incidents if e.skip and e.action == "rollback"))
+    def skips(self) -> tuple[Window, ...]:
+        """What its own incidents had it pass over, in order."""
+        skipped = self.audit.skipped if self.audit else []
+        return tuple(merge_windows(Window(first=e.batch, last=e.batch) for e in skipped if e.incidents))
 
 
 class DrillStage:
