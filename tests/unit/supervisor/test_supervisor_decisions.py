@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,6 +38,7 @@ from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.complete import change_in_words
 from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
+from rollback.supervisor.diagnosis.first_cause import FirstCause
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, RankFailure, Refusal, ending
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.nodes import Nodes
@@ -99,6 +101,17 @@ def test_a_journal_that_cannot_be_read_for_a_moment_ends_no_attempt(tmp_path: Pa
         attempts._look_at_journal(3, attached=False)
     own_journal.close()
     journal.close()
+
+
+def test_the_end_of_the_stderr_is_that_of_the_rank_with_which_it_began(tmp_path: Path) -> None:
+    paths, said = RunPaths(tmp_path), list[str]()
+    output = SimpleNamespace(last_words="the end of rank {}".format, tell_consequence=lambda: None)
+    order, own_journal = SimpleNamespace(paths=paths), SupervisorJournal(paths, print)
+    host: Any = SimpleNamespace(output=output)
+    attempts = Attempts(order, said.append, host, own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
+    attempts._tell_failure(FirstCause("stopped", "rank 3 was stopped", rank=3), "rank 3 was stopped")
+    attempts._tell_failure(FirstCause("exit", "torchrun ended"), "torchrun ended")
+    assert said[1:] == ["the end of rank 3", "attempt 0 failed: torchrun ended"]
 
 
 def attached_at(step: int) -> Attached:
