@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -34,15 +34,18 @@ def trackers_beside(
     before = fold_journal(RunPaths(run).train_journal).history.last_attempt
     own = ["--until-eof", f"--after-attempt={before}"]
     command = [*program("rollback.__main__"), "track", str(run), *own, *flags]
-    with tempfile.TemporaryFile() as errors:
-        # A session of its own: a Ctrl-C in the terminal is the supervisor's to act on.
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
-        )
+    with ExitStack() as ends:
         try:
-            yield
-        finally:
-            _let_end(process, errors, run, say, told_to_stop)
+            errors = ends.enter_context(tempfile.TemporaryFile())
+            # A session of its own: a Ctrl-C in the terminal is the supervisor's to act on.
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            )
+        except OSError as error:
+            say(f"the trackers cannot be started ({error.strerror or error}); `rollback track {run}` tells them all")
+        else:
+            ends.callback(_let_end, process, errors, run, say, told_to_stop)
+        yield
 
 
 def _let_end(

@@ -1,5 +1,6 @@
 """Trackers, looked at with their own readers: the curve without the discarded steps, and no word that is obeyed."""
 
+import errno
 import json
 import math
 import os
@@ -283,6 +284,20 @@ def test_a_tracker_that_fails_is_told_of_and_fails_nothing_else(tmp_path: Path) 
         pass
     assert len(said) == 1
     assert "the run did not" in said[0]
+
+
+def test_where_no_process_can_be_made_for_trackers_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    said: list[str] = []
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with trackers_beside(tmp_path / "run", ["--wandb", "mine"], said.append):
+        said.append("the run")
+    told = f"the trackers cannot be started (Resource temporarily unavailable); `rollback track {tmp_path / 'run'}`"
+    assert said == [f"{told} tells them all", "the run"]
 
 
 def test_trackers_that_do_not_end_are_left_when_a_stop_comes_once_more(
