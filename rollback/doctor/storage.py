@@ -6,6 +6,7 @@ import shutil
 import statistics
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -178,7 +179,7 @@ def look_at_ring(url: str) -> tuple[Finding, float | None]:
 def _rate_of_ring(store: Store) -> float:
     data = os.urandom(_OBJECT)
     began, written = time.perf_counter(), 0
-    key = "rollback-doctor"
+    key = f"rollback-doctor-{uuid.uuid4().hex}"  # another doctor may look at the same ring now
     try:
         for _ in range(_OBJECTS):
             store.put(key, data)
