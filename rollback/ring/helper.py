@@ -20,6 +20,7 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
+from rollback.system.threads import start_thread
 
 _POLL = 0.2
 _MOMENT = 5.0
@@ -55,7 +56,8 @@ class Helper:
         self._thread = threading.Thread(target=self._run, name="rollback-helper", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises RollbackError where no thread can be made."""
+        start_thread(self._thread)
 
     def linger(self, patience: float) -> None:
         """Stay while another process fills the ring, at most so many seconds. The ranks of this host have finished.
@@ -102,8 +104,9 @@ class Helper:
             while not self._ended.wait(_POLL + 3 * self._transport.pace):  # its news are not urgent
                 try:
                     self._turn()
-                except OSError as error:  # the run directory cannot be used; who fills the ring will say so, too
-                    self._say(f"copying this host's part of a checkpoint: {error}")
+                # The run directory cannot be used (who fills the ring will say so, too), or no thread can be made.
+                except (OSError, RollbackError) as error:
+                    self._say(f"copying this host's part of a checkpoint: {message_of(error)}")
                     self._ended.wait(5.0)
         finally:
             self._put_out()
@@ -113,10 +116,10 @@ class Helper:
         if wanted is None or not wanted.order:
             self._put_out()
         elif wanted.order != self._served:
-            self._served = wanted.order
             if self._beacon is None:
                 name = self._paths.part(self._host).name
                 self._beacon = Beacon(self._transport, name, HostPart(order=wanted.order), self._say)
+            self._served = wanted.order
             self._beacon.show(order=wanted.order, shards=(), done=(), fault=None, final=False, left=False)
             self._serve(wanted, self._beacon)
 

@@ -102,7 +102,7 @@ class Others:
         self._orders = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
 
     def meet(self) -> None:
-        """Publish that a process fills the ring, where there are other hosts. Raises OSError."""
+        """Publish that a process fills the ring, where there are other hosts. Raises OSError, RollbackError."""
         if self._beacon is None and tiers.host_count(self._paths) > 1:
             self._beacon = Beacon(self._transport, self._paths.wanted.name, Wanted(), self._say)
 

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from rollback.errors import ExitCode, NodesMissing, RunInUse, UsageError
+from rollback.errors import ExitCode, NodesMissing, RollbackError, RunInUse, UsageError
 from rollback.ring.helper import Helper
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.rundir.elsewhere import write_elsewhere
@@ -83,13 +83,13 @@ class Follower:
             leader=orders.leader, attempt=-1, state="ended", command=dict(self._place.command),
             buddy=self._buddy.address if self._buddy is not None else "",
         )  # fmt: skip
-        beacon = self._beacon = Beacon(
-            self._meeting.transport, self._paths.node(self._place.name).name, report, self._say
-        )
         helper = Helper(
             self._paths, self._place.name, self._say, self._meeting.transport, self._ring, lambda: self._waits
         )
-        helper.start()
+        helper.start()  # before the leader sees this node, and waits for it
+        beacon = self._beacon = Beacon(
+            self._meeting.transport, self._paths.node(self._place.name).name, report, self._say
+        )
         verdict: RunResult | None = None
         try:
             verdict = self._obey(beacon)
@@ -188,8 +188,11 @@ class Follower:
         self._host.keep_standby(orders.attempt)
         if self._ahead is None and self._ring is not None:
             what = "as a spare" if self._place.spares else "for the next attempt, since one is under way"
+            try:
+                self._ahead = FetchAhead(self._paths, self._ring, self._say)
+            except RollbackError:  # it costs a download that comes later: tried again as long as this node waits
+                return
             self._say(f"{self._place.name} waits {what}; the newest checkpoint is fetched ahead")
-            self._ahead = FetchAhead(self._paths, self._ring, self._say)
 
     def _end_waiting(self, *, over: bool) -> None:
         if self._ahead is not None:

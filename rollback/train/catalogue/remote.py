@@ -24,6 +24,7 @@ from rollback.ring.url.store import Store
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import WRITING, RunPaths
 from rollback.system import files
+from rollback.system.threads import start_thread
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 
@@ -105,7 +106,10 @@ class CheckpointDownload:
         self._store: Store | None = None
         self._received = 0
         self._ended: Future[Manifest] = Future()
-        threading.Thread(target=self._run, name="rollback-fetch", daemon=True).start()
+        try:
+            start_thread(threading.Thread(target=self._run, name="rollback-fetch", daemon=True))
+        except RollbackError as error:
+            self._ended.set_exception(error)
 
     def look(self) -> dict[str, Any]:
         """Wait a moment. Returns an empty mapping while the download goes on, and `manifest` at its end. If it fails:

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import REASONS, StepEnd
+from rollback.errors import RollbackError
 from rollback.facts.training import NoLastSnapshot
+from rollback.system.threads import start_thread
 from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.begin import SWITCHED_OFF, meet, note_stopped
@@ -92,7 +94,10 @@ class LastSnapshot:
         if run.ranks.world_size > 1:
             self._early = EarlyMarks(self._mark, self._device, telltale, self._small_state, self._coming)
         self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except RollbackError as error:
+            self._stop(error.message)
 
     # At every step ---------------------------------------------------------------------------------------------------
 
@@ -184,7 +189,8 @@ class LastSnapshot:
             self._mark.wake()
         if self._hosts is not None:
             self._hosts.close()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._peers.close()
         if self._device is not None:
             self._device.close()
