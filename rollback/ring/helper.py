@@ -7,7 +7,14 @@ from collections.abc import Callable, Collection
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import CheckpointFile, Manifest
-from rollback.errors import CheckpointDamaged, CheckpointLeft, RingUnavailable, RollbackError, message_of
+from rollback.errors import (
+    CheckpointDamaged,
+    CheckpointLeft,
+    CheckpointUnusable,
+    RingUnavailable,
+    RollbackError,
+    message_of,
+)
 from rollback.facts import training as facts
 from rollback.facts.history import in_durable_ring
 from rollback.ring.drainer import lower_priority
@@ -144,7 +151,7 @@ class Helper:
                     beacon.show(done=(*beacon.record.done, *file.shards))
         except (RollbackError, OSError, IndexError) as error:
             text = message_of(error)
-            final, left = isinstance(error, CheckpointDamaged | IndexError), isinstance(error, CheckpointLeft)
+            final, left = isinstance(error, CheckpointUnusable | IndexError), isinstance(error, CheckpointLeft)
             beacon.show(fault=f"{self._host}: {text}", final=final, left=left)
 
     @staticmethod

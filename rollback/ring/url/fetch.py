@@ -15,6 +15,7 @@ from rollback.checkpoints.resume import candidates
 from rollback.errors import (
     CheckpointDamaged,
     CheckpointUnreadable,
+    CheckpointUnusable,
     JournalDamaged,
     RunDirectoryError,
     RunDoesNotFit,
@@ -233,7 +234,7 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
     for weights in needed:
         try:
             _require_sound(paths.frozen / weights.file, weights.written)
-        except CheckpointDamaged:
+        except CheckpointUnusable:
             _bring_frozen(store, weights, paths, say)
 
 
@@ -246,14 +247,14 @@ def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
         if (fault := _fault_of(place)) is None:
             return True
         say(f"checkpoint {name} in {place.directory} cannot be used: {fault.message}")
-        if place.tier == "durable" and not isinstance(fault, CheckpointUnreadable):
+        if place.tier == "durable" and isinstance(fault, CheckpointDamaged):
             ring.quarantine(paths, name)
     return False
 
 
-def _fault_of(place: tiers.Located) -> CheckpointDamaged | None:
+def _fault_of(place: tiers.Located) -> CheckpointUnusable | None:
     """Only a failure of the disk is tried again."""
-    fault: CheckpointDamaged | None = None
+    fault: CheckpointUnusable | None = None
     for _ in range(_TRIES):
         try:
             with tiers.held(place):
@@ -262,13 +263,13 @@ def _fault_of(place: tiers.Located) -> CheckpointDamaged | None:
             return None
         except CheckpointUnreadable as error:
             fault = error
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             return error
     return fault
 
 
 def _require_sound(path: Path, expected: Written, start: int | None = None) -> None:
-    """Raise CheckpointDamaged unless every bit of a file, or of a shard in a pack, is what it should be."""
+    """Raise CheckpointUnusable unless every bit of a file, or of a shard in a pack, is what it should be."""
     for _ in read_verified(path, expected, start):
         pass
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from torch import Tensor
 
 from rollback.data_stream import DataStream
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointUnusable
 from rollback.facts.training import Incident, Noticed, PhaseAnnounced, ScalerSkipped, Window
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.evidence import MOST_WITNESSES, witnesses
@@ -202,7 +202,7 @@ class Judge:
         while self._marks and self._marks[-1].step >= event.step:
             self._marks.pop()
 
-    def plan_without(self, name: str, fault: CheckpointDamaged, failed: Rewind) -> Decision | None:
+    def plan_without(self, name: str, fault: CheckpointUnusable, failed: Rewind) -> Decision | None:
         """Remove the planned checkpoint, which failed its check, from the ring, and plan again."""
         self._checkpoints.put_aside(name, fault)
         if failed.incident.request is not None:

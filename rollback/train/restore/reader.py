@@ -27,7 +27,7 @@ from rollback.checkpoints.format.layout import Kind
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.format.parts import METADATA, Part, cover, read_parts, whole
 from rollback.checkpoints.format.shard import ShardReader
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, CheckpointUnusable
 from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data import rng
@@ -43,7 +43,7 @@ from rollback.train.state.state import TrainingState
 class Whole:
     """All shards of a checkpoint, verified by the ranks of this host between them.
 
-    shards: the open ones. memory: this rank's own shard, if the process has it mapped. Raises CheckpointDamaged. Call
+    shards: the open ones. memory: this rank's own shard, if the process has it mapped. Raises CheckpointUnusable. Call
     `close` at the end.
     """
 
@@ -76,7 +76,7 @@ class Whole:
     def _own(self) -> ShardReader:
         return self.shards[source_of(self._rank, len(self.shards))]
 
-    def load(self, ranks: Ranks, state: TrainingState) -> CheckpointDamaged | None:
+    def load(self, ranks: Ranks, state: TrainingState) -> CheckpointUnusable | None:
         live, find = state.live_tensors(), state.places()
         room = rooms(live, find)
 
@@ -164,7 +164,7 @@ class Parted:
             self.close()
             raise
 
-    def meet(self, ranks: Ranks) -> CheckpointDamaged | None:
+    def meet(self, ranks: Ranks) -> CheckpointUnusable | None:
         """Collective: learn which rank has which tensors. Returns the fault; None: there is none."""
         kinds = {key: (entry.dtype, entry.shape) for key, entry in self._shard.entries.items()}
         shards = ranks.from_each([self._content, kinds, self._shard.metadata.get(METADATA)])
@@ -194,12 +194,12 @@ class Parted:
         try:
             with _in_words(self._name):
                 require_keys(tree.decode(self._shared, note, note_part), "shared")
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             return error
         self._wanted, self._wanted_parts = list(wanted), list(wanted_parts)
         return None
 
-    def load(self, ranks: Ranks, state: TrainingState) -> CheckpointDamaged | None:
+    def load(self, ranks: Ranks, state: TrainingState) -> CheckpointUnusable | None:
         live, find = state.live_tensors(), state.places()
         room = rooms(live, find)
         sources: dict[str, int] = {}
@@ -229,7 +229,7 @@ class Parted:
                 for key in self.frozen.digests.keys() - self._owner.keys():
                     read[key] = self.frozen.take(key, lambda file, key: reads.want(file, key, live.get(key)))
                 local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             fault = error.message
         if (fault := ranks.first_fault(fault)) is not None:
             return CheckpointDamaged(fault)

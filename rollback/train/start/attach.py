@@ -29,9 +29,9 @@ from rollback.checkpoints.resume import (
 from rollback.config import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, Settings, guard_mark, host_name
 from rollback.errors import (
     LET_IT_BE_READ,
-    CheckpointDamaged,
     CheckpointForbidden,
     CheckpointOutOfReach,
+    CheckpointUnusable,
     NoUsableCheckpoint,
     RollbackError,
     RunDirectoryError,
@@ -293,7 +293,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
 
 
 def _places(
-    paths: RunPaths, found: FoundRun, bring: Callable[[str], CheckpointDamaged | None] | None
+    paths: RunPaths, found: FoundRun, bring: Callable[[str], CheckpointUnusable | None] | None
 ) -> dict[str, list[CheckpointPlace]]:
     """The places of each checkpoint. All ranks have the same number of places, even where a host lacks one."""
     slots = tiers.fast_tier_of(paths) or SlotPaths(paths.fast_pointer)
@@ -344,7 +344,7 @@ def _sweep_frozen(paths: RunPaths, found: FoundRun) -> None:
     try:
         if not found.damaged:
             frozen.sweep(paths, present)
-    except (OSError, CheckpointDamaged) as error:
+    except (OSError, CheckpointUnusable) as error:
         say(f"removing frozen weights that no checkpoint needs failed ({error}); they stay")
 
 
