@@ -16,7 +16,7 @@ from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.record_marks import is_ahead_of
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
-from rollback.config import ENV_FAST_TIER
+from rollback.environment import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged, CheckpointUnusable, RunDirectoryError
 from rollback.facts.training import Tier
 from rollback.rundir.identity import read_identity

@@ -18,7 +18,6 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 
-import rollback
 from rollback.checkpoints.tiers import base_of
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares
 from rollback.cli.windows import cumulative, parse_samples, parse_window, together
@@ -27,7 +26,7 @@ from rollback.errors import ExitCode, RollbackError, ScriptRefused, UsageError, 
 from rollback.facts.fact import SamplesFrom, Window
 from rollback.facts.history import History, merge_windows, passed_over_by
 from rollback.facts.training import PassedOver
-from rollback.instructions import ADOPTING
+from rollback.instructions import ADOPTING, path_of
 from rollback.live.screen import Screen
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import read_journal
@@ -152,7 +151,7 @@ def _runner(adopt: str | None, flags: Mapping[str, str | bool]) -> list[str]:
             f"--adopt takes a Python script, and --{taken[0]} says that this is none",
             hint="for a module, a script will do with: runpy.run_module('NAME', run_name='__main__')",
         )
-    return [str(Path(rollback.__file__).parents[1] / ADOPTING), adopt]
+    return [path_of(ADOPTING), adopt]
 
 
 def _unprotected(order: LaunchOrder) -> LaunchOrder:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rollback.checkpoints.fast_tier.sizing import LEAST_SLOTS, free_memory, slots_that_fit
 from rollback.checkpoints.format.direct import write_direct
-from rollback.config import ENV_FAST_TIER
 from rollback.doctor.findings import Finding, fail, ok, size, warn
+from rollback.environment import ENV_FAST_TIER
 from rollback.errors import RollbackError
 from rollback.ring.url.store import Store
 from rollback.system.mounts import Mount, mount_of

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import base_of, fast_tier_of
-from rollback.config import ENV_NO_RUN
+from rollback.environment import ENV_NO_RUN
 from rollback.errors import ExitCode, RollbackError, RunInUse, UsageError, message_of
 from rollback.facts.history import in_durable_ring
 from rollback.instructions import ADOPTING

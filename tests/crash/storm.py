@@ -20,7 +20,7 @@ from toy import Toy, require_same
 from warm import WarmPython, environment_of
 
 from rollback.checkpoints import tiers
-from rollback.config import ENV_RUN
+from rollback.environment import ENV_RUN
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from rollback.config import guard_mark
+from rollback.environment import guard_mark
 from rollback.facts.training import Attached, Committed, Fact, Finished, Stopped, Window
 from rollback.rundir.failures import FailureRecord, write_failure
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity

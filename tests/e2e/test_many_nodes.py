@@ -20,7 +20,7 @@ from warm_server import WarmPopen
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.config import ENV_FAST_TIER
+from rollback.environment import ENV_FAST_TIER
 from rollback.facts.training import (
     Attached,
     AttemptEnded,

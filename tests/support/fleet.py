@@ -17,7 +17,7 @@ from hosts import CABLE, Host, hosts_on_a_switch
 from job_results import JOB, LAUNCH, Scenarios
 from toy import Toy, require_same
 
-from rollback.config import ENV_FAST_TIER
+from rollback.environment import ENV_FAST_TIER
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 

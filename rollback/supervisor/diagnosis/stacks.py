@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from rollback.config import STACKS_SIGNAL
+from rollback.environment import STACKS_SIGNAL
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.stacks import ProcessSeen, write_processes
 from rollback.system.files import size_of

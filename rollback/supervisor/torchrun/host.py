@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from rollback.config import ENV_HOST, Settings, guard_mark
+from rollback.config import Settings
+from rollback.environment import ENV_HOST, guard_mark
 from rollback.instructions import Instructions
 from rollback.rundir.heartbeat_board import HeartbeatBoard, board_if_possible
 from rollback.rundir.paths import RunPaths

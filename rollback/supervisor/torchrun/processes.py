@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import psutil
 
-from rollback.config import ENV_RUN, ENV_SUPERVISOR
+from rollback.environment import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError, reporting
 from rollback.instructions import FORK_SERVER
 from rollback.rundir.paths import RunPaths

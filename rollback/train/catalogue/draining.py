@@ -10,7 +10,8 @@ from typing import Any
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, on_record
-from rollback.config import Settings, settings_text
+from rollback.config import Settings
+from rollback.environment import ENV_SETTINGS, text_in
 from rollback.errors import CheckpointDamaged, RollbackError, message_of
 from rollback.facts.history import History, in_durable_ring
 from rollback.ring.drainer import Drainer, Phase, drainer_for
@@ -147,5 +148,5 @@ def at_exit(act: Callable[[], object]) -> None:
 
 
 def _is_the_operators() -> bool:
-    given = settings_text(os.environ)
+    given = text_in(os.environ, ENV_SETTINGS)
     return bool(given and json.loads(given).get("ring"))

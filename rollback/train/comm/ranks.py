@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from rollback.config import ENV_APART, ENV_RUN, host_name
+from rollback.environment import ENV_APART, ENV_RUN, host_name
 from rollback.errors import UsageError
 
 _PARCEL = 32 << 20  # bytes in one broadcast: small tensors together, large ones in parts

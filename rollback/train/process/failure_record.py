@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollback.config import host_name
+from rollback.environment import host_name
 from rollback.facts.training import Window
 from rollback.rundir.failures import (
     FailureRecord,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rollback.config import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
+from rollback.environment import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
 from rollback.rundir.heartbeat_board import HeartbeatCell
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, UNRECORDED, Heartbeat, write_heartbeat

@@ -26,7 +26,8 @@ from rollback.checkpoints.resume import (
     next_seq,
     of_present_timeline,
 )
-from rollback.config import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, Settings, guard_mark, host_name
+from rollback.config import Settings
+from rollback.environment import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, guard_mark, host_name
 from rollback.errors import (
     LET_IT_BE_READ,
     CheckpointForbidden,

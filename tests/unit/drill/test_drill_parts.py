@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 from recorded_run import RecordedRun, incident, rollback_plan
 from rollback.cli import app
 from rollback.cli.launch_options import as_arguments
-from rollback.config import ENV_SETTINGS, Settings, settings_from
+from rollback.config import Settings, settings_from
 from rollback.drill import drill as drilling
 from rollback.drill.faults import FAULTS, PlannedFault
 from rollback.drill.judge import compare, differences, judge
 from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.trials import Trial
+from rollback.environment import ENV_SETTINGS
 from rollback.errors import ExitCode, UsageError
 from rollback.facts.training import AttemptEnded, Dropped, Finished, Restored, ScreenedOut, Window
 from rollback.inspect.audit.compile import compile_audit

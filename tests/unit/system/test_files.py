@@ -18,7 +18,7 @@ import pytest
 from checkpoints import write_checkpoint
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import slots
-from rollback.config import ENV_RUN, ENV_SUPERVISOR
+from rollback.environment import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError, RunDirectoryError
 from rollback.facts.training import Finished, Window
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity

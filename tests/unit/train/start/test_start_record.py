@@ -16,7 +16,8 @@ from rollback.checkpoints import pins, ring, tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account, slots
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.fast_tier.slots import SlotPaths
-from rollback.config import ENV_SUPERVISOR, SamplesFrom, Settings
+from rollback.config import SamplesFrom, Settings
+from rollback.environment import ENV_SUPERVISOR
 from rollback.errors import NoUsableCheckpoint, StoppedAsStructural, UsageError
 from rollback.facts.ending import GivingUp
 from rollback.facts.history import History
