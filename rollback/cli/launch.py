@@ -31,8 +31,8 @@ from rollback.live.screen import Screen
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_skipped
 from rollback.rundir.seal import ENV_SEAL, use
+from rollback.rundir.skip_records import read_skipped
 from rollback.source.own_ranks import line_of_spawn
 from rollback.supervisor.attempts import LaunchOrder
 from rollback.supervisor.diagnosis.hang import HangLimits

@@ -22,8 +22,8 @@ from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.reading import read_material
 from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry, IncidentEntry
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
+from rollback.rundir.metrics.metric_columns import joined, metric_pieces
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_metrics
 
 _MANNERS = 30.0  # seconds that a launch has to end when it is told to
 _TAIL = 12
@@ -163,7 +163,11 @@ def _gather(
         audit = compile_audit(read_material(run.root))
     except RollbackError:
         audit = None
-    losses = {metric.step: metric.loss for metric in read_metrics(run.metrics, [])} if audit else {}
+    losses: dict[int, float | None] = {}
+    if audit:
+        judged = joined(metric_pieces(run.metrics, []))
+        told = zip(judged.step.tolist(), judged.loss.tolist(), judged.no_loss.tolist(), strict=True)
+        losses = {step: None if missing else loss for step, loss, missing in told}
     lines = (folder.root / "output.txt").read_text(errors="replace").splitlines()
     return Trial(
         name=name,

@@ -10,8 +10,8 @@ from rollback.facts.training import JournalEntry
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.status.status import Status, StatusReader
 from rollback.live.panel import Curves, panel
+from rollback.rundir.metrics.metric_lines import MetricTail
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import MetricTail
 
 EVERY = 0.5  # seconds between two glances
 _MEMORY = 4 << 20  # bytes of metrics from before the first glance: some thirty thousand steps

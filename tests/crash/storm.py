@@ -21,8 +21,8 @@ from warm import WarmPython, environment_of
 
 from rollback.checkpoints import tiers
 from rollback.environment import ENV_RUN
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 VICTIMS = {
     "rank": 6, "all ranks": 3, "worker": 2, "fork server": 1, "torchrun": 3, "spare": 1, "supervisor": 3,

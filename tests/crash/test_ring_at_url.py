@@ -39,8 +39,8 @@ from rollback.ring.url.store import Store
 from rollback.rundir import paths as names
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.metrics.column_file import ColumnWriter, read_blocks
+from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.paths import MANIFEST, RunPaths, pack_name, shard_name
-from rollback.rundir.records import metric_line
 from rollback.supervisor.nodes import waiting
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 

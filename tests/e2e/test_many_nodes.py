@@ -32,9 +32,9 @@ from rollback.facts.training import (
     RunEnded,
     Signalled,
 )
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 
 class Nodes:

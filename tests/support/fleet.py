@@ -18,8 +18,8 @@ from job_results import JOB, LAUNCH, Scenarios
 from toy import Toy, require_same
 
 from rollback.environment import ENV_FAST_TIER
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 LIMIT = 600.0  # seconds; with all cores busy, a host takes minutes to start
 

@@ -19,7 +19,7 @@ from rollback.inspect.audit.reading import REMARKS, Material, by_attempt
 from rollback.inspect.audit.requests import request_entries
 from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
 from rollback.rundir.paths import CheckpointName
-from rollback.rundir.records import SkippedBatch
+from rollback.rundir.skip_records import SkippedBatch
 from rollback.system.collector import no_collection
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rollback.facts.training import Attached, JournalEntry, Restored
 from rollback.inspect.audit.report import LastJudged
-from rollback.rundir.records import Metric
+from rollback.rundir.metrics.metric_lines import Metric
 
 LINES = 16
 """Of the metrics, that are enough for `last_judged`."""

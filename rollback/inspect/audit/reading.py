@@ -31,13 +31,15 @@ from rollback.inspect.audit.requests import handed_in
 from rollback.rundir import seal
 from rollback.rundir.elsewhere import read_elsewhere
 from rollback.rundir.evidence import RankEvidence, read_evidence
+from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.identity import Identity, read_identity, require_format
 from rollback.rundir.journal.journal import of_kind, of_kinds, read_journal
 from rollback.rundir.lock import is_holder_alive
 from rollback.rundir.metrics.metric_columns import last_steps, metric_pieces
+from rollback.rundir.metrics.metric_lines import Metric, read_last_metrics
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Metric, SkippedBatch, read_all_heartbeats, read_last_metrics, read_skipped
 from rollback.rundir.requests import Request
+from rollback.rundir.skip_records import SkippedBatch, read_skipped
 from rollback.system.collector import no_collection
 from rollback.system.files import size_of
 from rollback.system.processes import is_alive

@@ -16,7 +16,7 @@ from rollback.facts.training import Incident, JournalEntry, PassedOver, Screened
 from rollback.inspect.audit.passings import CONDITIONS, counts, passings
 from rollback.inspect.audit.reading import ranks_with_skips, read_records, readable, require_run_directory
 from rollback.rundir.journal.journal import of_kind, of_kinds
-from rollback.rundir.records import SkippedBatch, read_skipped
+from rollback.rundir.skip_records import SkippedBatch, read_skipped
 
 ColumnType = Literal["integer", "number", "text", "flag", "integers"]
 

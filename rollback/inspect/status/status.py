@@ -30,12 +30,13 @@ from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, R
 from rollback.inspect.audit.requests import open_requests
 from rollback.inspect.status.record import RunRecord
 from rollback.rundir import seal
+from rollback.rundir.heartbeats import Heartbeat, read_all_heartbeats
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail, read_entries
 from rollback.rundir.lock import read_holder
+from rollback.rundir.metrics.metric_lines import read_last_metrics
 from rollback.rundir.paths import WRITING, RunPaths
-from rollback.rundir.records import Heartbeat, read_all_heartbeats, read_last_metrics
 from rollback.system.collector import no_collection
 from rollback.system.processes import Alive, is_alive
 

@@ -31,7 +31,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollback.rundir.records import LEAVING, Heartbeat
+from rollback.rundir.heartbeats import LEAVING, Heartbeat
 
 GONE = "X"  # the state of a process that is gone; in /proc the letter of a process that is about to go
 FLOOR = 300.0

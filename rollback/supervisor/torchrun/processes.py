@@ -19,8 +19,8 @@ import psutil
 from rollback.environment import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError, reporting
 from rollback.instructions import FORK_SERVER
+from rollback.rundir.heartbeats import LEAVING, Heartbeat
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LEAVING, Heartbeat
 from rollback.system.processes import is_running, runs
 
 THIS_HOST = socket.gethostname()

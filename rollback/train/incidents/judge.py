@@ -19,7 +19,7 @@ from rollback.errors import CheckpointUnusable
 from rollback.facts.training import Incident, Noticed, PhaseAnnounced, ScalerSkipped, Window
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.evidence import MOST_WITNESSES, witnesses
-from rollback.rundir.records import metric_line
+from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Sentinel, Verdict
 from rollback.sentinel.probe import OpenQuestion, ProbeAnswer, damaged

@@ -22,7 +22,8 @@ from rollback.cli import app
 from rollback.errors import ExitCode, OutputNotWritten, UsageError
 from rollback.facts.fact import Fact
 from rollback.facts.training import PassedOver
-from rollback.rundir.records import LineWriter, Metric, metric_line
+from rollback.rundir.metrics.metric_lines import Metric, metric_line
+from rollback.system.lines import LineWriter
 from rollback.trackers.follow import Reader, follow
 from rollback.trackers.process import trackers_beside
 from rollback.trackers.story import Leg
@@ -150,7 +151,7 @@ def test_of_a_long_run_each_fact_is_told_behind_the_steps_before_it(
 ) -> None:
     run, at_once, in_pieces = eventful_run(tmp_path / "run", monkeypatch), Hearing(), Hearing()
     Reader(run.paths.root).hand_on([at_once])  # type: ignore[list-item]
-    monkeypatch.setattr("rollback.rundir.records._LINE_LIMIT", 1 << 11)  # the curve does not fit into one piece
+    monkeypatch.setattr("rollback.rundir.metrics.metric_lines._PIECE", 1 << 11)  # the curve does not fit into one piece
     Reader(run.paths.root).hand_on([in_pieces])  # type: ignore[list-item]
     assert at_once.heard.index((1, 0, "incident")) == at_once.heard.index((1, 0, 49)) + 1
     assert in_pieces.heard == at_once.heard

@@ -34,8 +34,8 @@ from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.text import print_account
 from rollback.inspect.why.why import ProcessStacks, read_account
 from rollback.rundir.failures import FailureRecord, write_failure
+from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
 FORKED = f"""  File "/opt/rollback/agent/fork_server.py", line 209 in {run_script.__name__}

@@ -40,8 +40,8 @@ from rollback.facts.training import (
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import read_journal
+from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import metric_line
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import cursor_for
