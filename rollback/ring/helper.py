@@ -16,6 +16,7 @@ from rollback.errors import (
     message_of,
 )
 from rollback.facts import training as facts
+from rollback.facts.ending import EndedTogether
 from rollback.facts.history import in_durable_ring
 from rollback.ring.drainer import lower_priority
 from rollback.ring.hosts import HostPart, Wanted, tidy
@@ -79,10 +80,7 @@ class Helper:
             if time.monotonic() - began > (patience if ended and self._met else _MOMENT):
                 return
             for record in tail.new():
-                if isinstance(
-                    record.fact,
-                    facts.Attached | facts.Finished | facts.FinalStateLost | facts.ScriptLeft | facts.Stopped,
-                ):
+                if isinstance(record.fact, facts.Attached | EndedTogether):
                     ended = not isinstance(record.fact, facts.Attached)
             time.sleep(_POLL)
 

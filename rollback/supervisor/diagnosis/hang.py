@@ -163,6 +163,8 @@ class HangWatch:
 
 _DIED = "has ended, but its peers have not"
 _STATES = {"Tt": "is stopped (SIGSTOP)", GONE: _DIED, "D": "is in a system call that cannot be interrupted (state D)"}
+TELLING = tuple("".join(_STATES))
+"""The states of a rank that matter for a hang."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.rundir.elsewhere import write_elsewhere
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
-from rollback.supervisor.diagnosis.hang import GONE
+from rollback.supervisor.diagnosis.hang import TELLING
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
@@ -25,7 +25,6 @@ from rollback.supervisor.torchrun.host import Host, Running
 
 _POLL = 0.1
 _LOOK_EVERY = 1.0
-_TELLING = ("T", "t", "D", GONE)  # states of a rank that matter for a hang
 _INTRODUCTION = 10.0  # seconds in which who leads must give orders; else it leads no such job
 
 
@@ -259,7 +258,7 @@ class Follower:
         """Report what the leader cannot see from its host, and take the stacks once the leader orders it."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_EVERY
-            states = tuple(sorted((rank, state) for rank, state in running.look().items() if state in _TELLING))
+            states = tuple(sorted((rank, state) for rank, state in running.look().items() if state in TELLING))
             uncopied = self._buddy.fault if self._buddy is not None else None
             told = beacon.record.states, beacon.record.uncopied
             if (states, uncopied) != told or time.monotonic() >= self._next_beats:
