@@ -5,15 +5,13 @@ down in the environment). The command line wins: at three in the morning the ope
 """
 
 import os
-import signal
-import socket
 from collections.abc import Container, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
+from rollback.environment import ENV_SETTINGS, as_variables, text_in
 from rollback.errors import WrongSetting
 from rollback.facts.fact import SamplesFrom
 from rollback.facts.training import Window
@@ -184,61 +182,12 @@ DECIDING = (
 )  # fmt: skip
 """Settings that decide what is an incident and what is done about it."""
 
-# Down to the ranks: set by the supervisor, read by the guard.
-ENV_RUN = "ROLLBACK_RUN"
-ENV_ATTEMPT = "ROLLBACK_ATTEMPT"
-ENV_SETTINGS = "ROLLBACK_SETTINGS"
-_PARTS = " parts"  # then it says how many further variables have the text
-_PART = 30_000  # characters in each; UTF-8 has up to four bytes for one
-ENV_SUPERVISOR = "ROLLBACK_SUPERVISOR"
-ENV_HEARTBEATS = "ROLLBACK_HEARTBEATS"
-ENV_REFUSAL = "ROLLBACK_REFUSAL"
-ENV_NO_RUN = "ROLLBACK_NO_RUN"
-"""The reason why there is no run directory for a guard: a refusal as JSON."""
-ENV_HOST = "ROLLBACK_HOST"
-"""The host's name when the supervisor started. The host keeps this name when it is renamed later."""
-ENV_APART = "ROLLBACK_APART"
-"""Set where every host has a run directory of its own."""
-
-
-def host_name() -> str:
-    """The name of this host for its ranks."""
-    return os.environ.get(ENV_HOST) or socket.gethostname()
-
-
-def guard_mark(refusal: str | os.PathLike[str]) -> Path:
-    """The file that says that the script has a guard. refusal: where rank 0 writes a refusal."""
-    return Path(refusal).with_name("guard")
-
-
-STACKS_SIGNAL = signal.SIGRTMAX - 3
-"""On this signal a rank writes down its stacks. Scripts and schedulers use the named signals; the C library and
-debuggers use the first real-time signals."""
-
-# For the operator: what `fast_tier: auto` stands for on this machine.
-ENV_FAST_TIER = "ROLLBACK_FAST_TIER"
-
-
 _LOOSE = TypeAdapter(dict[str, Any])
 
 
 def settings_as_environment(settings: Settings) -> dict[str, str]:
-    """What hands the settings that are set down to the ranks. A long text, of a skip list as `--skips-of` makes it, has
-    several variables: Linux starts no program with one of 128 KiB."""
-    text = settings.model_dump_json(exclude_unset=True)
-    parts = [text[start : start + _PART] for start in range(0, len(text), _PART)]
-    if len(parts) == 1:
-        return {ENV_SETTINGS: text}
-    return {ENV_SETTINGS: f"{len(parts)}{_PARTS}", **{f"{ENV_SETTINGS}_{n}": part for n, part in enumerate(parts)}}
-
-
-def settings_text(environment: Mapping[str, str]) -> str:
-    """The settings that were handed down, as JSON; empty: none were."""
-    given = environment.get(ENV_SETTINGS, "")
-    count = given.removesuffix(_PARTS)
-    if count == given or not count.isdecimal():
-        return given
-    return "".join(environment.get(f"{ENV_SETTINGS}_{number}", "") for number in range(int(count)))
+    """What hands the settings that are set down to the ranks."""
+    return as_variables(ENV_SETTINGS, settings.model_dump_json(exclude_unset=True))
 
 
 def settings_from(script: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -254,7 +203,7 @@ def settings_from(script: Mapping[str, Any], environment: Mapping[str, str] = os
 
 
 def _of_command_line(environment: Mapping[str, str]) -> dict[str, Any]:
-    given = settings_text(environment)
+    given = text_in(environment, ENV_SETTINGS)
     return _LOOSE.validate_json(given) if given else {}
 
 

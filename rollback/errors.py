@@ -144,15 +144,19 @@ class NoUsableCheckpoint(RollbackError, exit_code=ExitCode.NO_CHECKPOINT):
     """The run has a record but no checkpoint that verifies."""
 
 
-class CheckpointDamaged(RollbackError, exit_code=ExitCode.NO_CHECKPOINT):
+class CheckpointUnusable(RollbackError, exit_code=ExitCode.NO_CHECKPOINT):
+    """A checkpoint is of no use here and now. What is damaged is condemned for good, and of the other kinds none."""
+
+
+class CheckpointDamaged(CheckpointUnusable):
     """A checkpoint fails verification: it goes to quarantine, and an older one is used."""
 
 
-class CheckpointUnreadable(CheckpointDamaged):
+class CheckpointUnreadable(CheckpointUnusable):
     """The disk refuses to read a checkpoint. The checkpoint may be sound, so another try makes sense."""
 
 
-class CheckpointLeft(CheckpointDamaged):
+class CheckpointLeft(CheckpointUnusable):
     """A host has given its part of a checkpoint up for a newer one. Nothing is wrong with it."""
 
 

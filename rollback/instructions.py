@@ -1,4 +1,4 @@
-"""The supervisor's instructions to torchrun's process: environment variables, command line, and a JSON text.
+"""The supervisor's instructions to torchrun's process: its command line, and a JSON text in the environment.
 
 Every restart waits for the imports of that process (`rollback.agent`), so this module imports next to nothing.
 """
@@ -10,16 +10,11 @@ from pathlib import Path
 
 MODULE = "rollback.agent.entry"
 """What runs in torchrun's process."""
-ENV_TORCHRUN = "ROLLBACK_TORCHRUN"
-"""`Instructions` as JSON, for this process and not for the ranks."""
-ENV_PRELOAD, ENV_STANDBY = "ROLLBACK_PRELOAD", "ROLLBACK_STANDBY"
-"""Set where ranks are to be forked (`rollback.agent.fork_server`), and where this process is to wait for an order at a
-descriptor (`rollback.supervisor.torchrun.standby`)."""
 LOGS_SPECS = "rollback-streams"
 """The value of --logs-specs that means `rollback.agent.streams`."""
-MEETING_MODULE, ENV_MEETING = "rollback.agent.meeting", "ROLLBACK_MEETING"
-"""What runs beside a supervisor whose hosts meet at an endpoint, and `MeetingPoint` as JSON for it."""
-STAND_IN_MODULE = "rollback.train.last_snapshot.stand_in"
+MEETING_MODULE = "rollback.agent.meeting"
+"""What runs beside a supervisor whose hosts meet at an endpoint."""
+STAND_IN = "rollback/train/last_snapshot/stand_in.py"
 """What torchrun's process runs where no rank of this host is left to take part in a last snapshot of several hosts."""
 ADOPTING = "rollback/trainers/adopt/script.py"
 """What runs the script in the ranks, under `--adopt`."""
@@ -38,6 +33,11 @@ def program(module: str) -> Sequence[str]:
     each module first, and a `types.py` or `profile.py` of the user's is not meant. (Python has -P for that since 3.11.)
     """
     return [sys.executable, "-c", _BEGIN.replace("ROOT", repr(_ROOT)), module]
+
+
+def path_of(script: str) -> str:
+    """Where a script of ours is, as ADOPTING: a process that starts it need not import it."""
+    return f"{_ROOT}/{script}"
 
 
 @dataclass(frozen=True)

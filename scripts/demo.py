@@ -39,9 +39,9 @@ from rollback.facts.training import (
     Planned,
     Restored,
 )
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 from rollback.system.processes import runs
 from stdlib_text import GARBAGE, NON_FINITE_WEIGHTS
 

@@ -28,8 +28,8 @@ import rollback
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.audit.report import AuditReport
+from rollback.rundir.metrics.metric_columns import joined, metric_pieces
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_metrics
 from stdlib_text import StdlibText
 
 FAULT_AT = 500
@@ -89,8 +89,10 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def measured(run: Path) -> str:
     """How large the gradient of step `FAULT_AT` was, the first time."""
     norms: dict[int, float] = {}
-    for metric in read_metrics(RunPaths(run).metrics):
-        norms.setdefault(metric.step, metric.grad_norm or 0.0)
+    judged = joined(metric_pieces(RunPaths(run).metrics, []))
+    told = zip(judged.step.tolist(), judged.grad_norm.tolist(), judged.no_grad_norm.tolist(), strict=True)
+    for step, norm, missing in told:
+        norms.setdefault(step, 0.0 if missing else norm)
     before = statistics.median(norms[step] for step in range(FAULT_AT - 50, FAULT_AT))
     return f"gradient norm {norms[FAULT_AT]:.3g} at step {FAULT_AT}, {before:.3g} in the steps before it"
 

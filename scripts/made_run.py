@@ -19,10 +19,12 @@ from rollback.facts.ring import Drained, LeftDurableRing
 from rollback.facts.supervisor import AttemptEnded, AttemptStarted, RestartScheduled, RunEnded
 from rollback.facts.training import Attached, Concluded, Incident, PassedOver, Planned, Restored
 from rollback.rundir.evidence import BatchKept, NamedNorm, Norms, RankEvidence, StepSeen
+from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import GENESIS, journal_line
+from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.paths import CheckpointName, RunPaths
-from rollback.rundir.records import Heartbeat, SkippedBatch, metric_line, write_heartbeat
+from rollback.rundir.skip_records import SkippedBatch
 from rollback.system.durable import write_file
 
 ATTEMPT = 20_000  # steps: a crash or a maintenance window a few times a week

@@ -43,8 +43,9 @@ from rollback.agent.overrides import (
     note_whom_torchrun_ends,
     read_arguments,
 )
+from rollback.environment import ENV_PRELOAD, ENV_STANDBY, ENV_TORCHRUN
 from rollback.errors import UsageError
-from rollback.instructions import ENV_PRELOAD, ENV_STANDBY, ENV_TORCHRUN, Instructions
+from rollback.instructions import Instructions
 from rollback.system.durable import write_file
 
 _PR_SET_PDEATHSIG = 1

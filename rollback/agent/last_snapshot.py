@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollback.instructions import STAND_IN_MODULE
+from rollback.environment import ENV_ATTEMPT, ENV_RUN
+from rollback.instructions import STAND_IN, path_of
+from rollback.system import files
 
 Starter = Callable[[Sequence[str]], Any]
 """Starts Python with these arguments, and returns something with `wait(timeout)` and `pid`."""
@@ -27,33 +29,19 @@ def wait_for_last_snapshot(limit: float, start: Starter) -> None:
     noticed = time.monotonic()
     deadline = noticed + limit
     try:
-        last = Path(json.loads(Path(os.environ["ROLLBACK_RUN"], "fast-tier.json").read_text())["directory"], "last")
-        _wait_while_busy(last, deadline)
+        last = Path(json.loads(Path(os.environ[ENV_RUN], "fast-tier.json").read_text())["directory"], "last")
+        while files.is_locked(last / "busy", fcntl.LOCK_EX) and time.monotonic() < deadline:
+            time.sleep(0.01)
         if _is_left_alone(last):
-            script = str(importlib.import_module(STAND_IN_MODULE).__file__)
-            start([script, str(last), str(noticed), str(limit)]).wait(max(0.0, deadline - time.monotonic()))
+            start([path_of(STAND_IN), str(last), str(noticed), str(limit)]).wait(max(0.0, deadline - time.monotonic()))
     except Exception:  # noqa: BLE001 - whatever it is, the ranks have to be ended
         return
-
-
-def _wait_while_busy(last: Path, deadline: float) -> None:
-    fd = os.open(last / "busy", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.01)
-            else:
-                return
-    finally:
-        os.close(fd)
 
 
 def _is_left_alone(last: Path) -> bool:
     """Whether other hosts wait to hear from this one, and no rank of it lives that could tell them anything."""
     hosts = last / "hosts.json"
-    if not hosts.exists() or json.loads(hosts.read_text())["attempt"] != int(os.environ["ROLLBACK_ATTEMPT"]):
+    if not hosts.exists() or json.loads(hosts.read_text())["attempt"] != int(os.environ[ENV_ATTEMPT]):
         return False
     end_marks: Any = importlib.import_module("rollback.checkpoints.fast_tier.end_marks")
     last_account: Any = importlib.import_module("rollback.checkpoints.fast_tier.last_account")

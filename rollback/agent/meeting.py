@@ -27,7 +27,8 @@ from typing import Any
 
 from rollback.agent.entry import end_with
 from rollback.agent.fork_server import name_this_process
-from rollback.instructions import ENV_MEETING, MeetingPoint
+from rollback.environment import ENV_MEETING
+from rollback.instructions import MeetingPoint
 
 _KEPT = 64  # lines of the leader
 _POLL = 0.1

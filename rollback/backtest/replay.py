@@ -20,10 +20,10 @@ from rollback.config import FIRST_PACE, Settings
 from rollback.errors import UsageError
 from rollback.facts.training import Incident, Planned
 from rollback.rundir.paths import CheckpointName
-from rollback.rundir.records import json_number
 from rollback.sentinel import Blip, Kind, Observation, Sentinel, Verdict
 from rollback.sentinel.probe import OpenQuestion
 from rollback.system.files import size_of
+from rollback.system.lines import json_number
 
 SCHEMA = 1
 _WORTH_A_POOL = 4 << 20

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.history import History
+from rollback.rundir.metrics.metric_lines import Metric
 from rollback.rundir.paths import CheckpointName
-from rollback.rundir.records import Metric
 from rollback.sentinel.verdict import Kind
 
 _UNNAMED = 2  # checkpoints that a crash may leave without a line

@@ -11,7 +11,7 @@ from pathlib import Path
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.pins import is_pinned
-from rollback.errors import CheckpointDamaged, RollbackError
+from rollback.errors import CheckpointDamaged, CheckpointUnusable, RollbackError
 from rollback.rundir.paths import MANIFEST, CheckpointName, RunPaths
 from rollback.system import files
 from rollback.system.durable import sync_directory, write_file
@@ -101,20 +101,20 @@ def _directories(paths: RunPaths) -> list[str]:
         return []
 
 
-def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, CheckpointDamaged]]:
+def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, CheckpointUnusable]]:
     """Manifests of all committed checkpoints, oldest first, and the reason for each one that cannot be believed."""
     sound: list[Manifest] = []
-    damaged: dict[str, CheckpointDamaged] = {}
+    damaged: dict[str, CheckpointUnusable] = {}
     for name in names(paths):
         try:
             sound.append(read_manifest(paths.checkpoint(name)))
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             damaged[name] = error
     return sound, damaged
 
 
 def open_shards(directory: Path, manifest: Manifest) -> list[ShardReader]:
-    """All shards of a checkpoint, verified, in rank order; the caller closes them. Raises CheckpointDamaged."""
+    """All shards of a checkpoint, verified, in rank order; the caller closes them. Raises CheckpointUnusable."""
     readers: list[ShardReader] = []
     beside: dict[str, ShardReader] = {}
     with contextlib.ExitStack() as opened:

@@ -16,8 +16,8 @@ from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.record_marks import is_ahead_of
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
-from rollback.config import ENV_FAST_TIER
-from rollback.errors import CheckpointDamaged, RunDirectoryError
+from rollback.environment import ENV_FAST_TIER
+from rollback.errors import CheckpointDamaged, CheckpointUnusable, RunDirectoryError
 from rollback.facts.training import Tier
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import FORMAT, FORMATS, RunPaths
@@ -93,7 +93,7 @@ def look_into_slots(paths: RunPaths) -> SlotsLook:
             try:
                 if (manifest := _manifest_in(tier, number)) is None:
                     continue
-            except CheckpointDamaged as error:
+            except CheckpointUnusable as error:
                 look.unused[directory.name] = error.message
                 continue
             place = Located(manifest, directory, "fast", number)
@@ -108,7 +108,7 @@ def look_into_slots(paths: RunPaths) -> SlotsLook:
 def _manifest_in(tier: SlotPaths, number: int) -> Manifest | None:
     try:
         return read_manifest(tier.slot(number), in_slot=True)
-    except CheckpointDamaged:
+    except CheckpointUnusable:
         if not slots.is_committed(tier, number):
             return None
         return read_manifest(tier.slot(number), in_slot=True)  # it may have been committed between the two looks
@@ -121,7 +121,7 @@ def is_whole(place: Located) -> bool:
 
 @contextlib.contextmanager
 def held(place: Located) -> Iterator[Callable[[], None]]:
-    """Keep a checkpoint where it is while it is read. Raises CheckpointDamaged where it has left already.
+    """Keep a checkpoint where it is while it is read. Raises CheckpointUnusable where it has left already.
 
     Gives what lets it go before: for a reader that is kept waiting, as ranks want the slot. Who reads on compares
     hashes, and asks `has_left` where they do not fit.
@@ -144,7 +144,7 @@ def has_left(place: Located) -> bool:
         return not place.directory.exists()
     try:
         manifest = _manifest_in(SlotPaths(place.directory.parent), place.slot)
-    except CheckpointDamaged:
+    except CheckpointUnusable:
         return False
     return manifest is None or manifest.name != place.name
 

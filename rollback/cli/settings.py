@@ -17,7 +17,7 @@ from rollback.facts.training import PassedOver
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_skipped
+from rollback.rundir.skip_records import read_skipped
 from rollback.supervisor.diagnosis.hang import HangLimits
 
 _HANG_HINT = "auto reckons with the length of the steps, and never less than 5 minutes"
@@ -47,7 +47,17 @@ def _passed_over_by(run: Path) -> list[Window]:
         facts = [entry.fact for entry in read_journal(paths.train_journal).records]
         passed = [Window(first=fact.first, last=fact.last) for fact in facts if isinstance(fact, PassedOver)]
         # A crash may have kept the journal's line from being written.
-        passed += [Window(first=one.batch, last=one.batch) for one in read_skipped(paths.skip_record(0))]
+        damaged: list[str] = []
+        try:
+            skipped = list(read_skipped(paths.skip_record(0), damaged))
+        except ValueError as error:
+            skipped, damaged = [], [str(error)]
+    if damaged:
+        raise UsageError(
+            f"--skips-of: {damaged[0]}: what was skipped there is not known",
+            hint=f"take that line out, and see in `rollback audit {run}` whether another --skip is to make up for it",
+        )
+    passed += [Window(first=one.batch, last=one.batch) for one in skipped]
     return passed_over_by(history, passed)
 
 

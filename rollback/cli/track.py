@@ -11,6 +11,7 @@ import typer
 
 from rollback.cli.answers import RunArgument
 from rollback.errors import OutputNotWritten, UsageError
+from rollback.system.threads import start_thread
 from rollback.terminal.messages import say
 
 
@@ -71,5 +72,5 @@ def _end_of_stdin() -> Callable[[], bool]:
             pass
         ended.set()
 
-    threading.Thread(target=wait, daemon=True).start()
+    start_thread(threading.Thread(target=wait, name="end of input", daemon=True))
     return ended.is_set

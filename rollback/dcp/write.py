@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from rollback.checkpoints.format.contents import Contents, Stored, StoredParts
 from rollback.checkpoints.format.layout import DTYPE_NAME
-from rollback.errors import CheckpointDamaged, OutputNotWritten, UsageError, reporting
+from rollback.errors import CheckpointDamaged, CheckpointUnusable, OutputNotWritten, UsageError, reporting
 from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.export import Exported, open_checkpoint
 from rollback.rundir.identity import read_identity
@@ -185,7 +185,7 @@ def _first_cause(error: CheckpointException) -> Exception:
     """What DCP wraps: an error of ours or of the system as it was, any other in its own words."""
     cause: BaseException | None = next((found for found, _ in error.failures.values()), None)
     while cause is not None:
-        if isinstance(cause, OSError | CheckpointDamaged):
+        if isinstance(cause, OSError | CheckpointUnusable):
             return cause
         last, cause = cause, cause.__cause__ or cause.__context__
     return OSError(str(last).splitlines()[0]) if error.failures else OSError(str(error))

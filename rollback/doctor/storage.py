@@ -6,6 +6,7 @@ import shutil
 import statistics
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from pathlib import Path
 
 from rollback.checkpoints.fast_tier.sizing import LEAST_SLOTS, free_memory, slots_that_fit
 from rollback.checkpoints.format.direct import write_direct
-from rollback.config import ENV_FAST_TIER
 from rollback.doctor.findings import Finding, fail, ok, size, warn
+from rollback.environment import ENV_FAST_TIER
 from rollback.errors import RollbackError
 from rollback.ring.url.store import Store
 from rollback.system.mounts import Mount, mount_of
@@ -178,7 +179,7 @@ def look_at_ring(url: str) -> tuple[Finding, float | None]:
 def _rate_of_ring(store: Store) -> float:
     data = os.urandom(_OBJECT)
     began, written = time.perf_counter(), 0
-    key = "rollback-doctor"
+    key = f"rollback-doctor-{uuid.uuid4().hex}"  # another doctor may look at the same ring now
     try:
         for _ in range(_OBJECTS):
             store.put(key, data)

@@ -19,6 +19,7 @@ from rollback.drill.judge import Comparison, Difference, DrillRow, compare, diff
 from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
 from rollback.drill.trials import DrillStage, Trial
 from rollback.errors import ExitCode, RollbackError, UsageError, reporting
+from rollback.facts.fact import Window
 from rollback.inspect.document import Document
 from rollback.rundir.exercise import Exercise
 
@@ -62,7 +63,7 @@ class Drill:
     settings: Mapping[str, Any]
     tell: Callable[[str], None]
     own_hang_limit: bool = False
-    _same_skips: dict[tuple[tuple[int, int], ...], Trial] = field(default_factory=dict)
+    _same_skips: dict[tuple[Window, ...], Trial] = field(default_factory=dict)
     _again: Trial | None = None
 
     def run(self) -> DrillReport:

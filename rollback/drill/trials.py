@@ -16,12 +16,14 @@ from rollback import instructions
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import fast_tier_of
 from rollback.errors import ExitCode, OutputNotWritten, RollbackError, reporting
+from rollback.facts.fact import Window
+from rollback.facts.history import merge_windows
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry, IncidentEntry
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
+from rollback.rundir.metrics.metric_columns import joined, metric_pieces
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_metrics
 
 _MANNERS = 30.0  # seconds that a launch has to end when it is told to
 _TAIL = 12
@@ -75,9 +77,10 @@ class Trial:
         return any(loss is not None for loss in self.losses.values())
 
     @property
-    def skips(self) -> tuple[tuple[int, int], ...]:
-        """The windows of its own that were passed over, in order."""
-        return tuple(sorted((e.skip.first, e.skip.last) for e in self.incidents if e.skip and e.action == "rollback"))
+    def skips(self) -> tuple[Window, ...]:
+        """What its own incidents had it pass over, in order."""
+        skipped = self.audit.skipped if self.audit else []
+        return tuple(merge_windows(Window(first=e.batch, last=e.batch) for e in skipped if e.incidents))
 
 
 class DrillStage:
@@ -160,7 +163,11 @@ def _gather(
         audit = compile_audit(read_run_contents(run.root))
     except RollbackError:
         audit = None
-    losses = {metric.step: metric.loss for metric in read_metrics(run.metrics, [])} if audit else {}
+    losses: dict[int, float | None] = {}
+    if audit:
+        judged = joined(metric_pieces(run.metrics, []))
+        told = zip(judged.step.tolist(), judged.loss.tolist(), judged.no_loss.tolist(), strict=True)
+        losses = {step: None if missing else loss for step, loss, missing in told}
     lines = (folder.root / "output.txt").read_text(errors="replace").splitlines()
     return Trial(
         name=name,

@@ -85,3 +85,7 @@ class ScriptLeft(Fact):
     """Updates without a verdict."""
     checkpoint: str | None
     """The newest checkpoint; null: there is none."""
+
+
+EndedTogether = Finished | FinalStateLost | ScriptLeft | Stopped
+"""By which all ranks have ended together."""

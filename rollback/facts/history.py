@@ -12,6 +12,7 @@ from typing import Any, cast, get_args
 from pydantic import TypeAdapter
 
 from rollback.errors import RESTORE_THE_JOURNAL, JournalDamaged
+from rollback.facts.ending import EndedTogether
 from rollback.facts.fact import InitialState
 from rollback.facts.training import (
     Accepted,
@@ -25,7 +26,6 @@ from rollback.facts.training import (
     Drained,
     Evicted,
     Fetched,
-    FinalStateLost,
     Finished,
     Incident,
     JournalEntry,
@@ -38,7 +38,6 @@ from rollback.facts.training import (
     Restored,
     SampleQuarantine,
     ScreenedOut,
-    ScriptLeft,
     SkipAdded,
     Stopped,
     Window,
@@ -181,7 +180,7 @@ class _Contradiction(Exception):
     """A fact does not fit the history before it."""
 
 
-_Reaching = Attached | Committed | Finished | FinalStateLost | ScriptLeft | Stopped
+_Reaching = Attached | Committed | EndedTogether
 _REACHING = frozenset(get_args(_Reaching))  # to look a type up is several times as fast as `isinstance`
 _SETTING_OUT = frozenset({Attached, Restored})
 _POSITIONS = _SETTING_OUT | {Committed, Incident, LastSnapshotMade, Finished, Stopped}

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollback.inspect.status.status import Durable, Status, Work
-from rollback.rundir.records import Metric
+from rollback.rundir.metrics.metric_lines import Metric
 from rollback.terminal.curve import Curve, draw, extent
 from rollback.terminal.messages import printable
 from rollback.terminal.quantities import duration, number

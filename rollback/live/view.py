@@ -9,8 +9,8 @@ from rollback.errors import RollbackError
 from rollback.facts.training import JournalEntry
 from rollback.inspect.status.status import Status, StatusReader
 from rollback.live.panel import Curves, panel
+from rollback.rundir.metrics.metric_lines import MetricTail
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import MetricTail
 from rollback.terminal.quantities import seconds_since_epoch
 
 EVERY = 0.5  # seconds between two glances

@@ -21,9 +21,9 @@ from functools import partial
 from rollback.checkpoints import pins, tiers
 from rollback.config import Settings
 from rollback.errors import (
-    CheckpointDamaged,
     CheckpointLeft,
     CheckpointUnreadable,
+    CheckpointUnusable,
     RingUnavailable,
     RollbackError,
     RunDoesNotFit,
@@ -51,8 +51,8 @@ _DOUBLED = 10  # times at most: a float takes a thousand, and a ring may be away
 DurableRing = RingInRun | RingAtUrl
 """The target of the copies. The drainer's thread alone calls the methods, `open` first; any thread may call `give_up`.
 
-The methods raise RollbackError or OSError where the ring cannot be reached or used. CheckpointDamaged concerns that one
-checkpoint (CheckpointUnreadable: now); RunDoesNotFit means that this run may not write there any more."""
+The methods raise RollbackError or OSError where the ring cannot be reached or used. CheckpointUnusable concerns that
+one checkpoint (CheckpointUnreadable: now); RunDoesNotFit means that this run may not write there any more."""
 SecondTarget = RingInRun | RunFromUrl
 """Where the final state of a complete run is copied to as well: the run directory."""
 
@@ -276,7 +276,7 @@ class Drainer:
         try:
             with tiers.held(place) as let_go, self._ring.if_stuck(let_go):
                 self._ring.put(place.manifest, place.directory)
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             if tiers.has_left(place):  # meanwhile, and nothing is wrong: it may lie in another place
                 self._drain(name)
                 return

@@ -7,8 +7,16 @@ from collections.abc import Callable, Collection
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.format.manifest import CheckpointFile, Manifest
-from rollback.errors import CheckpointDamaged, CheckpointLeft, RingUnavailable, RollbackError, message_of
+from rollback.errors import (
+    CheckpointDamaged,
+    CheckpointLeft,
+    CheckpointUnusable,
+    RingUnavailable,
+    RollbackError,
+    message_of,
+)
 from rollback.facts import training as facts
+from rollback.facts.ending import EndedTogether
 from rollback.facts.history import in_durable_ring
 from rollback.ring.hosts import HostPart, Wanted, tidy
 from rollback.ring.in_run import copy_shard
@@ -19,7 +27,7 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
-from rollback.system.threads import lower_priority
+from rollback.system.threads import lower_priority, start_thread
 
 _POLL = 0.2
 _MOMENT = 5.0
@@ -55,7 +63,8 @@ class Helper:
         self._thread = threading.Thread(target=self._run, name="rollback-helper", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises RollbackError where no thread can be made."""
+        start_thread(self._thread)
 
     def linger(self, patience: float) -> None:
         """Stay while another process fills the ring, at most so many seconds. The ranks of this host have finished.
@@ -70,10 +79,7 @@ class Helper:
             if time.monotonic() - began > (patience if ended and self._met else _MOMENT):
                 return
             for record in tail.new():
-                if isinstance(
-                    record.fact,
-                    facts.Attached | facts.Finished | facts.FinalStateLost | facts.ScriptLeft | facts.Stopped,
-                ):
+                if isinstance(record.fact, facts.Attached | EndedTogether):
                     ended = not isinstance(record.fact, facts.Attached)
             time.sleep(_POLL)
 
@@ -102,8 +108,9 @@ class Helper:
             while not self._ended.wait(_POLL + 3 * self._transport.pace):  # its news are not urgent
                 try:
                     self._turn()
-                except OSError as error:  # the run directory cannot be used; who fills the ring will say so, too
-                    self._say(f"copying this host's part of a checkpoint: {error}")
+                # The run directory cannot be used (who fills the ring will say so, too), or no thread can be made.
+                except (OSError, RollbackError) as error:
+                    self._say(f"copying this host's part of a checkpoint: {message_of(error)}")
                     self._ended.wait(5.0)
         finally:
             self._put_out()
@@ -113,10 +120,10 @@ class Helper:
         if wanted is None or not wanted.order:
             self._put_out()
         elif wanted.order != self._served:
-            self._served = wanted.order
             if self._beacon is None:
                 name = self._paths.part(self._host).name
                 self._beacon = Beacon(self._transport, name, HostPart(order=wanted.order), self._say)
+            self._served = wanted.order
             self._beacon.show(order=wanted.order, shards=(), done=(), fault=None, final=False, left=False)
             self._serve(wanted, self._beacon)
 
@@ -141,7 +148,7 @@ class Helper:
                     beacon.show(done=(*beacon.record.done, *file.shards))
         except (RollbackError, OSError, IndexError) as error:
             text = message_of(error)
-            final, left = isinstance(error, CheckpointDamaged | IndexError), isinstance(error, CheckpointLeft)
+            final, left = isinstance(error, CheckpointUnusable | IndexError), isinstance(error, CheckpointLeft)
             beacon.show(fault=f"{self._host}: {text}", final=final, left=left)
 
     @staticmethod

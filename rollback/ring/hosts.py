@@ -102,7 +102,7 @@ class Others:
         self._orders = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
 
     def meet(self) -> None:
-        """Publish that a process fills the ring, where there are other hosts. Raises OSError."""
+        """Publish that a process fills the ring, where there are other hosts. Raises OSError, RollbackError."""
         if self._beacon is None and tiers.host_count(self._paths) > 1:
             self._beacon = Beacon(self._transport, self._paths.wanted.name, Wanted(), self._say)
 
@@ -111,7 +111,7 @@ class Others:
         """The other hosts copy their shards of a checkpoint while the body copies the shards of this host. After the
         body, all shards are at their target: the ring that is filled, or the run directory's ring.
 
-        Raises CheckpointDamaged where a host cannot copy its part, RingUnavailable where another try may succeed.
+        Raises CheckpointUnusable where a host cannot copy its part, RingUnavailable where another try may succeed.
         """
         self.meet()
         here = tuple(number for number, shard in enumerate(manifest.shards) if (directory / shard.file).exists())

@@ -49,7 +49,7 @@ class RingInRun:
     def put(self, manifest: Manifest, directory: Path) -> None:
         """Copy a checkpoint past the page cache (the cache is for training), and commit it by a rename.
 
-        Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says.
+        Raises CheckpointUnusable where a shard is not, or no longer, what the manifest says, or cannot be read.
         """
         arriving = self._paths.draining(manifest.name)
         stored = manifest.packed()

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from rollback.system import files
 from rollback.system.durable import read_small_file, write_all
 from rollback.system.small_json import parse_model
+from rollback.system.threads import start_thread
 
 # Network file systems may show a file as it was some seconds ago.
 SILENT_AFTER = 20.0
@@ -126,7 +127,8 @@ class Beacon(Generic[_Record]):
 
     Records have a field `beat`, which counts the writes.
 
-    A failing write is reported once and retried at the next beat; `failing` is true until it succeeds.
+    A failing write is reported once and retried at the next beat; `failing` is true until it succeeds. Raises
+    RollbackError where no thread can be made.
     """
 
     def __init__(self, transport: Transport, name: str, record: _Record, say: Callable[[str], None]) -> None:
@@ -135,9 +137,10 @@ class Beacon(Generic[_Record]):
         self.failing = False
         self._guard = threading.Lock()
         self._out = threading.Event()
-        self._write()
         self._thread = threading.Thread(target=self._keep_burning, name="rollback-beacon", daemon=True)
-        self._thread.start()
+        with self._guard:  # the thread comes first: where there is none, nothing is shown that would grow stale
+            start_thread(self._thread)
+            self._write()
 
     def show(self, **changes: object) -> None:
         """Write a new record at once."""

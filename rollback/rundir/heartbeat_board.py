@@ -19,7 +19,7 @@ import struct
 
 import xxhash
 
-from rollback.rundir.records import Heartbeat
+from rollback.rundir.heartbeats import Heartbeat
 
 _CELL, _CELLS = 1024, 256
 _HEAD = struct.Struct("<IQI")

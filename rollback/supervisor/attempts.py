@@ -137,14 +137,14 @@ class Attempts:
                 decision = after_unguarded(attempt - earlier - 1, self._order.job.max_restarts)
             why = cause(evidence, first)
             if isinstance(decision, GiveUp):
-                self._tell_failure(evidence, why)
+                self._tell_failure(first, why)
                 return self._end(ExitCode.FAILED, f"{why}; {decision.reason}")
             self._own_journal.note(
                 facts.RestartScheduled(delay=decision.delay, budget_left=budget.left, reason=decision.reason),
             )
             when = f"in {decision.delay:.0f} s" if decision.delay else "at once"
             left = f"; {budget.left} of {budget.limit} restarts left" if evidence.left.guarded else ""
-            self._tell_failure(evidence, f"{why}; starting another {when} ({decision.reason}{left})")
+            self._tell_failure(first, f"{why}; starting another {when} ({decision.reason}{left})")
             if self._stopped_while_waiting(decision.delay):
                 return self._end(ExitCode.RESUMABLE, "told to stop between two attempts")
 
@@ -292,12 +292,11 @@ class Attempts:
         self._own_journal.open()
         self._host.output.keep()
 
-    def _tell_failure(self, evidence: AttemptEvidence, account: str) -> None:
+    def _tell_failure(self, first: FirstCause | None, account: str) -> None:
         self._say(f"attempt {self._own_journal.attempt} failed: {account}")
-        if (failures := evidence.left.failures) and failures.failures:
-            words = self._host.output.last_words(failures.failures[0].rank)
-            if words is not None:
-                self._say(words)
+        rank = first.rank if first is not None else None
+        if rank is not None and (words := self._host.output.last_words(rank)) is not None:
+            self._say(words)
         self._host.output.tell_consequence()
 
     def _blame(self, first: FirstCause | None, attempt: int, told: Iterable[facts.JournalEntry]) -> bool:
@@ -336,7 +335,7 @@ class Attempts:
         """End a run whose last attempt did not fail, or failed behind its training."""
         why, lacking = cause(evidence, first), None
         if end == "failed":
-            self._tell_failure(evidence, why)
+            self._tell_failure(first, why)
         if end in ("done", "failed"):
             self._drain_the_rest()
             lacking = self._draining.lacks(evidence.finished.checkpoint if evidence.finished is not None else None)

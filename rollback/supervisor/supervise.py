@@ -20,8 +20,8 @@ from pathlib import Path
 
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import base_of, fast_tier_of
-from rollback.config import ENV_NO_RUN
-from rollback.errors import ExitCode, RollbackError, RunInUse, UsageError
+from rollback.environment import ENV_NO_RUN
+from rollback.errors import ExitCode, RollbackError, RunInUse, UsageError, message_of
 from rollback.facts.history import in_durable_ring
 from rollback.instructions import ADOPTING
 from rollback.ring.url.fetch import fetch, unfetch
@@ -271,8 +271,8 @@ def _buddy(order: LaunchOrder, place: NodePlace | None, say: Callable[[str], Non
     if place is not None and order.replicas > 1 and base is not None:
         try:
             buddy = Buddy(order.paths, base, place.name, place.address, say)
-        except OSError as error:
-            say(f"no snapshot is copied to or from this host: no port can be listened on ({error})")
+        except (OSError, RollbackError) as error:
+            say(f"no snapshot is copied to or from this host: no port can be listened on ({message_of(error)})")
     elif (tier := fast_tier_of(order.paths)) is not None:
         try:
             slots.remove_copies(tier)  # of a launch that wanted copies

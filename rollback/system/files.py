@@ -12,6 +12,7 @@ All functions raise OSError, in words for people where a file is not what it sho
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import re
 import resource
@@ -268,3 +269,18 @@ def remove_directory(path: Path, ours: re.Pattern[str] = OF_A_CHECKPOINT) -> boo
                 raise
             return False
     return True
+
+
+def is_locked(path: Path, wanted: int) -> bool:
+    """Whether somebody has locked a file so that it cannot be locked as wanted (LOCK_EX, LOCK_SH)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, wanted | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -28,8 +28,8 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def in_daemon(act: Callable[[], _T], name: str) -> "Future[_T]":
-    """What comes of `act`, which begins at once in a thread of this name. The thread cannot keep the process from
-    ending. Raises RollbackError as `start_thread`."""
+    """What comes of `act`, which begins at once in a thread of this name; also where no thread can be made. The thread
+    cannot keep the process from ending."""
     ended: Future[_T] = Future()
 
     def run() -> None:
@@ -38,7 +38,10 @@ def in_daemon(act: Callable[[], _T], name: str) -> "Future[_T]":
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             ended.set_exception(error)
 
-    start_thread(threading.Thread(target=run, name=name, daemon=True))
+    try:
+        start_thread(threading.Thread(target=run, name=name, daemon=True))
+    except RollbackError as error:
+        ended.set_exception(error)
     return ended
 
 

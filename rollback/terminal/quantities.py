@@ -46,6 +46,13 @@ def at_least(number: str, least: bool) -> str:
     return f"at least {number}" if least else number
 
 
+def restores_in_words(rollbacks: int, asked: int) -> str:
+    """`3 restores (and 1 rewind that an operator asked for)`."""
+    return counted(rollbacks, "restore") + (
+        f" (and {counted(asked, 'rewind')} that an operator asked for)" * bool(asked)
+    )
+
+
 def steps_or_unknown(value: int | None) -> str:
     return "unknown steps" if value is None else counted(value, "step")
 

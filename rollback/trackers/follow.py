@@ -8,8 +8,8 @@ from rollback.errors import UsageError
 from rollback.facts.training import JournalEntry
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.journal import JournalTail
+from rollback.rundir.metrics.metric_lines import Metric, MetricTail
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Metric, MetricTail
 from rollback.terminal.extras import require_extra
 from rollback.trackers.story import Leg, Story
 from rollback.trackers.tensorboard import TensorBoard

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -37,20 +37,24 @@ def trackers_beside(
     before = fold_journal(RunPaths(run).train_journal).history.last_attempt
     own = ["--until-eof", f"--after-attempt={before}"]
     command = [*program("rollback.__main__"), "track", str(run), *own, *flags]
-    with tempfile.TemporaryFile() as errors:
-        # A session of its own: a Ctrl-C in the terminal is the supervisor's to act on.
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
-        )
-        again = f"`{shlex.join(['rollback', 'track', str(run), *flags])}` tells them all"
-        left = threading.Event()
-        # A thread of its own: of a run that takes weeks nobody should learn at its end that it is in no tracker.
-        told = threading.Thread(target=_tell, args=(process, errors, again, say, left), name="trackers", daemon=True)
+    again = f"`{shlex.join(['rollback', 'track', str(run), *flags])}` tells them all"
+    left = threading.Event()
+    with ExitStack() as ends:
         try:
+            errors = ends.enter_context(tempfile.TemporaryFile())
+            # A session of its own: a Ctrl-C in the terminal is the supervisor's to act on.
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            )
+        except OSError as error:
+            say(f"the trackers cannot be started ({error.strerror or error}); {again}")
+        else:
+            # A thread of its own: of a run that takes weeks nobody should learn at its end that it is in no tracker.
+            tell = (process, errors, again, say, left)
+            told = threading.Thread(target=_tell, args=tell, name="trackers", daemon=True)
+            ends.callback(_let_end, process, told, left, again, say, told_to_stop)
             start_thread(told)
-            yield
-        finally:
-            _let_end(process, told, left, again, say, told_to_stop)
+        yield
 
 
 def _tell(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from rollback.facts.training import Incident, JournalEntry, PassedOver, Planned, Restored
-from rollback.rundir.records import Metric
+from rollback.rundir.metrics.metric_lines import Metric
 
 
 class Leg(NamedTuple):

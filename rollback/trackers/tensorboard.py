@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollback.facts.training import Fact, Incident, PassedOver, Planned, Restored
-from rollback.rundir.records import Metric
+from rollback.rundir.metrics.metric_lines import Metric
 from rollback.terminal.messages import printable
 from rollback.trackers.story import Leg
 

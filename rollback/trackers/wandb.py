@@ -12,7 +12,7 @@ from typing import Any
 
 from rollback.errors import OutputNotWritten
 from rollback.facts.training import Fact, Incident, PassedOver, Planned, Restored
-from rollback.rundir.records import Metric
+from rollback.rundir.metrics.metric_lines import Metric
 from rollback.trackers.story import Leg
 
 _NOT_IN_IDS = re.compile(r"[:;,#?/']|^\s")

@@ -25,7 +25,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from rollback.config import ENV_SUPERVISOR
+from rollback.environment import ENV_SUPERVISOR
 from rollback.rundir.exercise import EndState, Exercise, FaultName, Folder, Injected, exercise_of, read_note
 from rollback.system.files import WRITES
 from rollback.train.data import rng

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rollback.checkpoints.format.manifest import Manifest
-from rollback.config import ENV_SUPERVISOR, Settings
+from rollback.config import Settings
+from rollback.environment import ENV_SUPERVISOR
 from rollback.errors import UsageError
 from rollback.facts.history import History
 from rollback.rundir.lock import RunLock

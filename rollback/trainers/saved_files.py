@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LineWriter
 from rollback.system import files
+from rollback.system.lines import LineWriter
 from rollback.train.comm.recorder import say
 
 _LIMIT = 1 << 24  # bytes that are read, of the end: a file counts as it was saved last

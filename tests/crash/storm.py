@@ -20,9 +20,9 @@ from toy import Toy, require_same
 from warm import WarmPython, environment_of
 
 from rollback.checkpoints import tiers
-from rollback.config import ENV_RUN
+from rollback.environment import ENV_RUN
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 VICTIMS = {
     "rank": 6, "all ranks": 3, "worker": 2, "fork server": 1, "torchrun": 3, "spare": 1, "supervisor": 3,

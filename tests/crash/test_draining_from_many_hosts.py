@@ -19,7 +19,7 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord, read_manifest
 from rollback.config import Settings
-from rollback.errors import CheckpointDamaged, CheckpointLeft, RingUnavailable
+from rollback.errors import CheckpointLeft, CheckpointUnusable, RingUnavailable
 from rollback.facts.training import Drained, Fact
 from rollback.ring import helper as helping
 from rollback.ring import hosts as module
@@ -205,7 +205,7 @@ def test_a_part_that_is_not_what_the_manifest_says_makes_no_checkpoint(run: Run,
             (slot / "manifest.json").write_bytes(manifest.model_copy(update={"batch": 99}).to_json())
     with run.helped():
         at_run = run.ring_in_run()
-        with pytest.raises(CheckpointDamaged, match="another host cannot copy its part") as raised:
+        with pytest.raises(CheckpointUnusable, match="another host cannot copy its part") as raised:
             run.put(at_run, name)
         at_run.close()
     assert isinstance(raised.value, CheckpointLeft) is (fault == "let go")

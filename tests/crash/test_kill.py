@@ -18,8 +18,8 @@ from selection import soak
 from toy import Toy, facts, require_same, supervisor_facts
 
 from rollback.facts.training import Attached, AttemptEnded, Incident
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 LIMIT = 90.0
 # What is skipped must not depend on which checkpoints a killed run happens to have: only what is bad, each time.

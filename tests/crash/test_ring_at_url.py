@@ -1,6 +1,8 @@
 """A ring at a URL whose file system fails at any operation: never a false commit, and what was committed is found."""
 
+import errno
 import itertools
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -9,15 +11,24 @@ from typing import Any
 
 import pytest
 from faulty import MANNERS, PASSING, Bucket, Died, FaultyFileSystem, Manner, patience
+from unreadable import forbidden
 from waiting import wait_for
 
 from checkpoints import LAYOUTS, RANKS, damage, lay_out_as, whole, write_checkpoint
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.errors import CheckpointDamaged, OutputNotWritten, RingUnavailable, RollbackError, RunDoesNotFit
+from rollback.errors import (
+    CheckpointDamaged,
+    OutputNotWritten,
+    RingUnavailable,
+    RollbackError,
+    RunDoesNotFit,
+    unreadable,
+)
 from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.checkpoints import read_listing
+from rollback.ring.url import fetch as fetching
 from rollback.ring.url import progress
 from rollback.ring.url import ring as at_url_ring
 from rollback.ring.url import store as storing
@@ -28,8 +39,8 @@ from rollback.ring.url.store import Store
 from rollback.rundir import paths as names
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.metrics.column_file import ColumnWriter, read_blocks
+from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.paths import MANIFEST, RunPaths, pack_name, shard_name
-from rollback.rundir.records import metric_line
 from rollback.supervisor.nodes import waiting
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 
@@ -482,6 +493,40 @@ def test_what_is_damaged_in_the_run_directory_comes_from_the_url(run: RecordedRu
     shutil.rmtree(run.paths.ring)
     fetch(Store(URL), run.paths, said.append)
     assert ring.names(run.paths) == NAMES[1:]
+
+
+@in_both_layouts
+@pytest.mark.parametrize("there", [False, True], ids=["only here", "also there"])
+def test_what_may_not_be_read_in_the_run_directory_is_not_taken_for_damaged(
+    run: RecordedRun, bucket: Bucket, there: bool
+) -> None:
+    """The ranks refuse the start with it, where there is no other copy."""
+    at_url = opened(run.paths)
+    for name in NAMES if there else NAMES[:2]:
+        put(at_url, run.paths, name)
+    said: list[str] = []
+    with forbidden(run.paths.checkpoint(NAMES[2]) / file_of(1)):
+        fetch(Store(URL), run.paths, said.append)
+    assert "Permission denied" in said[0]
+    assert run.paths.quarantine.exists() == there, "it made room for the copy from there"
+    assert all(whole(run.paths, name) for name in NAMES)
+
+
+def test_a_disk_that_refuses_once_costs_no_fetch(
+    run: RecordedRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_once(*given: Any) -> Any:
+        monkeypatch.undo()
+        raise unreadable("reading a shard", OSError(errno.EIO, os.strerror(errno.EIO)))
+
+    at_url = opened(run.paths)
+    for name in NAMES:
+        put(at_url, run.paths, name)
+    monkeypatch.setattr(fetching, "read_verified", refuse_once)
+    said: list[str] = []
+    fetch(Store(URL), run.paths, said.append)
+    assert said == []
+    assert not run.paths.quarantine.exists()
 
 
 def test_a_ring_of_another_run_is_refused_and_left_alone(

@@ -13,9 +13,9 @@ import psutil
 from waiting import LIMIT, wait_for
 from warm_server import WarmPopen, run_warm
 
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 RANK = Path(__file__).parent / "rank.py"
 

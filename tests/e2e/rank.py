@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 
-from rollback.config import guard_mark
+from rollback.environment import guard_mark
 from rollback.facts.training import Attached, Committed, Fact, Finished, Stopped, Window
 from rollback.rundir.failures import FailureRecord, write_failure
+from rollback.rundir.heartbeats import LEAVING, Heartbeat, read_heartbeats, write_heartbeat
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LEAVING, Heartbeat, read_heartbeats, write_heartbeat
 from rollback.supervisor.torchrun.processes import dead_ranks
 from rollback.system.processes import start_of
 

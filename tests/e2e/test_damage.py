@@ -23,10 +23,11 @@ from rollback.facts.training import (
     Quarantined,
     Restored,
 )
-from rollback.rundir import records
+from rollback.rundir import heartbeats
 from rollback.rundir.journal import journal
 from rollback.rundir.paths import RunPaths
 from rollback.system import durable
+from rollback.system.lines import LineWriter
 
 TOY = Toy(epochs=2, samples=120, loop="epochs", between=True)
 
@@ -184,9 +185,9 @@ OPERATIONS = [
     (ring, "sync_directory"),
     (direct, "write_all"),
     (journal, "append_lines"),
-    (records, "write_file"),
-    (records.LineWriter, "write"),
-    (records.LineWriter, "flush"),
+    (heartbeats, "write_file"),
+    (LineWriter, "write"),
+    (LineWriter, "flush"),
 ]
 KEEPS_SAVING = ("evict", "sync_directory")
 

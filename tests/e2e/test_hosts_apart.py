@@ -16,8 +16,8 @@ from rollback.errors import RunDirectoryError
 from rollback.facts.training import Attached, AttemptEnded, Committed, Hung, Quarantined, Restored, Stopped
 from rollback.inspect.record.reading import require_run_directory
 from rollback.rundir.lock import launch_of
-from rollback.rundir.records import read_skipped
 from rollback.rundir.requests import Request, now, submit
+from rollback.rundir.skip_records import read_skipped
 
 pytestmark = pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
 
@@ -95,7 +95,7 @@ def test_the_run_goes_on_where_the_process_that_has_the_store_is_killed(tmp_path
         assert done.status == 0, fleet.told()
         leader = fleet.run(0)
         assert leader.evidence(0, 1).exists(), fleet.told()
-        assert [line.batch for line in read_skipped(leader.skip_record(1))] == [25]
+        assert [line.batch for line in read_skipped(leader.skip_record(1), [])] == [25]
         fleet.require_as_undisturbed()
 
 

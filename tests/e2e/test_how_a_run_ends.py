@@ -41,9 +41,9 @@ from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.export import export
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 from rollback.train.ending import TrainingEnd
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"

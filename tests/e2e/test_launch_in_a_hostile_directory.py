@@ -13,9 +13,9 @@ import psutil
 import pytest
 from launching import Launch, launching
 
+from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.identity import JobIdentity, new_identity
 from rollback.rundir.paths import FORMAT
-from rollback.rundir.records import Heartbeat, write_heartbeat
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from warm_server import WarmPopen
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.config import ENV_FAST_TIER
+from rollback.environment import ENV_FAST_TIER
 from rollback.facts.training import (
     Attached,
     AttemptEnded,
@@ -32,9 +32,9 @@ from rollback.facts.training import (
     RunEnded,
     Signalled,
 )
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 
 class Nodes:

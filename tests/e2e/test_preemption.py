@@ -20,8 +20,8 @@ from waiting import LIMIT, wait_for
 from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, Committed, Restored, RunEnded, Signalled, Stopped
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SEED = 7

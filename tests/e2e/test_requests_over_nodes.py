@@ -11,7 +11,7 @@ from waiting import LIMIT, wait_for
 from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, AttemptStarted, Restored, RunEnded, Signalled, Stopped
-from rollback.rundir.records import read_heartbeats
+from rollback.rundir.heartbeats import read_heartbeats
 
 TOY = Toy(samples=448, sampler="distributed", augment=True)  # 56 batches of two ranks
 SKIP = {"order": "skip", "skip": [36, 39], "why": "a bad shard"}

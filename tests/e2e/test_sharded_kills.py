@@ -14,8 +14,8 @@ from job_results import Scenarios
 from toy import Toy, consumed, facts, require_same, train
 
 from rollback.facts.training import Attached, Finished, Restored, Stopped
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 pytestmark = pytest.mark.soak
 LIMIT = 240.0

@@ -19,8 +19,8 @@ from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Committed, Drifted, Incident, Quarantined, Restored
 from rollback.inspect.ring.export import export
 from rollback.inspect.ring.verify import verify
+from rollback.rundir.metrics.metric_columns import joined, metric_pieces
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_metrics
 
 FSDP = Toy(72, epochs=2, sampler="distributed", sharding="fsdp", width=17).with_settings(  # 18 steps on two ranks
     snapshot_every=4, probation=6, rewind=2, skip_after=1
@@ -180,7 +180,7 @@ def test_the_norm_is_that_of_all_parts(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(job)]
     run_warm([sys.executable, *command], cwd=tmp_path, timeout=180, check=True)
     norms = {
-        told: [metric.grad_norm for metric in read_metrics(tmp_path / told / "metrics" / "train.jsonl")]
+        told: joined(metric_pieces(tmp_path / told / "metrics" / "train.jsonl", [])).grad_norm
         for told in ("measured", "told")
     }
     assert len(norms["told"]) >= 8

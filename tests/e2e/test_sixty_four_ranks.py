@@ -14,8 +14,8 @@ from waiting import free_port
 from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, AttemptEnded, Committed, Restored, Stopped
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 from rollback.rundir.requests import Request, now, submit
 
 LIMIT = 1800.0  # seconds for each step of the test: of 64 processes, a core has dozens

@@ -15,8 +15,8 @@ from slurm import Slurm
 from toy import Toy, facts, require_same
 
 from rollback.facts.training import Attached, Stopped
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 pytestmark = [
     pytest.mark.soak,

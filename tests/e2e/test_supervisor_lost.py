@@ -11,8 +11,8 @@ from toy import facts, require_same
 from waiting import LIMIT, wait_for
 
 from rollback.facts.training import Attached, Committed
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 AT_ONCE = 5.0  # seconds
 

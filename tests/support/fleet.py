@@ -17,9 +17,9 @@ from hosts import CABLE, Host, hosts_on_a_switch
 from job_results import JOB, LAUNCH, Scenarios
 from toy import Toy, require_same
 
-from rollback.config import ENV_FAST_TIER
+from rollback.environment import ENV_FAST_TIER
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 LIMIT = 600.0  # seconds; with all cores busy, a host takes minutes to start
 

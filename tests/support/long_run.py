@@ -23,7 +23,7 @@ from rollback.rundir.evidence import BatchKept, NamedNorm, Norms, RankEvidence, 
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal import journal
 from rollback.rundir.paths import CheckpointName, RunPaths
-from rollback.rundir.records import SkippedBatch
+from rollback.rundir.skip_records import SkippedBatch
 
 START = datetime(2030, 1, 1, tzinfo=timezone.utc)
 EVERY, KEEP = 100, 6  # steps between checkpoints; how many stay

@@ -8,8 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 
 
 def kill_a_rank(job: subprocess.Popen[str], run: Path, ranks: int, chance: random.Random, within: float = 1.5) -> None:

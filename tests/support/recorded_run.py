@@ -29,8 +29,10 @@ from rollback.facts.training import (
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal import journal
 from rollback.rundir.journal.journal import Journal
+from rollback.rundir.metrics.metric_lines import Metric, metric_line
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LineWriter, Metric, SkippedBatch, metric_line
+from rollback.rundir.skip_records import SkippedBatch
+from rollback.system.lines import LineWriter
 from rollback.system.processes import start_of
 
 START = datetime(2030, 1, 1, tzinfo=timezone.utc)

@@ -10,7 +10,7 @@ from pathlib import Path
 from straced import hold_back, wait_for_strace
 
 from checkpoints import write_checkpoint
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointUnusable
 from rollback.rundir.paths import RunPaths
 
 hold_back()
@@ -20,7 +20,7 @@ for line in sys.stdin:
         wait_for_strace(1)
         try:
             write_checkpoint(RunPaths(Path(line.strip())), 1, 20)
-        except (OSError, CheckpointDamaged):
+        except (OSError, CheckpointUnusable):
             os._exit(5)
         os._exit(0)
     _, status = os.waitpid(child, 0)

@@ -27,7 +27,7 @@ from rollback.facts.history import History, fold
 from rollback.facts.training import Fact
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_skipped
+from rollback.rundir.skip_records import read_skipped
 
 PRESETS = {"snapshot_every": "auto", "rewind": None, "skip_after": None, "probation": 25, "max_skipped": "5%"}
 """Those of a job whose script names none."""
@@ -604,7 +604,7 @@ def skip_list(run: Path) -> list[dict[str, int]]:
 
 def skipped(run: Path, rank: int = 0) -> dict[int, list[int] | None]:
     """Data set indices by position of all batches that a rank passed over."""
-    return {line.batch: line.indices for line in read_skipped(RunPaths(run).skip_record(rank))}
+    return {line.batch: line.indices for line in read_skipped(RunPaths(run).skip_record(rank), [])}
 
 
 def left_out(run: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset, IterableDataset
 from toy import SETTINGS, flat, left_out, skip_list
 
 import rollback
-from rollback.config import ENV_SUPERVISOR
+from rollback.environment import ENV_SUPERVISOR
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.recorder import Recorder
 

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointUnusable
 from rollback.system import files
 from rollback.train.restore import restore
 from rollback.train.restore.reader import Reading
@@ -28,7 +28,7 @@ def unreadable(name: str, times: int, where: Callable[[Path], bool] = lambda sha
     """So many times, reading the tensors of a checkpoint fails in the middle; not of copies elsewhere."""
     load, attempts = restore._load, Attempts()
 
-    def load_or_fail(reading: Reading, *rest: Any) -> CheckpointDamaged | None:
+    def load_or_fail(reading: Reading, *rest: Any) -> CheckpointUnusable | None:
         if is_of(reading, name) and where(reading.shards[0].path):
             attempts.count += 1
             if attempts.count <= times:
@@ -45,7 +45,7 @@ def cut_short(name: str) -> Iterator[None]:
     """The first shard of a checkpoint is cut off when it has just been verified, for good."""
     load = restore._load
 
-    def cut_and_load(reading: Reading, *rest: Any) -> CheckpointDamaged | None:
+    def cut_and_load(reading: Reading, *rest: Any) -> CheckpointUnusable | None:
         shard = reading.shards[0]
         if is_of(reading, name):
             os.truncate(shard.path, sorted(entry.start for entry in shard.entries.values())[_READ])

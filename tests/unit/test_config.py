@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.config import ENV_SETTINGS, PRESETS, Settings, settings_as_environment, settings_from, spelt
+from rollback.config import PRESETS, Settings, settings_as_environment, settings_from, spelt
+from rollback.environment import ENV_SETTINGS
 from rollback.errors import ExitCode, UsageError
 from rollback.facts.training import Window
 

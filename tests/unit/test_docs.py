@@ -14,6 +14,7 @@ import guard_reference
 from facts import FACTS
 from rollback.cli import app
 from rollback.errors import ExitCode
+from rollback.supervisor.nodes.protocol import RunResult
 from rollback.train.last_snapshot.agreement import Commitment, HostOffer, HostShards, JointPlan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,6 +152,12 @@ def test_what_hosts_tell_each_other_of_a_last_snapshot_is_named_in_the_format() 
         row = re.search(rf"^\| `N/{key}\b.*$", page, re.MULTILINE)
         assert row, key
         assert [name for name in told.model_fields if f"`{name}`" not in row[0]] == [], key
+
+
+def test_the_result_that_the_leader_tells_is_named_in_the_format() -> None:
+    row = re.search(r"^\| `verdict` .*$", (ROOT / "docs/format.md").read_text(), re.MULTILINE)
+    assert row
+    assert [name for name in RunResult.model_fields if f"`{name}`" not in row[0]] == []
 
 
 def words_of(hint: object) -> list[str]:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rollback.train.state import script_rates, unkept
+from rollback.train.advice import script_rates, unkept
 from rollback.wording import Calls
 
 ADVICE = [

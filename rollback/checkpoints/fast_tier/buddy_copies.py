@@ -18,7 +18,7 @@ from typing import Literal
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks
 from rollback.checkpoints.fast_tier.slots import BUDDY_COPIES, COPIED_MARKS, SlotPaths, require_own
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointUnusable
 from rollback.rundir.paths import MANIFEST
 from rollback.system import files
 from rollback.system.durable import write_file
@@ -42,12 +42,12 @@ def copies_of(tier: SlotPaths, seat: int) -> list[BuddyCopy]:
     found = []
     made_here = CopiedMarks(tier, seat).slots
     for number in made_here.numbers() if made_here.root.exists() else ():
-        with contextlib.suppress(CheckpointDamaged):
+        with contextlib.suppress(CheckpointUnusable):
             directory = made_here.slot(number)
             found.append(BuddyCopy(seat, number, read_manifest(directory, in_slot=True), directory))
     for path in tier.root.glob(BUDDY_COPIES):
         if (match := _NAME.fullmatch(path.name)) and int(match[1]) == seat:
-            with contextlib.suppress(CheckpointDamaged):  # it is leaving
+            with contextlib.suppress(CheckpointUnusable):  # it is leaving
                 found.append(BuddyCopy(seat, int(match[2]), read_manifest(path, in_slot=True), path))
     return found
 

@@ -9,9 +9,9 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
+from rollback.system import files
 
 
 @contextlib.contextmanager
@@ -49,20 +49,5 @@ def busy(paths: EndMarkPaths) -> Iterator[None]:
 def is_busy(paths: EndMarkPaths) -> bool:
     """Whether any rank has a part in a last snapshot just now."""
     with contextlib.suppress(OSError):
-        return is_held(paths.busy, fcntl.LOCK_EX)
-    return False
-
-
-def is_held(path: Path, wanted: int) -> bool:
-    """Whether somebody has locked a file so that it cannot be locked as wanted (LOCK_EX, LOCK_SH). Raises OSError."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, wanted | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
+        return files.is_locked(paths.busy, fcntl.LOCK_EX)
     return False

@@ -101,7 +101,7 @@ class CopiedMarks:
 
     def is_fed(self) -> bool:
         """Whether this host still hears from that one. Raises OSError."""
-        return last_locks.is_held(self._fed, fcntl.LOCK_SH)
+        return files.is_locked(self._fed, fcntl.LOCK_SH)
 
     def last_alive(self) -> int:
         """That host's clock, in nanoseconds, when this host heard no more of it: it may have lived that long. Raises

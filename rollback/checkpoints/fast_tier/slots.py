@@ -250,7 +250,7 @@ class HeldSlot:
 def reading(directory: Path) -> Iterator[tuple[Manifest, HeldSlot]]:
     """Hold a slot's checkpoint while it is read, or until it is let go.
 
-    Raises CheckpointDamaged where there is none (any more).
+    Raises CheckpointUnusable where there is none (any more).
     """
     slot = HeldSlot(directory)
     try:

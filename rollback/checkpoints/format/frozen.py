@@ -14,7 +14,7 @@ import xxhash
 
 from rollback.checkpoints.format.manifest import FrozenRecord, read_manifest
 from rollback.checkpoints.format.shard import ShardPiece, ShardReader, hash_shard, write_shard
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointUnusable
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import sync_directory
@@ -85,8 +85,8 @@ def settle(paths: RunPaths, record: FrozenRecord) -> None:
 
 def sweep(paths: RunPaths, named: Collection[str]) -> None:
     """Remove the files that no checkpoint names. named: by the checkpoints in ring and slots; what is in quarantine is
-    looked up. Rank 0 only, when an attempt begins. Raises OSError, and CheckpointDamaged, having removed nothing, where
-    it cannot be told what a checkpoint in quarantine names."""
+    looked up. Rank 0 only, when an attempt begins. Raises OSError, and CheckpointUnusable, having removed nothing,
+    where it cannot be told what a checkpoint in quarantine names."""
     if not paths.frozen.is_dir():
         return
     keep = {*named}
@@ -108,20 +108,20 @@ class FrozenFiles:
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
-        self._found: dict[str, ShardReader | CheckpointDamaged] = {}
+        self._found: dict[str, ShardReader | CheckpointUnusable] = {}
         self._opened = ExitStack()
 
     def open(self, record: FrozenRecord | None) -> ShardReader | None:
-        """Raises CheckpointDamaged, the same each time."""
+        """Raises CheckpointUnusable, the same each time."""
         if record is None:
             return None
         if record.hash not in self._found:
             try:
                 self._found[record.hash] = self._opened.enter_context(read_frozen(self._paths, record))
-            except CheckpointDamaged as error:
+            except CheckpointUnusable as error:
                 self._found[record.hash] = error
         found = self._found[record.hash]
-        if isinstance(found, CheckpointDamaged):
+        if isinstance(found, CheckpointUnusable):
             raise found
         return found
 

@@ -162,7 +162,8 @@ def _canonical(body: dict[str, Any]) -> str:
 
 
 def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
-    """The manifest of a checkpoint directory. Raises CheckpointDamaged unless whole and consistent with its name.
+    """The manifest of a checkpoint directory. Raises CheckpointDamaged unless whole and consistent with its name;
+    CheckpointUnreadable where the disk fails.
 
     in_slot: of the fast tier, where a directory's name says nothing of what is in it.
     """

@@ -17,7 +17,7 @@ import xxhash
 
 from rollback.checkpoints.format.hashing import ShardHash, hash_of, hash_pieces
 from rollback.checkpoints.format.layout import HEADER_LIMIT, TensorEntry, header_space_for, lay_out, parse_header
-from rollback.errors import CheckpointDamaged, reading_checkpoint, unreadable
+from rollback.errors import CheckpointDamaged, CheckpointUnusable, reading_checkpoint, unreadable
 from rollback.system import files
 from rollback.system.durable import open_regular, write_all
 from rollback.system.region import address_of, copy
@@ -140,7 +140,7 @@ def read_verified(path: Path, expected: Written, start: int | None = None) -> It
         raise CheckpointDamaged(f"the shard {path} is not what its manifest says (hash {digest.hexdigest()})")
 
 
-def not_read(path: Path, error: OSError | ValueError) -> CheckpointDamaged:
+def not_read(path: Path, error: OSError | ValueError) -> CheckpointUnusable:
     """Why a shard could not be read: it is not there or not to be believed, or else the disk fails, or the limits of
     this process do, and another try makes sense."""
     doing = f"reading the shard {path}"

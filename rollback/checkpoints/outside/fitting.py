@@ -17,7 +17,7 @@ from rollback.checkpoints.format.layout import DTYPE_NAME, Kind
 from rollback.checkpoints.format.parts import Part, whole
 from rollback.checkpoints.format.shard import ShardReader, Written
 from rollback.checkpoints.outside import dcp_files, huggingface
-from rollback.errors import CheckpointDamaged, UsageError, message_of
+from rollback.errors import CheckpointUnusable, UsageError, message_of
 from rollback.facts.fact import InitialLayout
 from rollback.wording import first_few
 
@@ -59,7 +59,7 @@ def open_outside(path: Path) -> OutsideCheckpoint:
         return _open_safetensors(path)
     except OSError as error:
         why = error.strerror or str(error)
-    except (ValueError, CheckpointDamaged) as error:
+    except (ValueError, CheckpointUnusable) as error:
         why = message_of(error)
     raise UsageError(
         f"{path} cannot be read: {why}",

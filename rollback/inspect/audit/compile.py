@@ -21,7 +21,7 @@ from rollback.inspect.record.last_judged import last_judged
 from rollback.inspect.record.reading import REMARKS, by_attempt
 from rollback.rundir.journal.journal import last_fact, of_kind, of_kinds
 from rollback.rundir.paths import CheckpointName
-from rollback.rundir.records import SkippedBatch
+from rollback.rundir.skip_records import SkippedBatch
 from rollback.system.collector import no_collection
 
 

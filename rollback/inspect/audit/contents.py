@@ -22,12 +22,14 @@ from rollback.inspect.record.reading import (
     require_run_directory,
 )
 from rollback.rundir.evidence import RankEvidence, read_evidence
+from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.journal.journal import of_kind
 from rollback.rundir.lock import is_holder_alive
+from rollback.rundir.metrics.metric_lines import Metric, read_last_metrics
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Metric, SkippedBatch, read_all_heartbeats, read_last_metrics, read_skipped
 from rollback.rundir.requests import Request, handed_in
+from rollback.rundir.skip_records import SkippedBatch, read_skipped
 from rollback.system.collector import no_collection
 from rollback.system.files import size_of
 from rollback.system.processes import is_alive

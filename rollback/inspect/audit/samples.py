@@ -17,7 +17,7 @@ from rollback.inspect.audit.contents import ranks_with_skips
 from rollback.inspect.audit.passings import CONDITIONS, counts, passings
 from rollback.inspect.record.reading import read_records, readable, require_run_directory
 from rollback.rundir.journal.journal import of_kind, of_kinds
-from rollback.rundir.records import SkippedBatch, read_skipped
+from rollback.rundir.skip_records import SkippedBatch, read_skipped
 
 ColumnType = Literal["integer", "number", "text", "flag", "integers"]
 

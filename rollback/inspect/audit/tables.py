@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from rollback.errors import UsageError
 from rollback.inspect.audit.samples import COLUMNS, ColumnType, Row
-from rollback.rundir.records import json_number
+from rollback.system.lines import json_number
 from rollback.terminal.extras import require_extra
 from rollback.terminal.messages import printable
 

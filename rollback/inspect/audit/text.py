@@ -14,7 +14,7 @@ from rollback.inspect.audit import report
 from rollback.inspect.audit.quarantine import sample_in_words
 from rollback.inspect.audit.requests import asked_in_words, fate_in_words
 from rollback.terminal.escape import quoted
-from rollback.terminal.quantities import at_least, duration, number, or_unknown, steps_or_unknown
+from rollback.terminal.quantities import at_least, duration, number, or_unknown, restores_in_words, steps_or_unknown
 from rollback.terminal.rows import print_rows
 from rollback.wording import counted, first_few
 
@@ -79,11 +79,6 @@ def print_audit(console: Console, audit: report.AuditReport, *, everything: bool
     )
 
 
-def asked_besides(rewinds: int) -> str:
-    """What follows a number of restores, where operators asked for more."""
-    return f" (and {counted(rewinds, 'rewind')} that an operator asked for)" if rewinds else ""
-
-
 def _print_head(console: Console, audit: report.AuditReport) -> None:
     run, totals = audit.run, audit.totals
     rows: list[tuple[str, str | Text]] = [("run", quoted(run.directory))]
@@ -91,7 +86,7 @@ def _print_head(console: Console, audit: report.AuditReport) -> None:
         ranks = f"{run.world_size} rank{'s' if run.world_size != 1 else ''}"
         rows.append(("id", quoted(f"{run.run_id}, created {run.created}, {ranks}")))
     samples = "" if totals.skipped_samples is None else f" ({counted(totals.skipped_samples, 'sample')})"
-    restores = f"{counted(totals.rollbacks, 'restore')}{asked_besides(totals.rewinds_asked)}"
+    restores = restores_in_words(totals.rollbacks, totals.rewinds_asked)
     rows.append(("incidents", f"{totals.incidents}, answered by {restores}"))
     rows.append(("skipped", f"{counted(totals.skipped_batches, 'batch', 'batches')}{samples}"))
     undone = at_least(str(totals.steps_lost), totals.steps_lost_at_least)

@@ -27,7 +27,7 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.journal import examine_journal, of_kind, of_kinds
 from rollback.rundir.metrics.column_file import read_blocks
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_skipped
+from rollback.rundir.skip_records import read_skipped
 from rollback.system.durable import open_regular
 from rollback.terminal.messages import printable
 

@@ -1,20 +1,21 @@
 """How a run ended, from its facts. Pure. Every pass over the data ends with a fact that the loop has ended."""
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
 from rollback.errors import ExitCode
 from rollback.facts import training as facts
+from rollback.facts.ending import EndedTogether
 from rollback.inspect.document import ReportItem
 from rollback.rundir.journal.journal import of_kinds
 
 Ended = Literal["finished", "preempted", "structural", "no_checkpoint", "gave_up"]
 
 TURNS: frozenset[type[facts.Fact]] = frozenset({
-    facts.AttemptStarted, facts.Attached, facts.Finished, facts.FinalStateLost, facts.ScriptLeft, facts.Stopped,
-    facts.AttemptEnded, facts.RestartScheduled, facts.RunEnded,
+    facts.AttemptStarted, facts.Attached, *get_args(EndedTogether), facts.AttemptEnded, facts.RestartScheduled,
+    facts.RunEnded,
 })  # fmt: skip
 """Facts that a run has ended, or that it has not."""
 NO_END = "no end is on record: its supervisor was killed, its host went down, or its disk took no more"

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rollback.facts.training import Attached, JournalEntry, Restored
 from rollback.inspect.document import ReportItem
-from rollback.rundir.records import Metric
+from rollback.rundir.metrics.metric_lines import Metric
 from rollback.terminal.quantities import number
 
 LINES = 16

@@ -16,8 +16,8 @@ from rollback.rundir.identity import require_format
 from rollback.rundir.journal.journal import of_kinds, read_journal
 from rollback.rundir.lock import is_holder_alive
 from rollback.rundir.metrics.metric_columns import last_steps, metric_pieces
+from rollback.rundir.metrics.metric_lines import read_last_metrics
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_last_metrics
 from rollback.wording import first_few
 
 REMARKS = (Accepted, NoLastSnapshot, Fetched, StuckAtExit)

@@ -14,7 +14,7 @@ from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.checkpoints.pins import pinned
 from rollback.checkpoints.resume import of_present_timeline
 from rollback.checkpoints.tiers import fast_tier_of, look_into_slots
-from rollback.errors import CheckpointDamaged, JournalDamaged, NoUsableCheckpoint, RunDirectoryError, UsageError
+from rollback.errors import CheckpointUnusable, JournalDamaged, NoUsableCheckpoint, RunDirectoryError, UsageError
 from rollback.facts.history import History
 from rollback.facts.training import Tier
 from rollback.inspect.document import Document, ReportItem
@@ -257,7 +257,7 @@ def _quarantined(paths: RunPaths) -> list[Checkpoint]:
     for name in names:
         try:
             entries.append(_entry(name, read_manifest(paths.quarantine / name), "quarantined"))
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             entries.append(_entry(name, None, "quarantined", fault=error.message))
     return entries
 

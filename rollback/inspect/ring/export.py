@@ -13,7 +13,7 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.checkpoints.outside import huggingface
 from rollback.checkpoints.tiers import held, locate
-from rollback.errors import CheckpointDamaged, OutputNotWritten, UsageError, reporting
+from rollback.errors import CheckpointDamaged, CheckpointUnusable, OutputNotWritten, UsageError, reporting
 from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.checkpoints import FINAL, best_word, choose
 from rollback.inspect.ring.verify import misfits
@@ -72,7 +72,7 @@ def export(
     else several by its name, and an index. They are written whole or not at all: the file, or the index, takes its name
     last. force: replace existing files, also those of an earlier export into more or fewer files.
 
-    Raises UsageError, NoUsableCheckpoint, CheckpointDamaged, RunDirectoryError, RunDoesNotFit or OutputNotWritten.
+    Raises UsageError, NoUsableCheckpoint, CheckpointUnusable, RunDirectoryError, RunDoesNotFit or OutputNotWritten.
     """
     run = run if isinstance(run, ReadableRun) else ReadableRun(run, str(run))
     require_place(output, run.root)
@@ -134,7 +134,7 @@ def _layout(
 @contextmanager
 def open_checkpoint(run: ReadableRun, word: str | None) -> Iterator[OpenCheckpoint]:
     """The checkpoint of that word (default: `best_word`), verified: from the ring, else from memory, whose slot is then
-    held. Raises as `export`; CheckpointDamaged where every place has it damaged."""
+    held. Raises as `export`; CheckpointUnusable where no place has it whole."""
     listing = run.listing()
     chosen = word or best_word(listing)
     name = choose(listing, chosen)
@@ -147,8 +147,8 @@ def open_checkpoint(run: ReadableRun, word: str | None) -> Iterator[OpenCheckpoi
         try:
             with reporting(OutputNotWritten, f"reading the checkpoint {name} of {run.name}", "nothing was written"):
                 manifest, contents = _open(run, name, identity, stack)
-        except CheckpointDamaged as error:
-            raise CheckpointDamaged(
+        except CheckpointUnusable as error:
+            raise CheckpointUnusable(
                 f"{error.message}; nothing was written",
                 hint="`rollback ring verify` tells which checkpoints are intact",
             ) from error
@@ -170,9 +170,11 @@ def _open(run: ReadableRun, name: str, identity: Identity | None, stack: ExitSta
                 contents = read_contents(shards, weights)
                 if identity and (differences := misfits(place.manifest, contents, identity.job)):
                     raise CheckpointDamaged(f"the checkpoint {name} does not fit its run: {differences[0]}")
-            except CheckpointDamaged as error:
+            except CheckpointUnusable as error:
                 faults.append(error.message)
             else:
                 stack.enter_context(attempt.pop_all())
                 return place.manifest, contents
-    raise CheckpointDamaged("; ".join(faults) or f"the checkpoint {name} has left {run.name}, or has no sound manifest")
+    raise CheckpointUnusable(
+        "; ".join(faults) or f"the checkpoint {name} has left {run.name}, or has no sound manifest"
+    )

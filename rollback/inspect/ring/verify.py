@@ -19,7 +19,7 @@ from rollback.checkpoints.format.layout import DTYPE_NAME
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.tiers import has_left, host_count, in_slots
-from rollback.errors import CheckpointDamaged, CheckpointUnreadable, ExitCode
+from rollback.errors import CheckpointUnreadable, CheckpointUnusable, ExitCode
 from rollback.facts.training import Tier
 from rollback.inspect.document import Document, ReportItem
 from rollback.inspect.ring.at_url import ReadableRun
@@ -142,7 +142,7 @@ def _faults(
     try:
         with run.shards(checkpoint):
             faults = find_faults(directory, tier, job, frozen)
-    except CheckpointDamaged as error:
+    except CheckpointUnusable as error:
         faults = [_fault(tier, None, error)]
     return faults if directory.exists() else None
 
@@ -157,7 +157,7 @@ def find_faults(
     fault = partial(_fault, tier)
     try:
         manifest = read_manifest(directory, in_slot=tier == "fast")
-    except CheckpointDamaged as error:
+    except CheckpointUnusable as error:
         return [fault(MANIFEST, error)]
     with ExitStack() as stack:
         shards, faults = [], []
@@ -167,25 +167,25 @@ def find_faults(
             try:
                 shard = ShardReader(directory / record.file, record.written, start=record.start)
                 shards.append(stack.enter_context(shard))
-            except CheckpointDamaged as error:
+            except CheckpointUnusable as error:
                 whose = "" if record.start is None else f"rank {rank}: "  # a pack is the file of several
                 faults.append(fault(record.file, error, whose))
         weights = None
         try:
             weights = frozen.open(manifest.frozen)
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             faults.append(fault(f"frozen/{manifest.frozen.file}" if manifest.frozen else None, error))
         if faults or len(shards) < len(manifest.shards):
             return faults
         try:
             contents = read_contents(shards, weights)
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             return [fault(None, error)]
         found = misfits(manifest, contents, job) if job else []
         return [CheckpointFault(tier=tier, file=None, fault=text) for text in found]
 
 
-def _fault(tier: Tier, file: str | None, error: CheckpointDamaged, whose: str = "") -> CheckpointFault:
+def _fault(tier: Tier, file: str | None, error: CheckpointUnusable, whose: str = "") -> CheckpointFault:
     unreadable = isinstance(error, CheckpointUnreadable)
     return CheckpointFault(tier=tier, file=file, fault=whose + error.message, unreadable=unreadable)
 

@@ -29,12 +29,13 @@ from rollback.inspect.record.last_judged import LINES, LastJudged, last_judged
 from rollback.inspect.record.reading import lost_lines, read_progress, require_run_directory, torn_notice
 from rollback.inspect.status.record import RunRecord
 from rollback.rundir import seal
+from rollback.rundir.heartbeats import Heartbeat, read_all_heartbeats
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail, read_entries
 from rollback.rundir.lock import read_holder
+from rollback.rundir.metrics.metric_lines import read_last_metrics
 from rollback.rundir.paths import WRITING, RunPaths
-from rollback.rundir.records import Heartbeat, read_all_heartbeats, read_last_metrics
 from rollback.rundir.requests import handed_in
 from rollback.system.collector import no_collection
 from rollback.system.processes import Alive, is_alive

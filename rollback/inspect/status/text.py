@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from rollback.inspect.audit.text import asked_besides
 from rollback.inspect.status.status import Durable, Status
 from rollback.terminal.escape import quoted
-from rollback.terminal.quantities import at_least, duration, number, steps_or_unknown
+from rollback.terminal.quantities import at_least, duration, number, restores_in_words, steps_or_unknown
 from rollback.terminal.rows import print_rows
 from rollback.wording import counted
 
@@ -53,7 +52,7 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
     if status.durable:
         yield "durable", _durable(status.durable)
     skipped = counted(status.skipped_batches, "batch", "batches")
-    restores = f"{counted(status.rollbacks, 'restore')}{asked_besides(status.rewinds_asked)}"
+    restores = restores_in_words(status.rollbacks, status.rewinds_asked)
     yield "incidents", f"{status.incidents}, {restores}, {skipped} skipped"
     yield from [("kept", quoted(status.last_snapshot))] if status.last_snapshot else []
     yield from [("lost", quoted(status.death.in_words()))] if status.death else []

@@ -19,9 +19,9 @@ from rollback.inspect.record.ending import NO_END
 from rollback.inspect.record.reading import NODES_IN_WORDS, REMARKS, REMARKS_IN_WORDS, by_attempt
 from rollback.inspect.status.status import Status, StatusReader
 from rollback.rundir.failures import FailureRecord, in_order_of_blame, read_failures
+from rollback.rundir.heartbeats import read_all_heartbeats
 from rollback.rundir.journal.journal import last_fact, of_kind
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_all_heartbeats
 from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
 from rollback.system.durable import read_tail
 

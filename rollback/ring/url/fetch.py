@@ -12,7 +12,15 @@ from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.manifest import MANIFEST_LIMIT, FrozenRecord, Manifest, parse_manifest
 from rollback.checkpoints.format.shard import Written, read_verified
 from rollback.checkpoints.resume import candidates
-from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit, reporting
+from rollback.errors import (
+    CheckpointDamaged,
+    CheckpointUnreadable,
+    CheckpointUnusable,
+    JournalDamaged,
+    RunDirectoryError,
+    RunDoesNotFit,
+    reporting,
+)
 from rollback.ring.url import record
 from rollback.ring.url.index import Index, Kept, checkpoint_key, frozen_key, read_indexes
 from rollback.ring.url.record import Relation, read_piece
@@ -29,6 +37,7 @@ from rollback.system.small_json import SIZE, parse_model
 from rollback.terminal.quantities import size
 
 _JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
+_TRIES = 2
 _GOOD = 2  # good checkpoints that a start has at hand: the newest may lie behind the onset of a trouble to come
 Say = Callable[[str], None]
 
@@ -226,30 +235,42 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
     for weights in needed:
         try:
             _require_sound(paths.frozen / weights.file, weights.written)
-        except CheckpointDamaged:
+        except CheckpointUnusable:
             _bring_frozen(store, weights, paths, say)
 
 
 def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
-    """Whether a checkpoint can be restored from this machine alone. One in the ring that fails is put aside."""
+    """Whether a checkpoint can be restored from this machine alone. One in the ring that is damaged is put aside. What
+    cannot be read stays: it may be sound, and the ranks decide what that means for the start."""
     for place in tiers.locate(paths):
         if place.name != name or not tiers.is_whole(place):
             continue
+        if (fault := _fault_of(place)) is None:
+            return True
+        say(f"checkpoint {name} in {place.directory} cannot be used: {fault.message}")
+        if place.tier == "durable" and isinstance(fault, CheckpointDamaged):
+            ring.quarantine(paths, name)
+    return False
+
+
+def _fault_of(place: tiers.Located) -> CheckpointUnusable | None:
+    """Only a failure of the disk is tried again."""
+    fault: CheckpointUnusable | None = None
+    for _ in range(_TRIES):
         try:
             with tiers.held(place):
                 for shard in place.manifest.shards:
                     _require_sound(place.directory / shard.file, shard.written, shard.start)
-        except CheckpointDamaged as error:
-            say(f"checkpoint {name} in {place.directory} cannot be used: {error.message}")
-            if place.tier == "durable":
-                ring.quarantine(paths, name)
-        else:
-            return True
-    return False
+            return None
+        except CheckpointUnreadable as error:
+            fault = error
+        except CheckpointUnusable as error:
+            return error
+    return fault
 
 
 def _require_sound(path: Path, expected: Written, start: int | None = None) -> None:
-    """Raise CheckpointDamaged unless every bit of a file, or of a shard in a pack, is what it should be."""
+    """Raise CheckpointUnusable unless every bit of a file, or of a shard in a pack, is what it should be."""
     for _ in read_verified(path, expected, start):
         pass
 
@@ -298,7 +319,7 @@ def bring(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> None:
     try:
         for file in manifest.files:
             store.get_files(checkpoint_key(manifest.name, file.name), directory / file.name, file.contents)
-        if os.path.lexists(paths.checkpoint(manifest.name)):  # damaged: else nobody would fetch it
+        if os.path.lexists(paths.checkpoint(manifest.name)):  # not to be used: else nobody would fetch it
             ring.quarantine(paths, manifest.name)
         ring.complete(paths, manifest, directory)
     except CheckpointDamaged:

@@ -96,7 +96,8 @@ class RingAtUrl:
     def put(self, manifest: Manifest, directory: Path) -> None:
         """Add a checkpoint from a local directory, and the record with it.
 
-        Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says; nothing then exists there.
+        Raises CheckpointUnusable where a shard is not, or no longer, what the manifest says, or cannot be read; nothing
+        then exists there.
         """
         name, frozen = manifest.name, manifest.frozen
         if frozen is not None:

@@ -21,7 +21,7 @@ import tenacity
 
 from rollback.checkpoints.format.hashing import ShardHash
 from rollback.checkpoints.format.shard import Written, read_verified
-from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError
+from rollback.errors import CheckpointDamaged, CheckpointUnusable, RingUnavailable, RollbackError
 from rollback.ring.url.progress import StoreProgress
 from rollback.ring.url.urls import require_url
 from rollback.system import files
@@ -126,8 +126,8 @@ class Store:
         """Write files into one object, in parts: where each begins there, in order, and zeros between them. Nobody may
         change a file meanwhile.
 
-        Raises CheckpointDamaged where a file cannot be read, or where its content is not what is expected: it was
-        damaged, or another file has taken its place. The object is then deleted again.
+        Raises CheckpointUnreadable where a file cannot be read, CheckpointDamaged where its content is not what is
+        expected: it was damaged, or another file has taken its place. The object is then deleted again.
         """
         last, end_piece = sources[-1]
 
@@ -144,7 +144,7 @@ class Store:
 
         try:
             self._attempt("writing", key, write)
-        except CheckpointDamaged:
+        except CheckpointUnusable:
             self.delete(key)
             raise
 

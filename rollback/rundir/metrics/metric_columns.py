@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollback.rundir.metrics.column_file import LINES, read_blocks
+from rollback.rundir.metrics.metric_lines import Metric
 from rollback.rundir.metrics.metric_rows import COLUMNS, LINE_LIMIT, as_columns, columns_of, row_of
-from rollback.rundir.records import Metric
 from rollback.system.durable import open_regular
 
 _LINES_AT_ONCE = 1 << 13

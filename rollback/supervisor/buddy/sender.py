@@ -14,6 +14,7 @@ from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
 from rollback.checkpoints.fast_tier.mark_copies import MarkPiece, NewsOfMarks
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.tiers import Located
+from rollback.errors import RollbackError
 from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.supervisor.buddy.wire import (
     FAULTS,
@@ -27,7 +28,7 @@ from rollback.supervisor.buddy.wire import (
     ranks_in,
     send_shards,
 )
-from rollback.system.threads import lower_priority
+from rollback.system.threads import lower_priority, start_thread
 from rollback.terminal.quantities import size
 
 _END = 1.0  # seconds that a thread has to end; where a name is looked up it takes longer, and does no harm
@@ -47,7 +48,8 @@ _ALIVE = MarkPiece(0, 0, b"")
 
 
 class ToBuddy(ABC):
-    """A thread that sends to the buddy at `address` while an attempt runs. `close` it.
+    """A thread that sends to the buddy at `address` while an attempt runs. `close` it. Where there is none to be had,
+    that is told, and costs the copy.
 
     secret: of the attempt. say: takes a line for people.
     """
@@ -58,15 +60,23 @@ class ToBuddy(ABC):
         self._failures = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"rollback-{type(self).__name__}", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except RollbackError as error:
+            self._tell_why(error.message)
 
     def close(self) -> None:
         """End the thread, also in the middle of a copy: the buddy keeps the one before."""
         self._ended.set()
-        self._thread.join(_END)
+        if self._thread.is_alive():
+            self._thread.join(_END)
 
     def _connect(self) -> AbstractContextManager[BuddyConnection]:
         return connect(self._address, self._secret, self._ended.is_set)
+
+    @abstractmethod
+    def _tell_why(self, fault: str) -> None:
+        """Tell people why nothing arrives."""
 
     @abstractmethod
     def _run(self) -> None:
@@ -121,9 +131,12 @@ class BuddySender(ToBuddy):
             return
         self._failures += 1
         if self._failures >= _TOLD_AFTER:
-            self._tell(f"sending them to {self._host}: {in_words(error)}")
+            self._tell_why(f"sending them to {self._host}: {in_words(error)}")
         if not isinstance(error, SnapshotLeft):
             self._ended.wait(_SNAPSHOTS_AGAIN)
+
+    def _tell_why(self, fault: str) -> None:
+        self._tell(fault)
 
     def _unsent(self) -> Located | None:
         """The newest snapshot, unless it was sent last. Manifests are read where one has changed: of thousands of ranks
@@ -199,9 +212,11 @@ class MarkSender(ToBuddy):
     def _fail(self, error: Exception) -> None:
         self._failures += 1
         if self._failures == _MARKS_TOLD_AFTER and not self._ended.is_set():
-            why = f"telling {self._host}: {in_words(error)}"
-            self._say(f"the end marks of this host are in no other host's memory: {why}")
+            self._tell_why(f"telling {self._host}: {in_words(error)}")
         self._ended.wait(_MARKS_AGAIN)
+
+    def _tell_why(self, fault: str) -> None:
+        self._say(f"the end marks of this host are in no other host's memory: {fault}")
 
     def _send(self, run: str, marks: EndMarkPaths) -> None:
         """As long as these marks are those of the attempt, if there are any. Raises FAULTS."""

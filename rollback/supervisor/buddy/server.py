@@ -14,6 +14,7 @@ from rollback.checkpoints.fast_tier import buddy_copies
 from rollback.checkpoints.fast_tier.mark_copies import FedMarks
 from rollback.checkpoints.fast_tier.sizing import free_memory
 from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.errors import RollbackError
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import MANIFEST, RunPaths
@@ -33,7 +34,7 @@ from rollback.supervisor.buddy.wire import (
     receive_shards,
     send_shards,
 )
-from rollback.system.threads import lower_priority
+from rollback.system.threads import lower_priority, start_thread
 from rollback.terminal.quantities import size
 
 _STRANGERS = 5.0  # seconds in which who calls says the secret
@@ -44,7 +45,8 @@ _CONNECTIONS = 32  # at a time: no stranger takes more descriptors and threads t
 class BuddyServer(socketserver.ThreadingTCPServer):
     """Listens on a free port of this host from the beginning, and answers in threads of its own. `close` it.
 
-    secret: of the attempt; empty: nobody is answered.
+    secret: of the attempt; empty: nobody is answered. Raises OSError where there is no port to be had, RollbackError
+    where there is no thread.
     """
 
     daemon_threads = True
@@ -55,7 +57,11 @@ class BuddyServer(socketserver.ThreadingTCPServer):
         self.paths, self.secret = paths, ""
         self.arriving, self.following = threading.Lock(), threading.Lock()
         self.connections = threading.Semaphore(_CONNECTIONS)
-        threading.Thread(target=self.serve_forever, args=(0.1,), name="rollback-buddy", daemon=True).start()
+        try:
+            start_thread(threading.Thread(target=self.serve_forever, args=(0.1,), name="rollback-buddy", daemon=True))
+        except RollbackError:
+            self.server_close()
+            raise
 
     @property
     def port(self) -> int:

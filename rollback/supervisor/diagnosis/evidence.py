@@ -21,10 +21,10 @@ from rollback.facts.training import (
     Stopped,
 )
 from rollback.rundir.failures import read_failures
+from rollback.rundir.heartbeats import Heartbeat, read_all_heartbeats
 from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
-from rollback.rundir.records import Heartbeat, read_all_heartbeats
 from rollback.supervisor.diagnosis.first_cause import RankEnd
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Left, Unrecorded
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung
 from rollback.rundir.failures import NOTICED, PRECEDENCE, FailureRecord, class_of_exception
-from rollback.rundir.records import LEAVING, Heartbeat
+from rollback.rundir.heartbeats import LEAVING, Heartbeat
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
 from rollback.wording import ranks_in_words
 

@@ -31,7 +31,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollback.rundir.records import LEAVING, Heartbeat
+from rollback.rundir.heartbeats import LEAVING, Heartbeat
 
 GONE = "X"  # the state of a process that is gone; in /proc the letter of a process that is about to go
 FLOOR = 300.0
@@ -163,6 +163,8 @@ class HangWatch:
 
 _DIED = "has ended, but its peers have not"
 _STATES = {"Tt": "is stopped (SIGSTOP)", GONE: _DIED, "D": "is in a system call that cannot be interrupted (state D)"}
+TELLING = tuple("".join(_STATES))
+"""The states of a rank that matter for a hang."""
 
 
 @dataclass(frozen=True)

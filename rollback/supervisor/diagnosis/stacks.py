@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from rollback.config import STACKS_SIGNAL
+from rollback.environment import STACKS_SIGNAL
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.stacks import ProcessSeen, write_processes
 from rollback.system.files import size_of
@@ -69,7 +69,7 @@ def _one_turn(
         found.append(
             ProcessSeen(
                 rank=rank, pid=process.pid, command=_read(process.pid, "comm") or "?", is_rank=are_ranks,
-                state=states[rank], waits_in=_read(process.pid, "wchan"),
+                state=states[rank], waits_in=_waits_in(process.pid),
                 offset=before[rank] if size else None, size=size, why_none=reason,
             )
         )  # fmt: skip
@@ -119,6 +119,12 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 def _read(pid: int, name: str) -> str | None:
     try:
-        return Path(f"/proc/{pid}/{name}").read_text().strip().strip("0") or None
+        return Path(f"/proc/{pid}/{name}").read_text().strip() or None
     except OSError:
         return None
+
+
+def _waits_in(pid: int) -> str | None:
+    """The kernel's function; it says 0 of a process that waits in none, or that it tells nobody about."""
+    found = _read(pid, "wchan")
+    return None if found == "0" else found

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.errors import ExitCode, NodesMissing, RunInUse, UsageError
+from rollback.errors import ExitCode, NodesMissing, RollbackError, RunInUse, UsageError
 from rollback.ring.helper import Helper
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.rundir.elsewhere import write_elsewhere
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
-from rollback.supervisor.diagnosis.hang import GONE
+from rollback.supervisor.diagnosis.hang import TELLING
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.last_snapshot import kept_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
@@ -26,7 +26,6 @@ from rollback.supervisor.torchrun.host import Host, Running
 
 _POLL = 0.1
 _LOOK_EVERY = 1.0
-_TELLING = ("T", "t", "D", GONE)  # states of a rank that matter for a hang
 _INTRODUCTION = 10.0  # seconds in which who leads must give orders; else it leads no such job
 
 
@@ -84,13 +83,13 @@ class Follower:
             leader=orders.leader, attempt=-1, state="ended", command=dict(self._place.command),
             buddy=self._buddy.address if self._buddy is not None else "",
         )  # fmt: skip
-        beacon = self._beacon = Beacon(
-            self._meeting.transport, self._paths.node(self._place.name).name, report, self._say
-        )
         helper = Helper(
             self._paths, self._place.name, self._say, self._meeting.transport, self._ring, lambda: self._waits
         )
-        helper.start()
+        helper.start()  # before the leader sees this node, and waits for it
+        beacon = self._beacon = Beacon(
+            self._meeting.transport, self._paths.node(self._place.name).name, report, self._say
+        )
         result: RunResult | None = None
         try:
             result = self._obey(beacon)
@@ -180,8 +179,11 @@ class Follower:
         self._host.keep_standby(orders.attempt)
         if self._ahead is None and self._ring is not None:
             what = "as a spare" if self._place.spares else "for the next attempt, since one is under way"
+            try:
+                self._ahead = FetchAhead(self._paths, self._ring, self._say)
+            except RollbackError:  # it costs a download that comes later: tried again as long as this node waits
+                return
             self._say(f"{self._place.name} waits {what}; the newest checkpoint is fetched ahead")
-            self._ahead = FetchAhead(self._paths, self._ring, self._say)
 
     def _end_waiting(self, *, over: bool) -> None:
         if self._ahead is not None:
@@ -248,7 +250,7 @@ class Follower:
         """Report what the leader cannot see from its host, and take the stacks once the leader orders it."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_EVERY
-            states = tuple(sorted((rank, state) for rank, state in running.look().items() if state in _TELLING))
+            states = tuple(sorted((rank, state) for rank, state in running.look().items() if state in TELLING))
             uncopied = self._buddy.fault if self._buddy is not None else None
             told = beacon.record.states, beacon.record.uncopied
             if (states, uncopied) != told or time.monotonic() >= self._next_beats:

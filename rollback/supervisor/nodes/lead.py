@@ -9,8 +9,8 @@ from rollback.checkpoints.fast_tier.last_account import LastAccount, merged_acco
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
 from rollback.facts.training import Fact, NodeReplaced, SpareNodes
 from rollback.rundir.beacon import Beacon, Transport, Watchtower
+from rollback.rundir.heartbeats import Heartbeat
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes.copies import Copies

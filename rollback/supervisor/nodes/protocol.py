@@ -37,7 +37,7 @@ from pydantic import BaseModel, model_validator
 from rollback.checkpoints.fast_tier.last_account import LastAccount, merged_accounts
 from rollback.errors import ExitCode, Refused, RollbackError, ScriptRefused
 from rollback.facts.training import PartBroughtBack
-from rollback.rundir.records import Heartbeat
+from rollback.rundir.heartbeats import Heartbeat
 from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.diagnosis.outcome import Failures, Left
 

@@ -23,10 +23,11 @@ from rollback.rundir.beacon import Beacon
 from rollback.rundir.elsewhere import HandedOver, read_handed_over
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LineWriter, SkippedBatch
+from rollback.rundir.skip_records import SkippedBatch
 from rollback.supervisor.nodes.protocol import NodeReport
 from rollback.system import files
 from rollback.system.durable import end_of_lines, open_regular, read_small_file, write_file
+from rollback.system.lines import LineWriter
 from rollback.system.small_json import parse_model
 from rollback.system.threads import called_every
 

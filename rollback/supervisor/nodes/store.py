@@ -19,9 +19,12 @@ from typing import Literal
 
 import psutil
 
-from rollback.instructions import ENV_MEETING, MEETING_MODULE, MeetingPoint, program
+from rollback.environment import ENV_MEETING
+from rollback.errors import RollbackError
+from rollback.instructions import MEETING_MODULE, MeetingPoint, program
 from rollback.rundir.beacon import LIMIT, write_in_place
 from rollback.system import files
+from rollback.system.threads import start_thread
 
 EVERY = 5.0
 """Seconds between two signs of life. The work of the store and the leader grows with the hosts, divided by this."""
@@ -71,8 +74,12 @@ class StoreTransport:
                 raise
         ours.settimeout(_PATIENCE)
         self._socket = ours
-        self._thread = threading.Thread(target=self._listen, name="rollback-meeting", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._listen, name="rollback-meeting", daemon=True)
+        try:
+            start_thread(thread)
+        except RollbackError as error:  # no better than no process
+            raise OSError(error.message) from error
+        self._thread = thread
 
     def renew(self) -> None:
         """The store that was here is gone, with all that was in it: make it anew, and show again what is shown. Who

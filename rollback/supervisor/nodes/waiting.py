@@ -10,7 +10,7 @@ from rollback.ring.url.index import read_indexes
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.system import files
-from rollback.system.threads import lower_priority
+from rollback.system.threads import lower_priority, start_thread
 
 _EVERY = 5.0
 
@@ -19,7 +19,8 @@ class FetchAhead:
     """A thread that keeps the newest checkpoint of the ring at a URL in a run directory of this host's own, in which no
     rank runs. `close` it before one does.
 
-    It reads the ring's index every 5 seconds, and each new checkpoint once. say: called from the thread.
+    It reads the ring's index every 5 seconds, and each new checkpoint once. say: called from the thread. Raises
+    RollbackError where no thread can be made.
     """
 
     def __init__(self, paths: RunPaths, url: str, say: Callable[[str], None]) -> None:
@@ -28,7 +29,7 @@ class FetchAhead:
         self._ended = threading.Event()
         self._told = ""
         self._thread = threading.Thread(target=self._run, name="rollback-fetch-ahead", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def close(self) -> None:
         """End the thread, also in the middle of a download: the ranks then fetch what they need."""

@@ -5,8 +5,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollback import config
-from rollback.instructions import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions, program
+from rollback.config import Settings, settings_as_environment
+from rollback.environment import (
+    ENV_APART,
+    ENV_ATTEMPT,
+    ENV_HEARTBEATS,
+    ENV_PRELOAD,
+    ENV_REFUSAL,
+    ENV_RUN,
+    ENV_SUPERVISOR,
+    ENV_TORCHRUN,
+)
+from rollback.instructions import MODULE, Instructions, program
 from rollback.supervisor.torchrun.flags import names_a_rendezvous
 
 LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000"}
@@ -74,7 +84,7 @@ def rank_environment(
     *,
     run: Path,
     attempt: int,
-    settings: config.Settings,
+    settings: Settings,
     supervisor: str,
     instructions: Instructions,
     preload: bool = False,
@@ -90,15 +100,15 @@ def rank_environment(
     return {
         **LARGE_COPIES,
         **environment,
-        config.ENV_RUN: str(run.absolute()),
-        config.ENV_ATTEMPT: str(attempt),
-        **config.settings_as_environment(settings),
-        config.ENV_SUPERVISOR: supervisor,
-        config.ENV_HEARTBEATS: heartbeats,
-        config.ENV_REFUSAL: instructions.refusal,
+        ENV_RUN: str(run.absolute()),
+        ENV_ATTEMPT: str(attempt),
+        **settings_as_environment(settings),
+        ENV_SUPERVISOR: supervisor,
+        ENV_HEARTBEATS: heartbeats,
+        ENV_REFUSAL: instructions.refusal,
         ENV_TORCHRUN: json.dumps(asdict(instructions)),
         **({ENV_PRELOAD: "1"} if preload else {}),
-        **({config.ENV_APART: "1"} if apart else {}),
+        **({ENV_APART: "1"} if apart else {}),
     }
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import psutil
 
 from rollback.checkpoints.fast_tier import end_marks
-from rollback.config import ENV_HOST, Settings, guard_mark
+from rollback.config import Settings
+from rollback.environment import ENV_HOST, guard_mark
 from rollback.instructions import Instructions
 from rollback.rundir.heartbeat_board import HeartbeatBoard, board_if_possible
+from rollback.rundir.heartbeats import Heartbeat, read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat, read_heartbeats
 from rollback.supervisor.diagnosis.evidence import unrecorded_by
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.memory import OomCounters

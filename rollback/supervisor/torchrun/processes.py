@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import psutil
 
-from rollback.config import ENV_RUN, ENV_SUPERVISOR
+from rollback.environment import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError, reporting
 from rollback.instructions import FORK_SERVER
+from rollback.rundir.heartbeats import LEAVING, Heartbeat
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LEAVING, Heartbeat
 from rollback.system.processes import is_running, runs
 
 THIS_HOST = socket.gethostname()

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from rollback.instructions import ENV_STANDBY, MODULE, program
+from rollback.environment import ENV_STANDBY
+from rollback.instructions import MODULE, program
 
 _LAUNCHER = program(MODULE)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointUnusable
 from rollback.facts.training import Tier
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName, RunPaths
@@ -41,7 +41,7 @@ class CheckpointPlace:
     run: RunPaths
     in_slot: bool = False
     memory: memoryview | None = None
-    bring: Callable[[str], CheckpointDamaged | None] | None = None
+    bring: Callable[[str], CheckpointUnusable | None] | None = None
 
     @property
     def tier(self) -> Tier:

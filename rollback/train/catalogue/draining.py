@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, on_record
-from rollback.config import Settings, settings_text
+from rollback.config import Settings
+from rollback.environment import ENV_SETTINGS, text_in
 from rollback.errors import CheckpointDamaged, RollbackError, message_of
 from rollback.facts.history import History, in_durable_ring
 from rollback.ring.drainer import Drainer, Phase, drainer_for
@@ -73,16 +74,18 @@ def _manifest_at(store: Store, name: CheckpointName) -> Manifest | None:
 
 def start_draining(paths: RunPaths, settings: Settings, record: Recorder, ranks: Ranks) -> Drainer | Helper | None:
     """Called by every rank when it is attached. Without supervisors, rank 0 fills the ring from a thread, and the first
-    rank of each other host copies the parts of its host."""
+    rank of each other host copies the parts of its host. Where there is no thread to be had, the rest trains on."""
     if supervised() or not ranks.first_of_host:
         return None
-    if not ranks.first:
-        helper = Helper(paths, f"rank-{ranks.rank:05d}", say)
-        helper.start()
-        return helper
-    drainer = drainer_for(paths, settings, record.note, say)
-    if drainer is not None:
-        drainer.start()
+    drainer: Drainer | Helper | None = Helper(paths, f"rank-{ranks.rank:05d}", say)
+    if ranks.first:
+        drainer = drainer_for(paths, settings, record.note, say)
+    try:
+        if drainer is not None:
+            drainer.start()
+    except RollbackError as error:
+        say(f"the durable ring is not filled: {error}")
+        return None
     return drainer
 
 
@@ -103,5 +106,5 @@ def end_draining(drainer: Drainer | Helper | None) -> None:
 
 
 def _is_the_operators() -> bool:
-    given = settings_text(os.environ)
+    given = text_in(os.environ, ENV_SETTINGS)
     return bool(given and json.loads(given).get("ring"))

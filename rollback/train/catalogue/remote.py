@@ -14,7 +14,7 @@ from typing import Any
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import Manifest, read_manifest
-from rollback.errors import CheckpointDamaged, CheckpointOutOfReach, RollbackError, message_of
+from rollback.errors import CheckpointDamaged, CheckpointOutOfReach, CheckpointUnusable, RollbackError, message_of
 from rollback.facts.training import Fetched, Trouble
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.schedule import good_ones_at
@@ -113,7 +113,7 @@ class CheckpointDownload:
         try:
             return {"manifest": self._ended.result().model_dump(mode="json")}
         except (RollbackError, OSError) as error:
-            return {"fault": message_of(error), "damaged": isinstance(error, CheckpointDamaged)}
+            return {"fault": message_of(error), "damaged": isinstance(error, CheckpointUnusable)}
 
     def _look_for_movement(self) -> dict[str, Any]:
         received = self._received
@@ -160,7 +160,7 @@ class HostCopies:
     ) -> None:
         self._paths, self._ranks, self._url, self._show = paths, ranks, url, show
 
-    def bring(self, name: str) -> CheckpointDamaged | None:
+    def bring(self, name: str) -> CheckpointUnusable | None:
         """Collective: make sure that every host has a checkpoint. Returns the fault; None: all have it."""
         # One that this host has from elsewhere, of another run that was wiped on the other hosts, may have that name.
         own = self._whole(name) if self._ranks.first_in_directory else None

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from rollback import errors
-from rollback.config import ENV_APART, ENV_RUN, host_name
+from rollback.environment import ENV_APART, ENV_RUN, host_name
 from rollback.errors import RollbackError, UsageError
 from rollback.system.threads import in_daemon
 

@@ -15,8 +15,9 @@ from rollback.facts.training import Advice, Fact, JournalEntry, Trouble
 from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.metrics.column_file import ColumnWriter
+from rollback.rundir.metrics.metric_lines import Metric, metric_line
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LineWriter, Metric, metric_line
+from rollback.system.lines import LineWriter
 from rollback.wording import Calls, filled, first_few
 
 _FLUSH_SECONDS = 1.0

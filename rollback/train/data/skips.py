@@ -9,7 +9,8 @@ import xxhash
 
 from rollback.facts.history import merge_windows
 from rollback.facts.training import PassedOver, SampleQuarantine, Window
-from rollback.rundir.records import LineWriter, SkippedBatch
+from rollback.rundir.skip_records import SkippedBatch
+from rollback.system.lines import LineWriter
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
 from rollback.train.run import AttachedRun

@@ -15,11 +15,11 @@ from dataclasses import asdict
 from torch import Tensor
 
 from rollback.data_stream import DataStream
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointUnusable
 from rollback.facts.training import Incident, Noticed, PhaseAnnounced, ScalerSkipped, Window
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.evidence import MOST_WITNESSES, witnesses
-from rollback.rundir.records import metric_line
+from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Sentinel, Verdict
 from rollback.sentinel.scaler import ScaleWatch
@@ -198,7 +198,7 @@ class Judge:
         while self._marks and self._marks[-1].step >= event.step:
             self._marks.pop()
 
-    def plan_without(self, name: str, fault: CheckpointDamaged, failed: Rewind) -> Decision | None:
+    def plan_without(self, name: str, fault: CheckpointUnusable, failed: Rewind) -> Decision | None:
         """Remove the planned checkpoint, which failed its check, from the ring, and plan again."""
         self._checkpoints.put_aside(name, fault)
         if failed.incident.request is not None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.system.region import Region
+from rollback.system.threads import start_thread
 from rollback.train.snapshots.capture import bytes_of
 from rollback.train.snapshots.copy_stream import await_event, current, pin
 from rollback.train.state.state import TrainingState
@@ -73,7 +74,8 @@ NO_DEVICE = NoDevice()
 
 
 class Device(NoDevice):
-    """One rank's GPU. The thread that trains calls everything but `read`. Raises OSError where there is no memory."""
+    """One rank's GPU. The thread that trains calls everything but `read`. Raises OSError where there is no memory,
+    and RollbackError where no thread can be made."""
 
     def __init__(self, device: torch.device, paths: EndMarkPaths, rank: int) -> None:
         self._device, on_gpu = device, device.type == "cuda"
@@ -90,7 +92,7 @@ class Device(NoDevice):
         self._last_added: Any = None
         self._one_reads, self._silent = threading.Lock(), False
         self._asked: queue.SimpleQueue[tuple[Tensor, Future[None]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._copy_what_is_asked, name="rollback-gpu", daemon=True).start()
+        start_thread(threading.Thread(target=self._copy_what_is_asked, name="rollback-gpu", daemon=True))
         self.read(torch.zeros(1, device=device))  # a driver does at the first time what later would wait for the GPU
 
     # The thread that trains ------------------------------------------------------------------------------------------

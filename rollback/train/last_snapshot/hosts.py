@@ -29,6 +29,7 @@ import torch.distributed
 from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier import end_marks
+from rollback.system.threads import start_thread
 from rollback.train.last_snapshot.agreement import FIRST
 from rollback.train.last_snapshot.write import NotProved
 
@@ -175,12 +176,13 @@ class Hosts:
 
     def wait_for_bell(self, rung: Callable[[], None], stopped: Callable[[str], None]) -> None:
         """The first rank of each host: have a thread wait. rung: a rank of another host is about to end. stopped: a
-        rank of another host leaves no marks any more; on rank 0. Raises StoreGone."""
+        rank of another host leaves no marks any more; on rank 0. Raises StoreGone, and RollbackError where no thread
+        can be made."""
         store = self.connect()
         self._bell = threading.Thread(
             target=self._wait, args=(store, rung, stopped), name="rollback-hosts", daemon=True
         )
-        self._bell.start()
+        start_thread(self._bell)
 
     def _wait(self, store: HostStore, rung: Callable[[], None], stopped: Callable[[str], None]) -> None:
         with contextlib.suppress(StoreGone):  # then the attempt is over

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import RANK_ENDS_ELSEWHERE, EndMark, EndMarkPaths
-from rollback.errors import RollbackError
+from rollback.errors import RollbackError, message_of
 from rollback.facts.training import NoLastSnapshot
 from rollback.system.durable import write_file
 from rollback.train.last_snapshot.device import NO_DEVICE, Device, NoAnswer, NoDevice, device_of
@@ -122,8 +122,8 @@ def _meet_hosts(run: AttachedRun, paths: EndMarkPaths) -> Hosts | str:
             told = HostsOfJob(place=place, keys=keys, hosts=tuple(firsts), own=here[0], ranks=here, attempt=run.attempt)
             write_file(paths.hosts, told.model_dump_json().encode(), durable=False)
             hosts.wait_for_bell(rung, lambda text: note_stopped(run, text))
-    except (StoreGone, OSError) as error:
-        why = str(error)
+    except (StoreGone, OSError, RollbackError) as error:
+        why = message_of(error)
     if (why := ranks.first_fault(why)) is not None:
         hosts.close()
     return why or hosts

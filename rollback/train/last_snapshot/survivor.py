@@ -20,7 +20,9 @@ from torch import Tensor
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.fast_tier.end_marks import RANK_ENDS, REASONS, StepEnd
+from rollback.errors import RollbackError
 from rollback.facts.training import NoLastSnapshot
+from rollback.system.threads import start_thread
 from rollback.train.comm.pulse import Pulse
 from rollback.train.data.batches import Batches
 from rollback.train.events import RollbackApplied
@@ -91,7 +93,10 @@ class LastSnapshot:
         if run.ranks.world_size > 1:
             self._early = EarlyMarks(self._mark, self._device, telltale, self._small_state, self._coming)
         self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except RollbackError as error:
+            self._stop(error.message)
 
     # At every step ---------------------------------------------------------------------------------------------------
 
@@ -181,7 +186,8 @@ class LastSnapshot:
             if not self._done:
                 self._mark.leave()
             self._mark.wake()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._members.close()
 
     # The thread ------------------------------------------------------------------------------------------------------

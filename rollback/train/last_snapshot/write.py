@@ -28,8 +28,8 @@ from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.format.shard import ShardPiece, ShardReader, write_shard
 from rollback.facts.training import Tier
+from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.paths import CheckpointName, shard_name
-from rollback.rundir.records import metric_line
 from rollback.system import files
 from rollback.system.cgroups import cores_here
 from rollback.train.last_snapshot.device import NO_DEVICE, Read, device_of

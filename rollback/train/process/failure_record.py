@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rollback.config import host_name
+from rollback.environment import host_name
 from rollback.facts.training import Window
 from rollback.rundir.failures import (
     FailureRecord,

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rollback.config import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
+from rollback.environment import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
 from rollback.rundir.heartbeat_board import HeartbeatCell
+from rollback.rundir.heartbeats import LEAVING, UNRECORDED, Heartbeat, write_heartbeat
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LEAVING, UNRECORDED, Heartbeat, write_heartbeat
 from rollback.system import files
 from rollback.system.processes import start_of
 from rollback.train.comm.ranks import Ranks

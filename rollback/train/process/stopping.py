@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from rollback.config import ENV_SUPERVISOR
+from rollback.environment import ENV_SUPERVISOR
 from rollback.system.processes import is_running
 from rollback.train.comm.recorder import say
 from rollback.train.run import supervised

@@ -28,7 +28,7 @@ from rollback.checkpoints.format.layout import Kind
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.format.parts import Part, cover, read_parts, whole
 from rollback.checkpoints.format.shard import ShardReader
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, CheckpointUnusable
 from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data import rng
@@ -47,7 +47,7 @@ _Stored = list[Any]
 class Whole:
     """All shards of a checkpoint, verified by the ranks of this host between them.
 
-    shards: the open ones. memory: this rank's own shard, if the process has it mapped. Raises CheckpointDamaged. Call
+    shards: the open ones. memory: this rank's own shard, if the process has it mapped. Raises CheckpointUnusable. Call
     `close` at the end.
     """
 
@@ -170,7 +170,7 @@ class Parted:
             self.close()
             raise
 
-    def meet(self, ranks: Ranks) -> CheckpointDamaged | None:
+    def meet(self, ranks: Ranks) -> CheckpointUnusable | None:
         """Collective: learn which rank has which of the tensors that are not sharded. Returns the fault; None: there is
         none."""
         kinds = {
@@ -201,7 +201,7 @@ class Parted:
         try:
             with _in_words(self._name):
                 require_keys(tree.decode(self._shared, note, note_part), "shared")
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             return error
         self._wanted, self._wanted_parts = list(wanted), list(wanted_parts)
         return None
@@ -223,7 +223,7 @@ class Parted:
                 for key in self.frozen.digests.keys() - self._owner.keys():
                     read[key] = self.frozen.take(key, lambda file, key: reads.want(file, key, live.get(key)))
                 local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             fault = error.message
         if (fault := ranks.first_fault(fault)) is not None:
             raise CheckpointDamaged(fault)

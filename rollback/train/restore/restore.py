@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.errors import CheckpointDamaged, CheckpointForbidden, CheckpointOutOfReach, CheckpointUnreadable
+from rollback.errors import (
+    CheckpointDamaged,
+    CheckpointForbidden,
+    CheckpointOutOfReach,
+    CheckpointUnreadable,
+    CheckpointUnusable,
+)
 from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
 from rollback.train.restore.reader import Parted, Reading, Whole
@@ -20,13 +26,13 @@ class RestoreOutcome:
 
     place: CheckpointPlace | None = None
     """Where the state came from. None: no place was usable."""
-    faults: list[tuple[CheckpointPlace, CheckpointDamaged]] = field(default_factory=list)
+    faults: list[tuple[CheckpointPlace, CheckpointUnusable]] = field(default_factory=list)
     """The faults of the other places."""
     reread: int = 0
     """How many frozen weights of this rank had changed and were put back."""
 
     @property
-    def fault(self) -> CheckpointDamaged:
+    def fault(self) -> CheckpointUnusable:
         """The faults of all places, as one."""
         return _together([error for _, error in self.faults])
 
@@ -59,7 +65,7 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
     return result
 
 
-def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> CheckpointDamaged | None:
+def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> CheckpointUnusable | None:
     """Collective: whether `restore` would find a usable place. Returns None, or the faults of all places as one.
 
     Frozen weights are not verified: their file is needed only if the live ones differ.
@@ -77,7 +83,7 @@ def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> Checkp
 
 def _verify(
     name: str, place: CheckpointPlace, ranks: Ranks, state: TrainingState | None
-) -> tuple[Reading | None, CheckpointDamaged | None]:
+) -> tuple[Reading | None, CheckpointUnusable | None]:
     """Collective: open and verify a checkpoint on all ranks. If one rank finds a fault, it is open on none of them."""
     if place.bring is not None and (why := place.bring(name)) is not None:
         return None, why
@@ -94,9 +100,9 @@ def _verify(
     return None, fault
 
 
-def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | None, CheckpointDamaged | None]:
+def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | None, CheckpointUnusable | None]:
     """Open a checkpoint on this rank. Returns it, or the fault. Only a failure of the disk is tried again."""
-    fault: CheckpointDamaged | None = None
+    fault: CheckpointUnusable | None = None
     for _ in range(_TRIES):
         try:
             # Read from there even where the caller has a manifest: it may hold something else by now.
@@ -107,24 +113,24 @@ def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | No
             return made(manifest, place.directory, place.memory, ranks), None
         except CheckpointUnreadable as error:
             fault = error
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             return None, error
     return None, fault
 
 
-def _load(reading: Reading, ranks: Ranks, state: TrainingState) -> CheckpointDamaged | None:
+def _load(reading: Reading, ranks: Ranks, state: TrainingState) -> CheckpointUnusable | None:
     """Collective: read every tensor into its place and load the rest. Returns what failed on some rank. Raises, on all
     ranks, what their objects refuse."""
     try:
         ranks.agreed(lambda: reading.load(ranks, state))
-    except CheckpointDamaged as error:
+    except CheckpointUnusable as error:
         return error
     finally:
         reading.close()
     return None
 
 
-def _first(ranks: Ranks, fault: CheckpointDamaged | None) -> CheckpointDamaged | None:
+def _first(ranks: Ranks, fault: CheckpointUnusable | None) -> CheckpointUnusable | None:
     """Collective: the fault of the first rank that has one. Of its kind it counts whether it is one of permission."""
     told = ranks.from_each([fault.message, isinstance(fault, CheckpointForbidden)] if fault is not None else None)
     if (found := next(filter(None, told), None)) is None:
@@ -133,7 +139,7 @@ def _first(ranks: Ranks, fault: CheckpointDamaged | None) -> CheckpointDamaged |
     return CheckpointForbidden(words) if forbidden else CheckpointDamaged(words)
 
 
-def _together(faults: Sequence[CheckpointDamaged]) -> CheckpointDamaged:
+def _together(faults: Sequence[CheckpointUnusable]) -> CheckpointUnusable:
     """Out of reach where one of the places is: it may be of use at another time."""
     far = any(isinstance(error, CheckpointOutOfReach) for error in faults)
     return (CheckpointOutOfReach if far else CheckpointDamaged)("; ".join(error.message for error in faults))

@@ -19,7 +19,7 @@ from rollback.checkpoints.format import frozen
 from rollback.checkpoints.format.frozen import digest_of
 from rollback.checkpoints.format.manifest import FrozenRecord
 from rollback.checkpoints.format.shard import ShardReader
-from rollback.errors import CheckpointDamaged, RollbackError
+from rollback.errors import CheckpointDamaged, CheckpointUnusable, RollbackError
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
@@ -133,7 +133,7 @@ class FrozenInCheckpoint:
         self._record = record
         self._live: dict[str, Tensor] = {}
 
-    def compare(self, paths: RunPaths, state: TrainingState, threads: int) -> CheckpointDamaged | None:
+    def compare(self, paths: RunPaths, state: TrainingState, threads: int) -> CheckpointUnusable | None:
         """Find out what has to be read, and verify that it can be read. Returns the fault, or None."""
         live = state.live_tensors(whole=True)
         known = {name: live[name] for name in self.digests if name in live}
@@ -150,7 +150,7 @@ class FrozenInCheckpoint:
                         raise CheckpointDamaged(
                             f"the file {self.file.path} has not, or damaged, what was stored of {name!r}"
                         )
-        except CheckpointDamaged as error:
+        except CheckpointUnusable as error:
             self.close()
             return type(error)(
                 f"{len(differing)} of {len(self.digests)} frozen weights of the model, as {min(differing)!r}, are not "

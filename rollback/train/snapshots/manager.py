@@ -12,7 +12,7 @@ from typing import Any
 from rollback.checkpoints import ring
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import of_present_timeline
-from rollback.errors import EARLY, CheckpointDamaged, CheckpointOutOfReach, UsageError
+from rollback.errors import EARLY, CheckpointDamaged, CheckpointOutOfReach, CheckpointUnusable, UsageError
 from rollback.facts.training import (
     BecameGood,
     CheckpointLost,
@@ -187,7 +187,7 @@ class CheckpointManager:
             found.insert(0, CheckpointPlace(fast.paths.slot(slot), self._paths, in_slot=True, memory=view))
         return found
 
-    def _bring(self, name: str) -> CheckpointDamaged | None:
+    def _bring(self, name: str) -> CheckpointUnusable | None:
         """Collective: make sure that a checkpoint is in the run directory of every host; returns the fault or None.
         What is only at the URL is fetched first."""
         if self._remote is not None and self.catalogue.is_remote(name):
@@ -197,7 +197,7 @@ class CheckpointManager:
             self.catalogue.admit(found, good=True)
         return self._copies.bring(name) if self._copies is not None else None
 
-    def put_aside(self, name: str, fault: CheckpointDamaged) -> None:
+    def put_aside(self, name: str, fault: CheckpointUnusable) -> None:
         """Put a damaged checkpoint aside. One that is only at the URL is not offered again for the present plan; one
         that a host cannot reach, in this attempt."""
         if self.catalogue.is_remote(name):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollback.config import Settings, host_name, settings_from, spelt
+from rollback.config import Settings, settings_from, spelt
+from rollback.environment import host_name
 from rollback.errors import UsageError, WrongSetting
 from rollback.rundir import seal
 from rollback.sentinel import Sentinel

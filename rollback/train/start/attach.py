@@ -26,12 +26,13 @@ from rollback.checkpoints.resume import (
     next_seq,
     of_present_timeline,
 )
-from rollback.config import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, Settings, guard_mark, host_name
+from rollback.config import Settings
+from rollback.environment import ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, guard_mark, host_name
 from rollback.errors import (
     LET_IT_BE_READ,
-    CheckpointDamaged,
     CheckpointForbidden,
     CheckpointOutOfReach,
+    CheckpointUnusable,
     NoUsableCheckpoint,
     RollbackError,
     RunDirectoryError,
@@ -297,7 +298,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
 
 
 def _places(
-    paths: RunPaths, found: FoundRun, bring: Callable[[str], CheckpointDamaged | None] | None
+    paths: RunPaths, found: FoundRun, bring: Callable[[str], CheckpointUnusable | None] | None
 ) -> dict[str, list[CheckpointPlace]]:
     """The places of each checkpoint. All ranks have the same number of places, even where a host lacks one."""
     slots = tiers.fast_tier_of(paths) or SlotPaths(paths.fast_pointer)
@@ -356,7 +357,7 @@ def _sweep_frozen(paths: RunPaths, found: FoundRun) -> None:
     try:
         if not found.damaged:
             frozen.sweep(paths, present)
-    except (OSError, CheckpointDamaged) as error:
+    except (OSError, CheckpointUnusable) as error:
         say(f"removing frozen weights that no checkpoint needs failed ({error}); they stay")
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.tiers import Located
-from rollback.config import ENV_ATTEMPT, Settings, host_name
+from rollback.config import Settings
+from rollback.environment import ENV_ATTEMPT, host_name
 from rollback.errors import (
     BRING_BACK,
     LET_IT_BE_READ,

@@ -11,7 +11,7 @@ from rollback.checkpoints.format.parts import whole
 from rollback.checkpoints.outside.fitting import Fitting, JobTensors, OutsideCheckpoint, fit, hash_file, hash_together
 from rollback.checkpoints.outside.fitting import open_outside as open_it
 from rollback.config import spelt
-from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, WrongSetting
+from rollback.errors import CheckpointUnusable, NoUsableCheckpoint, RollbackError, WrongSetting
 from rollback.facts.fact import InitialState
 from rollback.train.comm.ranks import Ranks
 from rollback.train.restore.reads import Reads, reading
@@ -98,7 +98,7 @@ def _load(found: OutsideCheckpoint, fitting: Fitting, state: TrainingState, rank
                 optimizer[number] = {
                     key: _of_state(found, full, parameter, reads) for key, full in kept.items()
                 }  # fmt: skip
-    except CheckpointDamaged as error:
+    except CheckpointUnusable as error:
         raise NoUsableCheckpoint(error.message) from error
     state.begin_with({name: live[name] for name in fitting.model}, optimizer)
 

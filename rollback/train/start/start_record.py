@@ -25,8 +25,8 @@ from rollback.facts.training import (
     Tier,
     Window,
 )
+from rollback.rundir.metrics.metric_lines import read_last_metrics
 from rollback.rundir.paths import CheckpointName, RunPaths
-from rollback.rundir.records import read_last_metrics
 from rollback.rundir.requests import names, sound_requests
 from rollback.suspects import beside_later_ones, left_out_at
 from rollback.train.comm.ranks import Ranks

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from rollback.checkpoints.format import contents
 from rollback.checkpoints.format.layout import DTYPE_NAME
 from rollback.errors import UsageError
-from rollback.rundir.records import json_number
+from rollback.system.lines import json_number
 from rollback.train.sharded import is_sharded, local_of
 
 Json = Any

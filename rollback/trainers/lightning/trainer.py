@@ -24,7 +24,7 @@ from typing import Any
 import fsspec
 from torch.utils.data import DataLoader, IterableDataset
 
-from rollback.config import ENV_ATTEMPT
+from rollback.environment import ENV_ATTEMPT
 from rollback.errors import UsageError
 from rollback.train.data.first_batches import first_batches
 from rollback.train.guard import Guard

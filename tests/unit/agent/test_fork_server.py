@@ -12,7 +12,8 @@ import json, os, signal
 from dataclasses import asdict
 from pathlib import Path
 from rollback.agent import entry
-from rollback.instructions import ENV_PRELOAD, ENV_TORCHRUN, Instructions
+from rollback.environment import ENV_PRELOAD, ENV_TORCHRUN
+from rollback.instructions import Instructions
 
 class Killed(entry.ForkServer):
     def __init__(self):

@@ -8,7 +8,7 @@ from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, healthy_before, next_seq, of_present_timeline, on_record
 from rollback.facts.history import History, fold
 from rollback.facts.training import BecameGood, Committed, Evicted, Fact, Finished, JournalEntry, Restored
-from rollback.rundir.records import Metric
+from rollback.rundir.metrics.metric_lines import Metric
 
 RING = [manifest_of(seq, 20 * seq) for seq in range(4)]
 NAMES = [manifest.name for manifest in RING]

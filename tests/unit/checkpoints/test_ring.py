@@ -15,7 +15,7 @@ from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.format.packs import place_in_run
 from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.checkpoints.pins import pin
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, CheckpointUnusable
 from rollback.rundir.paths import CheckpointName, RunPaths, has_packs
 
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_with_a_fault_in_any_file_is_not_believed(paths: RunPaths, 
         assert [manifest.name for manifest in manifests] == [sound]
         assert "manifest.json" in damaged[faulty].message
     else:
-        with pytest.raises(CheckpointDamaged, match=file):
+        with pytest.raises(CheckpointUnusable, match=file):
             ring.open_shards(paths.checkpoint(manifests[1].name), manifests[1])
         for reader in ring.open_shards(paths.checkpoint(manifests[0].name), manifests[0]):
             reader.close()

@@ -12,7 +12,7 @@ from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.tiers import Located
-from rollback.config import ENV_FAST_TIER
+from rollback.environment import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged
 from rollback.facts.training import PassedOver
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity

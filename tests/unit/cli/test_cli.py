@@ -493,6 +493,11 @@ class TestSkipsOf:
         journal.close()
         assert read_settings({"skip": ["5:9"]}, tmp_path).skip == (Window(first=3, last=9),)
         assert read_settings({"skip": None}, tmp_path).skip == (Window(first=3, last=5),)
+        record = paths.skip_record(0)
+        record.parent.mkdir()
+        record.write_text("damaged\n")
+        with pytest.raises(UsageError, match=f"--skips-of: {record}: line 1 is damaged: .*is not known"):
+            read_settings({}, tmp_path)
 
 
 def ended(code: ExitCode, reason: str = "because", **more: Any) -> RunResult:

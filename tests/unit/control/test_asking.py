@@ -25,8 +25,8 @@ from rollback.errors import UsageError
 from rollback.facts.training import Answered, Drained, Finished, Window
 from rollback.inspect.status.status import read_status
 from rollback.rundir import requests
+from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.paths import FORMAT, RunPaths
-from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.rundir.requests import Inbox, Request, names, read_request
 from rollback.system.processes import start_of
 

@@ -32,6 +32,7 @@ from rollback.doctor.storage import (
     measure,
 )
 from rollback.errors import UsageError
+from rollback.ring.url.store import Store
 from rollback.rundir.paths import RunPaths
 
 GIB = 1 << 30
@@ -177,6 +178,19 @@ def test_a_ring_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert finding.level == "ok", finding
     assert rate
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_two_doctors_at_one_ring_have_objects_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, keys = Store.put, []
+
+    def noted(store: Store, key: str, data: bytes) -> None:
+        keys.append(key)
+        put(store, key, data)
+
+    monkeypatch.setattr(Store, "put", noted)
+    for _ in range(2):
+        look_at_ring(f"file://{tmp_path}")
+    assert len({*keys}) == 4, "a probe and an object of each"
 
 
 @pytest.mark.parametrize("url", ["not-a-url", "nosuch://bucket/x", "file:///proc/nothing/here"])

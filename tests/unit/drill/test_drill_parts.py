@@ -18,14 +18,15 @@ from typer.testing import CliRunner
 from recorded_run import RecordedRun, incident, rollback_plan
 from rollback.cli import app
 from rollback.cli.launch_options import as_arguments
-from rollback.config import ENV_SETTINGS, Settings, settings_from
+from rollback.config import Settings, settings_from
 from rollback.drill import drill as drilling
 from rollback.drill.faults import FAULTS, PlannedFault
 from rollback.drill.judge import compare, differences, judge
 from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.trials import Trial
+from rollback.environment import ENV_SETTINGS
 from rollback.errors import ExitCode, UsageError
-from rollback.facts.training import AttemptEnded, Dropped, Finished, Restored
+from rollback.facts.training import AttemptEnded, Dropped, Finished, Restored, ScreenedOut, Window
 from rollback.inspect.audit.compile import compile_audit
 from rollback.inspect.audit.contents import read_run_contents
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected, exercise_of
@@ -142,6 +143,21 @@ def test_an_incident_and_a_rewind_pass(run: RecordedRun) -> None:
     row = judge(FAULT["nan-loss"], trial(run), trial(None, None), compare(set(), set()))
     assert (row.passed, row.bitwise, row.caught_after_steps, row.caught_after_seconds) == (True, "yes", 1, 42.0)
     assert row.recovered == "back at step 20 in 1.00 s"
+
+
+def test_a_run_is_compared_with_one_that_skips_what_it_passed_over_also_where_that_was_screened(
+    run: RecordedRun,
+) -> None:
+    run.tell(42, incident(0, 40, 41))
+    run.tell(42, rollback_plan(0, C1, 20, None, screen=Window(first=40, last=90)))
+    for first in (78, 80):
+        out = Window(first=first, last=first + 1)
+        run.tell(43, ScreenedOut(
+            incident=0, window=out, verdict="spike", cause="loss", rule="stands-out-loss", value=6.5, threshold=3.25,
+            explanation="loss 6.5", step=40, timeline=1, through=90,
+        ))  # fmt: skip
+        run.pass_over(44, first, first + 1)
+    assert trial(run).skips == (Window(first=78, last=81),)
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,10 @@ from rollback.live.panel import Curves, panel
 from rollback.live.panel_screen import PanelScreen, above
 from rollback.live.view import View
 from rollback.live.watch import standing, watch_lines
+from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.lock import RunLock
-from rollback.rundir.records import Heartbeat, LineWriter, Metric, metric_line, write_heartbeat
+from rollback.rundir.metrics.metric_lines import Metric, metric_line
+from rollback.system.lines import LineWriter
 from rollback.system.processes import start_of
 from rollback.terminal.canvas import Canvas
 from rollback.terminal.curve import CAPACITY, Bucket, Curve, draw, extent

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollback.rundir.heartbeat_board import HeartbeatBoard, HeartbeatCell
-from rollback.rundir.records import Heartbeat
+from rollback.rundir.heartbeats import Heartbeat
 
 
 def beat(step: int, **more: object) -> Heartbeat:

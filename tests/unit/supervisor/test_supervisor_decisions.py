@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,6 +37,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
+from rollback.supervisor.diagnosis.first_cause import FirstCause
 from rollback.supervisor.diagnosis.outcome import (
     AttemptEvidence,
     Ending,
@@ -124,6 +126,17 @@ def test_how_to_go_on_at_another_url_is_said_only_of_an_end_that_is_about_the_ri
     assert (result.reason, result.hint) == ("why", "name another URL" if lacking else None)
     (entry,) = read_journal(paths.supervisor_journal).records
     assert entry.fact.reason == ("why; name another URL" if lacking else "why")  # type: ignore[attr-defined]
+
+
+def test_the_end_of_the_stderr_is_that_of_the_rank_with_which_it_began(tmp_path: Path) -> None:
+    paths, said = RunPaths(tmp_path), list[str]()
+    output = SimpleNamespace(last_words="the end of rank {}".format, tell_consequence=lambda: None)
+    order, own_journal = SimpleNamespace(paths=paths), SupervisorJournal(paths, print)
+    host: Any = SimpleNamespace(output=output)
+    attempts = Attempts(order, said.append, host, own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]
+    attempts._tell_failure(FirstCause("stopped", "rank 3 was stopped", rank=3), "rank 3 was stopped")
+    attempts._tell_failure(FirstCause("exit", "torchrun ended"), "torchrun ended")
+    assert said[1:] == ["the end of rank 3", "attempt 0 failed: torchrun ended"]
 
 
 def attached_at(step: int) -> Attached:

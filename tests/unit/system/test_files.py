@@ -18,18 +18,19 @@ import pytest
 from checkpoints import write_checkpoint
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import slots
-from rollback.config import ENV_RUN, ENV_SUPERVISOR
+from rollback.environment import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError, RunDirectoryError
 from rollback.facts.training import Finished, Window
+from rollback.rundir.heartbeats import Heartbeat, read_heartbeats, write_heartbeat
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
 from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import FORMAT, RunPaths
-from rollback.rundir.records import Heartbeat, LineWriter, read_heartbeats, write_heartbeat
 from rollback.rundir.requests import Request, read_request, submit
 from rollback.supervisor.claim import Claim
 from rollback.supervisor.torchrun.processes import leftovers, living_ranks
 from rollback.system import files
 from rollback.system.durable import open_regular, write_file
+from rollback.system.lines import LineWriter
 from rollback.system.processes import start_of
 from rollback.train.data.draw_log import DrawLog
 from rollback.train.drill import _FullDisk

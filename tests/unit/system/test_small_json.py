@@ -10,8 +10,8 @@ import pytest
 from commands import Commands, Outcome
 
 from recorded_run import eventful_run
+from rollback.rundir.heartbeats import read_heartbeats
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 from rollback.supervisor.torchrun.processes import dead_ranks, leftovers, living_ranks
 
 MEGABYTES = 300

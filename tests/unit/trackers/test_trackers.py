@@ -1,5 +1,6 @@
 """Trackers, looked at with their own readers: the curve without the discarded steps, and no word that is obeyed."""
 
+import errno
 import json
 import math
 import os
@@ -22,7 +23,8 @@ from rollback.cli import app
 from rollback.errors import ExitCode, OutputNotWritten, UsageError
 from rollback.facts.fact import Fact
 from rollback.facts.training import PassedOver
-from rollback.rundir.records import LineWriter, Metric, metric_line
+from rollback.rundir.metrics.metric_lines import Metric, metric_line
+from rollback.system.lines import LineWriter
 from rollback.trackers.follow import Reader, follow
 from rollback.trackers.process import trackers_beside
 from rollback.trackers.story import Leg
@@ -150,7 +152,7 @@ def test_of_a_long_run_each_fact_is_told_behind_the_steps_before_it(
 ) -> None:
     run, at_once, in_pieces = eventful_run(tmp_path / "run", monkeypatch), Hearing(), Hearing()
     Reader(run.paths.root).hand_on([at_once])  # type: ignore[list-item]
-    monkeypatch.setattr("rollback.rundir.records._LINE_LIMIT", 1 << 11)  # the curve does not fit into one piece
+    monkeypatch.setattr("rollback.rundir.metrics.metric_lines._PIECE", 1 << 11)  # the curve does not fit into one piece
     Reader(run.paths.root).hand_on([in_pieces])  # type: ignore[list-item]
     assert at_once.heard.index((1, 0, "incident")) == at_once.heard.index((1, 0, 49)) + 1
     assert in_pieces.heard == at_once.heard
@@ -282,6 +284,20 @@ def test_a_tracker_that_fails_is_told_of_at_once_and_only_once_and_fails_nothing
     with trackers_beside(tmp_path / "run", ["--tensorboard", str(tmp_path / "tb"), "--no-such-flag"], said.put):
         assert "the run is not touched" in said.get(timeout=60)
     assert said.empty()
+
+
+def test_where_no_process_can_be_made_for_trackers_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    said: list[str] = []
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with trackers_beside(tmp_path / "run", ["--wandb", "mine"], said.append):
+        said.append("the run")
+    told = f"the trackers cannot be started (Resource temporarily unavailable); `rollback track {tmp_path / 'run'}`"
+    assert said == [f"{told} tells them all", "the run"]
 
 
 def test_trackers_that_do_not_end_are_left_when_a_stop_comes_once_more(

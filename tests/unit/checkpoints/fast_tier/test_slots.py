@@ -18,7 +18,7 @@ from rollback.checkpoints.format.hashing import hash_of
 from rollback.checkpoints.format.layout import header_space_for, lay_out
 from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.format.shard import ShardReader, Written
-from rollback.errors import CheckpointDamaged, RunDirectoryError
+from rollback.errors import CheckpointDamaged, CheckpointUnusable, RunDirectoryError
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.paths import RunPaths, shard_name
 
@@ -84,7 +84,7 @@ def test_a_slot_that_is_being_read_stays_until_the_reader_is_through(tier: SlotP
         assert not slots.uncommit(tier, 0)
         assert slots.is_committed(tier, 0)
     assert slots.uncommit(tier, 0)
-    with pytest.raises(CheckpointDamaged), slots.reading(tier.slot(0)):
+    with pytest.raises(CheckpointUnusable), slots.reading(tier.slot(0)):
         pass
 
 

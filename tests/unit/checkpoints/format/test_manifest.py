@@ -11,7 +11,7 @@ import pytest
 from checkpoints import RANKS, write_checkpoint
 from rollback.checkpoints.format import manifest as manifest_module
 from rollback.checkpoints.format.manifest import read_manifest
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, CheckpointUnusable
 from rollback.rundir.paths import FORMATS, RunPaths
 
 
@@ -97,7 +97,7 @@ def test_json_of_another_kind_is_refused(directory: Path, text: str) -> None:
 def test_what_is_not_a_regular_file_is_refused_at_once(directory: Path, make: Any) -> None:
     (directory / "manifest.json").unlink()
     make(directory / "manifest.json")
-    with pytest.raises(CheckpointDamaged, match=r"manifest\.json"):
+    with pytest.raises(CheckpointUnusable, match=r"manifest\.json"):
         read_manifest(directory)
 
 

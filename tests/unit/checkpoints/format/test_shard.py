@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from rollback.checkpoints.format.hashing import hash_of
 from rollback.checkpoints.format.layout import ITEM_SIZE, PADDING, NotReadBack, lay_out
 from rollback.checkpoints.format.shard import ShardPiece, ShardReader, Written, write_shard
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, CheckpointUnusable
 from rollback.system import durable
 from rollback.system.small_json import parse_json
 
@@ -271,7 +271,7 @@ def test_a_hostile_file_is_refused_with_a_clear_error(tmp_path: Path, data: byte
 def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path, make: Any) -> None:
     path = tmp_path / "shard"
     make(path)
-    with pytest.raises(CheckpointDamaged, match="shard"):
+    with pytest.raises(CheckpointUnusable, match="shard"):
         ShardReader(path, Written(8, "0" * 32))
 
 

@@ -14,7 +14,9 @@ from rollback.cli import app
 from rollback.facts.training import PassedOver
 from rollback.inspect.audit.verify import check_integrity
 from rollback.rundir.metrics.column_file import LINES, ColumnWriter
-from rollback.rundir.records import LineWriter, SkippedBatch, metric_line
+from rollback.rundir.metrics.metric_lines import metric_line
+from rollback.rundir.skip_records import SkippedBatch
+from rollback.system.lines import LineWriter
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ from rollback.facts.training import Accepted, PassedOver, SampleQuarantine, Scre
 from rollback.inspect.audit.samples import COLUMNS, read_samples
 from rollback.inspect.audit.tables import harmless, write_csv
 from rollback.inspect.audit.verify import check_integrity
-from rollback.rundir.records import LineWriter, SkippedBatch
+from rollback.rundir.skip_records import SkippedBatch
+from rollback.system.lines import LineWriter
 
 C1 = "c000001-s00000020"
 

@@ -22,12 +22,13 @@ from rollback.inspect.audit.contents import read_run_contents
 from rollback.inspect.record.ending import NO_END
 from rollback.inspect.status import status as status_module
 from rollback.inspect.status.status import Status, StatusReader, read_status
+from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.journal import journal_index
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.lock import RunLock
+from rollback.rundir.metrics.metric_lines import read_last_metrics
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat, read_last_metrics, write_heartbeat
 from rollback.system.processes import start_of
 
 C0, C1 = "c000000-s00000000", "c000001-s00000020"

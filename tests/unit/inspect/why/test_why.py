@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from recorded_run import RecordedRun, hold, stopped_by_themselves
+from rollback.agent.fork_server import run_script
 from rollback.facts.training import (
     Accepted,
     AttemptEnded,
@@ -33,11 +34,11 @@ from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.text import print_account
 from rollback.inspect.why.why import ProcessStacks, read_account
 from rollback.rundir.failures import FailureRecord, write_failure
+from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
-FORKED = """  File "/opt/rollback/agent/fork_server.py", line 209 in _run
+FORKED = f"""  File "/opt/rollback/agent/fork_server.py", line 209 in {run_script.__name__}
   File "/opt/rollback/agent/entry.py", line 208 in main
 """
 WAITING = f"""Thread 0x2 (most recent call first):

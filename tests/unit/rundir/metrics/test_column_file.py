@@ -10,7 +10,7 @@ from selection import soak
 from rollback.rundir.metrics import column_file, metric_columns
 from rollback.rundir.metrics.column_file import LINES, ColumnWriter, column_path
 from rollback.rundir.metrics.metric_columns import MetricColumns, joined, metric_pieces
-from rollback.rundir.records import metric_line
+from rollback.rundir.metrics.metric_lines import metric_line
 
 VALUES = [1.5, None, float("nan"), float("inf"), -0.0, 1e300]
 

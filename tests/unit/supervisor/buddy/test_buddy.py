@@ -473,6 +473,20 @@ def test_a_buddy_that_is_gone_costs_no_attempt(make: Make) -> None:
     assert "back from 127.0.0.1: " in first.said[-1]
 
 
+def test_a_host_that_can_start_no_sender_begins_without_copies(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, other = make("host", 0), make("other", 1)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        assert host.begin(of(host, other, wanted=())) is None
+    assert host.buddy.fault == "starting a thread (rollback-BuddySender): can't start new thread"
+    assert host.said[-1].startswith("the end marks of this host are in no other host's memory: starting a thread")
+    host.buddy.rest()
+
+
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:http", "127.0.0.1:99999", f"{'x' * 70}.example:1", "a\0b:1"])
 def test_an_address_that_is_none_costs_no_attempt(make: Make, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setattr(sender, "_SNAPSHOTS_AGAIN", 0.01)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from rollback.facts.training import Fact, FinalStateLost, Finished
+from rollback.rundir.heartbeats import Heartbeat
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat
 from rollback.supervisor.diagnosis.evidence import TrainJournal, gather, unrecorded_by
 from rollback.supervisor.diagnosis.outcome import Left, Unrecorded, ending, reason_of
 

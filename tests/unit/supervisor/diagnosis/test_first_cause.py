@@ -9,7 +9,7 @@ import pytest
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Finished, Hung, Stopped, Window
 from rollback.rundir.failures import FailureRecord, merely_noticed
-from rollback.rundir.records import Heartbeat
+from rollback.rundir.heartbeats import Heartbeat
 from rollback.supervisor.diagnosis.first_cause import RankEnd, cause, first_cause, why_of
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, RankFailure, Refusal
 

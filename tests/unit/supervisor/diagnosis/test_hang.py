@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.rundir.records import LEAVING, Heartbeat
+from rollback.rundir.heartbeats import LEAVING, Heartbeat
 from rollback.supervisor.diagnosis.hang import AT_EXIT, FLOOR, SLOW_FLOOR, HangLimits, HangWatch, suspect
 
 

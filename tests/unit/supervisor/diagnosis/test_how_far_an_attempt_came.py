@@ -7,9 +7,9 @@ import pytest
 from recorded_run import incident, rollback_plan
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.facts.training import Committed, Restored
+from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.supervisor.diagnosis.evidence import TrainJournal, gather
 from rollback.supervisor.diagnosis.outcome import Left
 

@@ -8,8 +8,8 @@ import pytest
 from rollback.rundir import beacon
 from rollback.rundir.beacon import SILENT_AFTER, SharedDirectory, Watchtower, write_in_place
 from rollback.rundir.heartbeat_board import HeartbeatBoard, HeartbeatCell
+from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, SharedMeeting
 from rollback.supervisor.nodes.protocol import NodeReport, Orders
 from rollback.supervisor.torchrun.host import Running

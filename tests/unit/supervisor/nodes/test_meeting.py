@@ -24,7 +24,7 @@ from rollback.rundir.beacon import LIMIT, SILENT_AFTER, Beacon, SharedDirectory,
 from rollback.rundir.elsewhere import HandedOver, write_elsewhere
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LineWriter, SkippedBatch
+from rollback.rundir.skip_records import SkippedBatch
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes import meeting, record_files
 from rollback.supervisor.nodes.lead import Leader
@@ -35,6 +35,7 @@ from rollback.supervisor.nodes.record_files import RecordFiles, RecordKeeper
 from rollback.supervisor.nodes.seats import rank_by_name
 from rollback.supervisor.nodes.store import StoreTransport
 from rollback.supervisor.signals import StopSignals
+from rollback.system.lines import LineWriter
 
 LIMIT_OF_WAITS = 60.0
 

@@ -14,9 +14,9 @@ import pytest
 
 from rollback.errors import ExitCode, NodesMissing, RunDirectoryError, UsageError
 from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
+from rollback.rundir.heartbeats import Heartbeat
 from rollback.rundir.lock import RunLock, read_holder
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat
 from rollback.supervisor import hang_watch
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.diagnosis.hang import HangLimits

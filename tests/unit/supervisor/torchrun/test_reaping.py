@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollback.rundir.heartbeats import LEAVING, Heartbeat, write_heartbeat
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
 from rollback.supervisor.torchrun.host import Running
 from rollback.supervisor.torchrun.processes import descendants, reap, send
 

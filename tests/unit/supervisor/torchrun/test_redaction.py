@@ -93,7 +93,7 @@ from pathlib import Path
 from rollback.facts.training import Finished
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LineWriter
+from rollback.system.lines import LineWriter
 from rollback.supervisor.claim import Claim
 from rollback.supervisor.torchrun.output import Output
 for umask in sys.argv[2:]:

@@ -8,8 +8,8 @@ import pytest
 
 from rollback.facts.training import Advice
 from rollback.rundir.journal import journal
+from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import metric_line
 from rollback.train.comm.recorder import Recorder
 
 

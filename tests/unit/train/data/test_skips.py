@@ -15,7 +15,7 @@ from rollback.facts.history import History
 from rollback.facts.training import PassedOver, SampleQuarantine, SkipAdded, Window
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_skipped
+from rollback.rundir.skip_records import read_skipped
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import Cursor, cursor_for
@@ -51,7 +51,7 @@ def drain(listed: SkipList, cursor: Cursor) -> list[int]:
 def test_what_is_passed_over_is_recorded_with_its_samples(tmp_path: Path) -> None:
     listed, paths = skips(tmp_path / "run", (3, 4))
     assert drain(listed, opened()) == [0, 1, 2, 5, 6, 7, 8, 9]
-    recorded = list(read_skipped(paths.skip_record(0)))
+    recorded = list(read_skipped(paths.skip_record(0), []))
     assert [(line.batch, line.epoch, line.offset, line.indices) for line in recorded] == [
         (3, 0, 3, [6, 7]),
         (4, 0, 4, [8, 9]),
@@ -123,7 +123,7 @@ def test_it_is_on_disk_before_training_goes_on(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "fsync", note_and_sync)
     listed.pass_over(opened(), step=0, timeline=0)
     assert paths.skip_record(0) in synced
-    assert len(list(read_skipped(paths.skip_record(0)))) == 2
+    assert len(list(read_skipped(paths.skip_record(0), []))) == 2
 
 
 def test_a_disk_that_refuses_is_told_of_once_and_stops_nothing(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollback.config import Settings
-from rollback.errors import CheckpointDamaged, CheckpointOutOfReach
+from rollback.errors import CheckpointDamaged, CheckpointOutOfReach, CheckpointUnusable
 from rollback.facts.history import History
 from rollback.facts.training import Advice, BecameGood, CheckpointLost, Fact, Incident, Planned, Quarantined, Window
 from rollback.rundir.journal.journal import read_journal
@@ -113,7 +113,7 @@ def test_without_a_good_checkpoint_there_is_nothing_to_go_back_to(steps: Steps) 
     ("fault", "kept"), [(CheckpointOutOfReach("no answer"), True), (CheckpointDamaged("torn"), False)]
 )
 def test_a_planned_checkpoint_that_a_host_cannot_reach_is_no_damaged_one(
-    steps: Steps, fault: CheckpointDamaged, kept: bool
+    steps: Steps, fault: CheckpointUnusable, kept: bool
 ) -> None:
     steps.snapshot()
     steps.end_with(1.0)

@@ -1173,6 +1173,22 @@ def test_what_was_made_for_it_is_closed_where_a_rank_cannot_have_it(
     assert fact.reason == "the memory for it cannot be had: no descriptors are left"
 
 
+def test_a_rank_that_can_have_no_thread_to_watch_trains_without_last_snapshots(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "rollback-last":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    train(TOY.but(samples=12).with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run")
+    (fact,) = facts(tmp_path / "run", NoLastSnapshot)
+    assert fact.reason == "starting a thread (rollback-last): can't start new thread"
+
+
 class Reader:
     on_gpu: tuple[torch.Tensor, ...] = ()
 

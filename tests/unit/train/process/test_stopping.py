@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from waiting import wait_for
 from warm_server import WarmPopen
 
-from rollback.config import ENV_SUPERVISOR
+from rollback.environment import ENV_SUPERVISOR
 from rollback.system.processes import name_process
 from rollback.train.data.workers import LeavesStoppingToTheRank, leave_stopping_to_the_rank
 from rollback.train.process.stopping import Departure, StopRequest

@@ -16,7 +16,8 @@ from rollback.checkpoints import pins, ring, tiers
 from rollback.checkpoints.fast_tier import end_marks, last_account, slots
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.fast_tier.slots import SlotPaths
-from rollback.config import ENV_SUPERVISOR, SamplesFrom, Settings
+from rollback.config import SamplesFrom, Settings
+from rollback.environment import ENV_SUPERVISOR
 from rollback.errors import NoUsableCheckpoint, StoppedAsStructural, UsageError
 from rollback.facts.ending import GivingUp
 from rollback.facts.history import History
@@ -39,8 +40,8 @@ from rollback.facts.training import (
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import read_journal
+from rollback.rundir.metrics.metric_lines import metric_line
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import metric_line
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import cursor_for
