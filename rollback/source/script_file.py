@@ -15,8 +15,9 @@ _AGAIN = (
 """What may do again and again what is in it."""
 _OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
 """Methods that models and optimizers have: `model.train()` does not mean the script's own of that name."""
-_DEPTH = 200
-"""Levels of a file's tree. Who reads it calls itself for each, as `ast.unparse` does by three calls a level."""
+_DEPTH = 280
+"""Levels of a file's tree. Who reads it calls itself for each, as `ast.unparse` does by three calls a level, and Python
+lets a thousand be open."""
 
 
 class ScriptFile:

@@ -37,7 +37,7 @@ class GuardedTrainer:
         """`owner` calls what `by` has of these names from now on, by default this object. A name is replaced in one
         owner only."""
         for name in names:
-            self._replace_one(owner, name, getattr(by or self, name))
+            self._replace_one(owner, name, getattr(self if by is None else by, name))
 
     def _replace_one(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
         self._originals[name], self._owners[name] = getattr(owner, name), owner

@@ -60,8 +60,7 @@ class SavedFiles:
                     what = f"batch {saved.batches - 1}, which is undone"
                 else:
                     what = f"the end of the epoch at step {saved.step}, which is done again"
-                rename_undone(Path(file), what)
-                undone.append(file)
+                undone += [file] if rename_undone(Path(file), what) else []
         for link in (path for folder in known for path in Path(folder).glob("*") if path.is_symlink()):
             if (file := os.path.realpath(link)) in undone:  # as Lightning links its last one, without a word
                 rename_undone(link, f"{os.path.basename(file)}, which is undone")
@@ -70,14 +69,14 @@ class SavedFiles:
     def move_aside(self, is_undone: Callable[[Path], bool]) -> None:
         """Rename those that are, and move them one folder up: what lies beside them counts as one of them."""
         undone = [file for file, saved in self._read().items() if saved is not None and is_undone(Path(file))]
-        for file in undone:
-            rename_undone(Path(file), "training that is undone", into=Path(file).parents[1])
-        self._append([{"file": file, "step": 0} for file in undone])
+        moved = [file for file in undone if rename_undone(Path(file), "training that is undone", Path(file).parents[1])]
+        self._append([{"file": file, "step": 0} for file in moved])
 
     def _read(self) -> dict[str, SavedAt | None]:
-        """The place of each file when it was saved last; None: it was set aside since."""
+        """The place of each file when it was saved last; None: it was set aside since. On disks of their own ranks may
+        save files of one name, so what this rank has noted comes last."""
         found: dict[str, SavedAt | None] = {}
-        for path in self._paths.all_saved_files():
+        for path in sorted(self._paths.all_saved_files(), key=lambda path: path == self._path):
             try:
                 with os.fdopen(files.open_file(path, os.O_RDONLY), "rb") as lines:
                     lines.seek(max(0, os.fstat(lines.fileno()).st_size - _LIMIT))
@@ -113,17 +112,18 @@ def _known_as(file: str) -> str:
     return os.path.join(os.path.realpath(folder), name)
 
 
-def rename_undone(path: Path, of: str, into: Path | None = None) -> None:
-    """Rename what was saved of steps that are undone, and say so, whatever becomes of it. of: which steps, in words.
-    into: another folder that it is moved to."""
+def rename_undone(path: Path, of: str, into: Path | None = None) -> bool:
+    """Rename what was saved of steps that are undone, and say so. of: which steps, in words. into: another folder that
+    it is moved to. False: it is not there, or cannot be renamed, which is said."""
     folder = into or path.parent
     names = (folder / f"undone-{f'{number}-' if number else ''}{path.name}" for number in itertools.count())
     undone = next(name for name in names if not os.path.lexists(name))
     try:
         path.rename(undone)
     except FileNotFoundError:
-        return
+        return False
     except OSError as error:
         say(f"{path} is of {of}, and cannot be renamed: {error}")
-        return
+        return False
     say(f"{path} is of {of}: " + (f"moved to {undone}" if into else f"renamed to {undone.name}"))
+    return True

@@ -134,7 +134,7 @@ class Advisor:
             self._rates.note(counters.step, self._state.cursor.epoch, rate, before, counters.first_rate)
 
     def end_step(self, batches: int) -> None:
-        """The step of the newest update has ended, and its beat is sent. batches: its number of batches."""
+        """The step of the newest update has ended, and its beat is about to be sent. batches: its number of batches."""
         self._layers.look(self._updates.gradients)
         self.habit = self._habits.end_step(batches)
 

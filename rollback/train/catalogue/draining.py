@@ -77,9 +77,8 @@ def start_draining(paths: RunPaths, settings: Settings, record: Recorder, ranks:
     rank of each other host copies the parts of its host. Where there is no thread to be had, the rest trains on."""
     if supervised() or not ranks.first_of_host:
         return None
-    drainer: Drainer | Helper | None = Helper(paths, f"rank-{ranks.rank:05d}", say)
-    if ranks.first:
-        drainer = drainer_for(paths, settings, record.note, say)
+    helper = None if ranks.first else Helper(paths, f"rank-{ranks.rank:05d}", say)
+    drainer = helper or drainer_for(paths, settings, record.note, say)
     try:
         if drainer is not None:
             drainer.start()

@@ -207,7 +207,7 @@ class Parted:
         return None
 
     def load(self, ranks: Ranks, state: TrainingState) -> None:
-        live, find = state.live_tensors(), state.places()
+        live, find = ranks.agreed(lambda: (state.live_tensors(), state.places()))
         room = rooms(live, find)
         likes, routes = ranks.agreed(partial(self._find_parts, self._meet_holders(find, ranks), find, ranks.rank))
         own = {key for key in self._wanted if self._owner[key] == ranks.rank}

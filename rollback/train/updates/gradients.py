@@ -119,7 +119,7 @@ class Gradients:
 
     def present_telltale(self) -> nn.Parameter | None:
         """The telltale, or another one where the script has frozen that and no backward reaches it any more."""
-        frozen = self.telltale is None or not self.telltale.requires_grad
+        frozen = self.telltale is not None and not self.telltale.requires_grad
         if frozen and any(map(_requires_grad, self._parameters())):  # else it may have frozen all for a while
             self._watch_backward()
         return self.telltale

@@ -247,7 +247,9 @@ class Adoption:
         other = self._other or None
         if self._steered is not None and (self._steered.over or self._loop is not self._steered):
             other = "trains on its loader again, behind its loop over epochs"
-        elif adopted.prepared is None and len(optimizers_of(self.made.alive())) > 1:
+        elif adopted.prepared is None and all(
+            len(optimizers_of(self.made.alive(beyond_doubt=sure))) > 1 for sure in (False, True)
+        ):
             other = "trains on its loader again, with another optimizer"
         self._signs.agree({"another training": other, "the error before it": other and self._given_up_by})
         return other

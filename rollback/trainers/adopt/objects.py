@@ -67,9 +67,9 @@ class MadeObjects:
         self._made[number] = weakref.ref(thing, lambda _: self._made.pop(number, None))
         self._collected &= isinstance(thing, DataLoader)
 
-    def alive(self) -> list[Any]:
-        """In the order in which they were made."""
-        if not self._collected:
+    def alive(self, *, beyond_doubt: bool = False) -> list[Any]:
+        """In the order in which they were made. beyond_doubt: without any in a cycle that was dropped since."""
+        if beyond_doubt or not self._collected:
             gc.collect()
             self._collected = True
         return [thing for reference in list(self._made.values()) if (thing := reference()) is not None]

@@ -1,5 +1,6 @@
 """Files of undone steps are renamed: those that were noted, in the trainer's folders, and no others."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,27 @@ def test_each_rank_that_saves_writes_a_file_of_its_own_and_knows_what_the_others
     for kept in upload(store, paths, first_index("a-run-id", "w")):
         download(store, kept, new.root)
     assert [path.name for path in new.all_saved_files()] == [path.name for path in paths.all_saved_files()]
+
+
+def test_what_another_host_has_set_aside_on_its_own_disk_is_still_here(tmp_path: Path, folder: Path) -> None:
+    first, other = SavedFiles(tmp_path / "run"), SavedFiles(tmp_path / "run", 8)
+    for saved in (first, other):
+        saved.note(str(folder / "30"), SavedAt(30, 30))
+    (folder / "30").write_text("of the first host")
+    first.set_aside(SavedAt(20, 20), [str(folder)])
+    (folder / "30").write_text("of the other host, at the same path")
+    other.set_aside(SavedAt(20, 20), [str(folder)])
+    assert names(folder) == ["undone-1-30", "undone-30"]
+
+
+def test_of_a_note_of_an_older_run_the_step_says_whether_it_is_undone(tmp_path: Path, folder: Path) -> None:
+    (folder / "10").write_text("10")
+    (folder / "30").write_text("30")
+    (tmp_path / "run").mkdir(exist_ok=True)
+    lines = [json.dumps({"file": str(folder / name), "step": int(name)}) for name in ("10", "30")]
+    (tmp_path / "run" / "saved-files.jsonl").write_text("\n".join(lines) + "\n")
+    SavedFiles(tmp_path / "run").set_aside(SavedAt(20, 20), [str(folder)])
+    assert names(folder) == ["10", "undone-30"]
 
 
 def test_a_note_of_somebody_else_renames_nothing_outside_of_the_folders(tmp_path: Path, folder: Path) -> None:

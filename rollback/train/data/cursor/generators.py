@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rollback.train.data.cursor.digest import Digest
-
 _DEPTH = 4  # a data set in a subset, its transforms, one of these
 _MOST = 128  # things that hold anything but data, and items of a list
 _DATA = frozenset((
@@ -45,6 +43,8 @@ class Generators:
     def __init__(self, *owners: Any) -> None:
         self._owners = owners
         self._found: list[Any] = []
+        self._before: dict[int, list[Any]] = {}
+        """Those that earlier searches have found, by their number."""
         self._objects: list[tuple[Callable[[], Any], _Held]] = []
         """That were looked into, without keeping them alive: a data set may have let go of one that it opens again."""
         self._alive: list[Any] = []
@@ -87,16 +87,23 @@ class Generators:
         new search finds.
 
         A data set may make its generators when it is first read. It is asked several times in a step."""
+        if self._are_present(owners):
+            return self
+        found = Generators(*owners)
+        found._before = {**self._before, len(self): self._found}
+        return found
+
+    def _are_present(self, owners: tuple[Any, ...]) -> bool:
         if not all(map(is_, owners, self._owners)):
-            return Generators(*owners)
+            return False
         for known, marks in self._objects:
             if (thing := known()) is None or _marks_of(vars(thing).values()) != marks:
-                return Generators(*owners)
+                return False
         for held, length, marks in self._containers:
             items = held.values() if isinstance(held, dict) else held[:_MOST]
             if len(held) != length or _marks_of(items) != marks:
-                return Generators(*owners)
-        return self
+                return False
+        return True
 
     def __len__(self) -> int:
         return len(self._found)
@@ -109,17 +116,19 @@ class Generators:
         return [_state(generator) for generator in self._found]
 
     def restore(self, states: list[Any]) -> bool:
-        """Restores what `states` returned. False: the number of generators has changed, and nothing was done; the
-        caller answers for that (`Cursor._require_as_many`)."""
-        if len(states) != len(self._found):
+        """Restores what `states` returned; in a process in which further ones have been made since, of those that were
+        there then. False: there were never so many, and nothing was done; the caller answers for that
+        (`Cursor._require_as_many`)."""
+        found = self._found if len(states) == len(self) else self._before.get(len(states))
+        if found is None:
             return False
-        for generator, state in zip(self._found, states, strict=True):
+        for generator, state in zip(found, states, strict=True):
             _restore(generator, state)
         return True
 
     def drawn_since(self, states: list[Any]) -> list[bool]:
         """Of each, whether it is in another state than in these."""
-        return [Digest(now).value != Digest(before).value for now, before in zip(self.states(), states, strict=True)]
+        return [not _are_same(now, before) for now, before in zip(self.states(), states, strict=True)]
 
     def begin_anew(self) -> None:
         """As each of them was when it was made. That is known of torch's alone."""
@@ -278,9 +287,15 @@ def generators_beside(
 
 
 def _are_same(state: Any, before: Any) -> bool:
-    if isinstance(state, Tensor):
-        return before is not None and state.equal(before)
-    return isinstance(state, tuple) and bool(state == before)
+    match state:
+        case Tensor():
+            return before is not None and state.equal(before)
+        case np.ndarray():
+            return np.array_equal(state, before)
+        case dict():
+            return before is not None and all(_are_same(value, before[name]) for name, value in state.items())
+        case _:
+            return bool(state == before)
 
 
 def _packed(state: Any) -> Any:

@@ -149,3 +149,26 @@ def test_those_by_name_in_a_dict_are_found_and_a_dict_of_samples_is_data() -> No
 def test_what_is_deep_in_lists_of_objects_is_found_behind_any_number_of_samples() -> None:
     many = SimpleNamespace(a=[[number] for number in range(500)], b=[[SimpleNamespace(rng=random.Random(1))]])
     assert found_in(many) == 1
+
+
+def test_where_further_ones_have_been_made_in_this_process_those_that_were_there_go_back() -> None:
+    data_set = SimpleNamespace(second=random.Random(2))
+    before = Generators(data_set).present(data_set)
+    states = before.states()
+    drawn = data_set.second.random()
+    data_set.first = random.Random(1)  # in front of the other one, by its name
+    now = before.present(data_set)
+    assert len(now) == 2
+    assert now.restore(states)
+    assert data_set.second.random() == drawn
+    assert not Generators(data_set).restore(states)  # as in a new process
+
+
+@pytest.mark.parametrize("kind", [random.Random, np.random.RandomState, np.random.default_rng, torch.Generator])
+def test_whether_one_has_drawn_is_told_by_its_state(kind: Callable[[], Any]) -> None:
+    generator, still = kind(), kind()
+    found = Generators(SimpleNamespace(first=generator, still=still))
+    states = found.states()
+    assert found.drawn_since(states) == [False, False]
+    torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
+    assert found.drawn_since(states) == [True, False]
