@@ -21,7 +21,7 @@ def adopt(
     `rollback adopt train.py | patch train.py` applies it. Nothing of the script is run, and nothing is written.
     """
     from rollback.source.explicit import diff_of
-    from rollback.source.led_variables import led_variables
+    from rollback.source.loop_variables import loop_variables
     from rollback.source.loops import ScriptLoops
 
     try:
@@ -36,7 +36,7 @@ def adopt(
     diff = diff_of(source, str(script))
     with answering():
         sys.stdout.buffer.write(diff.encode(encoding, "replace"))  # the script's own bytes; of its name, what can be
-    variables = led_variables(ScriptLoops(source.removeprefix("\ufeff")))
+    variables = loop_variables(ScriptLoops(source.removeprefix("\ufeff")))
     if carried := dict.fromkeys((variable.name, variable.line) for variable in variables):
         names = ", ".join(f"`{name}` (line {line})" for name, line in carried)
         say(

@@ -4,7 +4,7 @@ import ast
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
-from rollback.source.led_variables import LedVariable, led_variables
+from rollback.source.loop_variables import LoopVariable, loop_variables
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import Loop, blocks_in
 
@@ -22,7 +22,7 @@ class Steered:
 
     tree: ast.Module
     turns: list[str]
-    variables: dict[str, LedVariable]
+    variables: dict[str, LoopVariable]
 
 
 def steered(loops: ScriptLoops, filename: str) -> Steered:
@@ -73,7 +73,7 @@ def steered(loops: ScriptLoops, filename: str) -> Steered:
             limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
     for call in map(twin, loops.enumerations()):
         call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
-    variables = _named(led_variables(loops))
+    variables = _named(loop_variables(loops))
     blocks = {id(part): block for block in blocks_in(tree) for part in block}
     for name, variable in reversed(variables.items()):
         if (function := loops.function_of(variable.loop)) is not None and "." not in variable.name:
@@ -100,13 +100,13 @@ def _turns_of(place: int) -> str:
     return f"turns of loop {place + 1}"
 
 
-def _named(variables: list[LedVariable]) -> dict[str, LedVariable]:
+def _named(variables: list[LoopVariable]) -> dict[str, LoopVariable]:
     """Each by its name and its loop's place among those in the file."""
     loops = list({id(variable.loop): None for variable in variables})
     return {f"{variable.name} of loop {loops.index(id(variable.loop)) + 1}": variable for variable in variables}
 
 
-def _lead(name: str, variable: LedVariable, filename: str, blocks: dict[int, list[ast.stmt]]) -> None:
+def _lead(name: str, variable: LoopVariable, filename: str, blocks: dict[int, list[ast.stmt]]) -> None:
     """Ask for what a variable was wherever its loop may have come to another place in the data: where a turn begins,
     and, of a training loop, where it begins, has a batch, has ended. Nothing else is set. blocks: that has each
     statement, by its `id`."""

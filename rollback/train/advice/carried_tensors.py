@@ -2,7 +2,7 @@
 mean of losses by which the loss is divided, a list of batches to replay, the state that a recurrent model goes on with.
 
 Each turn may put another tensor in place of the last one, or begin with none, so values alone do not tell it from what
-is made anew in each turn. The source does (`rollback.source.led_variables`).
+is made anew in each turn. The source does (`rollback.source.loop_variables`).
 """
 
 import ast
@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from rollback.errors import UsageError
-from rollback.source.led_variables import led_variables
+from rollback.source.loop_variables import loop_variables
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import Loop, takes_or_names
 from rollback.source.steering import BY_BATCH
@@ -62,10 +62,10 @@ class CarriedByScript:
 def _steering(filename: str) -> list[tuple[str, range]]:
     """The variables on which the training depends that the loops of a file carry, and the lines of their loop."""
     try:
-        variables = led_variables(ScriptLoops("".join(linecache.getlines(filename))))
+        variables = loop_variables(ScriptLoops("".join(linecache.getlines(filename))))
     except (SyntaxError, UsageError, RecursionError):  # it has changed, or is nested too deeply to be read here
         return []
-    steering = [item for item in variables if item.steers and item.name not in _batches_of(item.loop)]
+    steering = [item for item in variables if item.affects_training and item.name not in _batches_of(item.loop)]
     return [(item.name, range(item.loop.lineno, (item.loop.end_lineno or 0) + 1)) for item in steering]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from rollback.source.led_variables import LedVariable
+from rollback.source.loop_variables import LoopVariable
 from rollback.train.guard import Guard
 from rollback.train.state.kept_values import ToldAtEnd
 from rollback.trainers.adopt.carried_values import (
@@ -165,18 +165,18 @@ class CarriedVariables:
         self,
         handed: HandedOut,
         loops: Mapping[tuple[str, int] | None, EpochLoop],
-        unkept: Callable[[LedVariable, str, Any], object],
-        missed: Callable[[LedVariable, str], object],
+        unkept: Callable[[LoopVariable, str, Any], object],
+        missed: Callable[[LoopVariable, str], object],
     ) -> None:
         self._handed, self._loops, self._unkept, self._missed = handed, loops, unkept, missed
         self._model: nn.Module | None = None
         self._lost: set[tuple[str, str]] = set()
         self._counts: dict[tuple[str, str], Count] = {}
-        self._known: dict[tuple[str, str], tuple[LedVariable, Carried]] = {}
+        self._known: dict[tuple[str, str], tuple[LoopVariable, Carried]] = {}
 
-    def add(self, name: str, filename: str, variable: LedVariable) -> None:
+    def add(self, name: str, filename: str, variable: LoopVariable) -> None:
         """One of a file that is about to run."""
-        of_batches = CarriedByBatches if variable.steers else CarriedBeside
+        of_batches = CarriedByBatches if variable.affects_training else CarriedBeside
         kind = of_batches if variable.by_batch else CarriedByEpochs
         attribute = variable.name.rpartition(".")[2] if "." in variable.name else ""
         self._known[filename, name] = variable, kind(self._handed, in_place=variable.in_place, attribute=attribute)
@@ -206,7 +206,7 @@ class CarriedVariables:
         if carried.missed:
             carried.missed = False
             self._tell_missed(variable, filename, read)
-        if variable.steers and self._handed.guard is not None and self._handed.begins_update:
+        if variable.affects_training and self._handed.guard is not None and self._handed.begins_update:
             self._look(name, filename, read)
         return given
 
@@ -221,9 +221,9 @@ class CarriedVariables:
             self._look(name, filename, read)
         return given
 
-    def _tell_missed(self, variable: LedVariable, filename: str, read: Read) -> None:
+    def _tell_missed(self, variable: LoopVariable, filename: str, read: Read) -> None:
         value = value_of(read)
-        if variable.steers:
+        if variable.affects_training:
             self._unkept(variable, filename, value)
         elif not self._is_models(value):
             self._missed(variable, filename)
@@ -238,7 +238,7 @@ class CarriedVariables:
         if (filename, name) in self._lost:
             return
         value = value_of(read)
-        if is_lost(value, steers=(variable := self._known[filename, name][0]).steers):
+        if is_lost(value, affects_training=(variable := self._known[filename, name][0]).affects_training):
             self._lost.add((filename, name))
             if not self._is_models(value):
                 self._unkept(variable, filename, value)

@@ -33,10 +33,10 @@ _TELLS = frozenset(("avg", "average", "global_avg", "compute", "log_every"))
 """Names under which meters have their mean, or write it."""
 
 
-def is_lost(value: Any, *, steers: bool) -> bool:
+def is_lost(value: Any, *, affects_training: bool) -> bool:
     """Whether a value is one that the script needs as it was, and that cannot be kept: weights that it has put
     aside, and what it trains by."""
-    if type(value) in _SINGLE or not (steers or (isinstance(value, dict) and _has_tensors(value))):
+    if type(value) in _SINGLE or not (affects_training or (isinstance(value, dict) and _has_tensors(value))):
         return False
     try:
         _encoded(value, _Budget())

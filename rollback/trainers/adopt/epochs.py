@@ -25,7 +25,7 @@ class EpochLoop:
         """Whether its body has begun before: the script was sent back."""
         self._furthest = -1
         self._places: Iterator[int] | None = None
-        """Of the epochs to come, where a guard steers."""
+        """Of the epochs to come, where a guard says which is next."""
         self.over = False
         """Whether the guard has had its last epoch here."""
 
@@ -40,7 +40,7 @@ class EpochLoop:
 
     @property
     def at_first(self) -> bool:
-        """Whether the first body is running, and no guard steers yet."""
+        """Whether the first body is running, and no guard says yet which is next."""
         return self.place == 0 and self._places is None
 
     def steer(self, first: int, begun: Collection[int], places: Callable[[int], Iterator[int]]) -> None:

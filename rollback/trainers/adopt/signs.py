@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from rollback.errors import EARLY, RollbackError, UsageError
-from rollback.source.led_variables import LedVariable
-from rollback.source.own_counters import OwnCounter
+from rollback.source.loop_counters import LoopCounter
+from rollback.source.loop_variables import LoopVariable
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
@@ -67,20 +67,20 @@ class ScriptSigns:
         late = "It goes on under guard; from here on a rollback or a resume is not exact"
         self._notice(f"{error.message}. {late}")
 
-    def counts_by_itself(self, where: str, counter: OwnCounter, *, here: bool) -> None:
+    def counts_by_itself(self, where: str, counter: LoopCounter, *, here: bool) -> None:
         """What the script counts or carries beside the guard: said. A training that ends by it, or whose updates depend
         on it, is not exact behind a rollback or a resume. here: whether it is the training that begins."""
         does = "counts with" if counter.counts else "trains by"
         does += f" `{counter.name}` by itself ({where}){', and ends its loop by it' if counter.ends else ''}"
         self._left_behind(does, matters=here and (counter.ends or not counter.counts))
 
-    def carries(self, variable: LedVariable, filename: str, value: Any) -> None:
+    def carries(self, variable: LoopVariable, filename: str, value: Any) -> None:
         """What the script hands on from turn to turn cannot be kept. One rank alone may have such a value."""
-        does = "trains by" if variable.steers else "carries from epoch to epoch"
+        does = "trains by" if variable.affects_training else "carries from epoch to epoch"
         where = f"line {variable.line} of {os.path.basename(filename)}, a {type(value).__name__}"
         self._left_behind(f"{does} `{variable.name}` ({where})", matters=True)
 
-    def misses(self, variable: LedVariable, filename: str) -> None:
+    def misses(self, variable: LoopVariable, filename: str) -> None:
         """What the script carries beside its training is not what it was, and training goes on elsewhere."""
         self._notice(
             f"`{variable.name}` (line {variable.line} of {os.path.basename(filename)}), by which nothing is trained, "

@@ -14,10 +14,10 @@ from types import CodeType, ModuleType
 from typing import NoReturn
 
 from rollback.errors import UsageError
-from rollback.source.led_variables import LedVariable
+from rollback.source.loop_counters import LoopCounter, loop_counters
+from rollback.source.loop_variables import LoopVariable
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import begins_at, catches_end, comes_to, cycles_at, demands_item
-from rollback.source.own_counters import OwnCounter, own_counters
 from rollback.source.steering import steered
 from rollback.train.introspection import is_own, own_callers
 
@@ -26,15 +26,15 @@ _STEERED = b"backward", b"optim", b"zero_grad"
 
 
 class ScriptSources:
-    """The files are read as they come. carries: told of each variable that is led in a file, with its name there.
+    """The files are read as they come. carries: told of each variable that is restored in a file, with its name there.
     refuse: ends the rank, for a file that is nested too deeply."""
 
     def __init__(
-        self, carries: Callable[[str, str, LedVariable], object], refuse: Callable[[UsageError], NoReturn]
+        self, carries: Callable[[str, str, LoopVariable], object], refuse: Callable[[UsageError], NoReturn]
     ) -> None:
         self._carries, self._refuse = carries, refuse
         self._files: dict[str, ScriptLoops] = {}
-        self._counters: dict[str, list[OwnCounter]] = {}
+        self._counters: dict[str, list[LoopCounter]] = {}
         self._script = ""
         self._steered: dict[str, tuple[ScriptLoops, list[str]]] = {}
         """Those that are, each with the counts of turns in it."""
@@ -120,19 +120,19 @@ class ScriptSources:
         """Whether it is `itertools.cycle` that iterates the loader."""
         return any(cycles_at(loops.tree, line) for _, loops, line in islice(self._callers(), 1))
 
-    def counters(self) -> Iterator[tuple[str, OwnCounter]]:
-        """Those of the training loops in the files that were read that are not led, and where that is."""
+    def counters(self) -> Iterator[tuple[str, LoopCounter]]:
+        """Those of the training loops in the files that were read that are not restored, and where that is."""
         for name in self._files:
             for counter in self._counters_in(name):
-                if not (counter.led and name in self._steered):
+                if not (counter.restored and name in self._steered):
                     yield f"{self._where(name)}line {counter.line}", counter
 
-    def _counters_in(self, name: str) -> list[OwnCounter]:
+    def _counters_in(self, name: str) -> list[LoopCounter]:
         if name not in self._counters:
-            self._counters[name] = own_counters(self._files[name])
+            self._counters[name] = loop_counters(self._files[name])
         return self._counters[name]
 
-    def is_here(self, counter: OwnCounter) -> bool:
+    def is_here(self, counter: LoopCounter) -> bool:
         """Whether it counts the batches of a loop that iterates the loader now, or that comes next."""
         return any(comes_to(loops.tree, counter.loop, line) for _, loops, line in self._callers())
 

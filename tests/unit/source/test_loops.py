@@ -10,9 +10,9 @@ import pytest
 
 from rollback.errors import UsageError
 from rollback.source.explicit import diff_of
+from rollback.source.loop_counters import LoopCounter, loop_counters
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import catches_end, cycles_at, demands_item
-from rollback.source.own_counters import OwnCounter, own_counters
 from rollback.source.steering import BY_BATCH, BY_EPOCH, ENUMERATE, EPOCHS, MOVED, RAISED, steered
 
 PLAIN = """
@@ -323,8 +323,8 @@ def test_counts_of_the_script_s_own_are_named_with_what_they_decide() -> None:
                 break
     """)
     loops = ScriptLoops(source)
-    seen, steps = OwnCounter("seen", 4, ends=False, led=True), OwnCounter("steps", 5, ends=True, led=True)
-    assert own_counters(loops) == [seen, steps]
+    seen, steps = LoopCounter("seen", 4, ends=False, restored=True), LoopCounter("steps", 5, ends=True, restored=True)
+    assert loop_counters(loops) == [seen, steps]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_counts_of_the_script_s_own_are_named_with_what_they_decide() -> None:
 )
 def test_so_they_are_in_loops_that_take_their_batches_by_next(head: str, end: str, name: str, ends: bool) -> None:
     source = f"def run(self):\n  {head}\n    train(next(batches))\n    {name} += 1\n    {end}\n"
-    found = own_counters(ScriptLoops(source + "def train(x):\n  f(x).backward()\n"))
+    found = loop_counters(ScriptLoops(source + "def train(x):\n  f(x).backward()\n"))
     carried = name.partition("[")[0]
     assert (carried, 4, ends) in [(counter.name, counter.line, counter.ends) for counter in found]
 
@@ -349,11 +349,11 @@ def test_so_they_are_in_loops_that_take_their_batches_by_next(head: str, end: st
     ("turn", "named"),
     [("n += 1", True), ("n += 2", True), ("n = later(n)", True), ("m += 1", False)],
 )
-def test_a_count_by_which_a_loop_over_epochs_is_left_is_led(turn: str, named: bool) -> None:
+def test_a_count_by_which_a_loop_over_epochs_is_left_is_restored(turn: str, named: bool) -> None:
     """A patience."""
     loop = "for epoch in range(9):\n  for x in loader:\n    f(x).backward()\n"
-    found = own_counters(ScriptLoops(f"{loop}  if worse(): {turn}\n  if n > 3: break"))
-    assert found == [OwnCounter("n", 4, ends=True, led=True, counts="1" in turn)] * named
+    found = loop_counters(ScriptLoops(f"{loop}  if worse(): {turn}\n  if n > 3: break"))
+    assert found == [LoopCounter("n", 4, ends=True, restored=True, counts="1" in turn)] * named
 
 
 def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_variables_are_not() -> None:
@@ -361,7 +361,7 @@ def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_v
     method = (
         "class Patience:\n  def over(self, x):\n    n = 0\n    n += 1\n    self.count += 1\n    return self.count > 9"
     )
-    assert own_counters(ScriptLoops(loop + method)) == [OwnCounter("self.count", 8, ends=True)]
+    assert loop_counters(ScriptLoops(loop + method)) == [LoopCounter("self.count", 8, ends=True)]
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_v
 )
 def test_what_each_turn_of_the_loop_sets_anew_is_no_count(before: str, counts: str, named: bool) -> None:
     source = f"for i, x in enumerate(loader):\n  f(x).backward()\n  {before}\n  if i % 4: {counts} += 1\n"
-    found = [counter for counter in own_counters(ScriptLoops(source)) if counter.line > 1]
+    found = [counter for counter in loop_counters(ScriptLoops(source)) if counter.line > 1]
     assert [(counter.name, counter.ends) for counter in found] == [(counts, False)] * named
 
 
@@ -384,22 +384,22 @@ def test_what_each_turn_of_the_loop_sets_anew_is_no_count(before: str, counts: s
 def test_the_place_of_the_last_update_is_led_where_the_next_one_waits_for_it(does: str, named: bool) -> None:
     """As YOLOv5 accumulates gradients: behind a resume its first update would have one batch."""
     source = f"for i, x in enumerate(loader):\n  f(x).backward()\n  if i - last >= n:\n    {does}\n    last = i\n"
-    found = OwnCounter("last", 5, ends=False, led=True, counts=False)
-    assert (found in own_counters(ScriptLoops(source))) is named
+    found = LoopCounter("last", 5, ends=False, restored=True, counts=False)
+    assert (found in loop_counters(ScriptLoops(source))) is named
 
 
 def test_a_while_around_a_training_loop_may_be_ended_by_a_count_in_it() -> None:
     loops = ScriptLoops("while steps < 9:\n  for x in loader:\n    f(x).backward()\n    steps += 1")
-    assert own_counters(loops) == [OwnCounter("steps", 4, ends=True, led=True)]
+    assert loop_counters(loops) == [LoopCounter("steps", 4, ends=True, restored=True)]
 
 
 @pytest.mark.parametrize(
-    ("call", "led"),
+    ("call", "restored"),
     [("enumerate(loader)", True), ("enumerate(loader, epoch * 9)", True), ("enumerate(loader, i + 1)", False)],
 )
-def test_what_enumerate_counts_is_led_unless_it_goes_on_from_where_it_was(call: str, led: bool) -> None:
+def test_what_enumerate_counts_is_restored_unless_it_goes_on_from_where_it_was(call: str, restored: bool) -> None:
     loops = ScriptLoops(f"for i, x in {call}:\n  f(x).backward()\n  if i == 9: break")
-    assert own_counters(loops) == [OwnCounter("i", 1, ends=True, led=led)]
+    assert loop_counters(loops) == [LoopCounter("i", 1, ends=True, restored=restored)]
 
 
 @pytest.mark.parametrize(
@@ -445,8 +445,8 @@ def test_what_enumerate_counts_is_led_unless_it_goes_on_from_where_it_was(call: 
 def test_what_limits_a_training_loop_from_outside_is_named_too(
     source: str, named: list[tuple[str, int, bool, bool]]
 ) -> None:
-    found = [counter for counter in own_counters(ScriptLoops(source)) if counter.counts]
-    assert found == [OwnCounter(*given) for given in named]
+    found = [counter for counter in loop_counters(ScriptLoops(source)) if counter.counts]
+    assert found == [LoopCounter(*given) for given in named]
 
 
 COUNTED_IN_TURNS = """
@@ -480,8 +480,8 @@ for epoch in range(5):
     ],
 )
 def test_what_is_led_or_ends_another_loop_does_not_end_the_epochs(source: str, named: list[str]) -> None:
-    found = own_counters(ScriptLoops(source))
-    assert [counter.name for counter in found if counter.ends and not counter.led] == named
+    found = loop_counters(ScriptLoops(source))
+    assert [counter.name for counter in found if counter.ends and not counter.restored] == named
 
 
 def run(source: str, **names: object) -> dict[str, object]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollback.source.led_variables import LedVariable
+from rollback.source.loop_variables import LoopVariable
 from rollback.train.state.kept_values import ToldAtEnd
 from rollback.trainers.adopt.carried import Carried, CarriedBeside, CarriedByBatches, CarriedByEpochs, CarriedVariables
 from rollback.trainers.adopt.enumeration import HandedOut
@@ -196,7 +196,7 @@ class Rates(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("value", "steers", "told"),
+    ("value", "affects_training", "told"),
     [
         (torch.zeros(2000), True, True),
         ([torch.zeros(600), torch.zeros(600)], True, True),
@@ -217,14 +217,16 @@ class Rates(NamedTuple):
         (3, True, False),
     ],
 )
-def test_of_what_cannot_be_kept_that_is_told_which_the_script_needs(value: Any, steers: bool, told: bool) -> None:
+def test_of_what_cannot_be_kept_that_is_told_which_the_script_needs(
+    value: Any, affects_training: bool, told: bool
+) -> None:
     found: list[str] = []
     handed = HandedOut(guard=SimpleNamespace())  # type: ignore[arg-type]
     epochs: Any = {("script.py", 1): SimpleNamespace(place=1)}
     variables = CarriedVariables(handed, epochs, lambda variable, *_: found.append(variable.name), print)
-    variables.add("a", "script.py", LedVariable("a", 1, steers, steers, False, loop=None))  # type: ignore[arg-type]
+    variables.add("a", "script.py", LoopVariable("a", 1, affects_training, affects_training, False, loop=None))  # type: ignore[arg-type]
     for _ in range(2):
-        ask = variables.by_batch if steers else partial(variables.by_epoch, line=1)
+        ask = variables.by_batch if affects_training else partial(variables.by_epoch, line=1)
         assert ask(lambda: value, "a", "script.py") == ()
     assert found == ["a"] * told, "once"
 
@@ -266,7 +268,7 @@ def test_a_tensor_of_the_model_is_kept_by_the_guard_and_not_lost(keeps: bool) ->
     model.register_buffer("queue", torch.zeros(2000))
     handed = HandedOut(guard=SimpleNamespace())  # type: ignore[arg-type]
     variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name), print)
-    variables.add("a", "script.py", LedVariable("m.queue", 1, True, True, True, loop=None))  # type: ignore[arg-type]
+    variables.add("a", "script.py", LoopVariable("m.queue", 1, True, True, True, loop=None))  # type: ignore[arg-type]
     variables.keep(cast(Any, SimpleNamespace(keep=lambda **_: None)), model if keeps else torch.nn.Module(), [])
     variables.by_batch(lambda: model.queue, "a", "script.py")
     assert found == ["m.queue"] * (not keeps)
@@ -300,7 +302,7 @@ def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: 
     found: list[str] = []
     handed, kept = HandedOut(), dict[str, Any]()
     variables = CarriedVariables(handed, {}, print, lambda variable, _: found.append(variable.name))
-    variables.add("a", "script.py", LedVariable("a", 1, False, True, True, loop=None))  # type: ignore[arg-type]
+    variables.add("a", "script.py", LoopVariable("a", 1, False, True, True, loop=None))  # type: ignore[arg-type]
     guard = cast(Any, SimpleNamespace(keep=lambda **named: kept.update(named)))
     variables.keep(guard, torch.nn.Linear(1, 1), [])
     (carried,) = kept.values()
@@ -316,7 +318,7 @@ def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: 
 def test_they_are_kept_by_their_names_and_files() -> None:
     variables, kept = CarriedVariables(HandedOut(), {}, print, print), dict[str, Carried]()
     for file in ("/at/script.py", "/another/script.py"):
-        variables.add("a of loop 1", file, LedVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
+        variables.add("a of loop 1", file, LoopVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
     guard: Any = SimpleNamespace(keep=lambda **named: kept.update(named))
     assert variables.count_of("turns of loop 1", "/at/script.py") is None
     variables.keep(guard, torch.nn.Linear(1, 1), [("/at/script.py", "turns of loop 1")])
@@ -339,7 +341,7 @@ def test_a_sum_of_losses_is_not_told_in_the_midst_of_an_update() -> None:
     found: list[str] = []
     handed = HandedOut(guard=SimpleNamespace(), batches=2)  # type: ignore[arg-type]
     variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name), print)
-    variables.add("a", "script.py", LedVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
+    variables.add("a", "script.py", LoopVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
     total = torch.zeros(3, requires_grad=True)
     variables.by_batch(lambda: total, "a", "script.py")
     assert not found

@@ -1,4 +1,4 @@
-"""What a script counts, and carries from turn to turn: which of it is led, and how it is asked for."""
+"""What a script counts, and carries from turn to turn: which of it is restored, and how it is asked for."""
 
 import ast
 import textwrap
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollback.source.led_variables import led_variables
+from rollback.source.loop_counters import loop_counters
+from rollback.source.loop_variables import loop_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.own_counters import own_counters
 from rollback.source.steering import (
     BY_BATCH,
     BY_EPOCH,
@@ -41,7 +41,7 @@ def run(source: str, **names: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("source", "led"),
+    ("source", "restored"),
     [
         # counts, and what a training depends on
         ("for x in loader:\n  f(x).backward()\n  if x: n += 1\n  n += 1", ["n"]),
@@ -99,10 +99,10 @@ def run(source: str, **names: Any) -> dict[str, Any]:
         ("for x in loader:\n  n += 1\nfor x in loader:\n  f(x).backward()", []),
     ],
 )  # fmt: skip
-def test_what_a_training_loop_counts_or_trains_by_is_led(source: str, led: list[str]) -> None:
+def test_what_a_training_loop_counts_or_trains_by_is_restored(source: str, restored: list[str]) -> None:
     loops = ScriptLoops(source)
-    assert sorted(variable.name for variable in led_variables(loops) if variable.by_batch) == led
-    assert {count.name for count in own_counters(loops) if count.led} == {*led}
+    assert sorted(variable.name for variable in loop_variables(loops) if variable.by_batch) == restored
+    assert {count.name for count in loop_counters(loops) if count.restored} == {*restored}
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,15 @@ def test_what_a_training_loop_counts_or_trains_by_is_led(source: str, led: list[
 )
 def test_so_is_what_is_only_told_and_no_counter(behind: str, names: list[str]) -> None:
     loops = ScriptLoops(f"for x in loader:\n  f(x).backward()\n  {behind}")
-    assert sorted((each.name, each.steers) for each in led_variables(loops)) == [(name, False) for name in names]
-    assert not own_counters(loops)
+    assert sorted((each.name, each.affects_training) for each in loop_variables(loops)) == [
+        (name, False) for name in names
+    ]
+    assert not loop_counters(loops)
 
 
 def test_a_function_of_the_script_may_be_called_next() -> None:
     loops = ScriptLoops("for x in loader:\n  f(x, next()).backward()\n  n += 1")
-    assert [count.name for count in own_counters(loops)] == ["n"]
+    assert [count.name for count in loop_counters(loops)] == ["n"]
 
 
 def test_so_is_what_a_logger_is_told_that_hands_the_batches_on() -> None:
@@ -134,14 +136,17 @@ def test_so_is_what_a_logger_is_told_that_hands_the_batches_on() -> None:
             logger.meters["speed"].update(1 / x)
     """
     loops = ScriptLoops(textwrap.dedent(source))
-    assert [(each.name, each.steers) for each in led_variables(loops)] == [("logger", False), ("logger.meters", False)]
-    assert not [count for count in own_counters(loops) if not count.counts]
+    assert [(each.name, each.affects_training) for each in loop_variables(loops)] == [
+        ("logger", False),
+        ("logger.meters", False),
+    ]
+    assert not [count for count in loop_counters(loops) if not count.counts]
 
 
 def test_what_a_training_gives_back_may_be_told_alone() -> None:
     source = "def one(n):\n  for x in loader:\n    f(x).backward()\n    n += x\n  return n\nprint(one(3))"
-    (variable,) = led_variables(ScriptLoops(source))
-    assert (variable.name, variable.steers) == ("n", False)
+    (variable,) = loop_variables(ScriptLoops(source))
+    assert (variable.name, variable.affects_training) == ("n", False)
 
 
 @pytest.mark.parametrize(
@@ -153,30 +158,30 @@ def test_what_a_training_gives_back_may_be_told_alone() -> None:
     ],
 )
 def test_what_something_else_reads_may_be_trained_by(before: str, behind: str) -> None:
-    (variable,) = led_variables(ScriptLoops(f"{before}\nfor x in loader:\n  f(x).backward()\n  {behind}"))
-    assert (variable.name, variable.steers) == ("n", True)
+    (variable,) = loop_variables(ScriptLoops(f"{before}\nfor x in loader:\n  f(x).backward()\n  {behind}"))
+    assert (variable.name, variable.affects_training) == ("n", True)
 
 
 def test_the_time_is_not_put_back() -> None:
     source = "for x in loader:\n  f(x).backward()\n  spent += time.time() - end\n  end = time.time()"
-    assert [variable.name for variable in led_variables(ScriptLoops(source))] == ["spent"]
+    assert [variable.name for variable in loop_variables(ScriptLoops(source))] == ["spent"]
 
 
 def test_a_module_takes_nothing_in() -> None:
     source = "import torch\nfor x in loader:\n  f(torch.to(x)).backward()\n  torch.save(best)\n  best = max(best, 1)"
-    (variable,) = led_variables(ScriptLoops(source))
-    assert (variable.name, variable.steers) == ("best", False)
+    (variable,) = loop_variables(ScriptLoops(source))
+    assert (variable.name, variable.affects_training) == ("best", False)
 
 
 def test_what_decides_of_an_act_that_the_loop_ends_by_trains_too() -> None:
     """As Accelerate's trigger."""
     source = "for x in loader:\n  f(x).backward()\n  if bad > 3: a.set_trigger()\n  bad += x\n  if a.check(): break"
-    (variable,) = led_variables(ScriptLoops(source))
-    assert (variable.name, variable.steers) == ("bad", True)
+    (variable,) = loop_variables(ScriptLoops(source))
+    assert (variable.name, variable.affects_training) == ("bad", True)
 
 
 @pytest.mark.parametrize(
-    ("behind", "led"),
+    ("behind", "restored"),
     [
         ("beta = beta + 0.1", ["beta"]),
         ("history.append(x)", ["history"]),
@@ -185,11 +190,11 @@ def test_what_decides_of_an_act_that_the_loop_ends_by_trains_too() -> None:
         ("last = x\n  print(last)", []),
     ],
 )
-def test_of_a_loop_over_epochs_all_is_led_that_it_carries(behind: str, led: list[str]) -> None:
+def test_of_a_loop_over_epochs_all_is_restored_that_it_carries(behind: str, restored: list[str]) -> None:
     source = f"for epoch in range(3):\n  for x in loader:\n    f(x).backward()\n  {behind}"
-    found = led_variables(ScriptLoops(source))
-    assert [(variable.name, variable.by_batch) for variable in found] == [(name, False) for name in led]
-    assert not led_variables(ScriptLoops(source.replace("range(3)", "groups")))
+    found = loop_variables(ScriptLoops(source))
+    assert [(variable.name, variable.by_batch) for variable in found] == [(name, False) for name in restored]
+    assert not loop_variables(ScriptLoops(source.replace("range(3)", "groups")))
 
 
 def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
@@ -290,7 +295,7 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
 
 
 @pytest.mark.parametrize(
-    ("source", "led"),
+    ("source", "restored"),
     [
         (TAKEN, [False]),
         (TAKEN.replace("x = next(batches)", "try: x = next(batches)\n        except StopIteration: x = next(batches)"),
@@ -371,9 +376,9 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
     ],
 )  # fmt: skip
 def test_a_loop_over_a_range_that_takes_the_batches_of_an_update_in_each_turn_is_led(
-    source: str, led: list[bool]
+    source: str, restored: list[bool]
 ) -> None:
-    assert [each.in_epochs for each in ScriptLoops(textwrap.dedent(source)).by_turns] == led
+    assert [each.in_epochs for each in ScriptLoops(textwrap.dedent(source)).by_turns] == restored
 
 
 def test_such_a_loop_begins_another_turn_where_it_is_told_to() -> None:
@@ -420,7 +425,7 @@ for epoch in range(9):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "led"),
+    ("old", "new", "restored"),
     [
         ("stopper", "stopper", ["stopper.counter", "stopper.seen", "tau"]),
         ("stopper(value)", "stopper.step(value)", ["stopper.counter", "stopper.seen", "tau"]),
@@ -429,9 +434,9 @@ for epoch in range(9):
         ("    stopper(value)", "    stopper = Stopper()\n    stopper(value)", ["tau"]),
     ],
 )
-def test_what_is_carried_by_way_of_calls_is_led(old: str, new: str, led: list[str]) -> None:
-    found = led_variables(ScriptLoops(STOPPER.replace(old, new)))
-    assert sorted(variable.name for variable in found) == led
+def test_what_is_carried_by_way_of_calls_is_restored(old: str, new: str, restored: list[str]) -> None:
+    found = loop_variables(ScriptLoops(STOPPER.replace(old, new)))
+    assert sorted(variable.name for variable in found) == restored
 
 
 OF_FILE = """
@@ -471,8 +476,8 @@ OF_FUNCTION_AROUND = """
 @pytest.mark.parametrize("source", [OF_FILE, OF_FUNCTION_AROUND, OF_FILE.replace("def main():", "def main(tau=0):")])
 def test_a_variable_that_is_not_the_functions_own_is_set_where_it_is(source: str) -> None:
     own = "main(tau" in source
-    led = {variable.name for variable in led_variables(ScriptLoops(textwrap.dedent(source)))}
-    assert led == ({"seen", "cfg"} if own else {"tau", "seen", "cfg"})
+    restored = {variable.name for variable in loop_variables(ScriptLoops(textwrap.dedent(source)))}
+    assert restored == ({"seen", "cfg"} if own else {"tau", "seen", "cfg"})
     asked: list[str] = []
 
     def by_batch(read: Callable[[], Any], name: str, filename: str, *_: bool) -> list[Any]:
@@ -480,7 +485,7 @@ def test_a_variable_that_is_not_the_functions_own_is_set_where_it_is(source: str
         return [100] * (read() == 3)
 
     found = run(source, loader="abcd", **{BY_BATCH: by_batch})
-    assert {name.partition(" ")[0] for name in asked} == led
+    assert {name.partition(" ")[0] for name in asked} == restored
     assert (found["tau"], found["seen"], found["cfg"]) == (5 if own else 102, ["a", "b", "c", "d"], {"tau": 5})
 
 
@@ -490,11 +495,11 @@ def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
         "      nonlocal lam\n      lam += 1\n      self.one()\n      return f(x, self.b) + lam\n"
         "    for x in loader:\n      objective(x).backward()\n"
     )
-    assert sorted(variable.name for variable in led_variables(ScriptLoops(source))) == ["lam", "self.b"]
+    assert sorted(variable.name for variable in loop_variables(ScriptLoops(source))) == ["lam", "self.b"]
 
 
 @pytest.mark.parametrize(
-    ("definition", "call", "led"),
+    ("definition", "call", "restored"),
     [
         ("def one(x, s):\n  s['tau'] *= 0.9\n  f(x, s).backward()", "one(x, state)", ["state"]),
         ("def one(x, s):\n  s.tau *= 0.9\n  f(x, s).backward()", "one(x, s=run.state)", ["run.state.tau"]),
@@ -516,24 +521,24 @@ def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
         ("class S:\n  def one(self, x): self.n += 1", "one(x, state); f(x, state).backward()", []),
     ],
 )  # fmt: skip
-def test_so_is_what_a_function_changes_of_what_it_is_given(definition: str, call: str, led: list[str]) -> None:
-    found = led_variables(ScriptLoops(f"{definition}\nfor x in loader:\n  {call}\n  o.step()"))
-    assert [variable.name for variable in found] == led
+def test_so_is_what_a_function_changes_of_what_it_is_given(definition: str, call: str, restored: list[str]) -> None:
+    found = loop_variables(ScriptLoops(f"{definition}\nfor x in loader:\n  {call}\n  o.step()"))
+    assert [variable.name for variable in found] == restored
 
 
 def test_an_object_that_has_one_of_its_kind_is_looked_at_once() -> None:
     node = "class A:\n  def __init__(self): self.child = A()\n  def go(self):\n    self.n += 1\n    self.child.go()\n"
-    found = led_variables(ScriptLoops(f"{node}a = A()\nfor x in loader:\n  f(x, a.n).backward()\n  a.go()"))
+    found = loop_variables(ScriptLoops(f"{node}a = A()\nfor x in loader:\n  f(x, a.n).backward()\n  a.go()"))
     assert [variable.name for variable in found] == ["a.n"]
 
 
 def test_classes_of_one_name_are_looked_at_once() -> None:
     classes = "class A: pass\nclass B(A): pass\nclass A(B): pass\na = A()\n"
-    assert not led_variables(ScriptLoops(f"{classes}for x in loader:\n  f(x).backward()\n  a.step(x)"))
+    assert not loop_variables(ScriptLoops(f"{classes}for x in loader:\n  f(x).backward()\n  a.step(x)"))
 
 
 @pytest.mark.parametrize(("made", "named"), [("EarlyStopping(patience=3)", True), ("Evaluator()", False)])
 def test_so_is_an_object_of_another_file_that_stops_early(made: str, named: bool) -> None:
     source = f"stopper = {made}\nfor epoch in range(9):\n  for x in loader: f(x).backward()\n  if stopper(x): break"
-    found = [(each.name, each.line, each.ends) for each in own_counters(ScriptLoops(source))]
+    found = [(each.name, each.line, each.ends) for each in loop_counters(ScriptLoops(source))]
     assert found == [("stopper", 1, True)] * named

@@ -1,12 +1,12 @@
-"""Which variables that a script's loops carry from turn to turn are led: put back where training goes on elsewhere."""
+"""Which variables that a script's loops carry from turn to turn are restored where training goes on elsewhere."""
 
 import ast
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from rollback.source.called import ChangedByCalls
-from rollback.source.carried import has_part_in, names_in, place_of, set_by_head, targets_in, turn_of
+from rollback.source.changed_by_calls import ChangedByCalls
+from rollback.source.loop_carried import has_part_in, iteration_of, names_in, place_of, set_by_head, targets_in
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import (
     Loop,
@@ -32,27 +32,27 @@ _CLOCKS = frozenset((
 
 
 @dataclass(frozen=True)
-class LedVariable:
+class LoopVariable:
     """A variable, or an attribute of one, that a loop carries.
 
-    line: where the loop sets it. steers: whether what is trained, or for how long, depends on it, for all that the file
-    shows. by_batch: in a training loop, whose turn has a batch; else in one over epochs, where it is what it was at the
-    top of the epoch. in_place: whether it is the same object all the time, as a list that grows. taking: statements of
-    that loop that take a batch by `next`, also in a loop over the batches of an update.
+    line: where the loop sets it. affects_training: whether what is trained, or for how long, depends on it, for all
+    that the file shows. by_batch: in a training loop, whose turn has a batch; else in one over epochs, where it is what
+    it was at the top of the epoch. in_place: whether it is the same object all the time, as a list that grows. taking:
+    statements of that loop that take a batch by `next`, also in a loop over the batches of an update.
     """
 
     name: str
     line: int
-    steers: bool
+    affects_training: bool
     by_batch: bool
     in_place: bool
     loop: Loop = field(compare=False, repr=False)
     taking: tuple[ast.stmt, ...] = field(default=(), compare=False, repr=False)
 
 
-def led_variables(loops: ScriptLoops) -> list[LedVariable]:
+def loop_variables(loops: ScriptLoops) -> list[LoopVariable]:
     """Those of a file, loop by loop."""
-    found: list[LedVariable] = []
+    found: list[LoopVariable] = []
     carried_by = carried_by_loops(loops)
     for loop, carried in carried_by.items():
         by_batch = loop not in loops.steerable
@@ -63,9 +63,11 @@ def led_variables(loops: ScriptLoops) -> list[LedVariable]:
             apart = {name for part in taking for name in names_in(part)}  # it is what it was before the batch there
         else:  # what its batches change beside the training is not what it was at the epoch's top
             inner = [each for each in carried_by if each not in loops.steerable and each in loops.reached(loop)]
-            apart = {name for each in inner for name in carried_by[each].lines if not carried.steers(name)}
+            apart = {name for each in inner for name in carried_by[each].lines if not carried.affects_training(name)}
         found += [
-            LedVariable(name, line, carried.steers(name), by_batch, name not in carried.rebound, loop, taking)
+            LoopVariable(
+                name, line, carried.affects_training(name), by_batch, name not in carried.rebound, loop, taking
+            )
             for name, line in carried.lines.items()
             if name not in apart
         ]
@@ -115,10 +117,10 @@ class CarriedByLoop:
         clocks = {*map(dotted, timed)}
         anew = {name for node in nodes for item in _set_by(node) if (name := dotted(item))} | set_by_head(loop)
         beside = {name: line for name, line in called.found.items() if not has_part_in(name, anew)}
-        turn = turn_of(loop)
+        iteration = iteration_of(loop)
         whole = {name.rpartition(".")[0] for name in called.found}  # of which each part is known: `meter.update(loss)`
-        self.lines = {name: line for name, line in (turn.carried | beside).items() if name not in clocks | whole}
-        self.rebound = turn.rebound | called.rebound
+        self.lines = {name: line for name, line in (iteration.carried | beside).items() if name not in clocks | whole}
+        self.rebound = iteration.rebound | called.rebound
         if loop in loops.gathering or loop in [turning.loop for turning in loops.by_turns]:
             filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
             for name in {place_of(target) for target, value in filled if takes_or_names(value, set_by_head(loop))}:
@@ -130,7 +132,7 @@ class CarriedByLoop:
         }  # fmt: skip
         self._steering = _steering_names(loops, loop)
 
-    def steers(self, name: str) -> bool:
+    def affects_training(self, name: str) -> bool:
         """Whether the training depends on it, or on an object that it is an attribute of."""
         return has_part_in(name, self._steering)
 

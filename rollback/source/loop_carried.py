@@ -26,13 +26,13 @@ _OF_PARAMETERS = frozenset(("grad", "data", "param_groups"))
 """Attributes of what the guard has, `w.data`; the script's own may have such a name, too, as `self.data`."""
 
 
-def turn_of(loop: Loop) -> "Turn":
+def iteration_of(loop: Loop) -> "LoopIteration":
     """What happens to variables, and to attributes of variables (`self.beta`), in a turn of a loop's body."""
-    turn = Turn()
+    iteration = LoopIteration()
     if isinstance(loop, ast.While):
-        turn.read(loop.test, set())
-    turn.run(loop.body, set_by_head(loop))
-    return turn
+        iteration.read(loop.test, set())
+    iteration.run(loop.body, set_by_head(loop))
+    return iteration
 
 
 def set_by_head(loop: Loop) -> set[str]:
@@ -85,7 +85,7 @@ def has_part_in(name: str, names: Collection[str]) -> bool:
     return any(".".join(parts[:end]) in names for end in range(1, len(parts) + 1))
 
 
-class Turn:
+class LoopIteration:
     """What happens to variables in one turn of a loop. Where it may go several ways, a variable is set if all set it.
 
     stored: the line that sets each first. rebound: those that are set to another object, not changed in place alone.
