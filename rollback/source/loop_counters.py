@@ -19,8 +19,8 @@ class LoopCounter:
     """What counts the script's batches or updates beside the guard, a variable that it adds 1 to, a `range`; or what it
     carries from turn to turn, and trains by.
 
-    ends: it decides when the loop is left. restored: it is what it was, where `steered` has changed this file. counts:
-    whether it counts. loop: whose turns.
+    ends: it decides when the loop is left. restored: it is what it was, where `instrumented` has changed this file.
+    counts: whether it counts. loop: whose turns.
     """
 
     name: str
@@ -44,7 +44,7 @@ def _carried(loops: ScriptLoops) -> Iterator[LoopCounter]:
     alone: a patience, which the variables of a method do not outlive."""
     carried_by = carried_by_loops(loops)
     variables = loop_variables(loops)
-    for loop in (*innermost(loops), *loops.steerable):
+    for loop in (*innermost(loops), *loops.epoch_loops):
         deciding, carried = _deciding(loops, loop), carried_by[loop]
         own = {variable.name for variable in variables if variable.loop is loop}
         takes = [node for node in ast.walk(loop) if is_call_of(node, "next")]
@@ -67,7 +67,7 @@ def _stopping(loops: ScriptLoops) -> Iterator[LoopCounter]:
     """Objects by which loops over epochs are left, `if stopper.stop: break`, that these loops do not make: if their
     class is another file's, and stops early by its name."""
     own = {node.name for node in ast.walk(loops.tree) if isinstance(node, ast.ClassDef)}
-    for epochs in loops.steerable:
+    for epochs in loops.epoch_loops:
         asked = {name for test in _ending(loops, epochs) for name in names_in(test)}
         anew = {id(node) for node in ast.walk(epochs)}
         for made in ast.walk(loops.tree):
@@ -93,8 +93,8 @@ def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
 def _ending(loops: ScriptLoops, loop: Loop) -> list[ast.expr]:
     leaving = set(_leaving(loop.body))
     ends = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and not leaving.isdisjoint(ast.walk(node))]
-    turning = (node for node in ast.walk(loops.tree) if isinstance(node, ast.While))
-    ends += [node.test for node in turning if node is loop or any(item is loop for item in loops.reached(node))]
+    while_loops = (node for node in ast.walk(loops.tree) if isinstance(node, ast.While))
+    ends += [node.test for node in while_loops if node is loop or any(item is loop for item in loops.reached(node))]
     return ends
 
 
@@ -127,9 +127,9 @@ def _limiting(loops: ScriptLoops) -> Iterator[LoopCounter]:
             if isinstance(call, ast.Call) and limits_or_counts(call):
                 ends = not is_call_of(call, "zip") or has_range(call)
                 yield LoopCounter(ast.unparse(call), call.lineno, ends, call in ours, loop=batches)
-    restored = [*loops.steerable, *(each.loop for each in loops.by_turns)]
-    epochs = [loop for loop in loops.drawing if loop in loops.steerable or _begins_iterator(loops, loop)]
+    led = [*loops.epoch_loops, *(each.loop for each in loops.step_loops)]
+    epochs = [loop for loop in loops.drawing if loop in loops.epoch_loops or _begins_iterator(loops, loop)]
     for loop in loops.drawing:
         parts = any(each in loops.training and each not in epochs for each in loops.around(loop))
-        if not parts and (loop in restored or loop not in epochs):  # parts of an update are begun anew for each
-            yield LoopCounter(ast.unparse(loop.target), loop.lineno, True, loop in restored, loop=loop)
+        if not parts and (loop in led or loop not in epochs):  # parts of an update are begun anew for each
+            yield LoopCounter(ast.unparse(loop.target), loop.lineno, True, loop in led, loop=loop)

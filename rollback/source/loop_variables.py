@@ -55,14 +55,14 @@ def loop_variables(loops: ScriptLoops) -> list[LoopVariable]:
     found: list[LoopVariable] = []
     carried_by = carried_by_loops(loops)
     for loop, carried in carried_by.items():
-        by_batch = loop not in loops.steerable
+        by_batch = loop not in loops.epoch_loops
         taking = (*_taking(loop.body),) if by_batch else ()
         if by_batch and loop not in loops.batches and not taking:
             continue  # what it calls takes the batch, and may look at the variable there
         if by_batch:
             apart = {name for part in taking for name in names_in(part)}  # it is what it was before the batch there
         else:  # what its batches change beside the training is not what it was at the epoch's top
-            inner = [each for each in carried_by if each not in loops.steerable and each in loops.reached(loop)]
+            inner = [each for each in carried_by if each not in loops.epoch_loops and each in loops.reached(loop)]
             apart = {name for each in inner for name in carried_by[each].lines if not carried.affects_training(name)}
         found += [
             LoopVariable(
@@ -77,7 +77,7 @@ def loop_variables(loops: ScriptLoops) -> list[LoopVariable]:
 def carried_by_loops(loops: ScriptLoops) -> "dict[Loop, CarriedByLoop]":
     """Of those over epochs that are led, and of those that train."""
     if loops not in _carried_by:
-        _carried_by[loops] = {loop: CarriedByLoop(loops, loop) for loop in (*loops.steerable, *innermost(loops))}
+        _carried_by[loops] = {loop: CarriedByLoop(loops, loop) for loop in (*loops.epoch_loops, *innermost(loops))}
     return _carried_by[loops]
 
 
@@ -90,14 +90,14 @@ def _taking(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 def innermost(loops: ScriptLoops) -> list[Loop]:
     """The training loops that have none inside, nor in what they call, but one over the batches of an update."""
-    training = [loop for loop in loops.training if loop not in loops.steerable and not _is_of_update(loops, loop)]
+    training = [loop for loop in loops.training if loop not in loops.epoch_loops and not _is_of_update(loops, loop)]
     begin_others = {loop for other in training for loop in loops.around(other)}
     return [loop for loop in training if loop not in begin_others]
 
 
 def _is_of_update(loops: ScriptLoops, loop: Loop) -> bool:
     """Whether it makes none, and a training loop around it does: `for micro in range(4): batch = next(batches)`."""
-    outer = (each for each in loops.around(loop) if each in loops.training and each not in loops.steerable)
+    outer = (each for each in loops.around(loop) if each in loops.training and each not in loops.epoch_loops)
     return not any(map(is_step, loops.reached(loop))) and any(
         is_step(node) for each in outer for node in loops.reached(each)
     )
@@ -121,7 +121,7 @@ class CarriedByLoop:
         whole = {name.rpartition(".")[0] for name in called.found}  # of which each part is known: `meter.update(loss)`
         self.lines = {name: line for name, line in (iteration.carried | beside).items() if name not in clocks | whole}
         self.rebound = iteration.rebound | called.rebound
-        if loop in loops.gathering or loop in [turning.loop for turning in loops.by_turns]:
+        if loop in loops.gathering or loop in [each.loop for each in loops.step_loops]:
             filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
             for name in {place_of(target) for target, value in filled if takes_or_names(value, set_by_head(loop))}:
                 self.lines.pop(name or "", None)
@@ -130,18 +130,18 @@ class CarriedByLoop:
             if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
             and isinstance(node.value, ast.Constant) and node.value.value == 1
         }  # fmt: skip
-        self._steering = _steering_names(loops, loop)
+        self._decisive = _decisive_names(loops, loop)
 
     def affects_training(self, name: str) -> bool:
         """Whether the training depends on it, or on an object that it is an attribute of."""
-        return has_part_in(name, self._steering)
+        return has_part_in(name, self._decisive)
 
 
 _carried_by: WeakKeyDictionary[ScriptLoops, dict[Loop, CarriedByLoop]] = WeakKeyDictionary()
 """What was found of each file: of a large one that takes seconds."""
 
 
-def _steering_names(loops: ScriptLoops, loop: Loop) -> set[str]:
+def _decisive_names(loops: ScriptLoops, loop: Loop) -> set[str]:
     """The names on which it depends what a loop trains, and when it ends: those that a loss is made of, or that decide
     of an update or of the loop's end, and those that these are made of in turn. Rather too many than too few."""
     nodes = [node for each in (loop, *loops.around(loop)) for node in (*ast.walk(each), *loops.reached(each))]

@@ -23,7 +23,7 @@ from rollback.source.nodes import (
     range_of,
 )
 from rollback.source.script_file import ScriptFile
-from rollback.source.turns import turning_loop
+from rollback.source.step_loops import step_loop
 
 _WRAPPERS = "enumerate", "tqdm"
 _RANGES = "range", "trange"
@@ -77,7 +77,7 @@ class ScriptLoops(ScriptFile):
             and not any(batches in inner[loop] for batches in self.batches)
             and any(is_call_of(node, "next") for node in self.reached(loop))
         ]  # fmt: skip
-        turning = [  # `while True: batch = next(batches)`
+        while_loops = [  # `while True: batch = next(batches)`
             node for node in self._all
             if isinstance(node, ast.While)
             and mentioned
@@ -85,7 +85,7 @@ class ScriptLoops(ScriptFile):
             and any(map(is_backward, self.reached(node)))
             and not any(item in self.batches for item in self.reached(node))
         ]  # fmt: skip
-        self.training: list[Loop] = [*self.batches, *self.drawing, *turning]
+        self.training: list[Loop] = [*self.batches, *self.drawing, *while_loops]
         """All that draw batches, and train on them."""
         self.epochs = {batches: near[0] for batches in self.batches if (near := nearest(around, batches))}
         self.trains_elsewhere = not training
@@ -93,26 +93,26 @@ class ScriptLoops(ScriptFile):
         mentions an optimizer may train, or call what does; a loop over the layers of a model is none of them."""
         around = [loop for loop in training if self.numbers(loop) is not None]
         around_each = [(loop, self.around(loop)) for loop in self.drawing]
-        turns = [
+        candidates = [
             found for loop, outer in around_each
             if all(each in self.drawing for each in outer)
-            and (found := turning_loop(self, loop, outer))
+            and (found := step_loop(self, loop, outer))
         ]  # fmt: skip
-        alone = len(turns) == 1 and not (self.batches or turning)
-        self.by_turns = [each for each in turns if each.in_epochs or alone]
-        within = [*self.batches, *(each.loop for each in self.by_turns if each.in_epochs)]
+        alone = len(candidates) == 1 and not (self.batches or while_loops)
+        self.step_loops = [each for each in candidates if each.in_epochs or alone]
+        within = [*self.batches, *(each.loop for each in self.step_loops if each.in_epochs)]
         may_train = [loop for batches in within for loop in nearest(around, batches)]
         if self.trains_elsewhere and is_script:
             may_train = [loop for loop in self._loops if names_epochs(loop) or self._has_optimizer(loop)]
-        self.steerable = {loop: numbers for loop in may_train if (numbers := self.numbers(loop)) is not None}
+        self.epoch_loops = {loop: numbers for loop in may_train if (numbers := self.numbers(loop)) is not None}
         """The loops that may go over epochs, each with its call of `range`, or with what has a range in it."""
 
-    def steerable_at(self, line: int) -> int | None:
+    def epoch_loop_at(self, line: int) -> int | None:
         """The line of the innermost such loop in whose body `line` is."""
-        lines = [loop.lineno for loop in self.steerable if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
+        lines = [loop.lineno for loop in self.epoch_loops if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
         return max(lines, default=None)
 
-    def turning_at(self, line: int) -> Loop | None:
+    def restarting_loop_at(self, line: int) -> Loop | None:
         """The innermost loop that begins anew what is at `line`; None for one that gives batches on, or takes them."""
         loops = [loop for loop in self._all if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
         found = max(loops, key=lambda loop: loop.lineno, default=None)

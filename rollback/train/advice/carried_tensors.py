@@ -20,10 +20,10 @@ import numpy as np
 from torch import Tensor
 
 from rollback.errors import UsageError
+from rollback.source.instrumentation import BY_BATCH
 from rollback.source.loop_variables import loop_variables
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import Loop, takes_or_names
-from rollback.source.steering import BY_BATCH
 from rollback.train.advice.script_tensors import tensors_of
 from rollback.train.introspection import locals_of, own_callers
 
@@ -52,21 +52,21 @@ class CarriedByScript:
 
     def _held(self) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
         for frame in own_callers():
-            for name, lines in _steering(frame.f_code.co_filename):
+            for name, lines in _needed_in(frame.f_code.co_filename):
                 if frame.f_lineno in lines:
                     value = _value_of(name, frame, self._handed)
                     yield name, (value, [*_samples_in(value)])
 
 
 @functools.cache
-def _steering(filename: str) -> list[tuple[str, range]]:
+def _needed_in(filename: str) -> list[tuple[str, range]]:
     """The variables on which the training depends that the loops of a file carry, and the lines of their loop."""
     try:
         variables = loop_variables(ScriptLoops("".join(linecache.getlines(filename))))
     except (SyntaxError, UsageError, RecursionError):  # it has changed, or is nested too deeply to be read here
         return []
-    steering = [item for item in variables if item.affects_training and item.name not in _batches_of(item.loop)]
-    return [(item.name, range(item.loop.lineno, (item.loop.end_lineno or 0) + 1)) for item in steering]
+    needed = [item for item in variables if item.affects_training and item.name not in _batches_of(item.loop)]
+    return [(item.name, range(item.loop.lineno, (item.loop.end_lineno or 0) + 1)) for item in needed]
 
 
 def _batches_of(loop: Loop) -> set[str]:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
-from rollback.source import steering
+from rollback.source import instrumentation
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
@@ -70,7 +70,7 @@ class Adoption:
         """How many passes over its loader Lightning Fabric had counted in front of the training."""
         self._carried = CarriedVariables(self._handed, self._loops, self._signs.carries, self._signs.misses)
         self._sources = ScriptSources(self._carried.add, self._signs.refuse)
-        self._steered: EpochLoop | None = None
+        self._led_loop: EpochLoop | None = None
         """The one that the guard leads."""
 
     def _move(self, event: ScriptEvent) -> None:
@@ -79,13 +79,14 @@ class Adoption:
     # The script ------------------------------------------------------------------------------------------------------
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
-        """Compile it, with its loops steered, as modules that it imports are. Raises SyntaxError as Python does."""
+        """Compile it, instrumented, as modules that it imports are. Raises SyntaxError as Python does."""
         turns = TurningLoops(self._handed, self._carried.count_of, self._sources.demands)
         vars(builtins).update({
-            steering.ENUMERATE: partial(numbered, self._handed), steering.LIMIT: partial(limit, self._handed),
-            steering.EPOCHS: self._epochs, steering.MOVED: EpochMoved, steering.RAISED: self._note_raised,
-            steering.BY_BATCH: self._carried.by_batch, steering.BY_EPOCH: self._carried.by_epoch,
-            steering.TURNS: turns.turns, steering.TAKE: turns.take, steering.TURNED: Turned,
+            instrumentation.ENUMERATE: partial(numbered, self._handed),
+            instrumentation.LIMIT: partial(limit, self._handed), instrumentation.RAISED: self._note_raised,
+            instrumentation.EPOCHS: self._epochs, instrumentation.EPOCH_MOVED: EpochMoved,
+            instrumentation.BY_BATCH: self._carried.by_batch, instrumentation.BY_EPOCH: self._carried.by_epoch,
+            instrumentation.STEPS: turns.turns, instrumentation.NEXT: turns.take, instrumentation.STEP_MOVED: Turned,
         })  # fmt: skip
         self._sources.watch_imports()
         return self._sources.read_script(source, filename)
@@ -120,10 +121,10 @@ class Adoption:
             if not stays:
                 say(f"{left}; its last update was judged to demand a return. The next attempt goes on from there")
                 raise SystemExit(1)
-            if breaks_off and not self._sources.ends_by_what_is_led():
+            if breaks_off and not self._sources.ends_by_what_is_restored():
                 self._signs.say(f"{left}. {signs.LEFT_BEHIND}")
         given_up = state is AdoptionState.ELSEWHERE and bool(self._given_up_by)
-        loop = None if breaks_off or given_up or self._sources.ends_by_what_is_led() else self._steered
+        loop = None if breaks_off or given_up or self._sources.ends_by_what_is_restored() else self._led_loop
         if loop is not None and loop.place + 1 < len(loop):
             left = f"the script has left its loop over epochs by itself, in epoch {loop.place + 1} of {len(loop)}"
             self._signs.say(f"{left}. {signs.LEFT_BEHIND}")
@@ -173,10 +174,10 @@ class Adoption:
         Fabric counts the passes, and tells the sampler that count as the epoch. A process that resumes has had none,
         and one that was sent back has had more than the training as it counts.
         """
-        if self._steered is None:
+        if self._led_loop is None:
             self._passes_before = loader._num_iter_calls
         elif self._adopted is not None and loader._dataloader is self._adopted.loader:
-            loader._num_iter_calls = self._passes_before + self._steered.place
+            loader._num_iter_calls = self._passes_before + self._led_loop.place
         return original(loader)
 
     def iterate_prepared(self, original: Callable[..., Any], loader: Any) -> Any:
@@ -195,13 +196,13 @@ class Adoption:
             self._adopted = self._adopt(whole, loop)
             self._move(ScriptEvent.GUARD_MADE)
             if loop is not None:
-                self._steer(self._adopted, loop)
+                self._lead(self._adopted, loop)
         elif (other := self._other_training(self._adopted)) is not None:
             self._signs.end_of_guard(other, self._given_up_by, self._adopted.guard.step)
             self._move(ScriptEvent.LEAVES)
             self._adopted.guard.close(given_up=bool(self._given_up_by))
-            if self._steered is not None:
-                self._steered.release()
+            if self._led_loop is not None:
+                self._led_loop.release()
             return original(loader)
         else:
             self._look_for_schedulers(self._adopted)
@@ -224,7 +225,7 @@ class Adoption:
             self._signs.refuse(error)
         self._signs.guard = guard
         self._handed.begin(guard)
-        self._carried.keep(guard, parts.model, self._sources.counts_of_turns())
+        self._carried.keep(guard, parts.model, self._sources.step_counts())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
         guard.name_ends("the script's {} updates", "the script's {} epochs")
         if loop is None and (where := self._sources.left_at()) is not None:
@@ -233,19 +234,19 @@ class Adoption:
             self._signs.counts_by_itself(where, counter, here=self._sources.is_here(counter))
         return Adopted(guard, parts.model, parts.optimizer, self.made.schedulers_of(parts.optimizer), loader, prepared)
 
-    def _steer(self, adopted: Adopted, loop: EpochLoop) -> None:
+    def _lead(self, adopted: Adopted, loop: EpochLoop) -> None:
         """Let the guard lead the loop over epochs that the script has just begun. Collective."""
-        self._steered, begun = loop, Ranks().from_each(loop.first)
+        self._led_loop, begun = loop, Ranks().from_each(loop.first)
         first = adopted.guard.keep(first_epoch=loop.first).first_epoch
         self._signs.agree({"the first epoch of the run": first})
         if {*begun} != {first}:
             self._signs.say(signs.begins_elsewhere(max(begun), first))
-        loop.steer(first, {*begun}, partial(self._places, adopted))
+        loop.follow(first, {*begun}, partial(self._places, adopted))
 
     def _other_training(self, adopted: Adopted) -> str | None:
         """Collective, where the guard's loader is trained on again: why that is another training; None: it is not."""
         other = self._other or None
-        if self._steered is not None and (self._steered.over or self._loop is not self._steered):
+        if self._led_loop is not None and (self._led_loop.over or self._loop is not self._led_loop):
             other = "trains on its loader again, behind its loop over epochs"
         elif adopted.prepared is None and len(optimizers_of(self.made.alive())) > 1:
             other = "trains on its loader again, with another optimizer"
@@ -258,13 +259,13 @@ class Adoption:
         since = [each for each in self.made.schedulers_of(adopted.optimizer) if each not in adopted.schedulers]
         if not since:
             return
-        kind, loop = type(since[0]).__name__, self._steered
+        kind, loop = type(since[0]).__name__, self._led_loop
         if loop is not None and loop.place == 0 and loop.again:
             raise signs.scheduler_made_anew(kind)
         self._signs.note(f"makes a {kind} in its loop over epochs, which the guard does not keep", adopted.guard.step)
 
     def _places(self, adopted: Adopted, epochs: int) -> Iterator[int]:
-        """Of the epochs to come in a steered loop. Collective."""
+        """Of the epochs to come in a loop that is led. Collective."""
         loader = adopted.loader if adopted.prepared is None else adopted.loader.base_dataloader
         rehearse = None if self._sources.gathers_updates() else lambda: next(iter(loader))
         places = adopted.guard.epochs(epochs, rehearse=rehearse)
@@ -275,7 +276,7 @@ class Adoption:
 
     def _begin_pass(self, adopted: Adopted) -> tuple[Iterator[Any], int]:
         """A pass over the guard: its batches, and the number of its epoch."""
-        if (loop := self._steered) is not None:
+        if (loop := self._led_loop) is not None:
             if loop.taken and not loop.over:
                 self._signs.refuse(as_error("goes over its loader more than once in each of its epochs"))
             loop.taken = True
@@ -291,7 +292,7 @@ class Adoption:
         guard = adopted.guard
         self.own_resume.require_trained()
         guard.departure.require_none()
-        if self._steered is not None and self._steered.place != epoch:
+        if self._led_loop is not None and self._led_loop.place != epoch:
             self._signs.refuse(as_error("takes the batches of one pass over its loader in several of its epochs"))
         try:
             batch = self._with_guard(next, batches)
@@ -308,7 +309,7 @@ class Adoption:
 
     def _go_on(self, adopted: Adopted) -> tuple[Iterator[Any], int] | None:
         """What a script that demands a batch goes on with, where a pass ends early because of us; None: it is told."""
-        early = self._steered is None and self._handed.falls_short()
+        early = self._led_loop is None and self._handed.falls_short()
         return (self._batches_of(adopted), 0) if early and self._sources.demands() else None
 
     def _batches_of(self, adopted: Adopted) -> Any:
@@ -363,19 +364,19 @@ class Adoption:
         what = f"trains with a second optimizer, {type(optimizer).__name__}, which was not there at the start"
         if ours:
             what = "trains on batches that its loader does not give it one by one: of a list, or a second time"
-        sign = self._signs.note if ours and self._steered is None else self._sign  # without: another pass may follow
+        sign = self._signs.note if ours and self._led_loop is None else self._sign  # without: another pass may follow
         sign(what, adopted.guard.step)
 
     def _strays(self) -> bool:
         """Whether the guard's optimizer updates by what came from no pass, where no loop over epochs repeats that."""
-        adopted, loop, astray = self._adopted, self._steered, self._state is AdoptionState.ASTRAY
+        adopted, loop, astray = self._adopted, self._led_loop, self._state is AdoptionState.ASTRAY
         early = adopted is not None and adopted.guard.step == 0 and not self._handed.holds  # it may have a rest
         return astray and adopted is not None and (early or loop is None or loop.over)
 
     def _sign(self, what: str, step: int) -> None:
         """The script does what the guard cannot keep exact. This rank alone may see it, and calls the guard as the
         others do. Another training is told to them where the guard's loader is iterated next (`_other_training`)."""
-        goes_on = self._state is AdoptionState.IN_PASS or (self._steered is not None and not self._steered.over)
+        goes_on = self._state is AdoptionState.IN_PASS or (self._led_loop is not None and not self._led_loop.over)
         if goes_on and not self._given_up_by:
             self._signs.note(what, step)
         else:
@@ -386,7 +387,7 @@ class Adoption:
     def _note_raised(self) -> tuple[()]:
         """An exception leaves a loop that trains. Returns the kinds that the loop is to catch: none."""
         in_pass = self._state is AdoptionState.IN_PASS and self._stranger is None
-        trains = in_pass if self._steered is None else self._loop is self._steered
+        trains = in_pass if self._led_loop is None else self._loop is self._led_loop
         if trains:
             self._handed.note_raised()
         return ()
@@ -394,5 +395,5 @@ class Adoption:
     @property
     def _given_up_by(self) -> str:
         """By which kind of error the script has left the guarded training in its midst; empty: it has not."""
-        loop = self._steered
+        loop = self._led_loop
         return "" if loop is not None and (loop.over or self._loop is loop) else self._handed.raised

@@ -1,7 +1,7 @@
 """What a script's loops carry from turn to turn, made what it was where the training stands.
 
 A temperature, a mean of losses, a patience: only the script can set its variables. So where a loop may have come to
-another place in the data, by a resume or a rollback, the script asks for them (`rollback.source.steering`), and
+another place in the data, by a resume or a rollback, the script asks for them (`rollback.source.instrumentation`), and
 checkpoints have them as values of the script.
 """
 

@@ -46,7 +46,7 @@ class Count:
 
 
 class Turned(BaseException):
-    """Ends a turn of a loop that `rollback.source.steering.steered` has changed; another one begins."""
+    """Ends a turn of a loop that `rollback.source.instrumentation` has changed; another one begins."""
 
 
 class Turns(ABC):

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
+from rollback.source.instrumentation import (
+    BY_BATCH,
+    BY_EPOCH,
+    EPOCH_MOVED,
+    EPOCHS,
+    NEXT,
+    RAISED,
+    STEP_MOVED,
+    STEPS,
+    instrumented,
+)
 from rollback.source.loop_counters import loop_counters
 from rollback.source.loop_variables import loop_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.steering import (
-    BY_BATCH,
-    BY_EPOCH,
-    EPOCHS,
-    MOVED,
-    RAISED,
-    TAKE,
-    TURNED,
-    TURNS,
-    steered,
-)
 
 
 class Loss:
@@ -28,15 +28,16 @@ class Loss:
         """Of no interest."""
 
 
-class Turned(BaseException):
+class Moved(BaseException):
     pass
 
 
 def run(source: str, **names: Any) -> dict[str, Any]:
     space: dict[str, Any] = {
-        "f": lambda *x: Loss(), "loader": "abcdef", TURNED: Turned, RAISED: lambda: (), BY_BATCH: lambda *_: (), **names
+        "f": lambda *x: Loss(), "loader": "abcdef",
+        STEP_MOVED: Moved, RAISED: lambda: (), BY_BATCH: lambda *_: (), **names,
     }  # fmt: skip
-    exec(compile(steered(ScriptLoops(textwrap.dedent(source)), "script.py").tree, "script.py", "exec"), space)
+    exec(compile(instrumented(ScriptLoops(textwrap.dedent(source)), "script.py").tree, "script.py", "exec"), space)
     return space
 
 
@@ -215,7 +216,7 @@ def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
         return [read() + 10] * (len(asked) == 3)  # with the second batch
 
     log: list[Any] = []
-    names = {EPOCHS: lambda numbers, *_: numbers, MOVED: Turned, BY_EPOCH: lambda *_: (), BY_BATCH: by_batch}
+    names = {EPOCHS: lambda numbers, *_: numbers, EPOCH_MOVED: Moved, BY_EPOCH: lambda *_: (), BY_BATCH: by_batch}
     run(source, log=log, beta=0, loader="ab", **names)
     assert log[:2] == [(0, "a", 0), (0, "b", 11)]
     assert {name for name, _ in asked} == {"beta of loop 2"}
@@ -232,7 +233,7 @@ def test_it_is_asked_for_with_each_batch_of_an_update() -> None:
             optimizer.step()
             beta = beta + 1
     """
-    text = ast.unparse(steered(ScriptLoops(textwrap.dedent(source)), "script.py").tree)
+    text = ast.unparse(instrumented(ScriptLoops(textwrap.dedent(source)), "script.py").tree)
     assert f"x = next(it)\n                for beta in {BY_BATCH}" in text
 
 
@@ -247,7 +248,7 @@ def test_at_an_epochs_top_it_is_asked_for_once() -> None:
                 optimizer.step()
                 beta = beta + 1
     """
-    text = ast.unparse(steered(ScriptLoops(textwrap.dedent(source)), "script.py").tree)
+    text = ast.unparse(instrumented(ScriptLoops(textwrap.dedent(source)), "script.py").tree)
     assert text.count(BY_EPOCH) == 1
 
 
@@ -378,7 +379,7 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
 def test_a_loop_over_a_range_that_takes_the_batches_of_an_update_in_each_turn_is_led(
     source: str, restored: list[bool]
 ) -> None:
-    assert [each.in_epochs for each in ScriptLoops(textwrap.dedent(source)).by_turns] == restored
+    assert [each.in_epochs for each in ScriptLoops(textwrap.dedent(source)).step_loops] == restored
 
 
 def test_such_a_loop_begins_another_turn_where_it_is_told_to() -> None:
@@ -387,12 +388,12 @@ def test_such_a_loop_begins_another_turn_where_it_is_told_to() -> None:
     def take(filename: str, line: int, batches: Any) -> Any:
         taken.append((filename, line))
         if len(taken) == 2:
-            raise Turned
+            raise Moved
         return next(batches)
 
     log: list[tuple[int, str]] = []
     turns = lambda numbers, filename, line, in_epochs, counted: [*numbers, 9]  # noqa: E731
-    run(TAKEN, log=log, **{TURNS: turns, TAKE: take})
+    run(TAKEN, log=log, **{STEPS: turns, NEXT: take})
     assert log == [(0, "a"), (2, "b"), (9, "c")]
     assert {*taken} == {("script.py", 3)}
 

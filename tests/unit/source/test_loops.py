@@ -10,10 +10,10 @@ import pytest
 
 from rollback.errors import UsageError
 from rollback.source.explicit import diff_of
+from rollback.source.instrumentation import BY_BATCH, BY_EPOCH, ENUMERATE, EPOCH_MOVED, EPOCHS, RAISED, instrumented
 from rollback.source.loop_counters import LoopCounter, loop_counters
 from rollback.source.loops import ScriptLoops
 from rollback.source.nodes import catches_end, cycles_at, demands_item
-from rollback.source.steering import BY_BATCH, BY_EPOCH, ENUMERATE, EPOCHS, MOVED, RAISED, steered
 
 PLAIN = """
 for epoch in range(3):
@@ -250,7 +250,7 @@ def test_a_loop_that_gathers_the_batches_of_an_update_trains_on_them(old: str, n
     line = next(at for at, text in enumerate(source.splitlines(), 1) if "in loader" in text)
     assert [loop.lineno == line for loop in loops.batches] == [gathers]
     assert [loop.lineno for loop in loops.gathering] == [line] * gathers
-    assert len(loops.steerable) == 1
+    assert len(loops.epoch_loops) == 1
 
 
 def test_a_loop_that_gathers_may_go_over_its_list_by_itself() -> None:
@@ -486,7 +486,7 @@ def test_what_is_led_or_ends_another_loop_does_not_end_the_epochs(source: str, n
 
 def run(source: str, **names: object) -> dict[str, object]:
     space: dict[str, object] = {BY_BATCH: lambda *_: (), **names}
-    exec(compile(steered(ScriptLoops(source), "script.py").tree, "script.py", "exec"), space)
+    exec(compile(instrumented(ScriptLoops(source), "script.py").tree, "script.py", "exec"), space)
     return space
 
 
@@ -506,7 +506,7 @@ def test_a_steered_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() ->
     source = "for epoch in range(3):\n    for x in loader(epoch):\n        f(x).backward()\n    log.append('behind')"
     given = {
         EPOCHS: lambda numbers, filename, line: [numbers[0], numbers[2]],
-        MOVED: Moved,
+        EPOCH_MOVED: Moved,
         RAISED: tuple,
         BY_EPOCH: lambda *_: (),
     }
@@ -561,7 +561,7 @@ def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_b
         for is_script in (True, False):
             source = f"for i, x in enumerate(logged(loader)):\n    seen.append(i)\n    {body}"
             given = {"loader": "ab", "logged": iter, "seen": seen, "scaler": print, "layer": print, "optimizer": ""}
-            tree = steered(ScriptLoops(source, is_script=is_script), "engine.py").tree
+            tree = instrumented(ScriptLoops(source, is_script=is_script), "engine.py").tree
             exec(compile(tree, "engine.py", "exec"), {**given, ENUMERATE: from_hundred})
     assert seen == [100, 101] * 2 + [0, 1] * 2
 
@@ -577,8 +577,8 @@ def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_b
 def test_where_another_file_trains_the_script_s_loops_over_epochs_are_steered_and_no_others(
     loop: str, asks: bool
 ) -> None:
-    assert (EPOCHS in ast.unparse(steered(ScriptLoops(loop), "script.py").tree)) == asks
-    assert EPOCHS not in ast.unparse(steered(ScriptLoops(loop, is_script=False), "module.py").tree)
+    assert (EPOCHS in ast.unparse(instrumented(ScriptLoops(loop), "script.py").tree)) == asks
+    assert EPOCHS not in ast.unparse(instrumented(ScriptLoops(loop, is_script=False), "module.py").tree)
 
 
 @pytest.mark.parametrize(
@@ -602,7 +602,7 @@ def test_a_loop_over_epochs_is_led_also_by_way_of_a_bar_or_a_variable(
     body = "    for phase in ['train', 'val']:\n        for x in loaders[phase]:\n            f(x).backward()"
     (loop,) = [
         node
-        for node in ast.walk(steered(ScriptLoops(f"{before}\n{head}:\n{body}"), "a.py").tree)
+        for node in ast.walk(instrumented(ScriptLoops(f"{before}\n{head}:\n{body}"), "a.py").tree)
         if isinstance(node, ast.For)
     ][:1]
     assert (EPOCHS in ast.unparse(loop.iter)) == (inside is not None)
@@ -621,7 +621,7 @@ def test_a_loop_over_epochs_is_led_also_by_way_of_a_bar_or_a_variable(
     ],
 )
 def test_what_begins_a_loader_anew_is_the_loop_around_its_own(source: str, line: int, found: int | None) -> None:
-    loop = ScriptLoops(source).turning_at(line)
+    loop = ScriptLoops(source).restarting_loop_at(line)
     assert (loop.lineno if loop is not None else None) == found
 
 
@@ -658,7 +658,7 @@ def test_an_error_that_leaves_a_loop_that_trains_is_told_of_and_goes_on() -> Non
 
 
 def test_lines_of_tracebacks_stay() -> None:
-    tree = steered(ScriptLoops(PLAIN), "script.py").tree
+    tree = instrumented(ScriptLoops(PLAIN), "script.py").tree
     assert tree.body[0].lineno == 2
 
 

@@ -27,7 +27,7 @@ from rollback.facts.training import Advice, Incident
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Blip, Kind, Sentinel, Verdict
-from rollback.source.steering import BY_BATCH
+from rollback.source.instrumentation import BY_BATCH
 from rollback.train.advice import advisor as advising
 from rollback.train.advice.advisor import Advisor
 from rollback.train.advice.habits import Habit

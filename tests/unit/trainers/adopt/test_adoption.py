@@ -76,7 +76,7 @@ def test_a_script_that_leaves_its_loop_over_epochs_early_is_told_what_that_means
     adoption = Adoption(strict=False)
     guard = cast(Guard, SimpleNamespace(close=lambda *, given_up: None))
     adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
-    adoption._steered = loop = EpochLoop(range(3), lambda loop: None)
+    adoption._led_loop = loop = EpochLoop(range(3), lambda loop: None)
     adoption._move(ScriptEvent.GUARD_MADE)
     for _ in range(begun):
         next(loop, None)
@@ -119,18 +119,18 @@ def test_a_training_behind_an_error_gives_up_the_first_one_whose_run_is_not_comp
     assert ("goes on under guard" in out) is not error
 
 
-@pytest.mark.parametrize("steered", [True, False])
+@pytest.mark.parametrize("led", [True, False])
 def test_an_error_of_a_training_behind_the_guarded_one_gives_up_nothing(
-    steered: bool, capsys: pytest.CaptureFixture[str]
+    led: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adoption, closed = Adoption(strict=False), list[bool]()
     guard = cast(Guard, SimpleNamespace(step=50, close=lambda *, given_up: closed.append(given_up)))
     adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
     for event in (ScriptEvent.GUARD_MADE, ScriptEvent.PASS_BEGAN, ScriptEvent.PASS_ENDED):
         adoption._move(event)
-    if steered:
-        adoption._steered = EpochLoop(range(1), lambda loop: None)
-        list(adoption._steered)
+    if led:
+        adoption._led_loop = EpochLoop(range(1), lambda loop: None)
+        list(adoption._led_loop)
     try:
         raise MemoryError
     except MemoryError:
@@ -150,7 +150,7 @@ def test_an_error_that_one_rank_catches_in_its_loop_over_epochs_does_not_take_it
     adoption = Adoption(strict=False)
     guard = cast(Guard, SimpleNamespace(step=150))  # that cannot be closed
     adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
-    adoption._steered = loop = EpochLoop(range(3), lambda loop: None)
+    adoption._led_loop = loop = EpochLoop(range(3), lambda loop: None)
     monkeypatch.setattr(Adoption, "_loop", loop)
     adoption._move(ScriptEvent.GUARD_MADE)
     adoption._move(ScriptEvent.PASS_BEGAN)
@@ -208,7 +208,7 @@ def test_the_epoch_that_fabric_tells_a_sampler_is_the_one_that_the_guard_has_led
 
     assert [told(), told()] == [0, 1]  # the first is a look at the data; in the second the guard is made
     adoption._adopted = Adopted(cast(Guard, None), nn.Linear(1, 1), cast(Optimizer, None), [], loader, None)
-    adoption._steered = loop = EpochLoop(range(9), lambda loop: None)
+    adoption._led_loop = loop = EpochLoop(range(9), lambda loop: None)
     told_in = {}
     for loop.place in (3, 4, 1, 2):
         told_in[loop.place] = told()

@@ -26,7 +26,7 @@ _DRAWS = (
 
 
 @dataclass(frozen=True)
-class TurningLoop:
+class StepLoop:
     """takes: its calls of `next`. several: whether a turn may take several batches by them; else each takes one.
     in_epochs: whether what they take from is made anew for each epoch, around the loop; else the loop goes over the
     whole training."""
@@ -37,7 +37,7 @@ class TurningLoop:
     in_epochs: bool
 
 
-def turning_loop(file: ScriptFile, loop: ast.For, around: list[Loop]) -> TurningLoop | None:
+def step_loop(file: ScriptFile, loop: ast.For, around: list[Loop]) -> StepLoop | None:
     """What a loop over a range is that trains and calls `next`, if it is such a loop. around: all loops that come to
     it, also by way of functions."""
     takes, several = _takes(loop), False
@@ -63,7 +63,7 @@ def turning_loop(file: ScriptFile, loop: ast.For, around: list[Loop]) -> Turning
     if len(made) != 1 or elsewhere or (around and anew) or not _begins_alike(loop):
         return None
     iterates = any(is_call_of(node, "iter") for node in ast.walk(made[0].value))
-    return TurningLoop(loop, takes, several, bool(around)) if iterates or not around else None
+    return StepLoop(loop, takes, several, bool(around)) if iterates or not around else None
 
 
 def _before_takes(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
