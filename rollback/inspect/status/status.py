@@ -41,7 +41,6 @@ from rollback.system.collector import no_collection
 from rollback.system.processes import Alive, is_alive
 from rollback.terminal.quantities import seconds_since_epoch
 
-_REQUESTS = 8  # shown
 State = Literal["running", "starting", "ended", "died", "unknown"]
 
 
@@ -397,5 +396,5 @@ def _open_requests(paths: RunPaths, history: History) -> list[str]:
     """The oldest of them in words, with who asked."""
     return [
         f"{request.in_words()} ({request.who}{': ' + request.why if request.why else ''})"
-        for _, request in handed_in(paths, history.answers)[:_REQUESTS]
+        for _, request in handed_in(paths, history.answers)[:8]  # what a screen has room for
     ]
