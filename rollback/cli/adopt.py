@@ -20,7 +20,7 @@ def adopt(
 
     `rollback adopt train.py | patch train.py` applies it. Nothing of the script is run, and nothing is written.
     """
-    from rollback.source.explicit import diff_of
+    from rollback.source.guard_diff import guard_diff
     from rollback.source.loop_variables import loop_variables
     from rollback.source.loops import ScriptLoops
 
@@ -33,7 +33,7 @@ def adopt(
         raise UsageError(
             f"the training script {script} cannot be read: {why}", hint="name a Python file: rollback adopt train.py"
         ) from error
-    diff = diff_of(source, str(script))
+    diff = guard_diff(source, str(script))
     with answering():
         sys.stdout.buffer.write(diff.encode(encoding, "replace"))  # the script's own bytes; of its name, what can be
     variables = loop_variables(ScriptLoops(source.removeprefix("\ufeff")))

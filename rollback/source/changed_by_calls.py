@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollback.source.loop_carried import LoopIteration
-from rollback.source.nodes import Function, Loop, dotted, parameters_of
 from rollback.source.script_file import ScriptFile
+from rollback.source.syntax import Function, Loop, dotted, parameters_of
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 
 from rollback.source.loop_variables import LoopVariable, loop_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import Loop, blocks_in
+from rollback.source.syntax import Loop, blocks_in
 
 Node = TypeVar("Node", bound=ast.AST)
 EPOCHS, EPOCH_MOVED = "__rollback_epochs__", "__rollback_epoch_moved__"

@@ -7,7 +7,7 @@ goes down, a mean of losses, a patience. A rollback and a resume leave it as it 
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
-from rollback.source.nodes import Loop, dotted, last_name, of_scope
+from rollback.source.syntax import Loop, dotted, last_name, of_scope
 
 _CHANGES = frozenset((
     "append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear", "add", "discard",

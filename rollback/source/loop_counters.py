@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rollback.source.loop_carried import has_part_in, names_in
 from rollback.source.loop_variables import Dependence, carried_by_loops, innermost, loop_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import Loop, has_range, is_call_of, last_name, limits_or_counts
+from rollback.source.syntax import Loop, has_range, is_call_of, last_name, limits_or_counts
 
 
 @dataclass(frozen=True)

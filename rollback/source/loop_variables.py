@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from rollback.source.changed_by_calls import ChangedByCalls
 from rollback.source.loop_carried import has_part_in, iteration_of, names_in, place_of, set_by_head, targets_in
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import (
+from rollback.source.syntax import (
     Loop,
     dotted,
     is_backward,

@@ -7,8 +7,10 @@ them, or over `x.chunk(2)`. What other files do is not known here.
 import ast
 from collections.abc import Iterator, KeysView
 
-from rollback.source.gathered import gathers_updates, lists_taken
-from rollback.source.nodes import (
+from rollback.source.batch_lists import gathers_updates, lists_taken
+from rollback.source.script_file import ScriptFile
+from rollback.source.step_loops import step_loop
+from rollback.source.syntax import (
     Loop,
     begins_at,
     calls_at,
@@ -22,8 +24,6 @@ from rollback.source.nodes import (
     of_scope,
     range_of,
 )
-from rollback.source.script_file import ScriptFile
-from rollback.source.step_loops import step_loop
 
 _WRAPPERS = "enumerate", "tqdm"
 _RANGES = "range", "trange"

@@ -5,7 +5,7 @@ import symtable
 from collections.abc import Iterator, Sequence
 
 from rollback.errors import UsageError
-from rollback.source.nodes import Function, Loop, Scope, of_scope, parameters_of
+from rollback.source.syntax import Function, Loop, Scope, of_scope, parameters_of
 
 Table = symtable.SymbolTable
 

@@ -10,8 +10,8 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rollback.source.nodes import Loop, is_call_of, is_step, last_name, range_of
 from rollback.source.script_file import ScriptFile
+from rollback.source.syntax import Loop, is_call_of, is_step, last_name, range_of
 
 _NESTED = (
     ast.For, ast.AsyncFor, ast.While, ast.If, ast.IfExp, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,

@@ -23,7 +23,7 @@ from rollback.errors import UsageError
 from rollback.source.instrumentation import BY_BATCH
 from rollback.source.loop_variables import loop_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import Loop, takes_or_names
+from rollback.source.syntax import Loop, takes_or_names
 from rollback.train.advice.script_tensors import tensors_of
 from rollback.train.introspection import locals_of, own_callers
 

@@ -18,7 +18,7 @@ from rollback.source.instrumentation import instrumented
 from rollback.source.loop_counters import LoopCounter, loop_counters
 from rollback.source.loop_variables import LoopVariable
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import begins_at, catches_end, comes_to, cycles_at, demands_item
+from rollback.source.syntax import begins_at, catches_end, comes_to, cycles_at, demands_item
 from rollback.train.introspection import is_own, own_callers
 
 _TRAINS = b"backward", b"optim", b"zero_grad"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rollback.errors import UsageError
-from rollback.source.explicit import diff_of
+from rollback.source.guard_diff import guard_diff
 from rollback.source.instrumentation import BY_BATCH, BY_EPOCH, ENUMERATE, EPOCH_MOVED, EPOCHS, RAISED, instrumented
 from rollback.source.loop_counters import LoopCounter, loop_counters
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import catches_end, cycles_at, demands_item
+from rollback.source.syntax import catches_end, cycles_at, demands_item
 
 PLAIN = """
 for epoch in range(3):
@@ -727,7 +727,7 @@ def test_who_asks_by_next_may_be_prepared_for_an_end(taken: str, demanded: bool)
     assert (demands_item(tree, line) and not catches_end(tree, line)) is demanded
 
 
-@pytest.mark.parametrize("read", [ScriptLoops, lambda source: diff_of(source, "train.py")])
+@pytest.mark.parametrize("read", [ScriptLoops, lambda source: guard_diff(source, "train.py")])
 def test_what_is_nested_too_deeply_to_be_read_is_refused(read: Any) -> None:
     """Python compiles it; who reads its tree by functions that call themselves does not come to its end."""
     source = PLAIN + "total = " + "1 + " * 600 + "1\nbatches = iter(loader)\nfor i in range(3):\n  f(next(batches))\n"
