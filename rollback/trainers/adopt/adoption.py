@@ -36,7 +36,7 @@ from rollback.trainers.adopt import signs
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
 from rollback.trainers.adopt.carried import CarriedVariables
 from rollback.trainers.adopt.counts import Turned, TurningLoops
-from rollback.trainers.adopt.enumeration import HandedOut, limit, numbered
+from rollback.trainers.adopt.enumeration import ScriptProgress, limit, numbered
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved, in_place_of
 from rollback.trainers.adopt.losses import ScriptLosses
 from rollback.trainers.adopt.objects import Adopted, MadeObjects, applies_gradients, guard_parts, optimizers_of
@@ -60,15 +60,15 @@ class Adoption:
         """What this rank trains elsewhere, in words."""
         self._reading = False
         """Whether it is the guard that iterates, not the script."""
-        self._handed = HandedOut()
-        self.own_resume = OwnResume(self._handed, self._signs)
+        self._progress = ScriptProgress()
+        self.own_resume = OwnResume(self._progress, self._signs)
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
         self._loops: dict[tuple[str, int] | None, EpochLoop] = {}
         """Those over epochs that the script has begun last, by where they are."""
         self._passes_before = 0
         """How many passes over its loader Lightning Fabric had counted in front of the training."""
-        self._carried = CarriedVariables(self._handed, self._loops, self._signs.carries, self._signs.misses)
+        self._carried = CarriedVariables(self._progress, self._loops, self._signs.carries, self._signs.misses)
         self._sources = ScriptSources(self._carried.add, self._signs.refuse)
         self._led_loop: EpochLoop | None = None
         """The one that the guard leads."""
@@ -80,10 +80,10 @@ class Adoption:
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """Compile it, instrumented, as modules that it imports are. Raises SyntaxError as Python does."""
-        turns = TurningLoops(self._handed, self._carried.count_of, self._sources.demands)
+        turns = TurningLoops(self._progress, self._carried.count_of, self._sources.demands)
         vars(builtins).update({
-            instrumentation.ENUMERATE: partial(numbered, self._handed),
-            instrumentation.LIMIT: partial(limit, self._handed), instrumentation.RAISED: self._note_raised,
+            instrumentation.ENUMERATE: partial(numbered, self._progress),
+            instrumentation.LIMIT: partial(limit, self._progress), instrumentation.RAISED: self._note_raised,
             instrumentation.EPOCHS: self._epochs, instrumentation.EPOCH_MOVED: EpochMoved,
             instrumentation.BY_BATCH: self._carried.by_batch, instrumentation.BY_EPOCH: self._carried.by_epoch,
             instrumentation.STEPS: turns.turns, instrumentation.NEXT: turns.take, instrumentation.STEP_MOVED: Turned,
@@ -113,7 +113,7 @@ class Adoption:
                 self._signs.nothing_guarded()
             return
         self._move(ScriptEvent.LEAVES)
-        guard, breaks_off = adopted.guard, state is AdoptionState.IN_PASS and not self._handed.limited
+        guard, breaks_off = adopted.guard, state is AdoptionState.IN_PASS and not self._progress.limited
         if state is AdoptionState.IN_PASS:
             self._signs.share()
             stays = self._with_guard(guard.finish, "the script's own end of its loop")
@@ -224,7 +224,7 @@ class Adoption:
         except UsageError as error:
             self._signs.refuse(error)
         self._signs.guard = guard
-        self._handed.begin(guard)
+        self._progress.set_guard(guard)
         self._carried.keep(guard, parts.model, self._sources.step_counts())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
         guard.name_ends("the script's {} updates", "the script's {} epochs")
@@ -282,10 +282,10 @@ class Adoption:
             loop.taken = True
             if adopted.prepared is not None:
                 adopted.loader.iteration = loop.place
-        if self._handed.untrained:
+        if self._progress.untrained:
             self._signs.note(signs.READS, adopted.guard.step)
-        self._handed.script_begins_pass(holds=self._sources.gathers_updates())
-        self.own_resume.pass_begins()
+        self._progress.note_script_pass(holds=self._sources.gathers_updates())
+        self.own_resume.note_script_pass()
         return self._batches_of(adopted), loop.place if loop is not None else 0
 
     def _next_batch(self, adopted: Adopted, batches: Iterator[Any], epoch: int) -> Any:
@@ -301,22 +301,22 @@ class Adoption:
             self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
             if guard.interrupted:
                 raise EpochMoved from None
-            self._handed.note_end()
+            self._progress.note_end()
             raise
         self._stranger = None
-        self._handed.note_batch(guard)
+        self._progress.note_batch(guard)
         return batch
 
     def _go_on(self, adopted: Adopted) -> tuple[Iterator[Any], int] | None:
         """What a script that demands a batch goes on with, where a pass ends early because of us; None: it is told."""
-        early = self._led_loop is None and self._handed.falls_short()
+        early = self._led_loop is None and self._progress.falls_short()
         return (self._batches_of(adopted), 0) if early and self._sources.demands() else None
 
     def _batches_of(self, adopted: Adopted) -> Any:
         """Of another pass over the guard."""
         found = iter(adopted.prepared) if adopted.prepared is not None else self._with_guard(iter, adopted.guard)
         self._move(ScriptEvent.PASS_BEGAN)
-        self._handed.pass_begins(adopted.guard)
+        self._progress.note_guard_pass(adopted.guard)
         return found
 
     def _with_guard(self, call: Callable[..., Any], *given: Any) -> Any:
@@ -339,8 +339,8 @@ class Adoption:
 
     def backward(self, original: Callable[..., Any], tensors: Any, *given: Any, **others: Any) -> Any:
         self._move(ScriptEvent.BACKWARD)
-        self._handed.untrained = False
-        self.own_resume.trained()
+        self._progress.untrained = False
+        self.own_resume.note_backward()
         if (adopted := self._adopted) is None or not self._state.guarded:
             return original(tensors, *given, **others)
         if self._stranger is not None:
@@ -354,7 +354,7 @@ class Adoption:
         adopted = self._adopted
         ours = adopted is not None and optimizer is adopted.optimizer
         if ours:
-            self._handed.note_update()
+            self._progress.note_update()
         if self._state in (AdoptionState.ELSEWHERE, AdoptionState.LEFT) or (ours and not self._strays()):
             return
         if not applies_gradients(optimizer):
@@ -370,7 +370,7 @@ class Adoption:
     def _strays(self) -> bool:
         """Whether the guard's optimizer updates by what came from no pass, where no loop over epochs repeats that."""
         adopted, loop, astray = self._adopted, self._led_loop, self._state is AdoptionState.ASTRAY
-        early = adopted is not None and adopted.guard.step == 0 and not self._handed.holds  # it may have a rest
+        early = adopted is not None and adopted.guard.step == 0 and not self._progress.holds  # it may have a rest
         return astray and adopted is not None and (early or loop is None or loop.over)
 
     def _sign(self, what: str, step: int) -> None:
@@ -389,11 +389,11 @@ class Adoption:
         in_pass = self._state is AdoptionState.IN_PASS and self._stranger is None
         trains = in_pass if self._led_loop is None else self._loop is self._led_loop
         if trains:
-            self._handed.note_raised()
+            self._progress.note_raised()
         return ()
 
     @property
     def _given_up_by(self) -> str:
         """By which kind of error the script has left the guarded training in its midst; empty: it has not."""
         loop = self._led_loop
-        return "" if loop is not None and (loop.over or self._loop is loop) else self._handed.raised
+        return "" if loop is not None and (loop.over or self._loop is loop) else self._progress.raised

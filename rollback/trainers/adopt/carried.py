@@ -31,16 +31,16 @@ from rollback.trainers.adopt.carried_values import (
     value_of,
 )
 from rollback.trainers.adopt.counts import Count
-from rollback.trainers.adopt.enumeration import HandedOut
+from rollback.trainers.adopt.enumeration import ScriptProgress
 from rollback.trainers.adopt.epochs import EpochLoop
 
 
 class Carried(ABC):
-    """A variable on one rank, as its script has it. in_place: whether it is the same object all the time. handed: what
-    the script is given of the guard. attribute: of which name, where it is an object's."""
+    """A variable on one rank, as its script has it. in_place: whether it is the same object all the time. progress:
+    what the script is given of the guard. attribute: of which name, where it is an object's."""
 
-    def __init__(self, handed: HandedOut, *, in_place: bool = False, attribute: str = "") -> None:
-        self._handed, self._in_place, self._attribute = handed, in_place, attribute
+    def __init__(self, progress: ScriptProgress, *, in_place: bool = False, attribute: str = "") -> None:
+        self._progress, self._in_place, self._attribute = progress, in_place, attribute
         self._owed: Mapping[str, Any] | None = None
         """The state that the script is to have, and may not have yet."""
         self.missed = False
@@ -95,7 +95,7 @@ class CarriedByBatches(Carried):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._loaded_at = self._handed.draws
+        self._loaded_at = self._progress.draws
 
     def begin_anew(self) -> None:
         self.load_state_dict({"first": True})
@@ -106,7 +106,7 @@ class CarriedByBatches(Carried):
         if self._read is None:
             self._first = self._told(read)
         self._read = read
-        if self._owed is None or self._handed.draws == self._loaded_at:  # else in that loop over other batches
+        if self._owed is None or self._progress.draws == self._loaded_at:  # else in that loop over other batches
             return ()
         state, self._owed = self._owed, None
         return self._given(self._first if "first" in state else state, read)
@@ -123,7 +123,7 @@ class CarriedBeside(CarriedByBatches, ToldAtEnd):
         self._owed = None
 
     def asked(self, read: Read, *, behind: bool = False) -> tuple[Any, ...]:
-        if behind and self._handed.draws != self._loaded_at:  # else it is that loop over other batches
+        if behind and self._progress.draws != self._loaded_at:  # else it is that loop over other batches
             self._owed = None
         return super().asked(read)
 
@@ -163,12 +163,12 @@ class CarriedVariables:
 
     def __init__(
         self,
-        handed: HandedOut,
+        progress: ScriptProgress,
         loops: Mapping[tuple[str, int] | None, EpochLoop],
         unkept: Callable[[LoopVariable, str, Any], object],
         missed: Callable[[LoopVariable, str], object],
     ) -> None:
-        self._handed, self._loops, self._unkept, self._missed = handed, loops, unkept, missed
+        self._progress, self._loops, self._unkept, self._missed = progress, loops, unkept, missed
         self._model: nn.Module | None = None
         self._lost: set[tuple[str, str]] = set()
         self._counts: dict[tuple[str, str], Count] = {}
@@ -179,7 +179,7 @@ class CarriedVariables:
         of_batches = CarriedByBatches if variable.affects_training else CarriedBeside
         kind = of_batches if variable.by_batch else CarriedByEpochs
         attribute = variable.name.rpartition(".")[2] if "." in variable.name else ""
-        self._known[filename, name] = variable, kind(self._handed, in_place=variable.in_place, attribute=attribute)
+        self._known[filename, name] = variable, kind(self._progress, in_place=variable.in_place, attribute=attribute)
 
     def keep(self, guard: Guard, model: nn.Module, turns: Iterable[tuple[str, str]]) -> None:
         """The guard of a model is made: it keeps them from now on, and gives them what they were. turns: file and name
@@ -206,7 +206,7 @@ class CarriedVariables:
         if carried.missed:
             carried.missed = False
             self._tell_missed(variable, filename, read)
-        if variable.affects_training and self._handed.guard is not None and self._handed.begins_update:
+        if variable.affects_training and self._progress.guard is not None and self._progress.begins_update:
             self._look(name, filename, read)
         return given
 

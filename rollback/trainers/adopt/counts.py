@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from rollback.errors import RollbackError
 from rollback.train.guard import Guard
-from rollback.trainers.adopt.enumeration import HandedOut
+from rollback.trainers.adopt.enumeration import ScriptProgress
 from rollback.trainers.adopt.epochs import in_place_of
 
 
@@ -53,8 +53,8 @@ class Turns(ABC):
     """What the script goes over in place of a loop's `range`. first: the place of its first batch, from the run's
     start; None: the loop goes over one epoch."""
 
-    def __init__(self, numbers: range, first: int | None, handed: HandedOut) -> None:
-        self._numbers, self._first, self._handed = numbers, first, handed
+    def __init__(self, numbers: range, first: int | None, progress: ScriptProgress) -> None:
+        self._numbers, self._first, self._progress = numbers, first, progress
         self._next = 0
         self.held: list[Any] = []
         """The batch of the turn that begins next, if the one before has taken it."""
@@ -74,7 +74,7 @@ class Turns(ABC):
 
     def __next__(self) -> int:
         if self._next >= len(self._numbers):
-            self._handed.limited = True
+            self._progress.limited = True
             self.end = None if self._first is None else self._first + len(self._numbers)
             raise StopIteration
         number, self._next = self._numbers[self._next], self._next + 1
@@ -100,9 +100,9 @@ class Turns(ABC):
 class PlacedTurns(Turns):
     """Each takes one batch, and has its place."""
 
-    def __init__(self, numbers: range, first: int | None, handed: HandedOut) -> None:
-        super().__init__(numbers, first, handed)
-        if (guard := handed.guard) is not None and not handed.batches:  # the run goes on from where it stands
+    def __init__(self, numbers: range, first: int | None, progress: ScriptProgress) -> None:
+        super().__init__(numbers, first, progress)
+        if (guard := progress.guard) is not None and not progress.batches:  # the run goes on from where it stands
             self._next = self._place(guard)
 
     def _place(self, guard: Guard) -> int:
@@ -125,8 +125,10 @@ class CountedTurns(Turns):
 
     count: the number of the turn that has begun, as the guard keeps it; None: there is no guard yet."""
 
-    def __init__(self, numbers: range, first: int | None, handed: HandedOut, count: Callable[[], Count | None]) -> None:
-        super().__init__(numbers, first, handed)
+    def __init__(
+        self, numbers: range, first: int | None, progress: ScriptProgress, count: Callable[[], Count | None]
+    ) -> None:
+        super().__init__(numbers, first, progress)
         self._count = count
         if (kept := count()) is not None:
             self._next = kept.value if kept.owed else 0
@@ -154,9 +156,9 @@ class TurningLoops:
     demands: whether the script is not prepared for the end of what it takes from."""
 
     def __init__(
-        self, handed: HandedOut, count_of: Callable[[str, str], Count | None], demands: Callable[[], bool]
+        self, progress: ScriptProgress, count_of: Callable[[str, str], Count | None], demands: Callable[[], bool]
     ) -> None:
-        self._handed, self._count_of, self._demands = handed, count_of, demands
+        self._progress, self._count_of, self._demands = progress, count_of, demands
         self._turns: dict[tuple[str, int], Turns | None] = {}
         """By where they are; None: one that is not led, since its turns have no places in the data."""
 
@@ -174,7 +176,9 @@ class TurningLoops:
         instead, self._turns[place] = in_place_of(
             numbers,
             lambda found: (
-                CountedTurns(found, first, self._handed, count) if counted else PlacedTurns(found, first, self._handed)
+                CountedTurns(found, first, self._progress, count)
+                if counted
+                else PlacedTurns(found, first, self._progress)
             ),
         )
         return instead
@@ -186,18 +190,18 @@ class TurningLoops:
             return next(batches, *default)
         if turns.held:
             return turns.held.pop()
-        before, self._handed.gathers = self._handed.batches, turns.in_midst
+        before, self._progress.gathers = self._progress.batches, turns.in_midst
         try:
             item = next(batches, *default)
         except StopIteration:
-            if turns.in_epochs and (turns.moved or self._handed.falls_short()) and self._demands():
-                self._handed.untrained = False  # what this turn has taken is too little for an update
+            if turns.in_epochs and (turns.moved or self._progress.falls_short()) and self._demands():
+                self._progress.untrained = False  # what this turn has taken is too little for an update
                 turns.end_early()
             raise
         finally:
-            self._handed.gathers = False
-        guard = self._handed.guard
-        if guard is None or self._handed.batches != before + 1:  # not the guard's, or of several batches
+            self._progress.gathers = False
+        guard = self._progress.guard
+        if guard is None or self._progress.batches != before + 1:  # not the guard's, or of several batches
             self._turns[filename, line] = None
         else:
             turns.require_number(guard, item)

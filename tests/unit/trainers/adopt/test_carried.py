@@ -13,15 +13,15 @@ import torch
 from rollback.source.loop_variables import LoopVariable
 from rollback.train.state.kept_values import ToldAtEnd
 from rollback.trainers.adopt.carried import Carried, CarriedBeside, CarriedByBatches, CarriedByEpochs, CarriedVariables
-from rollback.trainers.adopt.enumeration import HandedOut
+from rollback.trainers.adopt.enumeration import ScriptProgress
 
 
 class Training:
     """A script that adds 1 to a variable for each batch, in one process."""
 
     def __init__(self, start: int = 0) -> None:
-        self.handed, self.has = HandedOut(), start
-        self.carried = CarriedByBatches(self.handed)
+        self.progress, self.has = ScriptProgress(), start
+        self.carried = CarriedByBatches(self.progress)
 
     def ask(self) -> int:
         given = self.carried.asked(lambda: self.has)
@@ -30,7 +30,7 @@ class Training:
 
     def train(self, batches: int) -> int:
         for _ in range(batches):
-            self.handed.draws += 1
+            self.progress.draws += 1
             self.ask()
             self.has += 1
         return self.has
@@ -67,12 +67,12 @@ def test_a_loop_over_other_batches_takes_no_load_and_one_that_has_no_batch_left_
     script.train(7)
     script.carried.load_state_dict({"value": 3})
     assert script.ask() == 7
-    script.handed.draws += 1  # which has told of the pass's end
+    script.progress.draws += 1  # which has told of the pass's end
     assert script.ask() == 3
 
 
 def test_at_the_top_of_an_epoch_it_is_what_it_was_at_the_top_of_that_one() -> None:
-    carried, script = CarriedByEpochs(HandedOut()), SimpleNamespace(has=0)
+    carried, script = CarriedByEpochs(ScriptProgress()), SimpleNamespace(has=0)
 
     def epoch(place: int) -> int:
         given = carried.asked(lambda: script.has, place)
@@ -98,14 +98,14 @@ def test_at_the_top_of_an_epoch_it_is_what_it_was_at_the_top_of_that_one() -> No
 
 def test_of_a_function_that_is_called_again_the_new_variable_counts() -> None:
     """A checkpoint with the first batch of an epoch, whose call has made its variables anew."""
-    carried = CarriedByBatches(HandedOut())
+    carried = CarriedByBatches(ScriptProgress())
     carried.asked(lambda: 0.3)
     carried.asked(lambda: 1.0)  # in front of the loop
     assert carried.state_dict() == {"value": 1.0}
 
 
 def test_a_text_that_grows_is_too_much_at_some_time() -> None:
-    carried = CarriedByBatches(HandedOut())
+    carried = CarriedByBatches(ScriptProgress())
     carried.asked(lambda: "a line\n" * 2000)
     assert carried.state_dict()
     carried.asked(lambda: "a line\n" * 3000)
@@ -125,12 +125,12 @@ VALUES: list[Any] = [
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_a_value_comes_back_as_it_was(value: Any, in_place: bool) -> None:
-    handed = HandedOut()
-    carried = CarriedByBatches(handed, in_place=in_place)
+    progress = ScriptProgress()
+    carried = CarriedByBatches(progress, in_place=in_place)
     assert carried.asked(lambda: value) == ()
     kept = copy.deepcopy(carried.state_dict())
     carried.load_state_dict(kept)
-    handed.draws += 1
+    progress.draws += 1
     assert carried.asked(lambda: value) == (), "the script has it"
     present: Any = copy.deepcopy(value)
     match present:
@@ -145,7 +145,7 @@ def test_a_value_comes_back_as_it_was(value: Any, in_place: bool) -> None:
         case _:
             present = "another"
     carried.load_state_dict(kept)
-    handed.draws += 1
+    progress.draws += 1
     given = carried.asked(lambda: present)
     filled = in_place and isinstance(value, (list, deque, dict, set, torch.Tensor, np.ndarray))
     found = present if filled else given[0]
@@ -156,11 +156,11 @@ def test_a_value_comes_back_as_it_was(value: Any, in_place: bool) -> None:
 
 def test_two_variables_that_have_one_object_now_are_two_again() -> None:
     """`best = last`: each is set, and the object is filled for none of them."""
-    handed, shared = HandedOut(), {"loss": 9.0}
+    progress, shared = ScriptProgress(), {"loss": 9.0}
     for content in ({"loss": 1.0}, {"loss": 2.0}):
-        carried = CarriedByBatches(handed)
+        carried = CarriedByBatches(progress)
         carried.load_state_dict({"value": content})
-        handed.draws += 1
+        progress.draws += 1
         assert carried.asked(lambda: shared) == (content,)
     assert shared == {"loss": 9.0}
 
@@ -221,9 +221,9 @@ def test_of_what_cannot_be_kept_that_is_told_which_the_script_needs(
     value: Any, affects_training: bool, told: bool
 ) -> None:
     found: list[str] = []
-    handed = HandedOut(guard=SimpleNamespace())  # type: ignore[arg-type]
+    progress = ScriptProgress(guard=SimpleNamespace())  # type: ignore[arg-type]
     epochs: Any = {("script.py", 1): SimpleNamespace(place=1)}
-    variables = CarriedVariables(handed, epochs, lambda variable, *_: found.append(variable.name), print)
+    variables = CarriedVariables(progress, epochs, lambda variable, *_: found.append(variable.name), print)
     variables.add("a", "script.py", LoopVariable("a", 1, affects_training, affects_training, False, loop=None))  # type: ignore[arg-type]
     for _ in range(2):
         ask = variables.by_batch if affects_training else partial(variables.by_epoch, line=1)
@@ -233,16 +233,16 @@ def test_of_what_cannot_be_kept_that_is_told_which_the_script_needs(
 
 def test_what_is_filled_in_place_keeps_its_parts() -> None:
     """`stats["mean"]` may be a buffer of the model, and `parts[0]` a list that the script has elsewhere."""
-    handed, mean, inner = HandedOut(), torch.zeros(2), [1.0]
+    progress, mean, inner = ScriptProgress(), torch.zeros(2), [1.0]
     value = {"mean": mean, "parts": [inner, 3]}
-    carried = CarriedByBatches(handed, in_place=True)
+    carried = CarriedByBatches(progress, in_place=True)
     carried.asked(lambda: value)
     kept = copy.deepcopy(carried.state_dict())
     mean += 1
     inner.append(2.0)
     value["more"] = 5
     carried.load_state_dict(kept)
-    handed.draws += 1
+    progress.draws += 1
     assert carried.asked(lambda: value) == ()
     assert value == {"mean": mean, "parts": [inner, 3]}
     assert value["mean"] is mean
@@ -253,10 +253,10 @@ def test_what_is_filled_in_place_keeps_its_parts() -> None:
 
 def test_an_attribute_of_an_object_that_is_not_there_is_missed_and_one_that_an_object_lacks_is_set() -> None:
     for thing, given in ((None, ()), (SimpleNamespace(), (3,))):
-        handed = HandedOut()
-        carried = CarriedByBatches(handed, attribute="total")
+        progress = ScriptProgress()
+        carried = CarriedByBatches(progress, attribute="total")
         carried.load_state_dict({"value": 3})
-        handed.draws += 1
+        progress.draws += 1
         assert carried.asked(lambda of=thing: of.total) == given
         assert carried.missed is not bool(given)
 
@@ -266,8 +266,8 @@ def test_a_tensor_of_the_model_is_kept_by_the_guard_and_not_lost(keeps: bool) ->
     found: list[str] = []
     model = torch.nn.Module()
     model.register_buffer("queue", torch.zeros(2000))
-    handed = HandedOut(guard=SimpleNamespace())  # type: ignore[arg-type]
-    variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name), print)
+    progress = ScriptProgress(guard=SimpleNamespace())  # type: ignore[arg-type]
+    variables = CarriedVariables(progress, {}, lambda variable, *_: found.append(variable.name), print)
     variables.add("a", "script.py", LoopVariable("m.queue", 1, True, True, True, loop=None))  # type: ignore[arg-type]
     variables.keep(cast(Any, SimpleNamespace(keep=lambda **_: None)), model if keeps else torch.nn.Module(), [])
     variables.by_batch(lambda: model.queue, "a", "script.py")
@@ -275,20 +275,20 @@ def test_a_tensor_of_the_model_is_kept_by_the_guard_and_not_lost(keeps: bool) ->
 
 
 def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -> None:
-    handed = HandedOut()
-    carried = CarriedBeside(handed)
+    progress = ScriptProgress()
+    carried = CarriedBeside(progress)
     carried.load_state_dict({"value": 3.0})
     assert carried.asked(lambda: 1.0, behind=True) == (), "of an evaluation"
     assert carried.state_dict() == {"value": 3.0}
-    handed.draws += 1
+    progress.draws += 1
     assert carried.asked(lambda: 1.0, behind=True) == (), "a body may have run for its names alone"
     assert carried.asked(lambda: 2.0) == ()
     carried.load_state_dict({"value": 3.0})
     carried.begin_anew()
-    handed.draws += 1
+    progress.draws += 1
     assert carried.asked(lambda: 1.0) == ()
     carried.load_state_dict({"value": 3.0})
-    handed.draws += 1
+    progress.draws += 1
     assert carried.asked(lambda: 1.0) == (3.0,)
 
 
@@ -300,8 +300,8 @@ def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -
 )  # fmt: skip
 def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: bool) -> None:
     found: list[str] = []
-    handed, kept = HandedOut(), dict[str, Any]()
-    variables = CarriedVariables(handed, {}, print, lambda variable, _: found.append(variable.name))
+    progress, kept = ScriptProgress(), dict[str, Any]()
+    variables = CarriedVariables(progress, {}, print, lambda variable, _: found.append(variable.name))
     variables.add("a", "script.py", LoopVariable("a", 1, False, True, True, loop=None))  # type: ignore[arg-type]
     guard = cast(Any, SimpleNamespace(keep=lambda **named: kept.update(named)))
     variables.keep(guard, torch.nn.Linear(1, 1), [])
@@ -310,13 +310,13 @@ def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: 
     variables.by_batch(lambda: value, "a", "script.py")
     carried.load_state_dict(carried.state_dict())
     for _ in range(2):
-        handed.draws += 1
+        progress.draws += 1
         variables.by_batch(lambda: value, "a", "script.py")
     assert found == ["a"] * missed
 
 
 def test_they_are_kept_by_their_names_and_files() -> None:
-    variables, kept = CarriedVariables(HandedOut(), {}, print, print), dict[str, Carried]()
+    variables, kept = CarriedVariables(ScriptProgress(), {}, print, print), dict[str, Carried]()
     for file in ("/at/script.py", "/another/script.py"):
         variables.add("a of loop 1", file, LoopVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
     guard: Any = SimpleNamespace(keep=lambda **named: kept.update(named))
@@ -327,7 +327,7 @@ def test_they_are_kept_by_their_names_and_files() -> None:
 
 
 def test_what_is_not_there_stays_so() -> None:
-    carried = CarriedByBatches(HandedOut())
+    carried = CarriedByBatches(ScriptProgress())
 
     def read() -> Any:
         raise NameError("beta")
@@ -339,12 +339,12 @@ def test_what_is_not_there_stays_so() -> None:
 
 def test_a_sum_of_losses_is_not_told_in_the_midst_of_an_update() -> None:
     found: list[str] = []
-    handed = HandedOut(guard=SimpleNamespace(), batches=2)  # type: ignore[arg-type]
-    variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name), print)
+    progress = ScriptProgress(guard=SimpleNamespace(), batches=2)  # type: ignore[arg-type]
+    variables = CarriedVariables(progress, {}, lambda variable, *_: found.append(variable.name), print)
     variables.add("a", "script.py", LoopVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
     total = torch.zeros(3, requires_grad=True)
     variables.by_batch(lambda: total, "a", "script.py")
     assert not found
-    handed.note_update()
+    progress.note_update()
     variables.by_batch(lambda: total, "a", "script.py")
     assert found == ["a"]

@@ -8,7 +8,7 @@ import pytest
 
 from rollback.errors import RollbackError
 from rollback.trainers.adopt.counts import Count, Turned, TurningLoops
-from rollback.trainers.adopt.enumeration import HandedOut
+from rollback.trainers.adopt.enumeration import ScriptProgress
 
 
 class Script:
@@ -16,8 +16,8 @@ class Script:
 
     def __init__(self, *, in_epochs: bool, stands: int = 0, moves: dict[int, int] | None = None, end: int = 99) -> None:
         self.guard: Any = SimpleNamespace(batch=stands, batch_in_epoch=stands)
-        self.handed, self.moves, self.end = HandedOut(self.guard), dict(moves or {}), end
-        self.loops = TurningLoops(self.handed, lambda *place: None, lambda: True)
+        self.progress, self.moves, self.end = ScriptProgress(self.guard), dict(moves or {}), end
+        self.loops = TurningLoops(self.progress, lambda *place: None, lambda: True)
         self.in_epochs = in_epochs
 
     def batches(self) -> Iterator[int]:
@@ -27,7 +27,7 @@ class Script:
             if place >= self.end:
                 return
             self.guard.batch = self.guard.batch_in_epoch = place
-            self.handed.batches += 1
+            self.progress.batches += 1
             yield place
             place += 1
 
@@ -60,7 +60,7 @@ def test_a_turn_has_the_number_of_its_batch(in_epochs: bool) -> None:
 def test_an_epoch_that_falls_short_is_over_and_data_that_are_too_short_are_told(
     in_epochs: bool, falls_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HandedOut, "falls_short", lambda handed: falls_short)
+    monkeypatch.setattr(ScriptProgress, "falls_short", lambda progress: falls_short)
     script = Script(in_epochs=in_epochs, end=7)
     if in_epochs and falls_short:
         assert [place for _, place in script.train()] == [*range(7)]
@@ -77,7 +77,7 @@ class Updates(Script):
     ) -> None:
         super().__init__(in_epochs=in_epochs, end=end)
         self.loads, self.count = dict(loads or {}), Count()
-        self.loops = TurningLoops(self.handed, lambda *place: self.count, lambda: True)
+        self.loops = TurningLoops(self.progress, lambda *place: self.count, lambda: True)
         if owed is not None:
             self.count.load_state_dict({"value": owed})
 
@@ -85,7 +85,7 @@ class Updates(Script):
         for item in range(self.end):
             if item in self.loads:
                 self.count.load_state_dict({"value": self.loads.pop(item)})
-            self.handed.batches += 1
+            self.progress.batches += 1
             yield item
 
     def train(self) -> list[tuple[int, int]]:
@@ -120,7 +120,7 @@ def test_a_loop_that_is_begun_again_goes_on_behind_the_one_before() -> None:
     first = script.train()
     script.guard.batch += 1
     assert [number for number, _ in script.train()] == [number for number, _ in first]
-    assert script.handed.limited
+    assert script.progress.limited
     script.guard.batch += 1
     script.moves = {20: 11}
     with pytest.raises(RollbackError, match="a loop of the script that is over"):
@@ -157,7 +157,7 @@ def test_what_is_no_range_is_left_as_it_is() -> None:
 def test_an_epoch_whose_batches_a_rollback_has_skipped_ends_with_its_last_whole_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(HandedOut, "falls_short", lambda handed: False)  # it has had as many as an epoch has
+    monkeypatch.setattr(ScriptProgress, "falls_short", lambda progress: False)  # it has had as many as an epoch has
     assert Updates(in_epochs=True, end=11, loads={5: 0}).train() == [(0, 0), (0, 5), (1, 8)]
     with pytest.raises(StopIteration):
         Updates(in_epochs=True, end=11).train()
