@@ -34,7 +34,6 @@ from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.trainers.adopt import signs
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
-from rollback.trainers.adopt.carried import CarriedVariables
 from rollback.trainers.adopt.counts import Turned, TurningLoops
 from rollback.trainers.adopt.enumeration import ScriptProgress, limit, numbered
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved, in_place_of
@@ -42,6 +41,7 @@ from rollback.trainers.adopt.losses import ScriptLosses
 from rollback.trainers.adopt.objects import Adopted, MadeObjects, applies_gradients, guard_parts, optimizers_of
 from rollback.trainers.adopt.own_resume import OwnResume
 from rollback.trainers.adopt.script_pass import OtherBatches, ScriptPass, described
+from rollback.trainers.adopt.script_variables import ScriptVariables
 from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
 from rollback.trainers.protect import protect_once
@@ -68,8 +68,8 @@ class Adoption:
         """Those over epochs that the script has begun last, by where they are."""
         self._passes_before = 0
         """How many passes over its loader Lightning Fabric had counted in front of the training."""
-        self._carried = CarriedVariables(self._progress, self._loops, self._signs.carries, self._signs.misses)
-        self._sources = ScriptSources(self._carried.add, self._signs.refuse)
+        self._variables = ScriptVariables(self._progress, self._loops, self._signs.tell_unkept, self._signs.tell_missed)
+        self._sources = ScriptSources(self._variables.add, self._signs.refuse)
         self._led_loop: EpochLoop | None = None
         """The one that the guard leads."""
 
@@ -80,12 +80,12 @@ class Adoption:
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """Compile it, instrumented, as modules that it imports are. Raises SyntaxError as Python does."""
-        turns = TurningLoops(self._progress, self._carried.count_of, self._sources.demands)
+        turns = TurningLoops(self._progress, self._variables.count_of, self._sources.demands)
         vars(builtins).update({
             instrumentation.ENUMERATE: partial(numbered, self._progress),
             instrumentation.LIMIT: partial(limit, self._progress), instrumentation.RAISED: self._note_raised,
             instrumentation.EPOCHS: self._epochs, instrumentation.EPOCH_MOVED: EpochMoved,
-            instrumentation.BY_BATCH: self._carried.by_batch, instrumentation.BY_EPOCH: self._carried.by_epoch,
+            instrumentation.BY_BATCH: self._variables.by_batch, instrumentation.BY_EPOCH: self._variables.by_epoch,
             instrumentation.STEPS: turns.turns, instrumentation.NEXT: turns.take, instrumentation.STEP_MOVED: Turned,
         })  # fmt: skip
         self._sources.watch_imports()
@@ -225,7 +225,7 @@ class Adoption:
             self._signs.refuse(error)
         self._signs.guard = guard
         self._progress.set_guard(guard)
-        self._carried.keep(guard, parts.model, self._sources.step_counts())
+        self._variables.keep(guard, parts.model, self._sources.step_counts())
         guard.without_probes("the script knows nothing of the guard, and may count its batches")
         guard.name_ends("the script's {} updates", "the script's {} epochs")
         if loop is None and (where := self._sources.left_at()) is not None:

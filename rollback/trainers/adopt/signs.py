@@ -74,13 +74,13 @@ class ScriptSigns:
         does += f" `{counter.name}` by itself ({where}){', and ends its loop by it' if counter.ends else ''}"
         self._left_behind(does, matters=here and (counter.ends or not counter.counts))
 
-    def carries(self, variable: LoopVariable, filename: str, value: Any) -> None:
+    def tell_unkept(self, variable: LoopVariable, filename: str, value: Any) -> None:
         """What the script hands on from turn to turn cannot be kept. One rank alone may have such a value."""
         does = "trains by" if variable.affects_training else "carries from epoch to epoch"
         where = f"line {variable.line} of {os.path.basename(filename)}, a {type(value).__name__}"
         self._left_behind(f"{does} `{variable.name}` ({where})", matters=True)
 
-    def misses(self, variable: LoopVariable, filename: str) -> None:
+    def tell_missed(self, variable: LoopVariable, filename: str) -> None:
         """What the script carries beside its training is not what it was, and training goes on elsewhere."""
         self._notice(
             f"`{variable.name}` (line {variable.line} of {os.path.basename(filename)}), by which nothing is trained, "

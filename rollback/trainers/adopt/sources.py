@@ -26,13 +26,13 @@ _TRAINS = b"backward", b"optim", b"zero_grad"
 
 
 class ScriptSources:
-    """The files are read as they come. carries: told of each variable that is restored in a file, with its name there.
-    refuse: ends the rank, for a file that is nested too deeply."""
+    """The files are read as they come. add_variable: told of each variable that is restored in a file, with its name
+    there. refuse: ends the rank, for a file that is nested too deeply."""
 
     def __init__(
-        self, carries: Callable[[str, str, LoopVariable], object], refuse: Callable[[UsageError], NoReturn]
+        self, add_variable: Callable[[str, str, LoopVariable], object], refuse: Callable[[UsageError], NoReturn]
     ) -> None:
-        self._carries, self._refuse = carries, refuse
+        self._add_variable, self._refuse = add_variable, refuse
         self._files: dict[str, ScriptLoops] = {}
         self._counters: dict[str, list[LoopCounter]] = {}
         self._script = ""
@@ -60,7 +60,7 @@ class ScriptSources:
         found = instrumented(loops, filename)
         self._instrumented[filename] = loops, found.counts
         for name, variable in found.variables.items():
-            self._carries(name, filename, variable)
+            self._add_variable(name, filename, variable)
         return compile(found.tree, filename, "exec", dont_inherit=True)
 
     def _callers(self) -> Iterator[tuple[str, ScriptLoops, int]]:

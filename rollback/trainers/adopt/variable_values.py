@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-Read = Callable[[], Any]
+ReadVariable = Callable[[], Any]
 """Reads a variable of a script."""
 
 _SINGLE, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
@@ -49,7 +49,7 @@ def _has_tensors(value: dict[Any, Any]) -> bool:
     return any(isinstance(item, Tensor) or (isinstance(item, dict) and _has_tensors(item)) for item in value.values())
 
 
-def value_of(read: Read) -> Any:
+def value_of(read: ReadVariable) -> Any:
     """None also where it is not there."""
     try:
         return read()
@@ -57,7 +57,7 @@ def value_of(read: Read) -> Any:
         return None
 
 
-def state_of(read: Read) -> dict[str, Any]:
+def state_of(read: ReadVariable) -> dict[str, Any]:
     """A value as a checkpoint has it; empty where it cannot be kept, or is not there."""
     try:
         return {"value": _encoded(read(), _Budget())}
