@@ -34,7 +34,6 @@ from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
 from rollback.trainers.adopt import signs
 from rollback.trainers.adopt.adoption_state import AdoptionState, ScriptEvent, moved
-from rollback.trainers.adopt.counts import Turned, TurningLoops
 from rollback.trainers.adopt.enumeration import ScriptProgress, limit, numbered
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved, in_place_of
 from rollback.trainers.adopt.losses import ScriptLosses
@@ -44,6 +43,7 @@ from rollback.trainers.adopt.script_pass import OtherBatches, ScriptPass, descri
 from rollback.trainers.adopt.script_variables import ScriptVariables
 from rollback.trainers.adopt.signs import ScriptSigns, as_error
 from rollback.trainers.adopt.sources import ScriptSources
+from rollback.trainers.adopt.step_numbers import ScriptStepLoops, StepMoved
 from rollback.trainers.protect import protect_once
 
 
@@ -80,13 +80,14 @@ class Adoption:
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """Compile it, instrumented, as modules that it imports are. Raises SyntaxError as Python does."""
-        turns = TurningLoops(self._progress, self._variables.count_of, self._sources.demands)
+        step_loops = ScriptStepLoops(self._progress, self._variables.count_of, self._sources.demands)
         vars(builtins).update({
             instrumentation.ENUMERATE: partial(numbered, self._progress),
             instrumentation.LIMIT: partial(limit, self._progress), instrumentation.RAISED: self._note_raised,
             instrumentation.EPOCHS: self._epochs, instrumentation.EPOCH_MOVED: EpochMoved,
             instrumentation.BY_BATCH: self._variables.by_batch, instrumentation.BY_EPOCH: self._variables.by_epoch,
-            instrumentation.STEPS: turns.turns, instrumentation.NEXT: turns.take, instrumentation.STEP_MOVED: Turned,
+            instrumentation.STEPS: step_loops.steps, instrumentation.STEP_MOVED: StepMoved,
+            instrumentation.NEXT: step_loops.take_batch,
         })  # fmt: skip
         self._sources.watch_imports()
         return self._sources.read_script(source, filename)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from rollback.source.loop_variables import LoopVariable
 from rollback.train.guard import Guard
 from rollback.train.state.kept_values import ToldAtEnd
-from rollback.trainers.adopt.counts import Count
 from rollback.trainers.adopt.enumeration import ScriptProgress
 from rollback.trainers.adopt.epochs import EpochLoop
+from rollback.trainers.adopt.step_numbers import StepCount
 from rollback.trainers.adopt.variable_values import (
     ABSENT,
     MISSES,
@@ -171,7 +171,7 @@ class ScriptVariables:
         self._progress, self._loops, self._unkept, self._missed = progress, loops, unkept, missed
         self._model: nn.Module | None = None
         self._lost: set[tuple[str, str]] = set()
-        self._counts: dict[tuple[str, str], Count] = {}
+        self._counts: dict[tuple[str, str], StepCount] = {}
         self._known: dict[tuple[str, str], tuple[LoopVariable, RestoredVariable]] = {}
 
     def add(self, name: str, filename: str, variable: LoopVariable) -> None:
@@ -181,22 +181,22 @@ class ScriptVariables:
         attribute = variable.name.rpartition(".")[2] if "." in variable.name else ""
         self._known[filename, name] = variable, kind(self._progress, in_place=variable.in_place, attribute=attribute)
 
-    def keep(self, guard: Guard, model: nn.Module, turns: Iterable[tuple[str, str]]) -> None:
-        """The guard of a model is made: it keeps them from now on, and gives them what they were. turns: file and name
-        of each count."""
+    def keep(self, guard: Guard, model: nn.Module, step_counts: Iterable[tuple[str, str]]) -> None:
+        """The guard of a model is made: it keeps them from now on, and gives them what they were. step_counts: file and
+        name of each count."""
         self._model = model
-        self._counts = {place: Count() for place in turns}
-        kept: dict[tuple[str, str], Count | RestoredVariable] = {
+        self._counts = {place: StepCount() for place in step_counts}
+        kept: dict[tuple[str, str], StepCount | RestoredVariable] = {
             place: restored for place, (_, restored) in self._known.items()
         }
         kept |= self._counts
-        named: dict[str, Count | RestoredVariable] = {}
+        named: dict[str, StepCount | RestoredVariable] = {}
         for (filename, name), value in kept.items():
             text = f"{name} of {os.path.basename(filename)}"
             named[text if text not in named else f"{text} {len(named)}"] = value
         guard.keep(**named)
 
-    def count_of(self, name: str, filename: str) -> Count | None:
+    def count_of(self, name: str, filename: str) -> StepCount | None:
         """None: there is no guard yet."""
         return self._counts.get((filename, name))
 

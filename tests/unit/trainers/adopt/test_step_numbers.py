@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rollback.errors import RollbackError
-from rollback.trainers.adopt.counts import Count, Turned, TurningLoops
 from rollback.trainers.adopt.enumeration import ScriptProgress
+from rollback.trainers.adopt.step_numbers import ScriptStepLoops, StepCount, StepMoved
 
 
 class Script:
@@ -17,7 +17,7 @@ class Script:
     def __init__(self, *, in_epochs: bool, stands: int = 0, moves: dict[int, int] | None = None, end: int = 99) -> None:
         self.guard: Any = SimpleNamespace(batch=stands, batch_in_epoch=stands)
         self.progress, self.moves, self.end = ScriptProgress(self.guard), dict(moves or {}), end
-        self.loops = TurningLoops(self.progress, lambda *place: None, lambda: True)
+        self.loops = ScriptStepLoops(self.progress, lambda *place: None, lambda: True)
         self.in_epochs = in_epochs
 
     def batches(self) -> Iterator[int]:
@@ -33,10 +33,10 @@ class Script:
 
     def train(self) -> list[tuple[int, int]]:
         done, batches = [], self.batches()
-        for number in self.loops.turns(range(9), "script.py", 1, self.in_epochs, ""):
+        for number in self.loops.steps(range(9), "script.py", 1, self.in_epochs, ""):
             try:
-                done.append((number, self.loops.take("script.py", 1, batches)))
-            except Turned:
+                done.append((number, self.loops.take_batch("script.py", 1, batches)))
+            except StepMoved:
                 continue
         return done
 
@@ -73,13 +73,13 @@ class Updates(Script):
     """Its turns take three batches each. loads: the number of the turn that is loaded as a batch is handed out."""
 
     def __init__(
-        self, *, loads: dict[int, int] | None = None, owed: int | None = None, in_epochs: bool = False, end: int = 99
+        self, *, loads: dict[int, int] | None = None, loaded: int | None = None, in_epochs: bool = False, end: int = 99
     ) -> None:
         super().__init__(in_epochs=in_epochs, end=end)
-        self.loads, self.count = dict(loads or {}), Count()
-        self.loops = TurningLoops(self.progress, lambda *place: self.count, lambda: True)
-        if owed is not None:
-            self.count.load_state_dict({"value": owed})
+        self.loads, self.count = dict(loads or {}), StepCount()
+        self.loops = ScriptStepLoops(self.progress, lambda *place: self.count, lambda: True)
+        if loaded is not None:
+            self.count.load_state_dict({"value": loaded})
 
     def batches(self) -> Iterator[int]:
         for item in range(self.end):
@@ -90,10 +90,10 @@ class Updates(Script):
 
     def train(self) -> list[tuple[int, int]]:
         done, batches = [], self.batches()
-        for number in self.loops.turns(range(4), "script.py", 1, self.in_epochs, "turns"):
+        for number in self.loops.steps(range(4), "script.py", 1, self.in_epochs, "turns"):
             try:
-                taken = [self.loops.take("script.py", 1, batches) for _ in range(3)]
-            except Turned:
+                taken = [self.loops.take_batch("script.py", 1, batches) for _ in range(3)]
+            except StepMoved:
                 continue
             done.append((number, taken[0]))
         return done
@@ -108,7 +108,7 @@ def test_a_turn_of_several_batches_has_the_number_that_checkpoints_have(in_epoch
         return done
 
     assert train() == [(0, 0), (1, 3), (2, 6), (3, 9)]
-    assert train(owed=2) == [(2, 0), (3, 3)]
+    assert train(loaded=2) == [(2, 0), (3, 3)]
     assert train(loads={6: 1}) == [(0, 0), (1, 3), (1, 6), (2, 9), (3, 12)]
     assert train(loads={9: 3}) == [(0, 0), (1, 3), (2, 6), (3, 9)]
     assert train(loads={4: 0}) == [(0, 0), (0, 4), (1, 7), (2, 10), (3, 13)], "the update in its midst is another one"
@@ -130,28 +130,29 @@ def test_a_loop_that_is_begun_again_goes_on_behind_the_one_before() -> None:
 def test_a_loop_that_is_begun_again_behind_one_that_was_broken_off_is_left_as_it_is() -> None:
     script = Script(in_epochs=False)
     batches = script.batches()
-    for number in script.loops.turns(range(9), "script.py", 1, False, ""):
-        script.loops.take("script.py", 1, batches)
+    for number in script.loops.steps(range(9), "script.py", 1, False, ""):
+        script.loops.take_batch("script.py", 1, batches)
         if number == 4:
             break
     for place in (5, 6):
         numbers = range(9)
-        assert script.loops.turns(numbers, "script.py", 1, False, "") is numbers
-        assert script.loops.take("script.py", 1, batches) == place
+        assert script.loops.steps(numbers, "script.py", 1, False, "") is numbers
+        assert script.loops.take_batch("script.py", 1, batches) == place
 
 
 def test_items_of_several_batches_have_no_place() -> None:
     script = Script(in_epochs=False)
     pairs = zip(script.batches(), script.batches(), strict=False)
-    turns = script.loops.turns(range(3), "script.py", 1, False, "")
-    assert [(number, len(script.loops.take("script.py", 1, pairs))) for number in turns] == [(0, 2), (1, 2), (2, 2)]
+    steps = script.loops.steps(range(3), "script.py", 1, False, "")
+    taken = [(number, len(script.loops.take_batch("script.py", 1, pairs))) for number in steps]
+    assert taken == [(0, 2), (1, 2), (2, 2)]
 
 
 def test_what_is_no_range_is_left_as_it_is() -> None:
     script = Script(in_epochs=False)
     numbers = [3, 4]
-    assert script.loops.turns(numbers, "script.py", 1, False, "") is numbers
-    assert script.loops.take("script.py", 1, iter([5])) == 5
+    assert script.loops.steps(numbers, "script.py", 1, False, "") is numbers
+    assert script.loops.take_batch("script.py", 1, iter([5])) == 5
 
 
 def test_an_epoch_whose_batches_a_rollback_has_skipped_ends_with_its_last_whole_update(
