@@ -19,7 +19,7 @@ from rollback.source.loop_variables import LoopVariable
 from rollback.train.guard import Guard
 from rollback.train.state.kept_values import ToldAtEnd
 from rollback.trainers.adopt.enumeration import ScriptProgress
-from rollback.trainers.adopt.epochs import EpochLoop
+from rollback.trainers.adopt.epoch_loop import EpochLoop
 from rollback.trainers.adopt.step_numbers import StepCount
 from rollback.trainers.adopt.variable_values import (
     ABSENT,

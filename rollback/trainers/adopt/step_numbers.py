@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rollback.errors import RollbackError
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.enumeration import ScriptProgress
-from rollback.trainers.adopt.epochs import in_place_of
+from rollback.trainers.adopt.epoch_loop import in_place_of
 
 
 class StepCount:

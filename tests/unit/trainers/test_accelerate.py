@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import rollback
 from rollback.errors import UsageError
-from rollback.trainers.adopt.objects import guard_parts
+from rollback.trainers.adopt.made_objects import guard_parts
 
 
 class Average:

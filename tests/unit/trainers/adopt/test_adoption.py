@@ -14,8 +14,8 @@ from rollback.train.process.stopping import Departure
 from rollback.trainers.adopt import hooks
 from rollback.trainers.adopt.adoption import Adopted, Adoption
 from rollback.trainers.adopt.adoption_state import ScriptEvent
-from rollback.trainers.adopt.epochs import EpochLoop
-from rollback.trainers.adopt.signs import ScriptSigns
+from rollback.trainers.adopt.epoch_loop import EpochLoop
+from rollback.trainers.adopt.notices import ScriptNotices
 from rollback.trainers.adopt.sources import ScriptSources
 
 
@@ -63,7 +63,7 @@ def test_batches_of_another_loader_come_from_an_iterator_with_all_that_it_has() 
     loader: DataLoader[int] = DataLoader([5])  # type: ignore[arg-type]
     batches = adoption.iterate_prepared(lambda _: Batches(), loader)
     assert next(batches) == 5
-    assert adoption._stranger is loader
+    assert adoption._other_loader is loader
     batches._shutdown_workers()
     assert ended == [True]
 
@@ -100,16 +100,16 @@ def test_a_training_behind_an_error_gives_up_the_first_one_whose_run_is_not_comp
     def refuse(error: UsageError) -> None:
         raise error
 
-    monkeypatch.setattr(adoption._signs, "refuse", refuse)
+    monkeypatch.setattr(adoption._notices, "refuse", refuse)
     try:
         raise MemoryError if error else StopIteration
     except (MemoryError, StopIteration):
         assert adoption._note_raised() == ()
     if step < EARLY:
         with pytest.raises(UsageError, match=r"an error \(MemoryError\), and begins another"):
-            adoption._sign("trains on two loaders", step)
+            adoption._note_inexact("trains on two loaders", step)
         return
-    adoption._sign("trains on two loaders", step)
+    adoption._note_inexact("trains on two loaders", step)
     out = capsys.readouterr().err
     assert not closed, "the other ranks may wait in the guard"
     if error:
@@ -135,7 +135,7 @@ def test_an_error_of_a_training_behind_the_guarded_one_gives_up_nothing(
         raise MemoryError
     except MemoryError:
         adoption._note_raised()
-    adoption._sign("trains on two loaders", 50)
+    adoption._note_inexact("trains on two loaders", 50)
     adoption.end()
     out = capsys.readouterr().err
     assert "trains on two loaders" in out
@@ -151,14 +151,14 @@ def test_an_error_that_one_rank_catches_in_its_loop_over_epochs_does_not_take_it
     guard = cast(Guard, SimpleNamespace(step=150))  # that cannot be closed
     adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
     adoption._led_loop = loop = EpochLoop(range(3), lambda loop: None)
-    monkeypatch.setattr(Adoption, "_loop", loop)
+    monkeypatch.setattr(Adoption, "_current_loop", loop)
     adoption._move(ScriptEvent.GUARD_MADE)
     adoption._move(ScriptEvent.PASS_BEGAN)
     try:
         raise MemoryError
     except MemoryError:
         adoption._note_raised()
-    adoption._sign("trains on two loaders", 150)
+    adoption._note_inexact("trains on two loaders", 150)
     assert "It goes on under guard" in capsys.readouterr().err
     assert adoption._state.guarded
 
@@ -238,4 +238,4 @@ def test_an_iteration_that_a_librarys_loader_inherits_is_watched_once() -> None:
 def test_a_script_that_is_nested_too_deeply_to_be_read_is_refused() -> None:
     source = f"total = {'1 + ' * 600}1\n".encode()
     with pytest.raises(UsageError, match=r"train.py: line 1 of the source is nested 200 levels deep"):
-        ScriptSources(lambda *_: None, ScriptSigns(strict=False).refuse).read_script(source, "train.py")
+        ScriptSources(lambda *_: None, ScriptNotices(strict=False).refuse).read_script(source, "train.py")

@@ -6,8 +6,8 @@ from accelerate import Accelerator
 
 from rollback.errors import UsageError
 from rollback.trainers.adopt.enumeration import ScriptProgress
+from rollback.trainers.adopt.notices import ScriptNotices
 from rollback.trainers.adopt.own_resume import OwnResume
-from rollback.trainers.adopt.signs import ScriptSigns
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_the_first_batch_of_a_pass_is_passed_over_where_the_next_one_is_asked_fo
     loads: bool, trains: bool, gathers: bool, refused: bool
 ) -> None:
     progress = ScriptProgress(batches=5)
-    resume = OwnResume(progress, ScriptSigns(strict=False))
+    resume = OwnResume(progress, ScriptNotices(strict=False))
     if loads:
         resume.note_load()
     resume.note_script_pass()
@@ -37,7 +37,7 @@ def test_the_first_batch_of_a_pass_is_passed_over_where_the_next_one_is_asked_fo
 
 def test_a_loop_that_gathers_the_batches_of_an_update_passes_over_none() -> None:
     progress = ScriptProgress(holds=True)
-    resume = OwnResume(progress, ScriptSigns(strict=False))
+    resume = OwnResume(progress, ScriptNotices(strict=False))
     resume.note_load()
     resume.note_script_pass()
     progress.batches += 1
@@ -47,7 +47,7 @@ def test_a_loop_that_gathers_the_batches_of_an_update_passes_over_none() -> None
 def test_what_accelerate_prepares_is_no_snapshot_of_the_scripts_and_what_it_loads_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    resume, load = OwnResume(ScriptProgress(), ScriptSigns(strict=False)), torch.optim.Optimizer.load_state_dict
+    resume, load = OwnResume(ScriptProgress(), ScriptNotices(strict=False)), torch.optim.Optimizer.load_state_dict
 
     def watched(optimizer: torch.optim.Optimizer, state_dict: dict[str, object]) -> None:
         resume.note_load()

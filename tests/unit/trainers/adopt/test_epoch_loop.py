@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved, in_place_of
+from rollback.trainers.adopt.epoch_loop import EpochLoop, EpochMoved, in_place_of
 
 
 def begun(_: EpochLoop) -> None:
