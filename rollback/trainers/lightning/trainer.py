@@ -31,8 +31,8 @@ from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing
-from rollback.trainers.lightning.limits import refuse_unknown_callbacks, require_known, require_known_module
 from rollback.trainers.lightning.state import FitState, attributes_of_callbacks
+from rollback.trainers.lightning.unsupported import refuse_unknown_callbacks, require_known, require_known_module
 from rollback.trainers.refusals import say_left_aside
 from rollback.trainers.saved_files import SavedFiles
 from rollback.wording import Calls
@@ -227,7 +227,7 @@ class _GuardedFit(GuardedTrainer):
             loop.on_advance_start()
             self._epoch_loop.reset()
             iter(self.guard)
-            self._state.put_again()
+            self._state.restore_again()
             if not self._train_epoch():
                 continue
             self._end_epoch()
