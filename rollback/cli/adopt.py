@@ -40,6 +40,6 @@ def adopt(
     if carried := dict.fromkeys((variable.name, variable.line) for variable in variables):
         names = ", ".join(f"`{name}` (line {line})" for name, line in carried)
         say(
-            f"the script hands on from turn to turn what a guard does not know: {names}. A resume and a rollback leave "
-            "that as it is, but for what you let guard.keep keep: docs/guard.md, values of your own"
+            f"the script hands on from iteration to iteration what a guard does not know: {names}. A resume and a "
+            "rollback leave that as it is, but for what you let guard.keep keep: docs/guard.md, values of your own"
         )

@@ -13,8 +13,8 @@ from rollback.source.syntax import Function, Loop, dotted, parameters_of
 
 @dataclass(frozen=True)
 class _Body:
-    """Statements that run in a turn. function: whose they are. given: its parameters, as the loop's function calls
-    what they are given; those that are given nothing with a name are left out."""
+    """Statements that run in an iteration. function: whose they are. given: its parameters, as the loop's function
+    calls what they are given; those that are given nothing with a name are left out."""
 
     statements: Sequence[ast.stmt]
     function: Function | None

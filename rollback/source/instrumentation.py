@@ -18,7 +18,8 @@ STEPS, NEXT, STEP_MOVED = "__rollback_steps__", "__rollback_next__", "__rollback
 
 @dataclass(frozen=True)
 class InstrumentedFile:
-    """A file whose loops are led. counts: the names of counts of turns. variables: what loops carry, by a name each."""
+    """A file whose loops are led. counts: the names of counts of iterations. variables: what loops carry, by a name
+    each."""
 
     tree: ast.Module
     counts: list[str]
@@ -26,12 +27,12 @@ class InstrumentedFile:
 
 
 def instrumented(loops: ScriptLoops, filename: str) -> InstrumentedFile:
-    """The script, or a module of its own, with its loops instrumented, and what they carry from turn to turn. What is
-    changed is another tree of the same source: `loops` stays as it is.
+    """The script, or a module of its own, with its loops instrumented, and what they carry from iteration to iteration.
+    What is changed is another tree of the same source: `loops` stays as it is.
 
     EPOCHS is told the epochs' range and where the loop is, EPOCH_MOVED begins another one, ENUMERATE and LIMIT know
     where in the data a batch is, BY_BATCH and BY_EPOCH what a variable was there. NEXT takes a batch, and STEPS gives
-    its number; where a batch has another number than its turn, STEP_MOVED begins the one that has.
+    its number; where a batch has another number than its iteration, STEP_MOVED begins the one that has.
 
         for epoch in range(10):         for epoch in __rollback_epochs__(range(10), "script.py", 1):
             BODY                            try:
@@ -59,7 +60,7 @@ def instrumented(loops: ScriptLoops, filename: str) -> InstrumentedFile:
 
     A loop that trains asks RAISED which errors it catches, which are none: so it is known that one has left the loop.
 
-    Where a turn takes several batches, its number is a count, too: that of the name that STEPS is told.
+    Where an iteration takes several batches, its number is a count, too: that of the name that STEPS is told.
     """
     tree = ast.parse(loops.source)
     twins = dict(zip(map(id, ast.walk(loops.tree)), ast.walk(tree), strict=True))
@@ -96,7 +97,7 @@ def instrumented(loops: ScriptLoops, filename: str) -> InstrumentedFile:
 
 
 def _step_count(place: int) -> str:
-    """The name of the count of a loop's turns, by its place among those in the file: lines move with an edit."""
+    """The name of the count of a loop's iterations, by its place among those in the file: lines move with an edit."""
     return f"turns of loop {place + 1}"
 
 
@@ -107,8 +108,8 @@ def _named(variables: list[LoopVariable]) -> dict[str, LoopVariable]:
 
 
 def _ask_for(name: str, variable: LoopVariable, filename: str, blocks: dict[int, list[ast.stmt]]) -> None:
-    """Ask for what a variable was wherever its loop may have come to another place in the data: where a turn begins,
-    and, of a training loop, where it begins, has a batch, has ended. Nothing else is set. blocks: that has each
+    """Ask for what a variable was wherever its loop may have come to another place in the data: where an iteration
+    begins, and, of a training loop, where it begins, has a batch, has ended. Nothing else is set. blocks: that has each
     statement, by its `id`."""
     place = [ast.Constant(filename), *([] if variable.by_batch else [ast.Constant(variable.loop.lineno)])]
     by = BY_BATCH if variable.by_batch else BY_EPOCH
@@ -135,7 +136,8 @@ def _ask_for(name: str, variable: LoopVariable, filename: str, blocks: dict[int,
 
 
 def _number(loop: ast.For, numbers: ast.expr, by: str, ended_by: str, filename: str, *others: bool | str) -> None:
-    """Have `by` give a loop its numbers; `ended_by` ends a turn of it. numbers: what has its range, in its head."""
+    """Have `by` give a loop its numbers; `ended_by` ends an iteration of it. numbers: what has its range, in its
+    head."""
     place: list[ast.expr] = [ast.Constant(filename), ast.Constant(loop.lineno), *map(ast.Constant, others)]
     if numbers is loop.iter:
         loop.iter = ast.copy_location(ast.Call(ast.Name(by, ast.Load()), [numbers, *place], []), numbers)

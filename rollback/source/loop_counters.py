@@ -17,10 +17,10 @@ from rollback.source.syntax import Loop, has_range, is_call_of, last_name, limit
 @dataclass(frozen=True)
 class LoopCounter:
     """What counts the script's batches or updates beside the guard, a variable that it adds 1 to, a `range`; or what it
-    carries from turn to turn, and trains by.
+    carries from iteration to iteration, and trains by.
 
     ends: it decides when the loop is left. restored: it is what it was, where `instrumented` has changed this file.
-    counts: whether it counts. loop: whose turns.
+    counts: whether it counts. loop: whose iterations.
     """
 
     name: str
@@ -32,7 +32,7 @@ class LoopCounter:
 
 
 def loop_counters(loops: ScriptLoops) -> list[LoopCounter]:
-    """Of the training loops: what their turns carry, and what limits them from outside."""
+    """Of the training loops: what their iterations carry, and what limits them from outside."""
     found: dict[tuple[str, bool], LoopCounter] = {}
     for counter in (*_limiting(loops), *_numbered(loops), *_carried(loops), *_stopping(loops)):
         found.setdefault((counter.name, counter.restored), counter)
@@ -40,8 +40,8 @@ def loop_counters(loops: ScriptLoops) -> list[LoopCounter]:
 
 
 def _carried(loops: ScriptLoops) -> Iterator[LoopCounter]:
-    """What outlives a turn of a loop, and affects the training or counts. In what it calls, counts that are attributes
-    alone: a patience, which the variables of a method do not outlive."""
+    """What outlives an iteration of a loop, and affects the training or counts. In what it calls, counts that are
+    attributes alone: a patience, which the variables of a method do not outlive."""
     carried_by = carried_by_loops(loops)
     variables = loop_variables(loops)
     for loop in (*innermost(loops), *loops.epoch_loops):
@@ -111,7 +111,7 @@ def _leaving(nodes: Iterable[ast.AST], *, inner: bool = False) -> Iterator[ast.A
 
 
 def _begins_iterator(loops: ScriptLoops, loop: Loop) -> bool:
-    """Whether each turn of a loop begins an iterator, from which a loop in it takes: it goes over epochs."""
+    """Whether each iteration of a loop begins an iterator, from which a loop in it takes: it goes over epochs."""
     inner = [each for each in loops.training if each is not loop and each in loops.reached(loop)]
     taken = {node for each in inner for node in loops.reached(each)}
     caught = (node for node in loops.reached(loop) if isinstance(node, ast.ExceptHandler))

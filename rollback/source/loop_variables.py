@@ -1,4 +1,5 @@
-"""Which variables that a script's loops carry from turn to turn are restored where training goes on elsewhere."""
+"""Which variables that a script's loops carry from iteration to iteration are restored where training goes on
+elsewhere."""
 
 import ast
 from collections.abc import Container, Iterable, Iterator
@@ -36,9 +37,9 @@ class LoopVariable:
     """A variable, or an attribute of one, that a loop carries.
 
     line: where the loop sets it. affects_training: whether what is trained, or for how long, depends on it, for all
-    that the file shows. by_batch: in a training loop, whose turn has a batch; else in one over epochs, where it is what
-    it was at the top of the epoch. in_place: whether it is the same object all the time, as a list that grows. taking:
-    statements of that loop that take a batch by `next`, also in a loop over the batches of an update.
+    that the file shows. by_batch: in a training loop, whose iteration has a batch; else in one over epochs, where it is
+    what it was at the top of the epoch. in_place: whether it is the same object all the time, as a list that grows.
+    taking: statements of that loop that take a batch by `next`, also in a loop over the batches of an update.
     """
 
     name: str

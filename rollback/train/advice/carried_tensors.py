@@ -1,8 +1,9 @@
-"""Tensors and samples that a script's training loop carries from turn to turn, and on which the training depends: a
-mean of losses by which the loss is divided, a list of batches to replay, the state that a recurrent model goes on with.
+"""Tensors and samples that a script's training loop carries from iteration to iteration, and on which the training
+depends: a mean of losses by which the loss is divided, a list of batches to replay, the state that a recurrent model
+goes on with.
 
-Each turn may put another tensor in place of the last one, or begin with none, so values alone do not tell it from what
-is made anew in each turn. The source does (`rollback.source.loop_variables`).
+Each iteration may put another tensor in place of the last one, or begin with none, so values alone do not tell it from
+what is made anew in each iteration. The source does (`rollback.source.loop_variables`).
 """
 
 import ast
@@ -70,7 +71,7 @@ def _needed_in(filename: str) -> list[tuple[str, range]]:
 
 
 def _batches_of(loop: Loop) -> set[str]:
-    """What a turn sets by `next`: behind a resume it is taken again."""
+    """What an iteration sets by `next`: behind a resume it is taken again."""
     given = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
     taking = [node for node in given if takes_or_names(node.value)]
     targets = [item for node in taking for target in node.targets for item in ast.walk(target)]

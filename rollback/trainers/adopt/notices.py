@@ -75,7 +75,7 @@ class ScriptNotices:
         self._left_behind(does, matters=here and (counter.ends or not counter.counts))
 
     def tell_unkept(self, variable: LoopVariable, filename: str, value: Any) -> None:
-        """What the script hands on from turn to turn cannot be kept. One rank alone may have such a value."""
+        """What the script hands on from iteration to iteration cannot be kept. One rank alone may have such a value."""
         does = "trains by" if variable.affects_training else "carries from epoch to epoch"
         where = f"line {variable.line} of {os.path.basename(filename)}, a {type(value).__name__}"
         self._left_behind(f"{does} `{variable.name}` ({where})", matters=True)

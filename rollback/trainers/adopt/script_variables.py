@@ -1,4 +1,4 @@
-"""What a script's loops carry from turn to turn, made what it was where the training stands.
+"""What a script's loops carry from iteration to iteration, made what it was where the training stands.
 
 A temperature, a mean of losses, a patience: only the script can set its variables. So where a loop may have come to
 another place in the data, by a resume or a rollback, the script asks for them (`rollback.source.instrumentation`), and
@@ -157,9 +157,9 @@ class EpochVariable(RestoredVariable):
 
 
 class ScriptVariables:
-    """Those of a watched script, and the counts of its turns. loops: its loops over epochs, by where they are. unkept:
-    told of a variable that cannot be kept, and is needed, with its file and its value. missed: of one that is not
-    needed, with its file, where it was not kept."""
+    """Those of a watched script, and the counts of its iterations. loops: its loops over epochs, by where they are.
+    unkept: told of a variable that cannot be kept, and is needed, with its file and its value. missed: of one that is
+    not needed, with its file, where it was not kept."""
 
     def __init__(
         self,

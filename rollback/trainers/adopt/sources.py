@@ -37,7 +37,7 @@ class ScriptSources:
         self._counters: dict[str, list[LoopCounter]] = {}
         self._script = ""
         self._instrumented: dict[str, tuple[ScriptLoops, list[str]]] = {}
-        """Those that are, each with the counts of turns in it."""
+        """Those that are, each with the counts of iterations in it."""
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """The script, instrumented. Raises SyntaxError as Python does."""

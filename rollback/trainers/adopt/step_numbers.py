@@ -1,8 +1,8 @@
-"""The numbers of a script's turns, made what they were where the training stands.
+"""The numbers of a script's iterations, made what they were where the training stands.
 
 `for i in range(n): batch = next(batches)`: the numbers are those of the batches in the data. A batch that follows a
-resume or a rollback has another number than the turn that takes it. That turn ends, and the next one has this batch and
-its number. Where a turn takes the batches of one update, its number is a count that checkpoints have.
+resume or a rollback has another number than the iteration that takes it. That iteration ends, and the next one has this
+batch and its number. Where an iteration takes the batches of one update, its number is a count that checkpoints have.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from rollback.trainers.adopt.epoch_loop import in_place_of
 
 
 class StepCount:
-    """The number of a turn that has begun, on one rank, from 0."""
+    """The number of an iteration that has begun, on one rank, from 0."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -46,7 +46,7 @@ class StepCount:
 
 
 class StepMoved(BaseException):
-    """Ends a turn of a loop that `rollback.source.instrumentation` has changed; another one begins."""
+    """Ends an iteration of a loop that `rollback.source.instrumentation` has changed; another one begins."""
 
 
 class StepNumbers(ABC):
@@ -57,11 +57,11 @@ class StepNumbers(ABC):
         self._numbers, self._first, self._progress = numbers, first, progress
         self._next = 0
         self.taken_ahead: list[Any] = []
-        """The batch of the turn that begins next, if the one before has taken it."""
+        """The batch of the iteration that begins next, if the one before has taken it."""
         self.end: int | None = None
         """The place behind its last batch, from the run's start, once it has come to the end of its numbers."""
         self.in_midst = False
-        """Whether the turn has its first batch, and may take more."""
+        """Whether the iteration has its first batch, and may take more."""
         self.moved = False
         """Whether its numbers do not count all batches that it had: the run has gone back, or on from a checkpoint."""
 
@@ -88,11 +88,11 @@ class StepNumbers(ABC):
 
     @abstractmethod
     def require_number(self, guard: Guard, item: Any) -> None:
-        """The turn has taken this batch. Raises StepMoved where it has another number, RollbackError where it is of a
-        loop before this one."""
+        """The iteration has taken this batch. Raises StepMoved where it has another number, RollbackError where it is
+        of a loop before this one."""
 
     def end_early(self) -> NoReturn:
-        """There is no batch for this turn: what is left of the epoch is skipped, or was trained on before."""
+        """There is no batch for this iteration: what is left of the epoch is skipped, or was trained on before."""
         self._next = len(self._numbers)
         raise StepMoved
 
@@ -123,7 +123,7 @@ class BatchStepNumbers(StepNumbers):
 class UpdateStepNumbers(StepNumbers):
     """Each takes the batches of one update. Between two epochs, what is kept of them is that the next one is the first.
 
-    count: the number of the turn that has begun, as the guard keeps it; None: there is no guard yet."""
+    count: the number of the iteration that has begun, as the guard keeps it; None: there is no guard yet."""
 
     def __init__(
         self, numbers: range, first: int | None, progress: ScriptProgress, count: Callable[[], StepCount | None]
@@ -160,11 +160,11 @@ class ScriptStepLoops:
     ) -> None:
         self._progress, self._count_of, self._demands = progress, count_of, demands
         self._steps: dict[tuple[str, int], StepNumbers | None] = {}
-        """By where they are; None: one that is not led, since its turns have no places in the data."""
+        """By where they are; None: one that is not led, since its iterations have no places in the data."""
 
     def steps(self, numbers: Any, filename: str, line: int, in_epochs: bool, counted: str) -> Any:
         """What the script goes over in place of `numbers`, in the loop of that line. counted: the name of the count of
-        its turns, where one may take several batches."""
+        its iterations, where one may take several batches."""
         first, place = None if in_epochs else 0, (filename, line)
         if place in self._steps and not in_epochs:
             before = self._steps[place]
@@ -195,7 +195,7 @@ class ScriptStepLoops:
             item = next(batches, *default)
         except StopIteration:
             if steps.in_epochs and (steps.moved or self._progress.falls_short()) and self._demands():
-                self._progress.untrained = False  # what this turn has taken is too little for an update
+                self._progress.untrained = False  # what this iteration has taken is too little for an update
                 steps.end_early()
             raise
         finally:

@@ -1,4 +1,4 @@
-"""What a script counts, and carries from turn to turn: which of it is restored, and how it is asked for."""
+"""What a script counts, and carries from iteration to iteration: which of it is restored, and how it is asked for."""
 
 import ast
 import textwrap
@@ -91,7 +91,7 @@ def run(source: str, **names: Any) -> dict[str, Any]:
         ("while True:\n  it = iter(loader)\n  for i in range(4):\n    f(next(it)).backward()\n    o.step()\n  n += 1\n"
          "  if n > 9: break", []),
         ("def get(): return next(it)\nwhile n < 9:\n  f(get()).backward()\n  n += 1", []),
-        # set anew in each turn, only told, or of another loop
+        # set anew in each iteration, only told, or of another loop
         ("for x in loader:\n  tau = 1\n  f(x, tau).backward()\n  tau *= 0.9", []),
         ("for x in loader:\n  m = M()\n  f(x, m.n).backward()\n  m.n *= 2", []),
         ("for x in loader:\n  if x: tau = 1\n  else: tau = 2\n  f(x, tau).backward()", []),
@@ -224,7 +224,7 @@ def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
 
 
 def test_it_is_asked_for_with_each_batch_of_an_update() -> None:
-    """What a turn does with them may depend on it."""
+    """What an iteration does with them may depend on it."""
     source = """
         while beta < 2:
             for i in range(2):
@@ -308,7 +308,7 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
         (TAKEN.replace("range(3)", "enumerate(range(3))"), []),
         (in_loop("for e in range(2)", TAKEN), [True]),
         (in_loop("def one()", TAKEN) + "for e in range(2):\n  one()", [True]),
-        # more than one in a turn, or less
+        # more than one in an iteration, or less
         (TAKEN.replace("x = next(batches)", "x = next(batches)\n        x = next(batches)"), []),
         (SEVERAL.replace("GATHERED", "micro = [next(batches) for _ in range(k)]"), [False]),
         (SEVERAL.replace("GATHERED", "for _ in range(k): micro += [next(batches)]"), [False]),
@@ -363,7 +363,7 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
         # something else takes from it
         (TAKEN.replace("iter(loader)", "iter(loader)\n    first = next(batches)"), []),
         (TAKEN + textwrap.indent(textwrap.dedent(TAKEN), "    ").replace("    batches = iter(loader)\n", ""), []),
-        # in turns of another loop
+        # in iterations of another loop
         ("for e in range(2):\n  batches = iter(loader)\n  for s in range(2):\n    for i in range(3):\n"
          "      f(next(batches)).backward()", []),
         ("for e in range(2):\n  batches = iter(loader)\n  while more:\n    for i in range(3):\n"
@@ -392,8 +392,8 @@ def test_such_a_loop_begins_another_turn_where_it_is_told_to() -> None:
         return next(batches)
 
     log: list[tuple[int, str]] = []
-    turns = lambda numbers, filename, line, in_epochs, counted: [*numbers, 9]  # noqa: E731
-    run(TAKEN, log=log, **{STEPS: turns, NEXT: take})
+    iterations = lambda numbers, filename, line, in_epochs, counted: [*numbers, 9]  # noqa: E731
+    run(TAKEN, log=log, **{STEPS: iterations, NEXT: take})
     assert log == [(0, "a"), (2, "b"), (9, "c")]
     assert {*taken} == {("script.py", 3)}
 

@@ -1,4 +1,4 @@
-"""What a script's loops carry from turn to turn is, behind a load, what it was there."""
+"""What a script's loops carry from iteration to iteration is, behind a load, what it was there."""
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque

@@ -1,4 +1,4 @@
-"""Which turn a batch belongs to."""
+"""Which iteration a batch belongs to."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,7 +12,8 @@ from rollback.trainers.adopt.step_numbers import ScriptStepLoops, StepCount, Ste
 
 
 class Script:
-    """A loop of nine turns over a guard that hands out batches, `moves` of which are at another place than the next."""
+    """A loop of nine iterations over a guard that hands out batches, `moves` of which are at another place than the
+    next."""
 
     def __init__(self, *, in_epochs: bool, stands: int = 0, moves: dict[int, int] | None = None, end: int = 99) -> None:
         self.guard: Any = SimpleNamespace(batch=stands, batch_in_epoch=stands)
@@ -70,7 +71,8 @@ def test_an_epoch_that_falls_short_is_over_and_data_that_are_too_short_are_told(
 
 
 class Updates(Script):
-    """Its turns take three batches each. loads: the number of the turn that is loaded as a batch is handed out."""
+    """Its iterations take three batches each. loads: the number of the iteration that is loaded as a batch is handed
+    out."""
 
     def __init__(
         self, *, loads: dict[int, int] | None = None, loaded: int | None = None, in_epochs: bool = False, end: int = 99
@@ -104,7 +106,7 @@ def test_a_turn_of_several_batches_has_the_number_that_checkpoints_have(in_epoch
     def train(**given: Any) -> list[tuple[int, int]]:
         script = Updates(in_epochs=in_epochs, **given)
         done = script.train()
-        assert script.count.state_dict() == {"value": 0 if in_epochs else 4}, "of the turn that begins next"
+        assert script.count.state_dict() == {"value": 0 if in_epochs else 4}, "of the iteration that begins next"
         return done
 
     assert train() == [(0, 0), (1, 3), (2, 6), (3, 9)]
