@@ -494,7 +494,7 @@ class Moved(BaseException):
     pass
 
 
-def test_a_steered_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() -> None:
+def test_a_led_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() -> None:
     log: list[object] = []
 
     def f(x: int) -> object:
@@ -574,7 +574,7 @@ def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_b
         ("for n in range(3):\n    layers[n]()", False),
     ],
 )
-def test_where_another_file_trains_the_script_s_loops_over_epochs_are_steered_and_no_others(
+def test_where_another_file_trains_the_script_s_loops_over_epochs_are_led_and_no_others(
     loop: str, asks: bool
 ) -> None:
     assert (EPOCHS in ast.unparse(instrumented(ScriptLoops(loop), "script.py").tree)) == asks

@@ -26,7 +26,7 @@ def test_it_is_the_range_as_long_as_nobody_steers() -> None:
     assert (list(loop), loop.over, len(loop), loop.stop) == ([2, 4, 6], True, 3, 8)
 
 
-def test_its_iteration_is_told_of_and_only_the_first_body_can_be_steered() -> None:
+def test_its_iteration_is_told_of_and_only_the_first_body_can_be_led() -> None:
     told: list[EpochLoop] = []
     loop = EpochLoop(range(3), told.append)
     bodies = iter(loop)
