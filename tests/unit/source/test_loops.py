@@ -574,9 +574,7 @@ def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_b
         ("for n in range(3):\n    layers[n]()", False),
     ],
 )
-def test_where_another_file_trains_the_script_s_loops_over_epochs_are_led_and_no_others(
-    loop: str, asks: bool
-) -> None:
+def test_where_another_file_trains_the_script_s_loops_over_epochs_are_led_and_no_others(loop: str, asks: bool) -> None:
     assert (EPOCHS in ast.unparse(instrumented(ScriptLoops(loop), "script.py").tree)) == asks
     assert EPOCHS not in ast.unparse(instrumented(ScriptLoops(loop, is_script=False), "module.py").tree)
 
