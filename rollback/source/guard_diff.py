@@ -66,7 +66,7 @@ class _Script:
         if (line := self._own.get("rollback")) is not None:
             raise UsageError(f"{self._name} calls something of its own `rollback` (line {line})", hint="rename that")
         batches = self._batches()
-        epochs = self._loops.epochs.get(batches)
+        epochs = self._loops.epochs_around.get(batches)
         outer = epochs or batches
         scope = self._scopes[outer]
         if around := self._loops.around(outer):
@@ -118,7 +118,7 @@ class _Script:
     # What is there ---------------------------------------------------------------------------------------------------
 
     def _batches(self) -> ast.For:
-        found = self._loops.batches
+        found = self._loops.batch_loops
         if len(found) != 1:
             at = ", ".join(str(loop.lineno) for loop in found)
             raise UsageError(

@@ -68,7 +68,7 @@ def instrumented(loops: ScriptLoops, filename: str) -> InstrumentedFile:
     def twin(node: Node) -> Node:
         return cast(Node, twins[id(node)])
 
-    for loop in loops.batches:
+    for loop in loops.batch_loops:
         for limit in map(twin, loops.limits(loop)):
             limit.args.insert(0, limit.func)
             limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
@@ -91,7 +91,7 @@ def instrumented(loops: ScriptLoops, filename: str) -> InstrumentedFile:
             _number(twin(step_loop.loop), twin(numbers), STEPS, STEP_MOVED, filename, step_loop.in_epochs, counted)
     for loop, numbers in loops.epoch_loops.items():
         _number(twin(loop), twin(numbers), EPOCHS, EPOCH_MOVED, filename)
-    for training in {*loops.training, *loops.epoch_loops}:
+    for training in {*loops.training_loops, *loops.epoch_loops}:
         _catch(twin(training), ast.Call(ast.Name(RAISED, ast.Load()), [], []), ast.Pass())
     return InstrumentedFile(ast.fix_missing_locations(tree), [*map(_step_count, range(len(several)))], variables)
 

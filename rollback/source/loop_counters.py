@@ -50,12 +50,12 @@ def _carried(loops: ScriptLoops) -> Iterator[LoopCounter]:
         takes = [node for node in ast.walk(loop) if is_call_of(node, "next")]
         taken = {name for call in takes for of in call.args[:1] for name in names_in(of)}
         for name, line in carried.lines.items():
-            trains = loop in loops.training and (name in carried.counts or carried.affects_training(name))
+            trains = loop in loops.training_loops and (name in carried.counts or carried.affects_training(name))
             ends = has_part_in(name, deciding)
             if name not in taken and (trains or ends):
                 yield LoopCounter(name, line, ends, name in own, name in carried.counts, loop)
         known, attributes = {id(node) for node in ast.walk(loop)}, {name.rpartition(".")[2] for name in carried.lines}
-        for node in loops.reached(loop) if loop in loops.training else ():
+        for node in loops.reached(loop) if loop in loops.training_loops else ():
             match node:
                 case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=ast.Attribute() as target):
                     if id(node) not in known and target.attr not in attributes:
@@ -79,7 +79,7 @@ def _stopping(loops: ScriptLoops) -> Iterator[LoopCounter]:
 
 
 def _numbered(loops: ScriptLoops) -> Iterator[LoopCounter]:
-    for loop in loops.batches:
+    for loop in loops.batch_loops:
         if (counted := loops.enumerated(loop)) is not None:
             ends = counted[0] in _deciding(loops, loop)
             yield LoopCounter(counted[0], loop.lineno, ends, not loops.carries_on(loop), loop=loop)
@@ -112,7 +112,7 @@ def _leaving(nodes: Iterable[ast.AST], *, inner: bool = False) -> Iterator[ast.A
 
 def _begins_iterator(loops: ScriptLoops, loop: Loop) -> bool:
     """Whether each iteration of a loop begins an iterator, from which a loop in it takes: it goes over epochs."""
-    inner = [each for each in loops.training if each is not loop and each in loops.reached(loop)]
+    inner = [each for each in loops.training_loops if each is not loop and each in loops.reached(loop)]
     taken = {node for each in inner for node in loops.reached(each)}
     caught = (node for node in loops.reached(loop) if isinstance(node, ast.ExceptHandler))
     within = {item for handler in caught for item in ast.walk(handler)}
@@ -121,15 +121,15 @@ def _begins_iterator(loops: ScriptLoops, loop: Loop) -> bool:
 
 def _limiting(loops: ScriptLoops) -> Iterator[LoopCounter]:
     """What else limits a loop over batches from outside, or counts; the `range` of one that goes by `next`."""
-    for batches in loops.batches:
+    for batches in loops.batch_loops:
         ours = loops.limits(batches)
         for call in ast.walk(batches.iter):
             if isinstance(call, ast.Call) and limits_or_counts(call):
                 ends = not is_call_of(call, "zip") or has_range(call)
                 yield LoopCounter(ast.unparse(call), call.lineno, ends, call in ours, loop=batches)
     led = [*loops.epoch_loops, *(each.loop for each in loops.step_loops)]
-    epochs = [loop for loop in loops.drawing if loop in loops.epoch_loops or _begins_iterator(loops, loop)]
-    for loop in loops.drawing:
-        parts = any(each in loops.training and each not in epochs for each in loops.around(loop))
+    epochs = [loop for loop in loops.drawing_loops if loop in loops.epoch_loops or _begins_iterator(loops, loop)]
+    for loop in loops.drawing_loops:
+        parts = any(each in loops.training_loops and each not in epochs for each in loops.around(loop))
         if not parts and (loop in led or loop not in epochs):  # parts of an update are begun anew for each
             yield LoopCounter(ast.unparse(loop.target), loop.lineno, True, loop in led, loop=loop)

@@ -58,7 +58,7 @@ def loop_variables(loops: ScriptLoops) -> list[LoopVariable]:
     for loop, carried in carried_by.items():
         by_batch = loop not in loops.epoch_loops
         taking = (*_taking(loop.body),) if by_batch else ()
-        if by_batch and loop not in loops.batches and not taking:
+        if by_batch and loop not in loops.batch_loops and not taking:
             continue  # what it calls takes the batch, and may look at the variable there
         if by_batch:
             apart = {name for part in taking for name in names_in(part)}  # it is what it was before the batch there
@@ -91,14 +91,16 @@ def _taking(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 def innermost(loops: ScriptLoops) -> list[Loop]:
     """The training loops that have none inside, nor in what they call, but one over the batches of an update."""
-    training = [loop for loop in loops.training if loop not in loops.epoch_loops and not _is_of_update(loops, loop)]
+    training = [
+        loop for loop in loops.training_loops if loop not in loops.epoch_loops and not _is_of_update(loops, loop)
+    ]
     begin_others = {loop for other in training for loop in loops.around(other)}
     return [loop for loop in training if loop not in begin_others]
 
 
 def _is_of_update(loops: ScriptLoops, loop: Loop) -> bool:
     """Whether it makes none, and a training loop around it does: `for micro in range(4): batch = next(batches)`."""
-    outer = (each for each in loops.around(loop) if each in loops.training and each not in loops.epoch_loops)
+    outer = (each for each in loops.around(loop) if each in loops.training_loops and each not in loops.epoch_loops)
     return not any(map(is_step, loops.reached(loop))) and any(
         is_step(node) for each in outer for node in loops.reached(each)
     )
@@ -122,7 +124,7 @@ class CarriedByLoop:
         whole = {name.rpartition(".")[0] for name in called.found}  # of which each part is known: `meter.update(loss)`
         self.lines = {name: line for name, line in (iteration.carried | beside).items() if name not in clocks | whole}
         self.rebound = iteration.rebound | called.rebound
-        if loop in loops.gathering or loop in [each.loop for each in loops.step_loops]:
+        if loop in loops.gathering_loops or loop in [each.loop for each in loops.step_loops]:
             filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
             for name in {place_of(target) for target, value in filled if takes_or_names(value, set_by_head(loop))}:
                 self.lines.pop(name or "", None)

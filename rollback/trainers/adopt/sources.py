@@ -91,7 +91,7 @@ class ScriptSources:
     def gathers_updates(self) -> bool:
         """Whether the loop that iterates a loader gathers the batches of updates in a list. One batch makes none, and
         code behind the loop may train on what is in the list."""
-        return any(begins_at(loop, line) for _, loops, line in self._callers() for loop in loops.gathering)
+        return any(begins_at(loop, line) for _, loops, line in self._callers() for loop in loops.gathering_loops)
 
     def demands(self) -> bool:
         """Whether a batch is asked for by `next`, and nothing that calls it is prepared for there being none."""

@@ -93,8 +93,8 @@ for data in all_data:
 def lines(source: str) -> tuple[list[int], list[int | None]]:
     """Of the loops over batches, and of the loops over epochs around them."""
     loops = ScriptLoops(source)
-    around = [loops.epochs.get(loop) for loop in loops.batches]
-    return [loop.lineno for loop in loops.batches], [loop.lineno if loop else None for loop in around]
+    around = [loops.epochs_around.get(loop) for loop in loops.batch_loops]
+    return [loop.lineno for loop in loops.batch_loops], [loop.lineno if loop else None for loop in around]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_loop_over_batches_that_a_call_gives_its_function_is_part_of_an_update
         "  it = iter(loader)\n"
         f"  for i in range(9):\n    micro = [next(it) for _ in range(2)]\n    {call}\n    optimizer.step()"
     )
-    assert [loop.lineno for loop in loops.batches] == ([] if taken else [2])
+    assert [loop.lineno for loop in loops.batch_loops] == ([] if taken else [2])
 
 
 TRAIN_EPOCH = "def train_epoch(data):\n  for x in data:\n    f(x).backward()\n    optimizer.step()\n"
@@ -153,7 +153,7 @@ TRAIN_EPOCH = "def train_epoch(data):\n  for x in data:\n    f(x).backward()\n  
     ],
 )
 def test_a_loop_that_some_call_gives_a_loader_is_the_training_loop(calls: str) -> None:
-    assert [loop.lineno for loop in ScriptLoops(TRAIN_EPOCH + calls).batches] == [2]
+    assert [loop.lineno for loop in ScriptLoops(TRAIN_EPOCH + calls).batch_loops] == [2]
 
 
 @pytest.mark.parametrize("given", ["[next(it)]", "loader"])
@@ -161,7 +161,7 @@ def test_functions_that_give_on_what_they_are_given_are_each_looked_at_once(give
     """There are 2**40 ways through them."""
     through = "".join(f"def f{n}(x):\n  f{n - 1}(x)\n  f{n - 1}(x)\n" for n in range(1, 41))
     source = f"def f0(x):\n  for y in x:\n    f(y).backward()\n{through}f40({given})"
-    assert len(ScriptLoops(source).batches) == (given == "loader")
+    assert len(ScriptLoops(source).batch_loops) == (given == "loader")
 
 
 def test_a_loop_over_what_a_method_is_given_is_part_of_an_update_too() -> None:
@@ -170,7 +170,7 @@ def test_a_loop_over_what_a_method_is_given_is_part_of_an_update_too() -> None:
         "  def update(self, batches, n):\n    for x in batches:\n      f(x).backward()\n"
         "  def fit(self):\n    for i in range(9):\n      micro = [next(it), next(it)]\n      self.update(micro, i)"
     )
-    assert loops.batches == []
+    assert loops.batch_loops == []
 
 
 GATHERED = """
@@ -248,8 +248,8 @@ def test_a_loop_that_gathers_the_batches_of_an_update_trains_on_them(old: str, n
     source = GATHERED.replace(old, new)
     loops = ScriptLoops(source)
     line = next(at for at, text in enumerate(source.splitlines(), 1) if "in loader" in text)
-    assert [loop.lineno == line for loop in loops.batches] == [gathers]
-    assert [loop.lineno for loop in loops.gathering] == [line] * gathers
+    assert [loop.lineno == line for loop in loops.batch_loops] == [gathers]
+    assert [loop.lineno for loop in loops.gathering_loops] == [line] * gathers
     assert len(loops.epoch_loops) == 1
 
 
@@ -258,7 +258,7 @@ def test_a_loop_that_gathers_may_go_over_its_list_by_itself() -> None:
         "micro = []\nfor x in loader:\n  micro.append(x)\n"
         "  if full:\n    for m in micro: f(m).backward()\n    optimizer.step()\n    micro.clear()"
     )
-    assert [loop.lineno for loop in loops.batches] == [2]
+    assert [loop.lineno for loop in loops.batch_loops] == [2]
 
 
 def test_a_model_s_own_train_is_not_the_script_s_method_of_that_name() -> None:
