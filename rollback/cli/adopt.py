@@ -20,8 +20,8 @@ def adopt(
 
     `rollback adopt train.py | patch train.py` applies it. Nothing of the script is run, and nothing is written.
     """
-    from rollback.source.explicit import diff_of
-    from rollback.source.led_variables import led_variables
+    from rollback.source.guard_diff import guard_diff
+    from rollback.source.loop_variables import loop_variables
     from rollback.source.loops import ScriptLoops
 
     try:
@@ -33,13 +33,13 @@ def adopt(
         raise UsageError(
             f"the training script {script} cannot be read: {why}", hint="name a Python file: rollback adopt train.py"
         ) from error
-    diff = diff_of(source, str(script))
+    diff = guard_diff(source, str(script))
     with answering():
         sys.stdout.buffer.write(diff.encode(encoding, "replace"))  # the script's own bytes; of its name, what can be
-    variables = led_variables(ScriptLoops(source.removeprefix("\ufeff")))
+    variables = loop_variables(ScriptLoops(source.removeprefix("\ufeff")))
     if carried := dict.fromkeys((variable.name, variable.line) for variable in variables):
         names = ", ".join(f"`{name}` (line {line})" for name, line in carried)
         say(
-            f"the script hands on from turn to turn what a guard does not know: {names}. A resume and a rollback leave "
-            "that as it is, but for what you let guard.keep keep: docs/guard.md, values of your own"
+            f"the script hands on from iteration to iteration what a guard does not know: {names}. A resume and a "
+            "rollback leave that as it is, but for what you let guard.keep keep: docs/guard.md, values of your own"
         )

@@ -7,8 +7,10 @@ them, or over `x.chunk(2)`. What other files do is not known here.
 import ast
 from collections.abc import Iterator, KeysView
 
-from rollback.source.gathered import gathers_updates, lists_taken
-from rollback.source.nodes import (
+from rollback.source.batch_lists import gathers_updates, lists_taken
+from rollback.source.script_file import ScriptFile
+from rollback.source.step_loops import step_loop
+from rollback.source.syntax import (
     Loop,
     begins_at,
     calls_at,
@@ -22,8 +24,6 @@ from rollback.source.nodes import (
     of_scope,
     range_of,
 )
-from rollback.source.script_file import ScriptFile
-from rollback.source.turns import turning_loop
 
 _WRAPPERS = "enumerate", "tqdm"
 _RANGES = "range", "trange"
@@ -38,9 +38,9 @@ _PASSES_ON = (ast.Yield, ast.YieldFrom)
 class ScriptLoops(ScriptFile):
     """The loops of one file. Raises as ScriptFile.
 
-    batches: the loops over batches, in their order. epochs: the loop over `range(...)` around each, None without one.
-    gathering: those that gather the batches of an update in a list. is_script: whether it is the file that is run, and
-    no module.
+    batch_loops: the loops over batches, in their order. epochs_around: the loop over `range(...)` around each, None
+    without one. gathering_loops: those that gather the batches of an update in a list. is_script: whether it is the
+    file that is run, and no module.
     """
 
     def __init__(self, source: str, *, is_script: bool = True) -> None:
@@ -53,7 +53,7 @@ class ScriptLoops(ScriptFile):
         whole = [loop for loop in training if range_of(loop) is None and not self._divides(loop)]
         pairs = [(loop, item) for loop in whole for item in self._inside(loop, training)]
         gathered = [pair for pair in pairs if self._is_of_update(*pair)]
-        self.gathering = [loop for loop, _ in gathered]
+        self.gathering_loops = [loop for loop, _ in gathered]
         parts = {pair[1] for pair in pairs if self._divides(pair[1]) or pair in gathered}
         training = [loop for loop in training if loop not in parts]
         inner = {loop: self._inside(loop, training) for loop in training}
@@ -63,7 +63,7 @@ class ScriptLoops(ScriptFile):
             outer = [loop for loop in loops if to in inner[loop]]
             return [loop for loop in outer if not any(other in inner[loop] for other in outer)]
 
-        self.batches = [
+        self.batch_loops = [
             loop
             for loop in training
             if not self._goes_over_numbers(loop)
@@ -71,48 +71,48 @@ class ScriptLoops(ScriptFile):
             and not self._has_taken(loop.iter, self.scope_of[loop], {})
         ]
         around = [loop for loop in training if range_of(loop) is not None]
-        self.drawing = [
+        self.drawing_loops = [
             loop for loop in training
             if self._goes_over_numbers(loop)
-            and not any(batches in inner[loop] for batches in self.batches)
+            and not any(batches in inner[loop] for batches in self.batch_loops)
             and any(is_call_of(node, "next") for node in self.reached(loop))
         ]  # fmt: skip
-        turning = [  # `while True: batch = next(batches)`
+        while_loops = [  # `while True: batch = next(batches)`
             node for node in self._all
             if isinstance(node, ast.While)
             and mentioned
             and any(is_call_of(item, "next") for item in self.reached(node))
             and any(map(is_backward, self.reached(node)))
-            and not any(item in self.batches for item in self.reached(node))
+            and not any(item in self.batch_loops for item in self.reached(node))
         ]  # fmt: skip
-        self.training: list[Loop] = [*self.batches, *self.drawing, *turning]
+        self.training_loops: list[Loop] = [*self.batch_loops, *self.drawing_loops, *while_loops]
         """All that draw batches, and train on them."""
-        self.epochs = {batches: near[0] for batches in self.batches if (near := nearest(around, batches))}
+        self.epochs_around = {batches: near[0] for batches in self.batch_loops if (near := nearest(around, batches))}
         self.trains_elsewhere = not training
         """Whether no loop of this file calls backward(), as where a helper in another file does. Then each one that
         mentions an optimizer may train, or call what does; a loop over the layers of a model is none of them."""
         around = [loop for loop in training if self.numbers(loop) is not None]
-        around_each = [(loop, self.around(loop)) for loop in self.drawing]
-        turns = [
+        around_each = [(loop, self.around(loop)) for loop in self.drawing_loops]
+        candidates = [
             found for loop, outer in around_each
-            if all(each in self.drawing for each in outer)
-            and (found := turning_loop(self, loop, outer))
+            if all(each in self.drawing_loops for each in outer)
+            and (found := step_loop(self, loop, outer))
         ]  # fmt: skip
-        alone = len(turns) == 1 and not (self.batches or turning)
-        self.by_turns = [each for each in turns if each.in_epochs or alone]
-        within = [*self.batches, *(each.loop for each in self.by_turns if each.in_epochs)]
+        alone = len(candidates) == 1 and not (self.batch_loops or while_loops)
+        self.step_loops = [each for each in candidates if each.in_epochs or alone]
+        within = [*self.batch_loops, *(each.loop for each in self.step_loops if each.in_epochs)]
         may_train = [loop for batches in within for loop in nearest(around, batches)]
         if self.trains_elsewhere and is_script:
             may_train = [loop for loop in self._loops if names_epochs(loop) or self._has_optimizer(loop)]
-        self.steerable = {loop: numbers for loop in may_train if (numbers := self.numbers(loop)) is not None}
+        self.epoch_loops = {loop: numbers for loop in may_train if (numbers := self.numbers(loop)) is not None}
         """The loops that may go over epochs, each with its call of `range`, or with what has a range in it."""
 
-    def steerable_at(self, line: int) -> int | None:
+    def epoch_loop_at(self, line: int) -> int | None:
         """The line of the innermost such loop in whose body `line` is."""
-        lines = [loop.lineno for loop in self.steerable if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
+        lines = [loop.lineno for loop in self.epoch_loops if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
         return max(lines, default=None)
 
-    def turning_at(self, line: int) -> Loop | None:
+    def restarting_loop_at(self, line: int) -> Loop | None:
         """The innermost loop that begins anew what is at `line`; None for one that gives batches on, or takes them."""
         loops = [loop for loop in self._all if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
         found = max(loops, key=lambda loop: loop.lineno, default=None)
@@ -140,7 +140,7 @@ class ScriptLoops(ScriptFile):
         if self.trains_elsewhere:  # not by way of variables: that would take long in a large file
             found = ((loop, node) for loop in self._loops for node in ast.walk(loop.iter))
             return [node for loop, node in found if is_call_of(node, "enumerate") and self._has_optimizer(loop)]
-        return [call for loop in self.batches if (call := self.enumeration(loop.iter, loop)) is not None]
+        return [call for loop in self.batch_loops if (call := self.enumeration(loop.iter, loop)) is not None]
 
     def around(self, loop: Loop) -> list[Loop]:
         """All loops by which this one is begun anew each time, also by way of functions."""
@@ -169,10 +169,10 @@ class ScriptLoops(ScriptFile):
         loops = [loop for loop in self._loops if begins_at(loop, line)]
         if loops:
             loop = max(loops, key=lambda found: found.lineno)
-            if loop in self.batches:
+            if loop in self.batch_loops:
                 return True
             yields = any(isinstance(node, _PASSES_ON) for node in ast.walk(loop))
-            return None if yields or not self.batches else False
+            return None if yields or not self.batch_loops else False
         here = calls_at(self.tree, line)
         taken = [call for call in here if is_call_of(call, "next")]
         looked = {id(node) for call in taken for node in ast.walk(call)}
@@ -185,7 +185,7 @@ class ScriptLoops(ScriptFile):
     def sets_mode_at(self, line: int) -> bool:
         """Whether the training loop at `line` calls train() of its model for each batch, and so begins in any mode. Not
         where a function without backward() does, as an evaluation at its end."""
-        loops = (loop for loop in self.batches if begins_at(loop, line))
+        loops = (loop for loop in self.batch_loops if begins_at(loop, line))
         found = (node for loop in loops for node in self.reached(loop) if is_train(node))
         return any(any(map(is_backward, ast.walk(self.scope_of[node]))) for node in found)
 

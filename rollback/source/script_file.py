@@ -5,9 +5,9 @@ import symtable
 from collections.abc import Iterator, Sequence
 
 from rollback.errors import UsageError
-from rollback.source.nodes import Function, Loop, Scope, of_scope, parameters_of
+from rollback.source.syntax import Function, Loop, Scope, of_scope, parameters_of
 
-Table = symtable.SymbolTable
+SymbolTable = symtable.SymbolTable
 
 _AGAIN = (
     ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.For, ast.AsyncFor, ast.While,
@@ -118,7 +118,7 @@ class Scopes:
     def __init__(self, source: str) -> None:
         self._file = symtable.symtable(source, "<source>", "exec")
 
-    def home_of(self, name: str, function: Function | None) -> Table:
+    def home_of(self, name: str, function: Function | None) -> SymbolTable:
         """Of the variable that a name means in a function: one of a function, or the file's. None: outside of all."""
         for table in reversed(self._chain(function)):
             if name not in table.get_identifiers() or (symbol := table.lookup(name)).is_free():
@@ -135,13 +135,13 @@ class Scopes:
             behind_text = int(ast.get_docstring(function) is not None)
             function.body.insert(behind_text, ast.copy_location(statement, function.body[0]))
 
-    def _chain(self, function: Function | None) -> list[Table]:
+    def _chain(self, function: Function | None) -> list[SymbolTable]:
         """The tables of the functions around a function, from the outermost on, and its own."""
         return [] if function is None else next(_chains(self._file, function), [])
 
 
-def _chains(table: Table, function: Function) -> Iterator[list[Table]]:
-    own: list[Table] = [table] if isinstance(table, symtable.Function) else []
+def _chains(table: SymbolTable, function: Function) -> Iterator[list[SymbolTable]]:
+    own: list[SymbolTable] = [table] if isinstance(table, symtable.Function) else []
     if own and (table.get_name(), table.get_lineno()) == (function.name, function.lineno):
         yield own
     for child in table.get_children():

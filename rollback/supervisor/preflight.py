@@ -14,7 +14,7 @@ from rollback.checkpoints.tiers import base_of
 from rollback.config import Settings
 from rollback.errors import UsageError, reporting
 from rollback.instructions import ADOPTING
-from rollback.source.own_ranks import line_of_spawn
+from rollback.source.rank_spawning import line_of_spawn
 
 # Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
 _FILES, _FILES_OF_A_RANK = 32, 4

@@ -23,8 +23,8 @@ from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.train.updates.wrappers import ddp_inside
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
 from rollback.trainers.guarded_trainer import numbered
+from rollback.trainers.prepared_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
 from rollback.trainers.saved_files import SavedAt, SavedFiles
 from rollback.wording import Calls
 
@@ -35,7 +35,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "scheduler": (AcceleratedScheduler, LRScheduler),
 }
 _NUMBERED = "checkpoint_"
-_GUARD_S_OWN = {
+_DONE_BY_GUARD = {
     "load_state": "the guard puts back what was trained when it is made, and later whenever it must be",
     "skip_first_batches": "the guard goes on in the data where the run was, and reads nothing to get there",
 }
@@ -49,7 +49,7 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     found = _sorted(prepared)
     loader, scheduler = found["loader"], found.get("scheduler")
     require_known_loader(loader)
-    _begin_alike(accelerator)
+    _rewind_stateful_loaders(accelerator)
     optimizer, inner = found["optimizer"].optimizer, getattr(scheduler, "scheduler", scheduler)
     known = [*prepared, optimizer, inner, *settings.values()]
     registered = [item for item in accelerator._custom_objects if not _is_among(known, item)]
@@ -60,14 +60,14 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
     guard.without_probes("the loop counts the batches of Accelerate's loader")
     guard.name_calls(Calls("rollback.protect(accelerator, ..., ", "loader.guard.step", "loader.guard.keep"))
     folders = _NumberedFolders(accelerator, guard)
-    counts = _Counts(accelerator, loader, folders)
-    guard.keep(accelerator=counts, accelerator_evaluated=_told_of_passes(accelerator, loader))
+    counts = _AcceleratorCounts(accelerator, loader, folders)
+    guard.keep(accelerator=counts, accelerator_evaluated=_watch_evaluated_loaders(accelerator, loader))
     accelerator.save_state = folders.save_state
     optimizer.register_step_pre_hook(lambda *_: _require_averaged(found["model"], guard))
     accelerator.backward = partial(_backward, accelerator.backward, guard)
     register = accelerator.register_for_checkpointing
     accelerator.register_for_checkpointing = partial(_register, register, [*known, *registered])
-    for name in _GUARD_S_OWN:
+    for name in _DONE_BY_GUARD:
         setattr(accelerator, name, partial(_refuse_while_training, getattr(accelerator, name), guard, name))
     return tuple(GuardedLoader(loader, guard, counts) if item is loader else item for item in prepared)
 
@@ -94,7 +94,7 @@ def _sorted(prepared: tuple[Any, ...]) -> dict[str, Any]:
     return found
 
 
-def _begin_alike(accelerator: Any) -> None:
+def _rewind_stateful_loaders(accelerator: Any) -> None:
     """Let the first pass over a loader draw from the random states what all others draw.
 
     What `use_stateful_dataloader` makes has drawn its first pass's seed in `prepare`. Of a loader of an evaluation that
@@ -105,7 +105,7 @@ def _begin_alike(accelerator: Any) -> None:
             loader.base_dataloader.load_state_dict({})  # to its beginning; what it had begun with is dropped
 
 
-def _told_of_passes(accelerator: Any, trained: Any) -> EvaluatedLoaders:
+def _watch_evaluated_loaders(accelerator: Any, trained: Any) -> EvaluatedLoaders:
     """Told before each pass over another loader that was prepared before `protect`, as that of an evaluation.
 
     Not over a dispatcher, which reads on rank 0 alone, nor over torchdata's, whose iterators begin otherwise.
@@ -117,11 +117,13 @@ def _told_of_passes(accelerator: Any, trained: Any) -> EvaluatedLoaders:
     }
     evaluated = EvaluatedLoaders({name: loader.base_dataloader for name, loader in others.items()})
     for name, loader in others.items():
-        loader.begin = partial(_begin, loader.begin, evaluated, name, loader.base_dataloader)
+        loader.begin = partial(_begin_evaluated, loader.begin, evaluated, name, loader.base_dataloader)
     return evaluated
 
 
-def _begin(original: Callable[[], None], evaluated: EvaluatedLoaders, name: str, loader: DataLoader[Any]) -> None:
+def _begin_evaluated(
+    original: Callable[[], None], evaluated: EvaluatedLoaders, name: str, loader: DataLoader[Any]
+) -> None:
     original()
     evaluated.begin(name, loader)
 
@@ -174,8 +176,8 @@ def _refuse_while_training(original: Callable[..., Any], guard: Guard, name: str
         attach.refuse(
             UsageError(
                 f"accelerator.{name}() behind rollback.protect",
-                hint=f"take it out: {_GUARD_S_OWN[name]}. Behind the training it may be called if the guard knows that "
-                "this is over: for epoch in loader.guard.epochs(n)",
+                hint=f"take it out: {_DONE_BY_GUARD[name]}. Behind the training it may be called if the guard knows "
+                "that this is over: for epoch in loader.guard.epochs(n)",
             )
         )
     return original(*given, **others)
@@ -222,7 +224,7 @@ class _NumberedFolders:
         return os.path.join(self._accelerator.project_dir, "checkpoints") if named else None
 
 
-class _Counts:
+class _AcceleratorCounts:
     """How far Accelerate has counted: batches for `accumulate`, passes over the loader, and the folders it has saved.
 
     The loader tells its samplers and data set at each pass how many it has had, and a process that resumes has had
@@ -263,7 +265,7 @@ class GuardedLoader:
     guard: the `rollback.Guard` behind it.
     """
 
-    def __init__(self, loader: Any, guard: Guard, counts: _Counts) -> None:
+    def __init__(self, loader: Any, guard: Guard, counts: _AcceleratorCounts) -> None:
         self._loader = loader
         self._counts = counts
         self.guard = guard

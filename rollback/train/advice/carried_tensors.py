@@ -1,8 +1,9 @@
-"""Tensors and samples that a script's training loop carries from turn to turn, and on which the training depends: a
-mean of losses by which the loss is divided, a list of batches to replay, the state that a recurrent model goes on with.
+"""Tensors and samples that a script's training loop carries from iteration to iteration, and on which the training
+depends: a mean of losses by which the loss is divided, a list of batches to replay, the state that a recurrent model
+goes on with.
 
-Each turn may put another tensor in place of the last one, or begin with none, so values alone do not tell it from what
-is made anew in each turn. The source does (`rollback.source.led_variables`).
+Each iteration may put another tensor in place of the last one, or begin with none, so values alone do not tell it from
+what is made anew in each iteration. The source does (`rollback.source.loop_variables`).
 """
 
 import ast
@@ -20,10 +21,10 @@ import numpy as np
 from torch import Tensor
 
 from rollback.errors import UsageError
-from rollback.source.led_variables import led_variables
+from rollback.source.instrumentation import BY_BATCH
+from rollback.source.loop_variables import loop_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import Loop, takes_or_names
-from rollback.source.steering import BY_BATCH
+from rollback.source.syntax import Loop, takes_or_names
 from rollback.train.advice.script_tensors import tensors_of
 from rollback.train.introspection import locals_of, own_callers
 
@@ -52,25 +53,25 @@ class CarriedByScript:
 
     def _held(self) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
         for frame in own_callers():
-            for name, lines in _steering(frame.f_code.co_filename):
+            for name, lines in _needed_in(frame.f_code.co_filename):
                 if frame.f_lineno in lines:
                     value = _value_of(name, frame, self._handed)
                     yield name, (value, [*_samples_in(value)])
 
 
 @functools.cache
-def _steering(filename: str) -> list[tuple[str, range]]:
+def _needed_in(filename: str) -> list[tuple[str, range]]:
     """The variables on which the training depends that the loops of a file carry, and the lines of their loop."""
     try:
-        variables = led_variables(ScriptLoops("".join(linecache.getlines(filename))))
+        variables = loop_variables(ScriptLoops("".join(linecache.getlines(filename))))
     except (SyntaxError, UsageError, RecursionError):  # it has changed, or is nested too deeply to be read here
         return []
-    steering = [item for item in variables if item.steers and item.name not in _batches_of(item.loop)]
-    return [(item.name, range(item.loop.lineno, (item.loop.end_lineno or 0) + 1)) for item in steering]
+    needed = [item for item in variables if item.affects_training and item.name not in _batches_of(item.loop)]
+    return [(item.name, range(item.loop.lineno, (item.loop.end_lineno or 0) + 1)) for item in needed]
 
 
 def _batches_of(loop: Loop) -> set[str]:
-    """What a turn sets by `next`: behind a resume it is taken again."""
+    """What an iteration sets by `next`: behind a resume it is taken again."""
     given = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
     taking = [node for node in given if takes_or_names(node.value)]
     targets = [item for node in taking for target in node.targets for item in ast.walk(target)]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.adoption import Adoption
-from rollback.trainers.adopt.epochs import EpochLoop
+from rollback.trainers.adopt.epoch_loop import EpochLoop
 
 
 def watch(adoption: Adoption) -> None:

@@ -13,15 +13,15 @@ from weakref import WeakKeyDictionary
 
 from rollback.train.introspection import first_caller_outside
 from rollback.train.start import attach
-from rollback.trainers.adopt.enumeration import HandedOut
-from rollback.trainers.adopt.signs import ScriptSigns, passes_over
+from rollback.trainers.adopt.enumeration import ScriptProgress
+from rollback.trainers.adopt.notices import ScriptNotices, batches_passed_over
 
 
 class OwnResume:
-    """Of the script in this rank. handed: what it is given of the guard."""
+    """Of the script in this rank. progress: what it is given of the guard."""
 
-    def __init__(self, handed: HandedOut, signs: ScriptSigns) -> None:
-        self._handed, self._signs = handed, signs
+    def __init__(self, progress: ScriptProgress, notices: ScriptNotices) -> None:
+        self._progress, self._notices = progress, notices
         self._shortened: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
         """What `skip_first_batches` has made: of which loader, and without how many batches."""
         self._left_out: int | None = None
@@ -37,16 +37,16 @@ class OwnResume:
         by = (frame.f_globals.get("__name__"), frame.f_code.co_name) if frame is not None else None
         self._loaded = self._loaded or by != ("accelerate.optimizer", "__init__")
 
-    def pass_begins(self) -> None:
-        self._begun = self._handed.batches if self._loaded and not self._handed.holds else None
+    def note_script_pass(self) -> None:
+        self._begun = self._progress.batches if self._loaded and not self._progress.holds else None
 
-    def trained(self) -> None:
+    def note_backward(self) -> None:
         self._begun = None
 
     def require_trained(self) -> None:
         """The script asks for a batch."""
-        if self._begun is not None and self._handed.batches > self._begun and not self._handed.gathers:
-            self._signs.refuse(passes_over())
+        if self._begun is not None and self._progress.batches > self._begun and not self._progress.gathers:
+            self._notices.refuse(batches_passed_over())
 
     def shorten(self, original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
         """`accelerate.skip_first_batches`."""
@@ -60,10 +60,10 @@ class OwnResume:
         whole, left_out = self._shortened.get(loader, (loader, None))
         if guarded or whole is loader:
             return whole if left_out == self._left_out else loader
-        if not self._signs.rank and not os.path.lexists(attach.run_paths(None).identity):  # other hosts may not have it
+        if not self._notices.rank and not os.path.lexists(attach.run_paths(None).identity):  # other hosts may lack it
             return loader  # the run begins: this is refused
         if self._left_out is None:
-            self._signs.say(
+            self._notices.say(
                 f"the script leaves out {left_out} batches (skip_first_batches), as if it resumed: this is left aside, "
                 "since the run goes on from its own checkpoint"
             )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rollback.trainers.adopt.epochs import EpochMoved
+from rollback.trainers.adopt.epoch_loop import EpochMoved
 
 
 class ScriptPass:

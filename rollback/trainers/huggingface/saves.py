@@ -39,7 +39,7 @@ class FolderSaves:
         self.saved: SavedFiles | None = None
 
     def save(self, *given: Any, **others: Any) -> None:
-        """In the place of `Trainer._save_checkpoint`, within `without_what_is_left_out`. Collective."""
+        """In the place of `Trainer._save_checkpoint`, within `skipping_failed_saves`. Collective."""
         trainer = self._trainer
         folder = Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
         was_there = os.path.lexists(folder)  # then it is not ours to remove
@@ -61,7 +61,7 @@ class FolderSaves:
             self.saved.set_aside(SavedAt(step, step), [args.output_dir])
 
     @contextlib.contextmanager
-    def without_what_is_left_out(self) -> Iterator[None]:
+    def skipping_failed_saves(self) -> Iterator[None]:
         """Around an evaluation and the saving of its model: the best model is one that there is a folder of."""
         state = self._trainer.state
         best = {name: getattr(state, name) for name in _BEST}

@@ -14,7 +14,7 @@ from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 from rollback.train.comm.recorder import say
 from rollback.train.state.kept_values import SharedText
 from rollback.trainers.huggingface.saves import FolderSaves
-from rollback.trainers.huggingface.trl import adapted
+from rollback.trainers.huggingface.trl import adapted_attributes
 
 _COUNTED = "epoch", "global_step", "num_input_tokens_seen"
 """Of TrainerState, what another update changes: alike on all ranks, since of tokens it gathers how many all have."""
@@ -25,8 +25,8 @@ _BEST: dict[str, Any] = {"best_metric": None, "best_global_step": None, "best_mo
 _LOOP = (
     "_total_loss_scalar", "_globalstep_last_logged", "current_flos", "_total_train_tokens", "_step", "_buffer_step",
 )  # fmt: skip
-"""Of the Trainer; the last three TRL's trainers have, and some have more (`adapted`). `_tr_loss` and `_METRICS` are put
-back in place."""
+"""Of the Trainer; the last three TRL's trainers have, and some have more (`adapted_attributes`). `_tr_loss` and
+`_METRICS` are put back in place."""
 _METRICS = "_metrics", "_stored_metrics"
 """What TRL's trainers have gathered for their next log, by mode and name; of those one has one of the two."""
 _PLAIN = {type(None), bool, int, float, str}
@@ -42,8 +42,8 @@ class LoopState:
         self._trainer, self._saves = trainer, saves
         self.moved = False
         self.asked_for_more = False
-        self.counts = Counts(trainer)
-        self.logs = Logs(trainer)
+        self.counts = TrainerCounts(trainer)
+        self.logs = LogHistory(trainer)
         self.sums = StepSums(trainer)
         self._generation = dict(self._of_generation)
         """How the model makes texts in front of all evaluations, as the script has set it."""
@@ -58,7 +58,7 @@ class LoopState:
             "stopped_before": state.max_steps if self.stopped_early else None,
             "stateful_callbacks": state.stateful_callbacks,
             "callbacks": [[type(item).__name__, *self._of_callback(item)] for item in self._exportable()],
-            "loop": {name: of_trainer[name] for name in (*_LOOP, *adapted(trainer)) if name in of_trainer},
+            "loop": {name: of_trainer[name] for name in (*_LOOP, *adapted_attributes(trainer)) if name in of_trainer},
             "loss": trainer._tr_loss.item(),
             "generation": self._changed_generation(),
             "metrics": {
@@ -86,7 +86,7 @@ class LoopState:
         for item, (name, attributes, *counted) in zip(self._exportable(), kept["callbacks"], strict=False):
             if type(item).__name__ == name:  # an earlier version kept attributes alone
                 self._put_callback(item, attributes, *counted)
-        for name in kept["loop"].keys() & {*_LOOP, *adapted(trainer)}:
+        for name in kept["loop"].keys() & {*_LOOP, *adapted_attributes(trainer)}:
             setattr(trainer, name, kept["loop"][name])
         trainer._tr_loss.fill_(kept["loss"])
         self._put_generation(kept.get("generation"))
@@ -181,7 +181,7 @@ class LoopState:
         return [item for item in self._trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
 
 
-class Counts(SharedText):
+class TrainerCounts(SharedText):
     """What each update changes behind the sum of its gradients, alike on all ranks.
 
     last_update: its gradient's norm, and the learning rate that it was made with.
@@ -253,7 +253,7 @@ class StepSums:
         return bool(control.should_log or control.should_evaluate or control.should_save)
 
 
-class Logs(SharedText):
+class LogHistory(SharedText):
     """What a Trainer has logged so far, as text: a row to a line.
 
     The guard reads it at every step's end, and the rows of a long run are thousands. They only become more. Ranks log

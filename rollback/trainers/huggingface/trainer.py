@@ -32,11 +32,16 @@ from rollback.errors import UsageError
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
-from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
 from rollback.trainers.guarded_trainer import GuardedTrainer, refusing
 from rollback.trainers.huggingface.saves import FolderSaves
 from rollback.trainers.huggingface.state import LoopState
-from rollback.trainers.huggingface.trl import end_update, followers, require_completions_of_one_update, samples
+from rollback.trainers.huggingface.trl import (
+    end_update,
+    generates_text,
+    reference_models,
+    require_completions_of_one_update,
+)
+from rollback.trainers.prepared_loader import begin_pass, hand_out, require_known_loader, require_known_ranks
 from rollback.trainers.refusals import require_none_of, say_left_aside
 from rollback.trainers.saved_files import SavedFiles
 from rollback.wording import Calls
@@ -145,7 +150,7 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         prepared = self._originals["_prepare_for_training"](max_steps, loader, *given, **others)
         with refusing():
             require_known_loader(loader)
-            following = followers(trainer)
+            following = reference_models(trainer)
         self._loader = loader
         self.guard = Guard(
             model=trainer.model_wrapped, optimizer=trainer.optimizer.optimizer, loader=loader.base_dataloader,
@@ -156,7 +161,7 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         steps = "max_steps={}" if trainer.args.max_steps > 0 else "the Trainer's {} steps"
         self.guard.name_ends(steps, f"num_train_epochs={trainer.args.num_train_epochs:g}")
         self.guard.name_calls(Calls("rollback.protect(trainer, ", "trainer.state.global_step", keep=None))
-        if samples(trainer):
+        if generates_text(trainer):
             self.guard.judge_first()
         self._saves.saved = SavedFiles(self.guard.run, trainer.args.process_index)
         return prepared
@@ -183,7 +188,7 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
             self._begin_epoch(epoch)
             ended = False
             while not ended and (self._drawn or not self.guard.interrupted):
-                with contextlib.suppress(_Moved), _entered_anywhere():
+                with contextlib.suppress(_Moved), _without_skipped_batches():
                     self._originals["_run_epoch"](**{**given, **self._place(epoch, given["steps_in_epoch"])})
                     ended = True
             if trainer.control.should_training_stop:
@@ -214,7 +219,7 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
         if learning_rate is not None:
             self._state.counts.last_update = grad_norm, learning_rate
         grad_norm, learning_rate = self._state.counts.last_update
-        with self._saves.without_what_is_left_out():
+        with self._saves.skipping_failed_saves():
             self._originals["_maybe_log_save_evaluate"](
                 tr_loss, grad_norm, *given, learning_rate=learning_rate, **others
             )
@@ -314,7 +319,7 @@ class _GuardedLoop(GuardedTrainer, TrainerCallback):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def _entered_anywhere() -> Iterator[None]:
+def _without_skipped_batches() -> Iterator[None]:
     """`_run_epoch` finds its place by `skip_first_batches`; what it iterates here stands there already."""
     original = transformers.trainer.skip_first_batches
     transformers.trainer.skip_first_batches = lambda loader, count: loader

@@ -22,7 +22,7 @@ _COUNTERS = "_step", "_buffer_step"
 _ENTROPY = "entropy_coef", "_last_world_entropy"
 
 
-def followers(trainer: Any) -> dict[str, nn.Module]:
+def reference_models(trainer: Any) -> dict[str, nn.Module]:
     """The modules that a callback changes by what is trained, each by a name for the guard.
 
     Raises UsageError for a callback that holds such weights where a guard cannot put them back.
@@ -44,13 +44,13 @@ def followers(trainer: Any) -> dict[str, nn.Module]:
     return {f"ref_model_{number}" if number else "ref_model": model for number, model in enumerate(models)}
 
 
-def adapted(trainer: Any) -> tuple[str, ...]:
+def adapted_attributes(trainer: Any) -> tuple[str, ...]:
     """Names of the trainer's attributes that it adapts at each update. A weight that stays as it is is a setting, which
     the script of a resumed run may have changed."""
     return _ENTROPY if getattr(trainer, "use_adaptive_entropy", False) else ()
 
 
-def samples(trainer: Any) -> bool:
+def generates_text(trainer: Any) -> bool:
     """Whether it makes texts by the model that it trains. Of weights that are NaN that raises an error."""
     return hasattr(trainer, "generation_config") and bool(_kinds_of_trl(trainer))
 

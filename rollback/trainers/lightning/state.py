@@ -21,7 +21,7 @@ from rollback.errors import UsageError
 from rollback.train.introspection import is_of_own_file
 from rollback.train.state.kept_values import SharedText
 from rollback.train.state.module_buffers import KEPT_ELSEWHERE
-from rollback.trainers.logged_rows import LoggedRows
+from rollback.trainers.lightning.logged_rows import LoggedRows
 from rollback.trainers.saved_files import SavedAt, SavedFiles
 
 _PROGRESS = (
@@ -124,7 +124,7 @@ class FitState:
         self.asked_for_more = any(
             number != -1 and (now[name] == -1 or now[name] > number) for name, number in before.items()
         )
-        self.put_again()
+        self.restore_again()
         if self._trainer.is_global_zero and self.saved is not None:
             folders = (getattr(callback, "dirpath", None) for callback in self._trainer.callbacks)
             self.saved.set_aside(self.place, (str(folder) for folder in folders if folder))
@@ -138,17 +138,17 @@ class FitState:
     def go_on(self) -> bool:
         """Training goes on. Whether it was put elsewhere since it last did."""
         moved = self._loaded is not None
-        self.put_again()
+        self.restore_again()
         self._loaded = self.counts.loaded = None
         return moved
 
-    def put_again(self) -> None:
+    def restore_again(self) -> None:
         """Where training was put elsewhere: put it there once more, since Lightning has begun an epoch since, and
         callbacks may have logged that again."""
         if (kept := self._loaded) is None:
             return
         trainer, connector = self._trainer, self._trainer._logger_connector
-        self.counts.put_again()
+        self.counts.restore_again()
         trainer.should_stop = kept["should_stop"]
         vars(connector).update(self._unpacked(kept["connector"]))
         self._put_logged(kept["logged"])
@@ -226,9 +226,9 @@ class LoopCounts(SharedText):
 
     def load_state_dict(self, text: str) -> None:
         self.loaded = json.loads(text)
-        self.put_again()
+        self.restore_again()
 
-    def put_again(self) -> None:
+    def restore_again(self) -> None:
         if self.loaded is None:
             return
         for name, state in self.loaded["progress"].items():

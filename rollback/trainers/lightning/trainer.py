@@ -26,13 +26,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.environment import ENV_ATTEMPT
 from rollback.errors import UsageError
-from rollback.train.data.first_batches import first_batches
 from rollback.train.guard import Guard
 from rollback.train.start import attach
 from rollback.trainers.evaluated_loaders import EvaluatedLoaders
 from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing
-from rollback.trainers.lightning.limits import refuse_unknown_callbacks, require_known, require_known_module
+from rollback.trainers.lightning.limited_loader import limited_loader
 from rollback.trainers.lightning.state import FitState, attributes_of_callbacks
+from rollback.trainers.lightning.unsupported import refuse_unknown_callbacks, require_known, require_known_module
 from rollback.trainers.refusals import say_left_aside
 from rollback.trainers.saved_files import SavedFiles
 from rollback.wording import Calls
@@ -227,7 +227,7 @@ class _GuardedFit(GuardedTrainer):
             loop.on_advance_start()
             self._epoch_loop.reset()
             iter(self.guard)
-            self._state.put_again()
+            self._state.restore_again()
             if not self._train_epoch():
                 continue
             self._end_epoch()
@@ -281,7 +281,7 @@ class _GuardedFit(GuardedTrainer):
                 hint="take a DataLoader of a data set with len() and __getitem__; a loop of your own over such data "
                 "can have a rollback.Guard",
             )
-        return first_batches(loader, len(self))
+        return limited_loader(loader, len(self))
 
     def _train_epoch(self) -> bool:
         """One epoch, from where the guard stands. False: training goes on in an earlier one."""

@@ -28,7 +28,7 @@ class TrainState:
         self._trainer.load_state_dict(kept)
         self._drawn.clear()
         self._moved = True
-        _take_points_back(self._trainer.metrics_processor.logger, self._trainer.step)
+        _drop_points_behind(self._trainer.metrics_processor.logger, self._trainer.step)
 
     def has_moved(self) -> bool:
         """Whether training was put elsewhere since this was last asked."""
@@ -36,7 +36,7 @@ class TrainState:
         return moved
 
 
-def _take_points_back(logger: Any, reached: int) -> None:
+def _drop_points_behind(logger: Any, reached: int) -> None:
     """TensorBoard is told to drop the points of later steps than `reached`."""
     for item in getattr(logger, "_loggers", ()):
         if (writer := getattr(item, "writer", None)) is not None:
@@ -102,7 +102,7 @@ class JoinedOptimizer:
 
 
 @contextmanager
-def as_it_lies(model: nn.Module) -> Iterator[None]:
+def without_state_dict_hooks(model: nn.Module) -> Iterator[None]:
     """Within it the model's `state_dict` has the parameters as they lie, without what torchtitan's layers make of them.
 
     A fused layer would gather its parts on each rank, and split them into what other layers have.
@@ -128,7 +128,7 @@ def data_sets_of(loader: Any) -> list[Any]:
     return [dataset, *getattr(dataset, "_datasets", ())]
 
 
-def let_go_back(loader: Any) -> None:
+def make_rewindable(loader: Any) -> None:
     """Have torchtitan's loader give its state after any batch, without pickle, and go back to an earlier one."""
     if all(kind.__name__ != "ParallelAwareDataloader" for kind in type(loader).__mro__):
         return

@@ -25,7 +25,13 @@ from rollback.train.guard import Guard
 from rollback.train.sharded import local_of
 from rollback.trainers.guarded_trainer import GuardedTrainer, numbered, refusing
 from rollback.trainers.refusals import require_none_of
-from rollback.trainers.torchtitan.state import JoinedOptimizer, TrainState, as_it_lies, data_sets_of, let_go_back
+from rollback.trainers.torchtitan.state import (
+    JoinedOptimizer,
+    TrainState,
+    data_sets_of,
+    make_rewindable,
+    without_state_dict_hooks,
+)
 from rollback.wording import Calls
 
 _NOT_FINITE = "Loss is not finite"
@@ -131,8 +137,8 @@ class _GuardedTraining(GuardedTrainer):
                 "run directory",
                 hint=f"checkpoint.enable=False, or move {config.checkpoint.folder!r} in {config.dump_folder!r}",
             )
-        self._until_done.enter_context(as_it_lies(trainer.model_parts[0]))
-        let_go_back(trainer.dataloader)
+        self._until_done.enter_context(without_state_dict_hooks(trainer.model_parts[0]))
+        make_rewindable(trainer.dataloader)
         self.guard = Guard(
             model=trainer.model_parts[0], optimizer=JoinedOptimizer(trainer.optimizers),  # type: ignore[arg-type]
             loader=trainer.dataloader, max_steps=config.training.steps,

@@ -1,4 +1,4 @@
-"""`rollback launch --adopt`: what a script counts by itself, and what its loops carry from turn to turn."""
+"""`rollback launch --adopt`: what a script counts by itself, and what its loops carry from iteration to iteration."""
 
 import subprocess
 import sys
@@ -83,7 +83,7 @@ for epoch in range(9):
     if completed_steps >= 35:
         break
 """,
-    "turns of a generator": """
+    "iterations of a generator": """
 def forever():
     while True:
         yield from loader
@@ -92,14 +92,14 @@ batches = forever()
 for step in range(35):
     train(next(batches), step)
 """,
-    "turns of each epoch": """
+    "iterations of each epoch": """
 for epoch in range(4):
     batches = iter(loader)
     for i in range(len(loader) - 1):
         x = next(batches)
         train(x, epoch, i)
 """,
-    "turns of several, in epochs": """
+    "iterations of several, in epochs": """
 for epoch in range(5):
     batches = iter(loader)
     for number in range(4):
@@ -111,7 +111,7 @@ for epoch in range(5):
         optimizer.step()
         optimizer.zero_grad()
 """,
-    "turns of several, which a function is given": """
+    "iterations of several, which a function is given": """
 def update(micro, *numbers):
     for x in micro:
         backward(x, *numbers)
@@ -140,7 +140,7 @@ for epoch in range(5):
     if micro:
         update(micro, epoch)
 """,
-    "turns of several": """
+    "iterations of several": """
 batches = iter(x for _ in range(9) for x in loader)
 done = 0
 for number in range(15):
@@ -151,7 +151,7 @@ for number in range(15):
     optimizer.zero_grad()
     done += 1
 """,
-    "turns of an iterator that is begun anew": """
+    "iterations of an iterator that is begun anew": """
 batches = iter(loader)
 for step in range(35):
     try:
@@ -171,7 +171,7 @@ while step < 35:
 }
 
 
-@pytest.mark.parametrize("counts", by_default(COUNTED, "updates", "turns of several, in epochs"))
+@pytest.mark.parametrize("counts", by_default(COUNTED, "updates", "iterations of several, in epochs"))
 def test_what_a_script_counts_is_what_it_was_behind_a_kill_and_a_rollback(tmp_path: Path, counts: str) -> None:
     """Its learning rate and its end go by it."""
     script = tmp_path / "counted.py"

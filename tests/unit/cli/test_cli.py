@@ -165,7 +165,7 @@ class TestFrame:
         assert run(monkeypatch, "adopt", str(script)) == 0
         told = capsys.readouterr()
         assert "guard.observe" in told.out
-        assert "turn to turn what a guard does not know: `tau` (line" in told.err
+        assert "iteration to iteration what a guard does not know: `tau` (line" in told.err
         assert "guard.keep" in told.err
 
     def test_what_a_terminal_would_obey_is_shown_and_not_sent(self) -> None:

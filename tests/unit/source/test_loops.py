@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rollback.errors import UsageError
-from rollback.source.explicit import diff_of
+from rollback.source.guard_diff import guard_diff
+from rollback.source.instrumentation import BY_BATCH, BY_EPOCH, ENUMERATE, EPOCH_MOVED, EPOCHS, RAISED, instrumented
+from rollback.source.loop_counters import LoopCounter, loop_counters
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import catches_end, cycles_at, demands_item
-from rollback.source.own_counters import OwnCounter, own_counters
-from rollback.source.steering import BY_BATCH, BY_EPOCH, ENUMERATE, EPOCHS, MOVED, RAISED, steered
+from rollback.source.syntax import catches_end, cycles_at, demands_item
 
 PLAIN = """
 for epoch in range(3):
@@ -93,8 +93,8 @@ for data in all_data:
 def lines(source: str) -> tuple[list[int], list[int | None]]:
     """Of the loops over batches, and of the loops over epochs around them."""
     loops = ScriptLoops(source)
-    around = [loops.epochs.get(loop) for loop in loops.batches]
-    return [loop.lineno for loop in loops.batches], [loop.lineno if loop else None for loop in around]
+    around = [loops.epochs_around.get(loop) for loop in loops.batch_loops]
+    return [loop.lineno for loop in loops.batch_loops], [loop.lineno if loop else None for loop in around]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_loop_over_batches_that_a_call_gives_its_function_is_part_of_an_update
         "  it = iter(loader)\n"
         f"  for i in range(9):\n    micro = [next(it) for _ in range(2)]\n    {call}\n    optimizer.step()"
     )
-    assert [loop.lineno for loop in loops.batches] == ([] if taken else [2])
+    assert [loop.lineno for loop in loops.batch_loops] == ([] if taken else [2])
 
 
 TRAIN_EPOCH = "def train_epoch(data):\n  for x in data:\n    f(x).backward()\n    optimizer.step()\n"
@@ -153,7 +153,7 @@ TRAIN_EPOCH = "def train_epoch(data):\n  for x in data:\n    f(x).backward()\n  
     ],
 )
 def test_a_loop_that_some_call_gives_a_loader_is_the_training_loop(calls: str) -> None:
-    assert [loop.lineno for loop in ScriptLoops(TRAIN_EPOCH + calls).batches] == [2]
+    assert [loop.lineno for loop in ScriptLoops(TRAIN_EPOCH + calls).batch_loops] == [2]
 
 
 @pytest.mark.parametrize("given", ["[next(it)]", "loader"])
@@ -161,7 +161,7 @@ def test_functions_that_give_on_what_they_are_given_are_each_looked_at_once(give
     """There are 2**40 ways through them."""
     through = "".join(f"def f{n}(x):\n  f{n - 1}(x)\n  f{n - 1}(x)\n" for n in range(1, 41))
     source = f"def f0(x):\n  for y in x:\n    f(y).backward()\n{through}f40({given})"
-    assert len(ScriptLoops(source).batches) == (given == "loader")
+    assert len(ScriptLoops(source).batch_loops) == (given == "loader")
 
 
 def test_a_loop_over_what_a_method_is_given_is_part_of_an_update_too() -> None:
@@ -170,7 +170,7 @@ def test_a_loop_over_what_a_method_is_given_is_part_of_an_update_too() -> None:
         "  def update(self, batches, n):\n    for x in batches:\n      f(x).backward()\n"
         "  def fit(self):\n    for i in range(9):\n      micro = [next(it), next(it)]\n      self.update(micro, i)"
     )
-    assert loops.batches == []
+    assert loops.batch_loops == []
 
 
 GATHERED = """
@@ -248,9 +248,9 @@ def test_a_loop_that_gathers_the_batches_of_an_update_trains_on_them(old: str, n
     source = GATHERED.replace(old, new)
     loops = ScriptLoops(source)
     line = next(at for at, text in enumerate(source.splitlines(), 1) if "in loader" in text)
-    assert [loop.lineno == line for loop in loops.batches] == [gathers]
-    assert [loop.lineno for loop in loops.gathering] == [line] * gathers
-    assert len(loops.steerable) == 1
+    assert [loop.lineno == line for loop in loops.batch_loops] == [gathers]
+    assert [loop.lineno for loop in loops.gathering_loops] == [line] * gathers
+    assert len(loops.epoch_loops) == 1
 
 
 def test_a_loop_that_gathers_may_go_over_its_list_by_itself() -> None:
@@ -258,7 +258,7 @@ def test_a_loop_that_gathers_may_go_over_its_list_by_itself() -> None:
         "micro = []\nfor x in loader:\n  micro.append(x)\n"
         "  if full:\n    for m in micro: f(m).backward()\n    optimizer.step()\n    micro.clear()"
     )
-    assert [loop.lineno for loop in loops.batches] == [2]
+    assert [loop.lineno for loop in loops.batch_loops] == [2]
 
 
 def test_a_model_s_own_train_is_not_the_script_s_method_of_that_name() -> None:
@@ -323,8 +323,8 @@ def test_counts_of_the_script_s_own_are_named_with_what_they_decide() -> None:
                 break
     """)
     loops = ScriptLoops(source)
-    seen, steps = OwnCounter("seen", 4, ends=False, led=True), OwnCounter("steps", 5, ends=True, led=True)
-    assert own_counters(loops) == [seen, steps]
+    seen, steps = LoopCounter("seen", 4, ends=False, restored=True), LoopCounter("steps", 5, ends=True, restored=True)
+    assert loop_counters(loops) == [seen, steps]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_counts_of_the_script_s_own_are_named_with_what_they_decide() -> None:
 )
 def test_so_they_are_in_loops_that_take_their_batches_by_next(head: str, end: str, name: str, ends: bool) -> None:
     source = f"def run(self):\n  {head}\n    train(next(batches))\n    {name} += 1\n    {end}\n"
-    found = own_counters(ScriptLoops(source + "def train(x):\n  f(x).backward()\n"))
+    found = loop_counters(ScriptLoops(source + "def train(x):\n  f(x).backward()\n"))
     carried = name.partition("[")[0]
     assert (carried, 4, ends) in [(counter.name, counter.line, counter.ends) for counter in found]
 
@@ -349,11 +349,11 @@ def test_so_they_are_in_loops_that_take_their_batches_by_next(head: str, end: st
     ("turn", "named"),
     [("n += 1", True), ("n += 2", True), ("n = later(n)", True), ("m += 1", False)],
 )
-def test_a_count_by_which_a_loop_over_epochs_is_left_is_led(turn: str, named: bool) -> None:
+def test_a_count_by_which_a_loop_over_epochs_is_left_is_restored(turn: str, named: bool) -> None:
     """A patience."""
     loop = "for epoch in range(9):\n  for x in loader:\n    f(x).backward()\n"
-    found = own_counters(ScriptLoops(f"{loop}  if worse(): {turn}\n  if n > 3: break"))
-    assert found == [OwnCounter("n", 4, ends=True, led=True, counts="1" in turn)] * named
+    found = loop_counters(ScriptLoops(f"{loop}  if worse(): {turn}\n  if n > 3: break"))
+    assert found == [LoopCounter("n", 4, ends=True, restored=True, counts="1" in turn)] * named
 
 
 def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_variables_are_not() -> None:
@@ -361,7 +361,7 @@ def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_v
     method = (
         "class Patience:\n  def over(self, x):\n    n = 0\n    n += 1\n    self.count += 1\n    return self.count > 9"
     )
-    assert own_counters(ScriptLoops(loop + method)) == [OwnCounter("self.count", 8, ends=True)]
+    assert loop_counters(ScriptLoops(loop + method)) == [LoopCounter("self.count", 8, ends=True)]
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_a_patience_that_a_method_counts_which_the_loop_calls_is_named_and_its_v
 )
 def test_what_each_turn_of_the_loop_sets_anew_is_no_count(before: str, counts: str, named: bool) -> None:
     source = f"for i, x in enumerate(loader):\n  f(x).backward()\n  {before}\n  if i % 4: {counts} += 1\n"
-    found = [counter for counter in own_counters(ScriptLoops(source)) if counter.line > 1]
+    found = [counter for counter in loop_counters(ScriptLoops(source)) if counter.line > 1]
     assert [(counter.name, counter.ends) for counter in found] == [(counts, False)] * named
 
 
@@ -384,22 +384,22 @@ def test_what_each_turn_of_the_loop_sets_anew_is_no_count(before: str, counts: s
 def test_the_place_of_the_last_update_is_led_where_the_next_one_waits_for_it(does: str, named: bool) -> None:
     """As YOLOv5 accumulates gradients: behind a resume its first update would have one batch."""
     source = f"for i, x in enumerate(loader):\n  f(x).backward()\n  if i - last >= n:\n    {does}\n    last = i\n"
-    found = OwnCounter("last", 5, ends=False, led=True, counts=False)
-    assert (found in own_counters(ScriptLoops(source))) is named
+    found = LoopCounter("last", 5, ends=False, restored=True, counts=False)
+    assert (found in loop_counters(ScriptLoops(source))) is named
 
 
 def test_a_while_around_a_training_loop_may_be_ended_by_a_count_in_it() -> None:
     loops = ScriptLoops("while steps < 9:\n  for x in loader:\n    f(x).backward()\n    steps += 1")
-    assert own_counters(loops) == [OwnCounter("steps", 4, ends=True, led=True)]
+    assert loop_counters(loops) == [LoopCounter("steps", 4, ends=True, restored=True)]
 
 
 @pytest.mark.parametrize(
-    ("call", "led"),
+    ("call", "restored"),
     [("enumerate(loader)", True), ("enumerate(loader, epoch * 9)", True), ("enumerate(loader, i + 1)", False)],
 )
-def test_what_enumerate_counts_is_led_unless_it_goes_on_from_where_it_was(call: str, led: bool) -> None:
+def test_what_enumerate_counts_is_restored_unless_it_goes_on_from_where_it_was(call: str, restored: bool) -> None:
     loops = ScriptLoops(f"for i, x in {call}:\n  f(x).backward()\n  if i == 9: break")
-    assert own_counters(loops) == [OwnCounter("i", 1, ends=True, led=led)]
+    assert loop_counters(loops) == [LoopCounter("i", 1, ends=True, restored=restored)]
 
 
 @pytest.mark.parametrize(
@@ -445,8 +445,8 @@ def test_what_enumerate_counts_is_led_unless_it_goes_on_from_where_it_was(call: 
 def test_what_limits_a_training_loop_from_outside_is_named_too(
     source: str, named: list[tuple[str, int, bool, bool]]
 ) -> None:
-    found = [counter for counter in own_counters(ScriptLoops(source)) if counter.counts]
-    assert found == [OwnCounter(*given) for given in named]
+    found = [counter for counter in loop_counters(ScriptLoops(source)) if counter.counts]
+    assert found == [LoopCounter(*given) for given in named]
 
 
 COUNTED_IN_TURNS = """
@@ -480,13 +480,13 @@ for epoch in range(5):
     ],
 )
 def test_what_is_led_or_ends_another_loop_does_not_end_the_epochs(source: str, named: list[str]) -> None:
-    found = own_counters(ScriptLoops(source))
-    assert [counter.name for counter in found if counter.ends and not counter.led] == named
+    found = loop_counters(ScriptLoops(source))
+    assert [counter.name for counter in found if counter.ends and not counter.restored] == named
 
 
 def run(source: str, **names: object) -> dict[str, object]:
     space: dict[str, object] = {BY_BATCH: lambda *_: (), **names}
-    exec(compile(steered(ScriptLoops(source), "script.py").tree, "script.py", "exec"), space)
+    exec(compile(instrumented(ScriptLoops(source), "script.py").tree, "script.py", "exec"), space)
     return space
 
 
@@ -494,7 +494,7 @@ class Moved(BaseException):
     pass
 
 
-def test_a_steered_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() -> None:
+def test_a_led_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() -> None:
     log: list[object] = []
 
     def f(x: int) -> object:
@@ -506,7 +506,7 @@ def test_a_steered_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() ->
     source = "for epoch in range(3):\n    for x in loader(epoch):\n        f(x).backward()\n    log.append('behind')"
     given = {
         EPOCHS: lambda numbers, filename, line: [numbers[0], numbers[2]],
-        MOVED: Moved,
+        EPOCH_MOVED: Moved,
         RAISED: tuple,
         BY_EPOCH: lambda *_: (),
     }
@@ -561,7 +561,7 @@ def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_b
         for is_script in (True, False):
             source = f"for i, x in enumerate(logged(loader)):\n    seen.append(i)\n    {body}"
             given = {"loader": "ab", "logged": iter, "seen": seen, "scaler": print, "layer": print, "optimizer": ""}
-            tree = steered(ScriptLoops(source, is_script=is_script), "engine.py").tree
+            tree = instrumented(ScriptLoops(source, is_script=is_script), "engine.py").tree
             exec(compile(tree, "engine.py", "exec"), {**given, ENUMERATE: from_hundred})
     assert seen == [100, 101] * 2 + [0, 1] * 2
 
@@ -574,11 +574,9 @@ def test_where_backward_is_called_in_another_file_each_loop_of_this_one_counts_b
         ("for n in range(3):\n    layers[n]()", False),
     ],
 )
-def test_where_another_file_trains_the_script_s_loops_over_epochs_are_steered_and_no_others(
-    loop: str, asks: bool
-) -> None:
-    assert (EPOCHS in ast.unparse(steered(ScriptLoops(loop), "script.py").tree)) == asks
-    assert EPOCHS not in ast.unparse(steered(ScriptLoops(loop, is_script=False), "module.py").tree)
+def test_where_another_file_trains_the_script_s_loops_over_epochs_are_led_and_no_others(loop: str, asks: bool) -> None:
+    assert (EPOCHS in ast.unparse(instrumented(ScriptLoops(loop), "script.py").tree)) == asks
+    assert EPOCHS not in ast.unparse(instrumented(ScriptLoops(loop, is_script=False), "module.py").tree)
 
 
 @pytest.mark.parametrize(
@@ -602,7 +600,7 @@ def test_a_loop_over_epochs_is_led_also_by_way_of_a_bar_or_a_variable(
     body = "    for phase in ['train', 'val']:\n        for x in loaders[phase]:\n            f(x).backward()"
     (loop,) = [
         node
-        for node in ast.walk(steered(ScriptLoops(f"{before}\n{head}:\n{body}"), "a.py").tree)
+        for node in ast.walk(instrumented(ScriptLoops(f"{before}\n{head}:\n{body}"), "a.py").tree)
         if isinstance(node, ast.For)
     ][:1]
     assert (EPOCHS in ast.unparse(loop.iter)) == (inside is not None)
@@ -621,7 +619,7 @@ def test_a_loop_over_epochs_is_led_also_by_way_of_a_bar_or_a_variable(
     ],
 )
 def test_what_begins_a_loader_anew_is_the_loop_around_its_own(source: str, line: int, found: int | None) -> None:
-    loop = ScriptLoops(source).turning_at(line)
+    loop = ScriptLoops(source).restarting_loop_at(line)
     assert (loop.lineno if loop is not None else None) == found
 
 
@@ -658,7 +656,7 @@ def test_an_error_that_leaves_a_loop_that_trains_is_told_of_and_goes_on() -> Non
 
 
 def test_lines_of_tracebacks_stay() -> None:
-    tree = steered(ScriptLoops(PLAIN), "script.py").tree
+    tree = instrumented(ScriptLoops(PLAIN), "script.py").tree
     assert tree.body[0].lineno == 2
 
 
@@ -727,7 +725,7 @@ def test_who_asks_by_next_may_be_prepared_for_an_end(taken: str, demanded: bool)
     assert (demands_item(tree, line) and not catches_end(tree, line)) is demanded
 
 
-@pytest.mark.parametrize("read", [ScriptLoops, lambda source: diff_of(source, "train.py")])
+@pytest.mark.parametrize("read", [ScriptLoops, lambda source: guard_diff(source, "train.py")])
 def test_what_is_nested_too_deeply_to_be_read_is_refused(read: Any) -> None:
     """Python compiles it; who reads its tree by functions that call themselves does not come to its end."""
     source = PLAIN + "total = " + "1 + " * 600 + "1\nbatches = iter(loader)\nfor i in range(3):\n  f(next(batches))\n"

@@ -37,7 +37,7 @@ from rollback.train.state.held import HeldGradients, HeldState
 from rollback.train.state.image import Image
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.gradients import Gradients
-from rollback.trainers.adopt.objects import MadeObjects
+from rollback.trainers.adopt.made_objects import MadeObjects
 
 MOST = 8
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import rollback
 from rollback.errors import UsageError
-from rollback.trainers.adopt.objects import guard_parts
+from rollback.trainers.adopt.made_objects import guard_parts
 
 
 class Average:
@@ -126,7 +126,7 @@ def test_the_rest_of_an_epoch_is_refused_whatever_loader_has_it(accelerator: Any
     """A guard would read a stream from its beginning."""
     from accelerate import skip_first_batches
 
-    from rollback.trainers.guarded_loader import require_known_loader
+    from rollback.trainers.prepared_loader import require_known_loader
 
     accelerator.dataloader_config.dispatch_batches = False
     whole = accelerator.prepare(DataLoader(data, 4))

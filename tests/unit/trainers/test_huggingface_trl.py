@@ -33,7 +33,7 @@ def test_a_reference_model_that_follows_is_handed_over_once_and_unwrapped(trl: A
     compiled = nn.Module()
     compiled._orig_mod = model
     sync = [callback("SyncRefModelCallback", ref_model=item) for item in (compiled, None, model, other)]
-    found = trl.followers(with_callbacks(callback("PrinterCallback", "transformers.trainer_callback"), *sync))
+    found = trl.reference_models(with_callbacks(callback("PrinterCallback", "transformers.trainer_callback"), *sync))
     assert list(found) == ["ref_model", "ref_model_1"]
     assert found["ref_model"] is model
     assert found["ref_model_1"] is other
@@ -42,8 +42,8 @@ def test_a_reference_model_that_follows_is_handed_over_once_and_unwrapped(trl: A
 def test_what_is_derived_from_trls_callback_counts_and_a_strangers_of_that_name_does_not(trl: Any) -> None:
     teacher = type("SyncTeacher", (type(callback("SyncRefModelCallback")),), {"__module__": "mine"})()
     teacher.ref_model = nn.Linear(1, 1)
-    assert list(trl.followers(with_callbacks(teacher))) == ["ref_model"]
-    assert trl.followers(with_callbacks(callback("SyncRefModelCallback", "mine"))) == {}
+    assert list(trl.reference_models(with_callbacks(teacher))) == ["ref_model"]
+    assert trl.reference_models(with_callbacks(callback("SyncRefModelCallback", "mine"))) == {}
 
 
 def generating(*, steps: int | None, accumulate: int, iterations: int | None = 1, counted: int = 0) -> Any:
@@ -97,7 +97,7 @@ def test_a_trainer_without_completions_is_left_alone(trl: Any) -> None:
 def test_a_trainer_that_samples_from_what_it_trains_is_known(trl: Any) -> None:
     of_trl = type("GKDTrainer", (), {"__module__": "trl.experimental.gkd.gkd_trainer"})
     mine: Any = type("Mine", (of_trl,), {"__module__": "mine"})()
-    assert not trl.samples(mine)
+    assert not trl.generates_text(mine)
     mine.generation_config = None
-    assert trl.samples(mine)
-    assert not trl.samples(SimpleNamespace(generation_config=None))
+    assert trl.generates_text(mine)
+    assert not trl.generates_text(SimpleNamespace(generation_config=None))

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from rollback.trainers.torchtitan.state import JoinedOptimizer, TrainState, as_it_lies, let_go_back
+from rollback.trainers.torchtitan.state import JoinedOptimizer, TrainState, make_rewindable, without_state_dict_hooks
 
 
 class Container(Optimizer):
@@ -88,7 +88,7 @@ def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> Non
 def test_a_layer_that_splits_its_state_is_kept_whole_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_split, "__module__", "torchtitan.models.common.attention")
     model = nn.Sequential(Fused())
-    with as_it_lies(model):
+    with without_state_dict_hooks(model):
         state = model.state_dict()
         assert sorted(state) == ["0.bias", "0.weight"]
         assert state["0.weight"].data_ptr() == model[0].weight.data_ptr()
@@ -127,7 +127,7 @@ class ParallelAwareDataloader(StatefulDataLoader[Tensor]):
 
 def test_data_go_back_over_their_end() -> None:
     loader = ParallelAwareDataloader(Documents(), batch_size=2)
-    let_go_back(loader)
+    make_rewindable(loader)
     batches = iter(loader)
     first = [next(batches).tolist()]
     kept = copy.deepcopy(loader.state_dict())

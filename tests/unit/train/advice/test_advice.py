@@ -27,7 +27,7 @@ from rollback.facts.training import Advice, Incident
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Blip, Kind, Sentinel, Verdict
-from rollback.source.steering import BY_BATCH
+from rollback.source.instrumentation import BY_BATCH
 from rollback.train.advice import advisor as advising
 from rollback.train.advice.advisor import Advisor
 from rollback.train.advice.habits import Habit
@@ -638,7 +638,7 @@ class Held:
 def test_what_the_training_depends_on_and_is_there_only_since_the_guard_was_made_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Not what is merely logged, nor what is made anew in each turn."""
+    """Not what is merely logged, nor what is made anew in each iteration."""
     monkeypatch.delattr(builtins, BY_BATCH, raising=False)  # as in a process in which no script was adopted
     model, held = nn.Linear(2, 3), Held()
     mean: Any = None

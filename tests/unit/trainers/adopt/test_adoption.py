@@ -14,8 +14,8 @@ from rollback.train.process.stopping import Departure
 from rollback.trainers.adopt import hooks
 from rollback.trainers.adopt.adoption import Adopted, Adoption
 from rollback.trainers.adopt.adoption_state import ScriptEvent
-from rollback.trainers.adopt.epochs import EpochLoop
-from rollback.trainers.adopt.signs import ScriptSigns
+from rollback.trainers.adopt.epoch_loop import EpochLoop
+from rollback.trainers.adopt.notices import ScriptNotices
 from rollback.trainers.adopt.sources import ScriptSources
 
 
@@ -63,7 +63,7 @@ def test_batches_of_another_loader_come_from_an_iterator_with_all_that_it_has() 
     loader: DataLoader[int] = DataLoader([5])  # type: ignore[arg-type]
     batches = adoption.iterate_prepared(lambda _: Batches(), loader)
     assert next(batches) == 5
-    assert adoption._stranger is loader
+    assert adoption._other_loader is loader
     batches._shutdown_workers()
     assert ended == [True]
 
@@ -76,7 +76,7 @@ def test_a_script_that_leaves_its_loop_over_epochs_early_is_told_what_that_means
     adoption = Adoption(strict=False)
     guard = cast(Guard, SimpleNamespace(close=lambda *, given_up: None))
     adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
-    adoption._steered = loop = EpochLoop(range(3), lambda loop: None)
+    adoption._led_loop = loop = EpochLoop(range(3), lambda loop: None)
     adoption._move(ScriptEvent.GUARD_MADE)
     for _ in range(begun):
         next(loop, None)
@@ -100,16 +100,16 @@ def test_a_training_behind_an_error_gives_up_the_first_one_whose_run_is_not_comp
     def refuse(error: UsageError) -> None:
         raise error
 
-    monkeypatch.setattr(adoption._signs, "refuse", refuse)
+    monkeypatch.setattr(adoption._notices, "refuse", refuse)
     try:
         raise MemoryError if error else StopIteration
     except (MemoryError, StopIteration):
         assert adoption._note_raised() == ()
     if step < EARLY:
         with pytest.raises(UsageError, match=r"an error \(MemoryError\), and begins another"):
-            adoption._sign("trains on two loaders", step)
+            adoption._note_inexact("trains on two loaders", step)
         return
-    adoption._sign("trains on two loaders", step)
+    adoption._note_inexact("trains on two loaders", step)
     out = capsys.readouterr().err
     assert not closed, "the other ranks may wait in the guard"
     if error:
@@ -119,23 +119,23 @@ def test_a_training_behind_an_error_gives_up_the_first_one_whose_run_is_not_comp
     assert ("goes on under guard" in out) is not error
 
 
-@pytest.mark.parametrize("steered", [True, False])
+@pytest.mark.parametrize("led", [True, False])
 def test_an_error_of_a_training_behind_the_guarded_one_gives_up_nothing(
-    steered: bool, capsys: pytest.CaptureFixture[str]
+    led: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adoption, closed = Adoption(strict=False), list[bool]()
     guard = cast(Guard, SimpleNamespace(step=50, close=lambda *, given_up: closed.append(given_up)))
     adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
     for event in (ScriptEvent.GUARD_MADE, ScriptEvent.PASS_BEGAN, ScriptEvent.PASS_ENDED):
         adoption._move(event)
-    if steered:
-        adoption._steered = EpochLoop(range(1), lambda loop: None)
-        list(adoption._steered)
+    if led:
+        adoption._led_loop = EpochLoop(range(1), lambda loop: None)
+        list(adoption._led_loop)
     try:
         raise MemoryError
     except MemoryError:
         adoption._note_raised()
-    adoption._sign("trains on two loaders", 50)
+    adoption._note_inexact("trains on two loaders", 50)
     adoption.end()
     out = capsys.readouterr().err
     assert "trains on two loaders" in out
@@ -150,15 +150,15 @@ def test_an_error_that_one_rank_catches_in_its_loop_over_epochs_does_not_take_it
     adoption = Adoption(strict=False)
     guard = cast(Guard, SimpleNamespace(step=150))  # that cannot be closed
     adoption._adopted = Adopted(guard, nn.Linear(1, 1), cast(Optimizer, None), [], None, None)
-    adoption._steered = loop = EpochLoop(range(3), lambda loop: None)
-    monkeypatch.setattr(Adoption, "_loop", loop)
+    adoption._led_loop = loop = EpochLoop(range(3), lambda loop: None)
+    monkeypatch.setattr(Adoption, "_current_loop", loop)
     adoption._move(ScriptEvent.GUARD_MADE)
     adoption._move(ScriptEvent.PASS_BEGAN)
     try:
         raise MemoryError
     except MemoryError:
         adoption._note_raised()
-    adoption._sign("trains on two loaders", 150)
+    adoption._note_inexact("trains on two loaders", 150)
     assert "It goes on under guard" in capsys.readouterr().err
     assert adoption._state.guarded
 
@@ -208,7 +208,7 @@ def test_the_epoch_that_fabric_tells_a_sampler_is_the_one_that_the_guard_has_led
 
     assert [told(), told()] == [0, 1]  # the first is a look at the data; in the second the guard is made
     adoption._adopted = Adopted(cast(Guard, None), nn.Linear(1, 1), cast(Optimizer, None), [], loader, None)
-    adoption._steered = loop = EpochLoop(range(9), lambda loop: None)
+    adoption._led_loop = loop = EpochLoop(range(9), lambda loop: None)
     told_in = {}
     for loop.place in (3, 4, 1, 2):
         told_in[loop.place] = told()
@@ -238,4 +238,4 @@ def test_an_iteration_that_a_librarys_loader_inherits_is_watched_once() -> None:
 def test_a_script_that_is_nested_too_deeply_to_be_read_is_refused() -> None:
     source = f"total = {'1 + ' * 600}1\n".encode()
     with pytest.raises(UsageError, match=r"train.py: line 1 of the source is nested 280 levels deep"):
-        ScriptSources(lambda *_: None, ScriptSigns(strict=False).refuse).read_script(source, "train.py")
+        ScriptSources(lambda *_: None, ScriptNotices(strict=False).refuse).read_script(source, "train.py")

@@ -12,19 +12,19 @@ import pytest
 
 from rollback.errors import RollbackError
 from rollback.train.guard import Guard
-from rollback.trainers.adopt.enumeration import Enumeration, HandedOut, limit
+from rollback.trainers.adopt.enumeration import Enumeration, ScriptProgress, limit
 
 LENGTH = 4
 
 
-def passes(handed: HandedOut, *places: list[int]) -> Iterator[int]:
+def passes(progress: ScriptProgress, *places: list[int]) -> Iterator[int]:
     """Passes over a guard that hands out the batches of these places in the data."""
     for taken in places:
-        handed.passes += 1
+        progress.passes += 1
         for place in taken:
             epoch, in_epoch = divmod(place, LENGTH)
-            handed.guard = cast(Guard, SimpleNamespace(batch=place, epoch=epoch, batch_in_epoch=in_epoch))
-            handed.batches += 1
+            progress.guard = cast(Guard, SimpleNamespace(batch=place, epoch=epoch, batch_in_epoch=in_epoch))
+            progress.batches += 1
             yield place
 
 
@@ -43,57 +43,57 @@ def passes(handed: HandedOut, *places: list[int]) -> Iterator[int]:
 def test_batches_are_counted_as_if_there_had_been_no_rollback_and_no_resume(
     places: list[list[int]], numbers: list[int], start: int
 ) -> None:
-    handed = HandedOut()
-    assert [*Enumeration(handed, passes(handed, *places), start)] == [
+    progress = ScriptProgress()
+    assert [*Enumeration(progress, passes(progress, *places), start)] == [
         (start + number, place)
         for number, place in zip(numbers, (place for taken in places for place in taken), strict=True)
     ]
 
 
 def test_behind_a_resume_epochs_of_different_lengths_are_counted_as_they_are() -> None:
-    handed = HandedOut()
+    progress = ScriptProgress()
 
     def resumed() -> Iterator[int]:
         for place in range(23, 26):  # behind epochs of 10 and 11 batches, in the third one
-            handed.guard = cast(Guard, SimpleNamespace(batch=place, epoch=2, batch_in_epoch=place - 21))
-            handed.batches, handed.passes = handed.batches + 1, 3
+            progress.guard = cast(Guard, SimpleNamespace(batch=place, epoch=2, batch_in_epoch=place - 21))
+            progress.batches, progress.passes = progress.batches + 1, 3
             yield place
 
-    assert [*Enumeration(handed, resumed())] == [(23, 23), (24, 24), (25, 25)]
+    assert [*Enumeration(progress, resumed())] == [(23, 23), (24, 24), (25, 25)]
 
 
 def test_each_enumeration_of_one_pass_counts_the_epoch() -> None:
-    handed = HandedOut()
-    assert [*Enumeration(handed, passes(handed, []))] == []
-    assert [number for number, _ in Enumeration(handed, passes(handed, [6, 7]))] == [2, 3]
-    assert [number for number, _ in Enumeration(handed, passes(handed, [8, 9, 7, 8]))] == [0, 1, 3, 0]
+    progress = ScriptProgress()
+    assert [*Enumeration(progress, passes(progress, []))] == []
+    assert [number for number, _ in Enumeration(progress, passes(progress, [6, 7]))] == [2, 3]
+    assert [number for number, _ in Enumeration(progress, passes(progress, [8, 9, 7, 8]))] == [0, 1, 3, 0]
 
 
 def test_an_enumeration_that_begins_in_the_midst_of_a_pass_counts_from_there() -> None:
-    handed = HandedOut()
-    batches = passes(handed, [0, 1, 2, 3], [4, 5])
+    progress = ScriptProgress()
+    batches = passes(progress, [0, 1, 2, 3], [4, 5])
     next(batches)
-    assert [number for number, _ in Enumeration(handed, batches)] == [0, 1, 2, 3, 4]
+    assert [number for number, _ in Enumeration(progress, batches)] == [0, 1, 2, 3, 4]
 
 
 def test_items_of_several_batches_each_are_counted_as_they_come() -> None:
     """As a generator makes them that gathers the batches of an update."""
-    handed = HandedOut()
-    batches = passes(handed, [4, 5, 6, 7])
-    assert [*Enumeration(handed, zip(batches, batches, strict=True))] == [(0, (4, 5)), (1, (6, 7))]
+    progress = ScriptProgress()
+    batches = passes(progress, [4, 5, 6, 7])
+    assert [*Enumeration(progress, zip(batches, batches, strict=True))] == [(0, (4, 5)), (1, (6, 7))]
 
 
 def test_what_is_no_batch_of_the_guard_is_counted_as_it_comes() -> None:
-    handed = HandedOut()
+    progress = ScriptProgress()
 
     def both() -> Iterator[Any]:
         yield "looked at"
-        yield from passes(handed, [2, 3])
+        yield from passes(progress, [2, 3])
         yield "evaluated"
 
-    counted = Enumeration(handed, both())
+    counted = Enumeration(progress, both())
     assert [number for number, _ in counted] == [0, 2, 3, 4]
-    assert [*Enumeration(handed, "ab")] == [(0, "a"), (1, "b")]
+    assert [*Enumeration(progress, "ab")] == [(0, "a"), (1, "b")]
 
 
 @pytest.mark.parametrize("count", [3, np.int64(3)])
@@ -110,7 +110,7 @@ def test_what_is_no_batch_of_the_guard_is_counted_as_it_comes() -> None:
 def test_a_limit_holds_for_places_in_the_epoch_and_not_for_what_was_handed_out(
     places: list[list[int]], taken: list[int], count: SupportsIndex
 ) -> None:
-    limited, numbered = HandedOut(), HandedOut()
+    limited, numbered = ScriptProgress(), ScriptProgress()
     empty = iter(passes(limited, *places[:-1])), iter(passes(numbered, *places[:-1]))
     assert [[*batches] for batches in empty] == [[], []]
     batches = passes(limited, places[-1])
@@ -122,27 +122,27 @@ def test_a_limit_holds_for_places_in_the_epoch_and_not_for_what_was_handed_out(
 
 @pytest.mark.parametrize("count", [0, 2, 3])
 def test_where_the_numbers_come_second_one_batch_is_drawn_behind_the_last_one(count: int) -> None:
-    places, handed = [0, 1, 0, 1, 2, 3], HandedOut()
-    batches = passes(handed, places)
+    places, progress = [0, 1, 0, 1, 2, 3], ScriptProgress()
+    batches = passes(progress, places)
     taken = {0: [], 2: [0, 1, 0, 1], 3: [0, 1, 0, 1, 2]}[count]
-    pairs = limit(handed, zip, batches, range(5, 5 + count))
+    pairs = limit(progress, zip, batches, range(5, 5 + count))
     assert [*pairs] == [(place, 5 + place) for place in taken]
     assert [*batches] == places[len(taken) + 1 :]
-    assert handed.limited
+    assert progress.limited
 
 
 def test_a_limit_of_many_passes_is_one_of_the_whole_data() -> None:
-    handed = HandedOut()
+    progress = ScriptProgress()
     places = [0, 1, 2, 3], [4, 5, 2, 3, 4, 5, 6]
-    assert [*limit(handed, islice, passes(handed, *places), 6)] == [0, 1, 2, 3, 4, 5]
-    assert [*limit(HandedOut(), islice, "abc", 2)] == ["a", "b"]
-    assert [*limit(HandedOut(), islice, "abc", None)] == ["a", "b", "c"]
+    assert [*limit(progress, islice, passes(progress, *places), 6)] == [0, 1, 2, 3, 4, 5]
+    assert [*limit(ScriptProgress(), islice, "abc", 2)] == ["a", "b"]
+    assert [*limit(ScriptProgress(), islice, "abc", None)] == ["a", "b", "c"]
 
 
 def test_a_limit_of_one_pass_that_has_gone_back_over_its_start_ends_this_attempt() -> None:
-    handed = HandedOut()
-    assert [*limit(handed, islice, passes(handed, [0, 1, 2, 3]), 3)] == [0, 1, 2]
-    batches = limit(handed, islice, passes(handed, [4, 5, 1, 2, 3]), 3)
+    progress = ScriptProgress()
+    assert [*limit(progress, islice, passes(progress, [0, 1, 2, 3]), 3)] == [0, 1, 2]
+    batches = limit(progress, islice, passes(progress, [4, 5, 1, 2, 3]), 3)
     assert [next(batches) for _ in range(4)] == [4, 5, 1, 2]
     with pytest.raises(RollbackError, match="into an earlier epoch"):
         next(batches)
@@ -170,18 +170,18 @@ def test_a_limit_of_one_pass_that_has_gone_back_over_its_start_ends_this_attempt
     ],
 )
 def test_a_pass_of_less_than_an_epoch_falls_short(places: list[list[int]], short: bool) -> None:
-    handed, moved = HandedOut(), 0
+    progress, moved = ScriptProgress(), 0
     for number, taken in enumerate(places):
         in_hand = bool(moved)
         stands = SimpleNamespace(batch=moved - in_hand, batch_in_epoch=0, awaits_epoch=False, finished=False)
-        handed.guard = cast(Guard, stands)
-        handed.pass_begins(handed.guard)
+        progress.guard = cast(Guard, stands)
+        progress.note_guard_pass(progress.guard)
         for place in taken:
             stands.batch, stands.batch_in_epoch = place, place % LENGTH
-            handed.note_batch(handed.guard)
+            progress.note_batch(progress.guard)
         moved = LENGTH * (number + 1)
         stands.batch, stands.batch_in_epoch = moved - 1, 0
-    assert handed.falls_short() == short
+    assert progress.falls_short() == short
 
 
 @pytest.mark.parametrize(
@@ -195,17 +195,17 @@ def test_a_list_that_has_batches_of_an_update_that_is_undone_cannot_go_on(
 ) -> None:
     acts: list[Callable[[object], object]] = []
     guard = cast(Guard, SimpleNamespace(batch=0, batch_in_epoch=0, on_rollback=acts.append))
-    handed = HandedOut(holds=holds)
-    handed.begin(guard)
-    handed.pass_begins(guard)
+    progress = ScriptProgress(holds=holds)
+    progress.set_guard(guard)
+    progress.note_guard_pass(guard)
     for number in range(3):
-        handed.note_batch(guard)
+        progress.note_batch(guard)
         if number + 1 in updates:
-            handed.note_update()
+            progress.note_update()
     (goes_back,) = acts
     goes_back(None)
-    goes_on = partial(handed.note_batch, guard) if next_batch else handed.require_none_stale
+    goes_on = partial(progress.note_batch, guard) if next_batch else progress.require_none_stale
     with pytest.raises(RollbackError, match="gathered for its next update") if stale else nullcontext():
         goes_on()
-    handed.pass_begins(guard)
-    handed.note_batch(guard)
+    progress.note_guard_pass(guard)
+    progress.note_batch(guard)

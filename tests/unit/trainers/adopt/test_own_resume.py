@@ -5,9 +5,9 @@ import torch
 from accelerate import Accelerator
 
 from rollback.errors import UsageError
-from rollback.trainers.adopt.enumeration import HandedOut
+from rollback.trainers.adopt.enumeration import ScriptProgress
+from rollback.trainers.adopt.notices import ScriptNotices
 from rollback.trainers.adopt.own_resume import OwnResume
-from rollback.trainers.adopt.signs import ScriptSigns
 
 
 @pytest.mark.parametrize(
@@ -17,17 +17,17 @@ from rollback.trainers.adopt.signs import ScriptSigns
 def test_the_first_batch_of_a_pass_is_passed_over_where_the_next_one_is_asked_for(
     loads: bool, trains: bool, gathers: bool, refused: bool
 ) -> None:
-    handed = HandedOut(batches=5)
-    resume = OwnResume(handed, ScriptSigns(strict=False))
+    progress = ScriptProgress(batches=5)
+    resume = OwnResume(progress, ScriptNotices(strict=False))
     if loads:
         resume.note_load()
-    resume.pass_begins()
+    resume.note_script_pass()
     resume.require_trained()
     resume.require_trained()  # reading has raised, and the script asks again
-    handed.batches += 1
-    handed.gathers = gathers
+    progress.batches += 1
+    progress.gathers = gathers
     if trains:
-        resume.trained()
+        resume.note_backward()
     if refused:
         with pytest.raises(UsageError, match="does not train on the first batch"):
             resume.require_trained()
@@ -36,18 +36,18 @@ def test_the_first_batch_of_a_pass_is_passed_over_where_the_next_one_is_asked_fo
 
 
 def test_a_loop_that_gathers_the_batches_of_an_update_passes_over_none() -> None:
-    handed = HandedOut(holds=True)
-    resume = OwnResume(handed, ScriptSigns(strict=False))
+    progress = ScriptProgress(holds=True)
+    resume = OwnResume(progress, ScriptNotices(strict=False))
     resume.note_load()
-    resume.pass_begins()
-    handed.batches += 1
+    resume.note_script_pass()
+    progress.batches += 1
     resume.require_trained()
 
 
 def test_what_accelerate_prepares_is_no_snapshot_of_the_scripts_and_what_it_loads_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    resume, load = OwnResume(HandedOut(), ScriptSigns(strict=False)), torch.optim.Optimizer.load_state_dict
+    resume, load = OwnResume(ScriptProgress(), ScriptNotices(strict=False)), torch.optim.Optimizer.load_state_dict
 
     def watched(optimizer: torch.optim.Optimizer, state_dict: dict[str, object]) -> None:
         resume.note_load()

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
-from rollback.trainers.adopt.objects import (
+from rollback.trainers.adopt.made_objects import (
     CopiedWeights,
     MadeObjects,
     applies_gradients,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollback.source.own_ranks import line_of_spawn
+from rollback.source.rank_spawning import line_of_spawn
 
 
 @pytest.mark.parametrize(

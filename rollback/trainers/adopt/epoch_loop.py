@@ -8,7 +8,7 @@ Loop = TypeVar("Loop", bound=Iterable[int])
 
 
 class EpochMoved(BaseException):
-    """Ends the body of a loop over epochs that `rollback.source.steering.steered` has changed; another one begins."""
+    """Ends the body of a loop over epochs that `rollback.source.instrumentation` has changed; another one begins."""
 
 
 class EpochLoop:
@@ -25,7 +25,7 @@ class EpochLoop:
         """Whether its body has begun before: the script was sent back."""
         self._furthest = -1
         self._places: Iterator[int] | None = None
-        """Of the epochs to come, where a guard steers."""
+        """Of the epochs to come, where a guard says which is next."""
         self.over = False
         """Whether the guard has had its last epoch here."""
 
@@ -40,10 +40,10 @@ class EpochLoop:
 
     @property
     def at_first(self) -> bool:
-        """Whether the first body is running, and no guard steers yet."""
+        """Whether the first body is running, and no guard says yet which is next."""
         return self.place == 0 and self._places is None
 
-    def steer(self, first: int, begun: Collection[int], places: Callable[[int], Iterator[int]]) -> None:
+    def follow(self, first: int, begun: Collection[int], places: Callable[[int], Iterator[int]]) -> None:
         """In the first body: from here on `places`, of the guard, say which epoch is next. They are given their count.
 
         first: of the run, which its places count from. begun: the epochs that the script has begun with, on all ranks:

@@ -1,4 +1,4 @@
-"""What a script counts, and carries from turn to turn: which of it is led, and how it is asked for."""
+"""What a script counts, and carries from iteration to iteration: which of it is restored, and how it is asked for."""
 
 import ast
 import textwrap
@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from rollback.source.led_variables import led_variables
-from rollback.source.loops import ScriptLoops
-from rollback.source.own_counters import own_counters
-from rollback.source.steering import (
+from rollback.source.instrumentation import (
     BY_BATCH,
     BY_EPOCH,
+    EPOCH_MOVED,
     EPOCHS,
-    MOVED,
+    NEXT,
     RAISED,
-    TAKE,
-    TURNED,
-    TURNS,
-    steered,
+    STEP_MOVED,
+    STEPS,
+    instrumented,
 )
+from rollback.source.loop_counters import loop_counters
+from rollback.source.loop_variables import loop_variables
+from rollback.source.loops import ScriptLoops
 
 
 class Loss:
@@ -28,20 +28,21 @@ class Loss:
         """Of no interest."""
 
 
-class Turned(BaseException):
+class Moved(BaseException):
     pass
 
 
 def run(source: str, **names: Any) -> dict[str, Any]:
     space: dict[str, Any] = {
-        "f": lambda *x: Loss(), "loader": "abcdef", TURNED: Turned, RAISED: lambda: (), BY_BATCH: lambda *_: (), **names
+        "f": lambda *x: Loss(), "loader": "abcdef",
+        STEP_MOVED: Moved, RAISED: lambda: (), BY_BATCH: lambda *_: (), **names,
     }  # fmt: skip
-    exec(compile(steered(ScriptLoops(textwrap.dedent(source)), "script.py").tree, "script.py", "exec"), space)
+    exec(compile(instrumented(ScriptLoops(textwrap.dedent(source)), "script.py").tree, "script.py", "exec"), space)
     return space
 
 
 @pytest.mark.parametrize(
-    ("source", "led"),
+    ("source", "restored"),
     [
         # counts, and what a training depends on
         ("for x in loader:\n  f(x).backward()\n  if x: n += 1\n  n += 1", ["n"]),
@@ -90,7 +91,7 @@ def run(source: str, **names: Any) -> dict[str, Any]:
         ("while True:\n  it = iter(loader)\n  for i in range(4):\n    f(next(it)).backward()\n    o.step()\n  n += 1\n"
          "  if n > 9: break", []),
         ("def get(): return next(it)\nwhile n < 9:\n  f(get()).backward()\n  n += 1", []),
-        # set anew in each turn, only told, or of another loop
+        # set anew in each iteration, only told, or of another loop
         ("for x in loader:\n  tau = 1\n  f(x, tau).backward()\n  tau *= 0.9", []),
         ("for x in loader:\n  m = M()\n  f(x, m.n).backward()\n  m.n *= 2", []),
         ("for x in loader:\n  if x: tau = 1\n  else: tau = 2\n  f(x, tau).backward()", []),
@@ -99,10 +100,10 @@ def run(source: str, **names: Any) -> dict[str, Any]:
         ("for x in loader:\n  n += 1\nfor x in loader:\n  f(x).backward()", []),
     ],
 )  # fmt: skip
-def test_what_a_training_loop_counts_or_trains_by_is_led(source: str, led: list[str]) -> None:
+def test_what_a_training_loop_counts_or_trains_by_is_restored(source: str, restored: list[str]) -> None:
     loops = ScriptLoops(source)
-    assert sorted(variable.name for variable in led_variables(loops) if variable.by_batch) == led
-    assert {count.name for count in own_counters(loops) if count.led} == {*led}
+    assert sorted(variable.name for variable in loop_variables(loops) if variable.by_batch) == restored
+    assert {count.name for count in loop_counters(loops) if count.restored} == {*restored}
 
 
 @pytest.mark.parametrize(
@@ -116,13 +117,15 @@ def test_what_a_training_loop_counts_or_trains_by_is_led(source: str, led: list[
 )
 def test_so_is_what_is_only_told_and_no_counter(behind: str, names: list[str]) -> None:
     loops = ScriptLoops(f"for x in loader:\n  f(x).backward()\n  {behind}")
-    assert sorted((each.name, each.steers) for each in led_variables(loops)) == [(name, False) for name in names]
-    assert not own_counters(loops)
+    assert sorted((each.name, each.affects_training) for each in loop_variables(loops)) == [
+        (name, False) for name in names
+    ]
+    assert not loop_counters(loops)
 
 
 def test_a_function_of_the_script_may_be_called_next() -> None:
     loops = ScriptLoops("for x in loader:\n  f(x, next()).backward()\n  n += 1")
-    assert [count.name for count in own_counters(loops)] == ["n"]
+    assert [count.name for count in loop_counters(loops)] == ["n"]
 
 
 def test_so_is_what_a_logger_is_told_that_hands_the_batches_on() -> None:
@@ -134,14 +137,17 @@ def test_so_is_what_a_logger_is_told_that_hands_the_batches_on() -> None:
             logger.meters["speed"].update(1 / x)
     """
     loops = ScriptLoops(textwrap.dedent(source))
-    assert [(each.name, each.steers) for each in led_variables(loops)] == [("logger", False), ("logger.meters", False)]
-    assert not [count for count in own_counters(loops) if not count.counts]
+    assert [(each.name, each.affects_training) for each in loop_variables(loops)] == [
+        ("logger", False),
+        ("logger.meters", False),
+    ]
+    assert not [count for count in loop_counters(loops) if not count.counts]
 
 
 def test_what_a_training_gives_back_may_be_told_alone() -> None:
     source = "def one(n):\n  for x in loader:\n    f(x).backward()\n    n += x\n  return n\nprint(one(3))"
-    (variable,) = led_variables(ScriptLoops(source))
-    assert (variable.name, variable.steers) == ("n", False)
+    (variable,) = loop_variables(ScriptLoops(source))
+    assert (variable.name, variable.affects_training) == ("n", False)
 
 
 @pytest.mark.parametrize(
@@ -153,30 +159,30 @@ def test_what_a_training_gives_back_may_be_told_alone() -> None:
     ],
 )
 def test_what_something_else_reads_may_be_trained_by(before: str, behind: str) -> None:
-    (variable,) = led_variables(ScriptLoops(f"{before}\nfor x in loader:\n  f(x).backward()\n  {behind}"))
-    assert (variable.name, variable.steers) == ("n", True)
+    (variable,) = loop_variables(ScriptLoops(f"{before}\nfor x in loader:\n  f(x).backward()\n  {behind}"))
+    assert (variable.name, variable.affects_training) == ("n", True)
 
 
 def test_the_time_is_not_put_back() -> None:
     source = "for x in loader:\n  f(x).backward()\n  spent += time.time() - end\n  end = time.time()"
-    assert [variable.name for variable in led_variables(ScriptLoops(source))] == ["spent"]
+    assert [variable.name for variable in loop_variables(ScriptLoops(source))] == ["spent"]
 
 
 def test_a_module_takes_nothing_in() -> None:
     source = "import torch\nfor x in loader:\n  f(torch.to(x)).backward()\n  torch.save(best)\n  best = max(best, 1)"
-    (variable,) = led_variables(ScriptLoops(source))
-    assert (variable.name, variable.steers) == ("best", False)
+    (variable,) = loop_variables(ScriptLoops(source))
+    assert (variable.name, variable.affects_training) == ("best", False)
 
 
 def test_what_decides_of_an_act_that_the_loop_ends_by_trains_too() -> None:
     """As Accelerate's trigger."""
     source = "for x in loader:\n  f(x).backward()\n  if bad > 3: a.set_trigger()\n  bad += x\n  if a.check(): break"
-    (variable,) = led_variables(ScriptLoops(source))
-    assert (variable.name, variable.steers) == ("bad", True)
+    (variable,) = loop_variables(ScriptLoops(source))
+    assert (variable.name, variable.affects_training) == ("bad", True)
 
 
 @pytest.mark.parametrize(
-    ("behind", "led"),
+    ("behind", "restored"),
     [
         ("beta = beta + 0.1", ["beta"]),
         ("history.append(x)", ["history"]),
@@ -185,11 +191,11 @@ def test_what_decides_of_an_act_that_the_loop_ends_by_trains_too() -> None:
         ("last = x\n  print(last)", []),
     ],
 )
-def test_of_a_loop_over_epochs_all_is_led_that_it_carries(behind: str, led: list[str]) -> None:
+def test_of_a_loop_over_epochs_all_is_restored_that_it_carries(behind: str, restored: list[str]) -> None:
     source = f"for epoch in range(3):\n  for x in loader:\n    f(x).backward()\n  {behind}"
-    found = led_variables(ScriptLoops(source))
-    assert [(variable.name, variable.by_batch) for variable in found] == [(name, False) for name in led]
-    assert not led_variables(ScriptLoops(source.replace("range(3)", "groups")))
+    found = loop_variables(ScriptLoops(source))
+    assert [(variable.name, variable.by_batch) for variable in found] == [(name, False) for name in restored]
+    assert not loop_variables(ScriptLoops(source.replace("range(3)", "groups")))
 
 
 def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
@@ -210,7 +216,7 @@ def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
         return [read() + 10] * (len(asked) == 3)  # with the second batch
 
     log: list[Any] = []
-    names = {EPOCHS: lambda numbers, *_: numbers, MOVED: Turned, BY_EPOCH: lambda *_: (), BY_BATCH: by_batch}
+    names = {EPOCHS: lambda numbers, *_: numbers, EPOCH_MOVED: Moved, BY_EPOCH: lambda *_: (), BY_BATCH: by_batch}
     run(source, log=log, beta=0, loader="ab", **names)
     assert log[:2] == [(0, "a", 0), (0, "b", 11)]
     assert {name for name, _ in asked} == {"beta of loop 2"}
@@ -218,7 +224,7 @@ def test_a_variable_is_asked_for_with_the_batch_and_behind_a_loop() -> None:
 
 
 def test_it_is_asked_for_with_each_batch_of_an_update() -> None:
-    """What a turn does with them may depend on it."""
+    """What an iteration does with them may depend on it."""
     source = """
         while beta < 2:
             for i in range(2):
@@ -227,7 +233,7 @@ def test_it_is_asked_for_with_each_batch_of_an_update() -> None:
             optimizer.step()
             beta = beta + 1
     """
-    text = ast.unparse(steered(ScriptLoops(textwrap.dedent(source)), "script.py").tree)
+    text = ast.unparse(instrumented(ScriptLoops(textwrap.dedent(source)), "script.py").tree)
     assert f"x = next(it)\n                for beta in {BY_BATCH}" in text
 
 
@@ -242,7 +248,7 @@ def test_at_an_epochs_top_it_is_asked_for_once() -> None:
                 optimizer.step()
                 beta = beta + 1
     """
-    text = ast.unparse(steered(ScriptLoops(textwrap.dedent(source)), "script.py").tree)
+    text = ast.unparse(instrumented(ScriptLoops(textwrap.dedent(source)), "script.py").tree)
     assert text.count(BY_EPOCH) == 1
 
 
@@ -290,7 +296,7 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
 
 
 @pytest.mark.parametrize(
-    ("source", "led"),
+    ("source", "restored"),
     [
         (TAKEN, [False]),
         (TAKEN.replace("x = next(batches)", "try: x = next(batches)\n        except StopIteration: x = next(batches)"),
@@ -302,7 +308,7 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
         (TAKEN.replace("range(3)", "enumerate(range(3))"), []),
         (in_loop("for e in range(2)", TAKEN), [True]),
         (in_loop("def one()", TAKEN) + "for e in range(2):\n  one()", [True]),
-        # more than one in a turn, or less
+        # more than one in an iteration, or less
         (TAKEN.replace("x = next(batches)", "x = next(batches)\n        x = next(batches)"), []),
         (SEVERAL.replace("GATHERED", "micro = [next(batches) for _ in range(k)]"), [False]),
         (SEVERAL.replace("GATHERED", "for _ in range(k): micro += [next(batches)]"), [False]),
@@ -357,7 +363,7 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
         # something else takes from it
         (TAKEN.replace("iter(loader)", "iter(loader)\n    first = next(batches)"), []),
         (TAKEN + textwrap.indent(textwrap.dedent(TAKEN), "    ").replace("    batches = iter(loader)\n", ""), []),
-        # in turns of another loop
+        # in iterations of another loop
         ("for e in range(2):\n  batches = iter(loader)\n  for s in range(2):\n    for i in range(3):\n"
          "      f(next(batches)).backward()", []),
         ("for e in range(2):\n  batches = iter(loader)\n  while more:\n    for i in range(3):\n"
@@ -371,9 +377,9 @@ DIRECT = SEVERAL.replace("for x in micro:\n            f(x).backward()", "pass")
     ],
 )  # fmt: skip
 def test_a_loop_over_a_range_that_takes_the_batches_of_an_update_in_each_turn_is_led(
-    source: str, led: list[bool]
+    source: str, restored: list[bool]
 ) -> None:
-    assert [each.in_epochs for each in ScriptLoops(textwrap.dedent(source)).by_turns] == led
+    assert [each.in_epochs for each in ScriptLoops(textwrap.dedent(source)).step_loops] == restored
 
 
 def test_such_a_loop_begins_another_turn_where_it_is_told_to() -> None:
@@ -382,12 +388,12 @@ def test_such_a_loop_begins_another_turn_where_it_is_told_to() -> None:
     def take(filename: str, line: int, batches: Any) -> Any:
         taken.append((filename, line))
         if len(taken) == 2:
-            raise Turned
+            raise Moved
         return next(batches)
 
     log: list[tuple[int, str]] = []
-    turns = lambda numbers, filename, line, in_epochs, counted: [*numbers, 9]  # noqa: E731
-    run(TAKEN, log=log, **{TURNS: turns, TAKE: take})
+    iterations = lambda numbers, filename, line, in_epochs, counted: [*numbers, 9]  # noqa: E731
+    run(TAKEN, log=log, **{STEPS: iterations, NEXT: take})
     assert log == [(0, "a"), (2, "b"), (9, "c")]
     assert {*taken} == {("script.py", 3)}
 
@@ -420,7 +426,7 @@ for epoch in range(9):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "led"),
+    ("old", "new", "restored"),
     [
         ("stopper", "stopper", ["stopper.counter", "stopper.seen", "tau"]),
         ("stopper(value)", "stopper.step(value)", ["stopper.counter", "stopper.seen", "tau"]),
@@ -429,9 +435,9 @@ for epoch in range(9):
         ("    stopper(value)", "    stopper = Stopper()\n    stopper(value)", ["tau"]),
     ],
 )
-def test_what_is_carried_by_way_of_calls_is_led(old: str, new: str, led: list[str]) -> None:
-    found = led_variables(ScriptLoops(STOPPER.replace(old, new)))
-    assert sorted(variable.name for variable in found) == led
+def test_what_is_carried_by_way_of_calls_is_restored(old: str, new: str, restored: list[str]) -> None:
+    found = loop_variables(ScriptLoops(STOPPER.replace(old, new)))
+    assert sorted(variable.name for variable in found) == restored
 
 
 OF_FILE = """
@@ -471,8 +477,8 @@ OF_FUNCTION_AROUND = """
 @pytest.mark.parametrize("source", [OF_FILE, OF_FUNCTION_AROUND, OF_FILE.replace("def main():", "def main(tau=0):")])
 def test_a_variable_that_is_not_the_functions_own_is_set_where_it_is(source: str) -> None:
     own = "main(tau" in source
-    led = {variable.name for variable in led_variables(ScriptLoops(textwrap.dedent(source)))}
-    assert led == ({"seen", "cfg"} if own else {"tau", "seen", "cfg"})
+    restored = {variable.name for variable in loop_variables(ScriptLoops(textwrap.dedent(source)))}
+    assert restored == ({"seen", "cfg"} if own else {"tau", "seen", "cfg"})
     asked: list[str] = []
 
     def by_batch(read: Callable[[], Any], name: str, filename: str, *_: bool) -> list[Any]:
@@ -480,7 +486,7 @@ def test_a_variable_that_is_not_the_functions_own_is_set_where_it_is(source: str
         return [100] * (read() == 3)
 
     found = run(source, loader="abcd", **{BY_BATCH: by_batch})
-    assert {name.partition(" ")[0] for name in asked} == led
+    assert {name.partition(" ")[0] for name in asked} == restored
     assert (found["tau"], found["seen"], found["cfg"]) == (5 if own else 102, ["a", "b", "c", "d"], {"tau": 5})
 
 
@@ -490,11 +496,11 @@ def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
         "      nonlocal lam\n      lam += 1\n      self.one()\n      return f(x, self.b) + lam\n"
         "    for x in loader:\n      objective(x).backward()\n"
     )
-    assert sorted(variable.name for variable in led_variables(ScriptLoops(source))) == ["lam", "self.b"]
+    assert sorted(variable.name for variable in loop_variables(ScriptLoops(source))) == ["lam", "self.b"]
 
 
 @pytest.mark.parametrize(
-    ("definition", "call", "led"),
+    ("definition", "call", "restored"),
     [
         ("def one(x, s):\n  s['tau'] *= 0.9\n  f(x, s).backward()", "one(x, state)", ["state"]),
         ("def one(x, s):\n  s.tau *= 0.9\n  f(x, s).backward()", "one(x, s=run.state)", ["run.state.tau"]),
@@ -516,24 +522,24 @@ def test_so_is_an_attribute_that_a_closure_in_a_method_changes() -> None:
         ("class S:\n  def one(self, x): self.n += 1", "one(x, state); f(x, state).backward()", []),
     ],
 )  # fmt: skip
-def test_so_is_what_a_function_changes_of_what_it_is_given(definition: str, call: str, led: list[str]) -> None:
-    found = led_variables(ScriptLoops(f"{definition}\nfor x in loader:\n  {call}\n  o.step()"))
-    assert [variable.name for variable in found] == led
+def test_so_is_what_a_function_changes_of_what_it_is_given(definition: str, call: str, restored: list[str]) -> None:
+    found = loop_variables(ScriptLoops(f"{definition}\nfor x in loader:\n  {call}\n  o.step()"))
+    assert [variable.name for variable in found] == restored
 
 
 def test_an_object_that_has_one_of_its_kind_is_looked_at_once() -> None:
     node = "class A:\n  def __init__(self): self.child = A()\n  def go(self):\n    self.n += 1\n    self.child.go()\n"
-    found = led_variables(ScriptLoops(f"{node}a = A()\nfor x in loader:\n  f(x, a.n).backward()\n  a.go()"))
+    found = loop_variables(ScriptLoops(f"{node}a = A()\nfor x in loader:\n  f(x, a.n).backward()\n  a.go()"))
     assert [variable.name for variable in found] == ["a.n"]
 
 
 def test_classes_of_one_name_are_looked_at_once() -> None:
     classes = "class A: pass\nclass B(A): pass\nclass A(B): pass\na = A()\n"
-    assert not led_variables(ScriptLoops(f"{classes}for x in loader:\n  f(x).backward()\n  a.step(x)"))
+    assert not loop_variables(ScriptLoops(f"{classes}for x in loader:\n  f(x).backward()\n  a.step(x)"))
 
 
 @pytest.mark.parametrize(("made", "named"), [("EarlyStopping(patience=3)", True), ("Evaluator()", False)])
 def test_so_is_an_object_of_another_file_that_stops_early(made: str, named: bool) -> None:
     source = f"stopper = {made}\nfor epoch in range(9):\n  for x in loader: f(x).backward()\n  if stopper(x): break"
-    found = [(each.name, each.line, each.ends) for each in own_counters(ScriptLoops(source))]
+    found = [(each.name, each.line, each.ends) for each in loop_counters(ScriptLoops(source))]
     assert found == [("stopper", 1, True)] * named

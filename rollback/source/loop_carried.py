@@ -1,13 +1,14 @@
-"""What a turn of a loop hands on to the next one in variables of the script: loop-carried variables, as compilers say.
+"""What an iteration of a loop hands on to the next one in variables of the script: loop-carried variables, as compilers
+say.
 
-A variable is carried if the loop's body sets it, and may read it in a turn before it sets it there: a temperature that
-goes down, a mean of losses, a patience. A rollback and a resume leave it as it is.
+A variable is carried if the loop's body sets it, and may read it in an iteration before it sets it there: a temperature
+that goes down, a mean of losses, a patience. A rollback and a resume leave it as it is.
 """
 
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
-from rollback.source.nodes import Loop, dotted, last_name, of_scope
+from rollback.source.syntax import Loop, dotted, last_name, of_scope
 
 _CHANGES = frozenset((
     "append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear", "add", "discard",
@@ -26,17 +27,17 @@ _OF_PARAMETERS = frozenset(("grad", "data", "param_groups"))
 """Attributes of what the guard has, `w.data`; the script's own may have such a name, too, as `self.data`."""
 
 
-def turn_of(loop: Loop) -> "Turn":
-    """What happens to variables, and to attributes of variables (`self.beta`), in a turn of a loop's body."""
-    turn = Turn()
+def iteration_of(loop: Loop) -> "LoopIteration":
+    """What happens to variables, and to attributes of variables (`self.beta`), in an iteration of a loop's body."""
+    iteration = LoopIteration()
     if isinstance(loop, ast.While):
-        turn.read(loop.test, set())
-    turn.run(loop.body, set_by_head(loop))
-    return turn
+        iteration.read(loop.test, set())
+    iteration.run(loop.body, set_by_head(loop))
+    return iteration
 
 
 def set_by_head(loop: Loop) -> set[str]:
-    """The variables that a `for` sets in each turn."""
+    """The variables that a `for` sets in each iteration."""
     return {*_stored(loop.target)} if isinstance(loop, ast.For) else set()
 
 
@@ -85,11 +86,12 @@ def has_part_in(name: str, names: Collection[str]) -> bool:
     return any(".".join(parts[:end]) in names for end in range(1, len(parts) + 1))
 
 
-class Turn:
-    """What happens to variables in one turn of a loop. Where it may go several ways, a variable is set if all set it.
+class LoopIteration:
+    """What happens to variables in one iteration of a loop. Where it may go several ways, a variable is set if all set
+    it.
 
     stored: the line that sets each first. rebound: those that are set to another object, not changed in place alone.
-    An inner loop has a turn at least: else all that such a loop sets would seem to be carried.
+    An inner loop has an iteration at least: else all that such a loop sets would seem to be carried.
     """
 
     def __init__(self) -> None:
@@ -100,7 +102,7 @@ class Turn:
 
     @property
     def carried(self) -> dict[str, int]:
-        """What a turn hands on to the next one, each with the line that sets it first."""
+        """What an iteration hands on to the next one, each with the line that sets it first."""
         found = {name: line for name, line in self.stored.items() if name in self._exposed}
         parts = {name: name.removeprefix("self.").split(".")[1:] for name in found}
         return {name: line for name, line in found.items() if _OF_PARAMETERS.isdisjoint(parts[name])}
@@ -208,7 +210,7 @@ class Turn:
         return known if behind is None else behind
 
     def _run_definition(self, function: ast.stmt, known: set[str]) -> None:
-        """A closure: it may be called in the turn, and set what it has as `nonlocal`."""
+        """A closure: it may be called in the iteration, and set what it has as `nonlocal`."""
         if not isinstance(function, ast.ClassDef):
             own = {name for node in of_scope(function) for name in _stored(node)} | {
                 item.arg for item in ast.walk(function) if isinstance(item, ast.arg)

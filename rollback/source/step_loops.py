@@ -1,17 +1,17 @@
-"""Loops over a range that take one batch in each turn, `for i in range(n): batch = next(batches)`, or those of one
+"""Loops over a range that take one batch in each iteration, `for i in range(n): batch = next(batches)`, or those of one
 update: `for i in range(n): micro = [next(batches) for _ in range(k)]`.
 
 Only those of which the file shows that nothing else takes from the iterator, and when it is made: for each epoch, in
-front of the loop and in the same block, or once. And none whose turns draw random numbers in front of their batch: with
-that the random states are put back.
+front of the loop and in the same block, or once. And none whose iterations draw random numbers in front of their batch:
+with that the random states are put back.
 """
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rollback.source.nodes import Loop, is_call_of, is_step, last_name, range_of
 from rollback.source.script_file import ScriptFile
+from rollback.source.syntax import Loop, is_call_of, is_step, last_name, range_of
 
 _NESTED = (
     ast.For, ast.AsyncFor, ast.While, ast.If, ast.IfExp, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
@@ -26,8 +26,8 @@ _DRAWS = (
 
 
 @dataclass(frozen=True)
-class TurningLoop:
-    """takes: its calls of `next`. several: whether a turn may take several batches by them; else each takes one.
+class StepLoop:
+    """takes: its calls of `next`. several: whether an iteration may take several batches by them; else each takes one.
     in_epochs: whether what they take from is made anew for each epoch, around the loop; else the loop goes over the
     whole training."""
 
@@ -37,7 +37,7 @@ class TurningLoop:
     in_epochs: bool
 
 
-def turning_loop(file: ScriptFile, loop: ast.For, around: list[Loop]) -> TurningLoop | None:
+def step_loop(file: ScriptFile, loop: ast.For, around: list[Loop]) -> StepLoop | None:
     """What a loop over a range is that trains and calls `next`, if it is such a loop. around: all loops that come to
     it, also by way of functions."""
     takes, several = _takes(loop), False
@@ -49,7 +49,7 @@ def turning_loop(file: ScriptFile, loop: ast.For, around: list[Loop]) -> Turning
         return None
     if several and _carries_size(loop, before_takes):
         return None
-    # of a loop that is begun again, by what the file does not show, the places go on where it had all of its turns
+    # of a loop that is begun again, by what the file does not show, the places go on where it had all of its iterations
     all_turns = not several and not any(isinstance(node, ast.Break | ast.Return) for node in ast.walk(loop))
     if not (all_turns or around or file.runs_once(loop)):
         return None
@@ -63,7 +63,7 @@ def turning_loop(file: ScriptFile, loop: ast.For, around: list[Loop]) -> Turning
     if len(made) != 1 or elsewhere or (around and anew) or not _begins_alike(loop):
         return None
     iterates = any(is_call_of(node, "iter") for node in ast.walk(made[0].value))
-    return TurningLoop(loop, takes, several, bool(around)) if iterates or not around else None
+    return StepLoop(loop, takes, several, bool(around)) if iterates or not around else None
 
 
 def _before_takes(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
@@ -81,7 +81,8 @@ def _before_takes(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _carries_size(loop: ast.For, before: list[ast.AST]) -> bool:
-    """Whether how many batches a turn takes goes by what turns before it have set: that is put back with a batch."""
+    """Whether how many batches an iteration takes goes by what iterations before it have set: that is put back with a
+    batch."""
     sizes = {name for node in before if isinstance(node, ast.expr) for name in _named(node)}
     for part in reversed(before):
         if isinstance(part, ast.Assign) and any(_named(target) & sizes for target in part.targets):
@@ -107,8 +108,8 @@ def _draws(node: ast.AST) -> bool:
 
 
 def _updates_behind_takes(file: ScriptFile, loop: ast.For) -> bool:
-    """Whether each turn makes one update, for all that the file shows: behind the statements that take batches, or in
-    what the last of them gives these batches to, `update([next(batches) for _ in range(4)])`."""
+    """Whether each iteration makes one update, for all that the file shows: behind the statements that take batches, or
+    in what the last of them gives these batches to, `update([next(batches) for _ in range(4)])`."""
     takes = [at for at, part in enumerate(loop.body) if any(is_call_of(node, "next") for node in ast.walk(part))]
     updates = [at for at, part in enumerate(loop.body) if any(map(is_step, file.reached_by([part])))]
     if takes and updates and max(takes) == min(updates):
@@ -135,7 +136,8 @@ def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def _takes(loop: ast.For, *, several: bool = False) -> tuple[ast.Call, ...] | None:
-    """The calls of `next` in a loop's body if each turn takes one batch by them: one, and others that catch its end.
+    """The calls of `next` in a loop's body if each iteration takes one batch by them: one, and others that catch its
+    end.
 
     several: if it takes so many as loops over a range in the body's statements say."""
     calls = [node for node in ast.walk(loop) if is_call_of(node, "next")]
@@ -146,15 +148,15 @@ def _takes(loop: ast.For, *, several: bool = False) -> tuple[ast.Call, ...] | No
     places = [place for place, part in enumerate(loop.body) if any(node in calls for node in ast.walk(part))]
     for node in (node for part in loop.body[: places[-1] + 1] for node in ast.walk(part)):
         if isinstance(node, ast.Continue) or (several and isinstance(node, ast.Break)):
-            return None  # a turn may take none
+            return None  # an iteration may take none
         if isinstance(node, ast.ExceptHandler) and (node.type is None or "BaseException" in ast.unparse(node.type)):
-            return None  # it may catch what ends a turn
+            return None  # it may catch what ends an iteration
     takes = (*direct, *caught)
     return takes if all(len(call.args) == 1 and isinstance(call.args[0], ast.Name) for call in takes) else None
 
 
 def _direct(body: Iterable[ast.AST], *, several: bool, caught: bool = False) -> tuple[list[ast.Call], list[ast.Call]]:
-    """The calls of `next` that each turn comes to, and those in handlers of errors."""
+    """The calls of `next` that each iteration comes to, and those in handlers of errors."""
     found: tuple[list[ast.Call], list[ast.Call]] = [], []
     for node in body:
         if isinstance(node, _NESTED) and not (several and _is_repeated(node)):

@@ -6,7 +6,7 @@ a store already, so the new ones wait for one at an address of the script's own,
 
 import ast
 
-from rollback.source.nodes import full_name, names_of_imports
+from rollback.source.syntax import full_name, names_of_imports
 
 _SPAWN = ("spawn", "spawn.spawn", "start_processes", "spawn.start_processes")
 _STARTS_RANKS = frozenset(f"torch.multiprocessing.{name}" for name in _SPAWN)

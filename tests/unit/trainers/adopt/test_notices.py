@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollback.errors import UsageError
-from rollback.trainers.adopt.signs import ScriptSigns
+from rollback.trainers.adopt.notices import ScriptNotices
 
 
 def told_by(monkeypatch: pytest.MonkeyPatch, *others: Any) -> None:
@@ -15,13 +15,13 @@ def told_by(monkeypatch: pytest.MonkeyPatch, *others: Any) -> None:
 
 def test_ranks_that_see_the_same_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     told_by(monkeypatch, {"the model": "Net"}, {"the model": "Net"})
-    ScriptSigns(strict=True).agree({"the model": "Net"})
+    ScriptNotices(strict=True).agree({"the model": "Net"})
 
 
 def test_the_first_rank_that_sees_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     told_by(monkeypatch, {"the model": "Net"}, {"the model": "Other"})
     with pytest.raises(UsageError, match="the model is 'Net' on rank 0 and 'Other' on rank 2"):
-        ScriptSigns(strict=False).agree({"the model": "Net"})
+        ScriptNotices(strict=False).agree({"the model": "Net"})
 
 
 @pytest.mark.parametrize(("others", "where"), [([{"the model": "Net"}], " (rank 1)"), ([], "")])
@@ -29,19 +29,19 @@ def test_an_error_of_one_rank_is_that_of_all(monkeypatch: pytest.MonkeyPatch, ot
     error = {"refused": {"message": "no", "hint": "do"}}
     told_by(monkeypatch, error)
     with pytest.raises(UsageError) as refused:
-        ScriptSigns(strict=False).agree(others[0] if others else error)
+        ScriptNotices(strict=False).agree(others[0] if others else error)
     assert (refused.value.message, refused.value.hint) == (f"no{where}", "do")
 
 
 @pytest.mark.parametrize(("strict", "step", "ends"), [(False, 99, True), (False, 100, False), (True, 100, True)])
-def test_a_late_sign_is_only_said(capsys: pytest.CaptureFixture[str], strict: bool, step: int, ends: bool) -> None:
-    signs = ScriptSigns(strict=strict)
+def test_a_late_notice_is_only_said(capsys: pytest.CaptureFixture[str], strict: bool, step: int, ends: bool) -> None:
+    notices = ScriptNotices(strict=strict)
     if ends:
         with pytest.raises(UsageError, match="the script does odd things"):
-            signs.note("does odd things", step)
+            notices.note_inexact("does odd things", step)
         return
-    signs.note("does odd things", step)
-    signs.note("does odd things", step)
+    notices.note_inexact("does odd things", step)
+    notices.note_inexact("does odd things", step)
     assert capsys.readouterr().err.count("does odd things") == 1
 
 
@@ -51,13 +51,13 @@ def test_what_rank_1_notices_rank_0_says_once(
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("rollback.train.comm.ranks.Ranks.__init__", lambda ranks: None)
     told_by(monkeypatch, ["odd"], ["odd"])
-    signs = ScriptSigns(strict=False)
-    signs.share()
+    notices = ScriptNotices(strict=False)
+    notices.share()
     assert "rank 1: odd" in capsys.readouterr().err
 
 
 def test_another_training_ends_a_strict_script_only(capsys: pytest.CaptureFixture[str]) -> None:
-    ScriptSigns(strict=False).end_of_guard("trains again")
+    ScriptNotices(strict=False).end_of_guard("trains again")
     assert "not protected from here on: the script trains again" in capsys.readouterr().err
     with pytest.raises(UsageError, match="the script trains again"):
-        ScriptSigns(strict=True).end_of_guard("trains again")
+        ScriptNotices(strict=True).end_of_guard("trains again")

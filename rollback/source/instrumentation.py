@@ -4,39 +4,40 @@ import ast
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
-from rollback.source.led_variables import LedVariable, led_variables
+from rollback.source.loop_variables import LoopVariable, loop_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import Loop, blocks_in
+from rollback.source.syntax import Loop, blocks_in
 
 Node = TypeVar("Node", bound=ast.AST)
-EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
+EPOCHS, EPOCH_MOVED = "__rollback_epochs__", "__rollback_epoch_moved__"
 ENUMERATE, LIMIT = "__rollback_enumerate__", "__rollback_limit__"
 BY_BATCH, BY_EPOCH, RAISED = "__rollback_by_batch__", "__rollback_by_epoch__", "__rollback_raised__"
-TURNS, TAKE, TURNED = "__rollback_turns__", "__rollback_take__", "__rollback_turned__"
-"""Names under which a script that `steered` has changed finds what steers it."""
+STEPS, NEXT, STEP_MOVED = "__rollback_steps__", "__rollback_next__", "__rollback_step_moved__"
+"""Names under which a script that `instrumented` has changed finds what leads it."""
 
 
 @dataclass(frozen=True)
-class Steered:
-    """A file whose loops are led. turns: the names of counts of turns. variables: what loops carry, by a name each."""
+class InstrumentedFile:
+    """A file whose loops are led. counts: the names of counts of iterations. variables: what loops carry, by a name
+    each."""
 
     tree: ast.Module
-    turns: list[str]
-    variables: dict[str, LedVariable]
+    counts: list[str]
+    variables: dict[str, LoopVariable]
 
 
-def steered(loops: ScriptLoops, filename: str) -> Steered:
-    """The script, or a module of its own, with its loops steered, and what they carry from turn to turn. What is
-    changed is another tree of the same source: `loops` stays as it is.
+def instrumented(loops: ScriptLoops, filename: str) -> InstrumentedFile:
+    """The script, or a module of its own, with its loops instrumented, and what they carry from iteration to iteration.
+    What is changed is another tree of the same source: `loops` stays as it is.
 
-    EPOCHS is told the epochs' range and where the loop is, MOVED begins another one, ENUMERATE and LIMIT know where in
-    the data a batch is, BY_BATCH and BY_EPOCH what a variable was there. TAKE takes a batch, and TURNS gives its
-    number; where a batch has another number than its turn, TURNED begins the one that has.
+    EPOCHS is told the epochs' range and where the loop is, EPOCH_MOVED begins another one, ENUMERATE and LIMIT know
+    where in the data a batch is, BY_BATCH and BY_EPOCH what a variable was there. NEXT takes a batch, and STEPS gives
+    its number; where a batch has another number than its iteration, STEP_MOVED begins the one that has.
 
         for epoch in range(10):         for epoch in __rollback_epochs__(range(10), "script.py", 1):
             BODY                            try:
                                                 BODY
-                                            except __rollback_moved__:
+                                            except __rollback_epoch_moved__:
                                                 continue
 
         for i, batch in enumerate(loader):      for i, batch in __rollback_enumerate__(loader):
@@ -50,16 +51,16 @@ def steered(loops: ScriptLoops, filename: str) -> Steered:
     In front of a loop over batches, which may be another call of its function, and behind it, which may have had no
     batch, the same is asked. BY_EPOCH is asked at the top of an epoch, and told the line of its loop.
 
-        for i in range(40):             for i in __rollback_turns__(range(40), "script.py", 1, False, ""):
+        for i in range(40):             for i in __rollback_steps__(range(40), "script.py", 1, False, ""):
             batch = next(batches)           try:
-            BODY                                batch = __rollback_take__("script.py", 1, batches)
+            BODY                                batch = __rollback_next__("script.py", 1, batches)
                                                 BODY
-                                            except __rollback_turned__:
+                                            except __rollback_step_moved__:
                                                 continue
 
     A loop that trains asks RAISED which errors it catches, which are none: so it is known that one has left the loop.
 
-    Where a turn takes several batches, its number is a count, too: that of the name that TURNS is told.
+    Where an iteration takes several batches, its number is a count, too: that of the name that STEPS is told.
     """
     tree = ast.parse(loops.source)
     twins = dict(zip(map(id, ast.walk(loops.tree)), ast.walk(tree), strict=True))
@@ -67,48 +68,48 @@ def steered(loops: ScriptLoops, filename: str) -> Steered:
     def twin(node: Node) -> Node:
         return cast(Node, twins[id(node)])
 
-    for loop in loops.batches:
+    for loop in loops.batch_loops:
         for limit in map(twin, loops.limits(loop)):
             limit.args.insert(0, limit.func)
             limit.func = ast.copy_location(ast.Name(LIMIT, ast.Load()), limit.func)
     for call in map(twin, loops.enumerations()):
         call.func = ast.copy_location(ast.Name(ENUMERATE, ast.Load()), call.func)
-    variables = _named(led_variables(loops))
+    variables = _named(loop_variables(loops))
     blocks = {id(part): block for block in blocks_in(tree) for part in block}
     for name, variable in reversed(variables.items()):
         if (function := loops.function_of(variable.loop)) is not None and "." not in variable.name:
             loops.scopes.declare(variable.name, twin(function))
         there = replace(variable, loop=twin(variable.loop), taking=tuple(map(twin, variable.taking)))
-        _lead(name, there, filename, blocks)
-    several = [each.loop for each in loops.by_turns if each.several]
-    for turning in loops.by_turns:
-        for call in map(twin, turning.takes):
-            call.func = ast.copy_location(ast.Name(TAKE, ast.Load()), call.func)
-            call.args[:0] = [ast.Constant(filename), ast.Constant(turning.loop.lineno)]
-        if (numbers := loops.numbers(turning.loop)) is not None:
-            counted = _turns_of(several.index(turning.loop)) if turning.several else ""
-            _number(twin(turning.loop), twin(numbers), TURNS, TURNED, filename, turning.in_epochs, counted)
-    for loop, numbers in loops.steerable.items():
-        _number(twin(loop), twin(numbers), EPOCHS, MOVED, filename)
-    for training in {*loops.training, *loops.steerable}:
+        _ask_for(name, there, filename, blocks)
+    several = [each.loop for each in loops.step_loops if each.several]
+    for step_loop in loops.step_loops:
+        for call in map(twin, step_loop.takes):
+            call.func = ast.copy_location(ast.Name(NEXT, ast.Load()), call.func)
+            call.args[:0] = [ast.Constant(filename), ast.Constant(step_loop.loop.lineno)]
+        if (numbers := loops.numbers(step_loop.loop)) is not None:
+            counted = _step_count(several.index(step_loop.loop)) if step_loop.several else ""
+            _number(twin(step_loop.loop), twin(numbers), STEPS, STEP_MOVED, filename, step_loop.in_epochs, counted)
+    for loop, numbers in loops.epoch_loops.items():
+        _number(twin(loop), twin(numbers), EPOCHS, EPOCH_MOVED, filename)
+    for training in {*loops.training_loops, *loops.epoch_loops}:
         _catch(twin(training), ast.Call(ast.Name(RAISED, ast.Load()), [], []), ast.Pass())
-    return Steered(ast.fix_missing_locations(tree), [*map(_turns_of, range(len(several)))], variables)
+    return InstrumentedFile(ast.fix_missing_locations(tree), [*map(_step_count, range(len(several)))], variables)
 
 
-def _turns_of(place: int) -> str:
-    """The name of the count of a loop's turns, by its place among those in the file: lines move with an edit."""
+def _step_count(place: int) -> str:
+    """The name of the count of a loop's iterations, by its place among those in the file: lines move with an edit."""
     return f"turns of loop {place + 1}"
 
 
-def _named(variables: list[LedVariable]) -> dict[str, LedVariable]:
+def _named(variables: list[LoopVariable]) -> dict[str, LoopVariable]:
     """Each by its name and its loop's place among those in the file."""
     loops = list({id(variable.loop): None for variable in variables})
     return {f"{variable.name} of loop {loops.index(id(variable.loop)) + 1}": variable for variable in variables}
 
 
-def _lead(name: str, variable: LedVariable, filename: str, blocks: dict[int, list[ast.stmt]]) -> None:
-    """Ask for what a variable was wherever its loop may have come to another place in the data: where a turn begins,
-    and, of a training loop, where it begins, has a batch, has ended. Nothing else is set. blocks: that has each
+def _ask_for(name: str, variable: LoopVariable, filename: str, blocks: dict[int, list[ast.stmt]]) -> None:
+    """Ask for what a variable was wherever its loop may have come to another place in the data: where an iteration
+    begins, and, of a training loop, where it begins, has a batch, has ended. Nothing else is set. blocks: that has each
     statement, by its `id`."""
     place = [ast.Constant(filename), *([] if variable.by_batch else [ast.Constant(variable.loop.lineno)])]
     by = BY_BATCH if variable.by_batch else BY_EPOCH
@@ -135,7 +136,8 @@ def _lead(name: str, variable: LedVariable, filename: str, blocks: dict[int, lis
 
 
 def _number(loop: ast.For, numbers: ast.expr, by: str, ended_by: str, filename: str, *others: bool | str) -> None:
-    """Have `by` give a loop its numbers; `ended_by` ends a turn of it. numbers: what has its range, in its head."""
+    """Have `by` give a loop its numbers; `ended_by` ends an iteration of it. numbers: what has its range, in its
+    head."""
     place: list[ast.expr] = [ast.Constant(filename), ast.Constant(loop.lineno), *map(ast.Constant, others)]
     if numbers is loop.iter:
         loop.iter = ast.copy_location(ast.Call(ast.Name(by, ast.Load()), [numbers, *place], []), numbers)

@@ -18,11 +18,11 @@ from collections.abc import Callable
 
 from rollback.errors import UsageError
 from rollback.source.loops import ScriptLoops
-from rollback.source.losses import told_losses
-from rollback.source.nodes import Function, Scope, blocks_in, last_name, parameters_of, range_of
+from rollback.source.observed_losses import observed_losses
+from rollback.source.syntax import Function, Scope, blocks_in, last_name, parameters_of, range_of
 
 
-def diff_of(source: str, name: str) -> str:
+def guard_diff(source: str, name: str) -> str:
     """The unified diff that makes the protection of a script explicit.
 
     source: with its byte order mark and the ends of its lines as they are in the file, or the diff would not fit there.
@@ -66,7 +66,7 @@ class _Script:
         if (line := self._own.get("rollback")) is not None:
             raise UsageError(f"{self._name} calls something of its own `rollback` (line {line})", hint="rename that")
         batches = self._batches()
-        epochs = self._loops.epochs.get(batches)
+        epochs = self._loops.epochs_around.get(batches)
         outer = epochs or batches
         scope = self._scopes[outer]
         if around := self._loops.around(outer):
@@ -94,10 +94,10 @@ class _Script:
             order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
             self._put.append((outer.lineno - 1, f"{self._indent(outer)}{guard} = rollback.Guard({given})\n"))
-            for told in told_losses(self._loops.tree, batches, self._by_hand):
-                self._instead += told.instead
-                observe = f"{self._indent(told.behind)}{inside}.observe({told.loss})\n"
-                self._put.append((told.behind.end_lineno or 0, observe))
+            for observed in observed_losses(self._loops.tree, batches, self._by_hand):
+                self._instead += observed.instead
+                observe = f"{self._indent(observed.behind)}{inside}.observe({observed.loss})\n"
+                self._put.append((observed.behind.end_lineno or 0, observe))
         if (counted := self._loops.enumerated(batches)) is not None:
             name, start = counted
             if self._loops.carries_on(batches):
@@ -118,7 +118,7 @@ class _Script:
     # What is there ---------------------------------------------------------------------------------------------------
 
     def _batches(self) -> ast.For:
-        found = self._loops.batches
+        found = self._loops.batch_loops
         if len(found) != 1:
             at = ", ".join(str(loop.lineno) for loop in found)
             raise UsageError(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from rollback.train.data.first_batches import first_batches
+from rollback.trainers.lightning.limited_loader import limited_loader
 
 
 @pytest.mark.parametrize("batch_size", [3, None])
@@ -17,7 +17,7 @@ def test_its_epochs_begin_as_those_of_the_whole_loader(batch_size: int | None) -
     torch.manual_seed(3)
     whole = [[batch.tolist() for batch in islice(loader, 4)] for _ in range(2)]
     loader.sampler.generator.manual_seed(1)  # type: ignore[attr-defined]
-    shortened = first_batches(loader, 4)
+    shortened = limited_loader(loader, 4)
     torch.manual_seed(3)
     assert [[batch.tolist() for batch in shortened] for _ in range(2)] == whole
     assert (len(shortened), len(loader)) == (4, 20 if batch_size is None else 7)
@@ -25,7 +25,7 @@ def test_its_epochs_begin_as_those_of_the_whole_loader(batch_size: int | None) -
 
 def test_a_loader_that_has_no_more_is_left_alone() -> None:
     loader = DataLoader(torch.arange(4))
-    assert first_batches(loader, 4) is loader
+    assert limited_loader(loader, 4) is loader
 
 
 class Counting(Sampler[list[int]]):
@@ -46,14 +46,14 @@ class Counting(Sampler[list[int]]):
 @pytest.mark.parametrize(("length", "batches"), [(3, 3), (5, 5), (9, 5)])
 def test_nobody_asks_behind_the_length_that_a_sampler_says(length: int, batches: int) -> None:
     sampler = Counting(length)
-    shortened = first_batches(DataLoader(torch.arange(5), batch_sampler=sampler), length)
+    shortened = limited_loader(DataLoader(torch.arange(5), batch_sampler=sampler), length)
     assert (len(shortened), len(list(shortened)), sampler.ends) == (length, batches, int(length > 5))
 
 
 def test_a_loader_asks_ahead_for_its_workers() -> None:
     sampler = Counting(4)
     loader = DataLoader(torch.arange(5), batch_sampler=sampler, num_workers=1, prefetch_factor=2)
-    assert len(list(first_batches(loader, 4).batch_sampler)) == 4  # type: ignore[arg-type]
+    assert len(list(limited_loader(loader, 4).batch_sampler)) == 4  # type: ignore[arg-type]
     assert sampler.ends == 1
 
 
@@ -63,7 +63,7 @@ def test_a_generator_draws_what_it_draws_where_batches_are_counted(length: int) 
     generators = [torch.Generator().manual_seed(1) for _ in range(2)]
     counted, loader = (DataLoader(data, 2, shuffle=True, generator=generator) for generator in generators)
     for _ in range(3):
-        assert [batch.tolist() for batch in first_batches(loader, len(loader))] == [
+        assert [batch.tolist() for batch in limited_loader(loader, len(loader))] == [
             batch.tolist() for batch in islice(counted, len(counted))
         ]
     assert torch.equal(generators[0].get_state(), generators[1].get_state())

@@ -31,7 +31,7 @@ _AS_LONG_AS_THEY_SAY = frozenset(
 """By exact type: a subclass may do anything."""
 
 
-def first_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
+def limited_loader(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     """`loader` where it makes no difference to an epoch that nobody asks behind `count` batches, else a copy that has
     so many. Everything else is shared."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"

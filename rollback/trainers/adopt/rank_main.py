@@ -1,4 +1,5 @@
-"""Runs in the rank in place of the user's script: `python -u script.py MODE train.py ARGUMENTS` runs train.py, watched.
+"""Runs in the rank in place of the user's script: `python -u rank_main.py MODE train.py ARGUMENTS` runs train.py,
+watched.
 
 MODE: `notice` or `strict`, as for `--adopt`; it decides only about what comes to light late in a run.
 """

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollback.trainers.adopt.losses import ScriptLosses
+from rollback.trainers.adopt.script_losses import ScriptLosses
 
 
 class Told(ScriptLosses):

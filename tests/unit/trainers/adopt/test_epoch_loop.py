@@ -1,4 +1,4 @@
-"""The script's loop over epochs, steered."""
+"""The script's loop over epochs, led."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved, in_place_of
+from rollback.trainers.adopt.epoch_loop import EpochLoop, EpochMoved, in_place_of
 
 
 def begun(_: EpochLoop) -> None:
@@ -26,7 +26,7 @@ def test_it_is_the_range_as_long_as_nobody_steers() -> None:
     assert (list(loop), loop.over, len(loop), loop.stop) == ([2, 4, 6], True, 3, 8)
 
 
-def test_its_iteration_is_told_of_and_only_the_first_body_can_be_steered() -> None:
+def test_its_iteration_is_told_of_and_only_the_first_body_can_be_led() -> None:
     told: list[EpochLoop] = []
     loop = EpochLoop(range(3), told.append)
     bodies = iter(loop)
@@ -42,7 +42,7 @@ def test_a_steered_loop_goes_where_the_guard_says_and_is_over_with_it() -> None:
     loop = EpochLoop(range(10, 14), begun)
     bodies = iter(loop)
     assert next(bodies) == 10
-    loop.steer(10, {10}, going(0, 1, 0, 2))
+    loop.follow(10, {10}, going(0, 1, 0, 2))
     assert not loop.at_first
     assert [(number, loop.again) for number in bodies] == [(11, False), (10, True), (12, False)]
     assert loop.over
@@ -53,7 +53,7 @@ def test_a_run_that_resumes_leaves_the_first_body_for_its_own() -> None:
     bodies = iter(loop)
     next(bodies)
     with pytest.raises(EpochMoved):
-        loop.steer(0, {0}, going(3, 4))
+        loop.follow(0, {0}, going(3, 4))
     assert [(number, loop.place) for number in bodies] == [(3, 3), (4, 4)]
 
 
@@ -63,7 +63,7 @@ def test_no_rank_stays_in_its_first_body_where_the_script_begins_elsewhere_on_an
     bodies = iter(loop)
     assert next(bodies) == 3
     with pytest.raises(EpochMoved):
-        loop.steer(0, {3, 0}, going(3, 4))
+        loop.follow(0, {3, 0}, going(3, 4))
     assert [*bodies] == [3, 4]
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_is_complete_has_no_body_at_all() -> None:
     bodies = iter(loop)
     next(bodies)
     with pytest.raises(EpochMoved):
-        loop.steer(0, {0}, going())
+        loop.follow(0, {0}, going())
     assert [*bodies] == []
     assert loop.over
 
@@ -83,7 +83,7 @@ def test_a_script_that_begins_elsewhere_than_the_run_did_is_led_by_the_runs_numb
     next(bodies)
     counts: list[int] = []
     with pytest.raises(EpochMoved):
-        loop.steer(1, {loop.first}, lambda count: counts.append(count) or iter([1, 3, 5]))  # type: ignore[func-returns-value]
+        loop.follow(1, {loop.first}, lambda count: counts.append(count) or iter([1, 3, 5]))  # type: ignore[func-returns-value]
     assert [(number, loop.place) for number in bodies] == [(2, 1), (4, 3), (6, 5)]
     assert counts == [6]
 
@@ -92,7 +92,7 @@ def test_a_body_that_has_begun_with_the_number_of_where_the_run_stands_goes_on()
     loop = EpochLoop(range(4, 7), begun)
     bodies = iter(loop)
     next(bodies)
-    loop.steer(1, {loop.first}, going(3, 4))
+    loop.follow(1, {loop.first}, going(3, 4))
     assert loop.place == 3
     assert [*bodies] == [5]
 
@@ -102,7 +102,7 @@ def test_a_bar_over_a_range_stays_the_script_s_bar_and_its_epochs_are_where_the_
     bodies, loop = in_place_of(bar, new_loop)
     assert loop is not None
     assert next(bodies) == 0
-    loop.steer(0, {0}, going(0, 1, 0))
+    loop.follow(0, {0}, going(0, 1, 0))
     assert [*bodies] == [1, 0]
     assert bar.n == 3, "bodies"
     again, _ = in_place_of(bar, new_loop)

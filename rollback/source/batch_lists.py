@@ -13,8 +13,8 @@ taken there, and has no batch that the script holds.
 import ast
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from rollback.source.nodes import blocks_in, is_step, put_in_list, takes_or_names
 from rollback.source.script_file import ScriptFile
+from rollback.source.syntax import blocks_in, is_step, put_in_list, takes_or_names
 
 _LEAVES = ast.Continue, ast.Break, ast.Return
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollback.trainers.logged_rows import LoggedRows
+from rollback.trainers.lightning.logged_rows import LoggedRows
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,15 @@
-"""Which variables that a script's loops carry from turn to turn are led: put back where training goes on elsewhere."""
+"""Which variables that a script's loops carry from iteration to iteration are restored where training goes on
+elsewhere."""
 
 import ast
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from rollback.source.called import ChangedByCalls
-from rollback.source.carried import has_part_in, names_in, place_of, set_by_head, targets_in, turn_of
+from rollback.source.changed_by_calls import ChangedByCalls
+from rollback.source.loop_carried import has_part_in, iteration_of, names_in, place_of, set_by_head, targets_in
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import (
+from rollback.source.syntax import (
     Loop,
     dotted,
     is_backward,
@@ -32,40 +33,42 @@ _CLOCKS = frozenset((
 
 
 @dataclass(frozen=True)
-class LedVariable:
+class LoopVariable:
     """A variable, or an attribute of one, that a loop carries.
 
-    line: where the loop sets it. steers: whether what is trained, or for how long, depends on it, for all that the file
-    shows. by_batch: in a training loop, whose turn has a batch; else in one over epochs, where it is what it was at the
-    top of the epoch. in_place: whether it is the same object all the time, as a list that grows. taking: statements of
-    that loop that take a batch by `next`, also in a loop over the batches of an update.
+    line: where the loop sets it. affects_training: whether what is trained, or for how long, depends on it, for all
+    that the file shows. by_batch: in a training loop, whose iteration has a batch; else in one over epochs, where it is
+    what it was at the top of the epoch. in_place: whether it is the same object all the time, as a list that grows.
+    taking: statements of that loop that take a batch by `next`, also in a loop over the batches of an update.
     """
 
     name: str
     line: int
-    steers: bool
+    affects_training: bool
     by_batch: bool
     in_place: bool
     loop: Loop = field(compare=False, repr=False)
     taking: tuple[ast.stmt, ...] = field(default=(), compare=False, repr=False)
 
 
-def led_variables(loops: ScriptLoops) -> list[LedVariable]:
+def loop_variables(loops: ScriptLoops) -> list[LoopVariable]:
     """Those of a file, loop by loop."""
-    found: list[LedVariable] = []
+    found: list[LoopVariable] = []
     carried_by = carried_by_loops(loops)
     for loop, carried in carried_by.items():
-        by_batch = loop not in loops.steerable
+        by_batch = loop not in loops.epoch_loops
         taking = (*_taking(loop.body),) if by_batch else ()
-        if by_batch and loop not in loops.batches and not taking:
+        if by_batch and loop not in loops.batch_loops and not taking:
             continue  # what it calls takes the batch, and may look at the variable there
         if by_batch:
             apart = {name for part in taking for name in names_in(part)}  # it is what it was before the batch there
         else:  # what its batches change beside the training is not what it was at the epoch's top
-            inner = [each for each in carried_by if each not in loops.steerable and each in loops.reached(loop)]
-            apart = {name for each in inner for name in carried_by[each].lines if not carried.steers(name)}
+            inner = [each for each in carried_by if each not in loops.epoch_loops and each in loops.reached(loop)]
+            apart = {name for each in inner for name in carried_by[each].lines if not carried.affects_training(name)}
         found += [
-            LedVariable(name, line, carried.steers(name), by_batch, name not in carried.rebound, loop, taking)
+            LoopVariable(
+                name, line, carried.affects_training(name), by_batch, name not in carried.rebound, loop, taking
+            )
             for name, line in carried.lines.items()
             if name not in apart
         ]
@@ -75,7 +78,7 @@ def led_variables(loops: ScriptLoops) -> list[LedVariable]:
 def carried_by_loops(loops: ScriptLoops) -> "dict[Loop, CarriedByLoop]":
     """Of those over epochs that are led, and of those that train."""
     if loops not in _carried_by:
-        _carried_by[loops] = {loop: CarriedByLoop(loops, loop) for loop in (*loops.steerable, *innermost(loops))}
+        _carried_by[loops] = {loop: CarriedByLoop(loops, loop) for loop in (*loops.epoch_loops, *innermost(loops))}
     return _carried_by[loops]
 
 
@@ -88,14 +91,16 @@ def _taking(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 def innermost(loops: ScriptLoops) -> list[Loop]:
     """The training loops that have none inside, nor in what they call, but one over the batches of an update."""
-    training = [loop for loop in loops.training if loop not in loops.steerable and not _is_of_update(loops, loop)]
+    training = [
+        loop for loop in loops.training_loops if loop not in loops.epoch_loops and not _is_of_update(loops, loop)
+    ]
     begin_others = {loop for other in training for loop in loops.around(other)}
     return [loop for loop in training if loop not in begin_others]
 
 
 def _is_of_update(loops: ScriptLoops, loop: Loop) -> bool:
     """Whether it makes none, and a training loop around it does: `for micro in range(4): batch = next(batches)`."""
-    outer = (each for each in loops.around(loop) if each in loops.training and each not in loops.steerable)
+    outer = (each for each in loops.around(loop) if each in loops.training_loops and each not in loops.epoch_loops)
     return not any(map(is_step, loops.reached(loop))) and any(
         is_step(node) for each in outer for node in loops.reached(each)
     )
@@ -115,11 +120,11 @@ class CarriedByLoop:
         clocks = {*map(dotted, timed)}
         anew = {name for node in nodes for item in _set_by(node) if (name := dotted(item))} | set_by_head(loop)
         beside = {name: line for name, line in called.found.items() if not has_part_in(name, anew)}
-        turn = turn_of(loop)
+        iteration = iteration_of(loop)
         whole = {name.rpartition(".")[0] for name in called.found}  # of which each part is known: `meter.update(loss)`
-        self.lines = {name: line for name, line in (turn.carried | beside).items() if name not in clocks | whole}
-        self.rebound = turn.rebound | called.rebound
-        if loop in loops.gathering or loop in [turning.loop for turning in loops.by_turns]:
+        self.lines = {name: line for name, line in (iteration.carried | beside).items() if name not in clocks | whole}
+        self.rebound = iteration.rebound | called.rebound
+        if loop in loops.gathering_loops or loop in [each.loop for each in loops.step_loops]:
             filled = (item for node in ast.walk(loop) if (item := put_in_list(node)) is not None)
             for name in {place_of(target) for target, value in filled if takes_or_names(value, set_by_head(loop))}:
                 self.lines.pop(name or "", None)
@@ -128,18 +133,18 @@ class CarriedByLoop:
             if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
             and isinstance(node.value, ast.Constant) and node.value.value == 1
         }  # fmt: skip
-        self._steering = _steering_names(loops, loop)
+        self._decisive = _decisive_names(loops, loop)
 
-    def steers(self, name: str) -> bool:
+    def affects_training(self, name: str) -> bool:
         """Whether the training depends on it, or on an object that it is an attribute of."""
-        return has_part_in(name, self._steering)
+        return has_part_in(name, self._decisive)
 
 
 _carried_by: WeakKeyDictionary[ScriptLoops, dict[Loop, CarriedByLoop]] = WeakKeyDictionary()
 """What was found of each file: of a large one that takes seconds."""
 
 
-def _steering_names(loops: ScriptLoops, loop: Loop) -> set[str]:
+def _decisive_names(loops: ScriptLoops, loop: Loop) -> set[str]:
     """The names on which it depends what a loop trains, and when it ends: those that a loss is made of, or that decide
     of an update or of the loop's end, and those that these are made of in turn. Rather too many than too few."""
     nodes = [node for each in (loop, *loops.around(loop)) for node in (*ast.walk(each), *loops.reached(each))]

@@ -13,7 +13,7 @@ _NAMED = "give the loss a name, loss = ..., then loss.backward() and guard.obser
 
 
 @dataclass(frozen=True)
-class ToldLoss:
+class ObservedLoss:
     """`loss`, behind that statement. instead: what is put in place of its expressions, so that the loss has a name."""
 
     behind: ast.stmt
@@ -21,7 +21,7 @@ class ToldLoss:
     instead: list[tuple[ast.expr, str]] = field(default_factory=list)
 
 
-def told_losses(tree: ast.Module, batches: ast.For, by_hand: ByHand) -> Iterator[ToldLoss]:
+def observed_losses(tree: ast.Module, batches: ast.For, by_hand: ByHand) -> Iterator[ObservedLoss]:
     """Of the body of a loop over batches.
 
     What calls something is given a name: to call it again would draw other random numbers, and count a batch twice.
@@ -44,11 +44,11 @@ def told_losses(tree: ast.Module, batches: ast.For, by_hand: ByHand) -> Iterator
                     continue
                 loss = _unscaled(receiver)
                 if not any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(loss)):
-                    yield ToldLoss(statement, ast.unparse(loss))
+                    yield ObservedLoss(statement, ast.unparse(loss))
                     continue
                 if isinstance(receiver, ast.IfExp):
                     raise by_hand(statement, f"calls backward() on {ast.unparse(receiver)}", _NAMED)
-                yield ToldLoss(statement, named, [(loss, f"({named} := {ast.unparse(loss)})")])
+                yield ObservedLoss(statement, named, [(loss, f"({named} := {ast.unparse(loss)})")])
             case ast.Expr(value=ast.Call(func=ast.Attribute(attr="backward", value=receiver))):
                 what = f"calls backward() of {ast.unparse(receiver)} with an argument"
                 raise by_hand(statement, what, "guard.observe(loss) behind it, with the loss of the batch")
@@ -72,7 +72,7 @@ def _step_call(closure: ast.FunctionDef, statement: ast.stmt) -> ast.Call | None
     return None
 
 
-def _behind_step(step: ast.stmt, closure: ast.FunctionDef, named: str, by_hand: ByHand) -> ToldLoss:
+def _behind_step(step: ast.stmt, closure: ast.FunctionDef, named: str, by_hand: ByHand) -> ObservedLoss:
     """The step returns what its closure has returned first: an optimizer may run it many times, along the way."""
     call = _step_call(closure, step)
     assert call is not None
@@ -82,11 +82,11 @@ def _behind_step(step: ast.stmt, closure: ast.FunctionDef, named: str, by_hand: 
         )
     match step:
         case ast.Assign(targets=[ast.Name(id=name)], value=value) if value is call:
-            return ToldLoss(step, name)
+            return ObservedLoss(step, name)
         case ast.Expr(value=value) if value is call:
-            return ToldLoss(step, named, [(call, f"{named} = {ast.unparse(call)}")])
+            return ObservedLoss(step, named, [(call, f"{named} = {ast.unparse(call)}")])
         case ast.Expr() | ast.Assign() | ast.AnnAssign() | ast.AugAssign():
-            return ToldLoss(step, named, [(call, f"({named} := {ast.unparse(call)})")])
+            return ObservedLoss(step, named, [(call, f"({named} := {ast.unparse(call)})")])
     raise by_hand(step, f"decides by {ast.unparse(call)}", f"loss = {ast.unparse(call)}, then guard.observe(loss)")
 
 

@@ -21,7 +21,7 @@ from rollback.train.introspection import instances, own_variables
 from rollback.train.sharded import HeldByFsdp, local_of
 from rollback.train.start.arguments import check_whole
 from rollback.train.updates.wrappers import outermost
-from rollback.trainers.adopt.epochs import EpochLoop
+from rollback.trainers.adopt.epoch_loop import EpochLoop
 from rollback.trainers.protect import module_of
 
 

@@ -1,6 +1,6 @@
 """What the script does that a guard of its first training cannot keep exact: refused, or said.
 
-One rank may see a sign that others do not. So a refusal ends its rank with a status, and torchrun ends the others: all
+One rank may see what others do not. So a refusal ends its rank with a status, and torchrun ends the others: all
 of them are told the one message, and none waits for ranks that are gone. What does not end the job is decided by all
 ranks in one collective (`agree`), or changes nothing but what is said.
 """
@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from rollback.errors import EARLY, RollbackError, UsageError
-from rollback.source.led_variables import LedVariable
-from rollback.source.own_counters import OwnCounter
+from rollback.source.loop_counters import LoopCounter
+from rollback.source.loop_variables import LoopVariable
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.guard import Guard
@@ -22,8 +22,8 @@ READS = "goes over the loader that it trains on, and computes no gradients there
 LEFT_BEHIND = "If a count of its own told it to: a rollback and a resume leave that count behind"
 
 
-class ScriptSigns:
-    """Of this rank. strict: late signs end the job too."""
+class ScriptNotices:
+    """Of this rank. strict: late notices end the job too."""
 
     def __init__(self, *, strict: bool) -> None:
         self.strict = strict
@@ -59,28 +59,28 @@ class ScriptSigns:
                     )
                 )
 
-    def note(self, what: str, step: int) -> None:
+    def note_inexact(self, what: str, step: int) -> None:
         """The script does something at this step that the guard cannot keep exact: it ends, or this is only said."""
-        error = as_error(what)
+        error = inexact(what)
         if self.strict or step < EARLY:
             self.refuse(error)
         late = "It goes on under guard; from here on a rollback or a resume is not exact"
         self._notice(f"{error.message}. {late}")
 
-    def counts_by_itself(self, where: str, counter: OwnCounter, *, here: bool) -> None:
+    def tell_counter(self, where: str, counter: LoopCounter, *, here: bool) -> None:
         """What the script counts or carries beside the guard: said. A training that ends by it, or whose updates depend
         on it, is not exact behind a rollback or a resume. here: whether it is the training that begins."""
         does = "counts with" if counter.counts else "trains by"
         does += f" `{counter.name}` by itself ({where}){', and ends its loop by it' if counter.ends else ''}"
         self._left_behind(does, matters=here and (counter.ends or not counter.counts))
 
-    def carries(self, variable: LedVariable, filename: str, value: Any) -> None:
-        """What the script hands on from turn to turn cannot be kept. One rank alone may have such a value."""
-        does = "trains by" if variable.steers else "carries from epoch to epoch"
+    def tell_unkept(self, variable: LoopVariable, filename: str, value: Any) -> None:
+        """What the script hands on from iteration to iteration cannot be kept. One rank alone may have such a value."""
+        does = "trains by" if variable.affects_training else "carries from epoch to epoch"
         where = f"line {variable.line} of {os.path.basename(filename)}, a {type(value).__name__}"
         self._left_behind(f"{does} `{variable.name}` ({where})", matters=True)
 
-    def misses(self, variable: LedVariable, filename: str) -> None:
+    def tell_missed(self, variable: LoopVariable, filename: str) -> None:
         """What the script carries beside its training is not what it was, and training goes on elsewhere."""
         self._notice(
             f"`{variable.name}` (line {variable.line} of {os.path.basename(filename)}), by which nothing is trained, "
@@ -102,7 +102,7 @@ class ScriptSigns:
         """The guarded training is over, and the script begins another one: it ends, or goes on without a guard.
 
         given_up_by: the kind of error that ended it in its midst, at this step, as where memory ran out."""
-        error, then = as_error(what), ""
+        error, then = inexact(what), ""
         if given_up_by:
             error = UsageError(
                 f"the script has left its training by an error ({given_up_by}), and begins another one: the first is "
@@ -115,7 +115,7 @@ class ScriptSigns:
             self.refuse(error)
         self._notice(f"not protected from here on: {error.message}{then}")
 
-    def nothing_guarded(self) -> None:
+    def tell_nothing_guarded(self) -> None:
         """The script has trained and is through, and no guard was made: it ends with that, or that is said."""
         error = UsageError(
             "not protected: the script computes gradients, but goes over no DataLoader with a model in "
@@ -149,7 +149,7 @@ class ScriptSigns:
             self._unshared.append(text)
 
 
-def as_error(what: str) -> UsageError:
+def inexact(what: str) -> UsageError:
     return UsageError(
         f"the script {what}: what a guard of the first alone keeps would not be exact",
         hint="`rollback adopt` shows how a guard is written into a script, which then says what it is to keep",
@@ -173,14 +173,14 @@ def trains_by_own_entry(trainer: object, entry: str) -> UsageError:
     )
 
 
-def goes_round() -> UsageError:
+def cycled_loader() -> UsageError:
     return UsageError(
         "the script goes over its loader by itertools.cycle, which gives the batches of one round again",
         hint="begin the loader anew for each round: `while True:` around `for batch in loader:`",
     )
 
 
-def passes_over() -> UsageError:
+def batches_passed_over() -> UsageError:
     return UsageError(
         "the script has loaded a snapshot of its own, and does not train on the first batch that it takes of an epoch: "
         "it seems to pass over what it had trained on by then (`if step < resume_step: continue`). The run goes on "

@@ -1,4 +1,4 @@
-"""What a script's loops carry from turn to turn is, behind a load, what it was there."""
+"""What a script's loops carry from iteration to iteration is, behind a load, what it was there."""
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -10,27 +10,33 @@ import numpy as np
 import pytest
 import torch
 
-from rollback.source.led_variables import LedVariable
+from rollback.source.loop_variables import LoopVariable
 from rollback.train.state.kept_values import ToldAtEnd
-from rollback.trainers.adopt.carried import Carried, CarriedBeside, CarriedByBatches, CarriedByEpochs, CarriedVariables
-from rollback.trainers.adopt.enumeration import HandedOut
+from rollback.trainers.adopt.enumeration import ScriptProgress
+from rollback.trainers.adopt.script_variables import (
+    BatchVariable,
+    EpochVariable,
+    LoggedVariable,
+    RestoredVariable,
+    ScriptVariables,
+)
 
 
 class Training:
     """A script that adds 1 to a variable for each batch, in one process."""
 
     def __init__(self, start: int = 0) -> None:
-        self.handed, self.has = HandedOut(), start
-        self.carried = CarriedByBatches(self.handed)
+        self.progress, self.has = ScriptProgress(), start
+        self.restored = BatchVariable(self.progress)
 
     def ask(self) -> int:
-        given = self.carried.asked(lambda: self.has)
+        given = self.restored.restored_value(lambda: self.has)
         self.has = given[0] if given else self.has
         return self.has
 
     def train(self, batches: int) -> int:
         for _ in range(batches):
-            self.handed.draws += 1
+            self.progress.draws += 1
             self.ask()
             self.has += 1
         return self.has
@@ -41,23 +47,23 @@ def test_a_variable_is_the_scripts_until_something_is_loaded() -> None:
     assert script.train(3) == 8
     script.has = 20
     assert script.train(1) == 21, "the script has set it by itself"
-    kept = script.carried.state_dict()
+    kept = script.restored.state_dict()
     assert kept == {"value": 21}, "as it is, and not as it was when it was asked for"
     script.train(4)
-    script.carried.load_state_dict(kept)
-    assert script.carried.state_dict() == kept, "before the script has it"
+    script.restored.load_state_dict(kept)
+    assert script.restored.state_dict() == kept, "before the script has it"
     assert script.train(1) == 22
 
 
 def test_a_new_process_goes_on_with_what_it_was_and_goes_back_to_what_its_script_begins_with() -> None:
     script, again = Training(), Training(5)
-    before = script.carried.state_dict()
+    before = script.restored.state_dict()
     script.train(7)
-    again.carried.load_state_dict(script.carried.state_dict())
+    again.restored.load_state_dict(script.restored.state_dict())
     assert again.train(1) == 8
-    again.carried.load_state_dict(before)
+    again.restored.load_state_dict(before)
     assert again.train(1) == 6
-    again.carried.begin_anew()
+    again.restored.begin_anew()
     assert again.train(2) == 7
 
 
@@ -65,51 +71,51 @@ def test_a_loop_over_other_batches_takes_no_load_and_one_that_has_no_batch_left_
     """As where one function trains, and evaluates."""
     script = Training()
     script.train(7)
-    script.carried.load_state_dict({"value": 3})
+    script.restored.load_state_dict({"value": 3})
     assert script.ask() == 7
-    script.handed.draws += 1  # which has told of the pass's end
+    script.progress.draws += 1  # which has told of the pass's end
     assert script.ask() == 3
 
 
 def test_at_the_top_of_an_epoch_it_is_what_it_was_at_the_top_of_that_one() -> None:
-    carried, script = CarriedByEpochs(HandedOut()), SimpleNamespace(has=0)
+    restored, script = EpochVariable(ScriptProgress()), SimpleNamespace(has=0)
 
     def epoch(place: int) -> int:
-        given = carried.asked(lambda: script.has, place)
+        given = restored.restored_value(lambda: script.has, place)
         script.has = given[0] if given else script.has
         return int(script.has)
 
     assert epoch(0) == 0
     script.has = 5
     assert epoch(1) == 5
-    kept = copy.deepcopy(carried.state_dict())
+    kept = copy.deepcopy(restored.state_dict())
     script.has = 6
     assert epoch(2) == 6
-    carried.load_state_dict(kept)  # back in epoch 1
-    assert carried.state_dict() == kept
+    restored.load_state_dict(kept)  # back in epoch 1
+    assert restored.state_dict() == kept
     assert epoch(1) == 5
-    carried.load_state_dict(kept)  # within epoch 1, which ends
+    restored.load_state_dict(kept)  # within epoch 1, which ends
     script.has = 7
     assert epoch(2) == 7
-    kept = copy.deepcopy(carried.state_dict())
-    carried.load_state_dict(kept)
-    assert carried.asked(lambda: script.has, 2) == (), "the script has it"
+    kept = copy.deepcopy(restored.state_dict())
+    restored.load_state_dict(kept)
+    assert restored.restored_value(lambda: script.has, 2) == (), "the script has it"
 
 
 def test_of_a_function_that_is_called_again_the_new_variable_counts() -> None:
     """A checkpoint with the first batch of an epoch, whose call has made its variables anew."""
-    carried = CarriedByBatches(HandedOut())
-    carried.asked(lambda: 0.3)
-    carried.asked(lambda: 1.0)  # in front of the loop
-    assert carried.state_dict() == {"value": 1.0}
+    restored = BatchVariable(ScriptProgress())
+    restored.restored_value(lambda: 0.3)
+    restored.restored_value(lambda: 1.0)  # in front of the loop
+    assert restored.state_dict() == {"value": 1.0}
 
 
 def test_a_text_that_grows_is_too_much_at_some_time() -> None:
-    carried = CarriedByBatches(HandedOut())
-    carried.asked(lambda: "a line\n" * 2000)
-    assert carried.state_dict()
-    carried.asked(lambda: "a line\n" * 3000)
-    assert not carried.state_dict()
+    restored = BatchVariable(ScriptProgress())
+    restored.restored_value(lambda: "a line\n" * 2000)
+    assert restored.state_dict()
+    restored.restored_value(lambda: "a line\n" * 3000)
+    assert not restored.state_dict()
 
 
 LIST: list[Any] = [1, [2.5, None], {"a": float("inf")}, (True, "x")]
@@ -125,13 +131,13 @@ VALUES: list[Any] = [
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_a_value_comes_back_as_it_was(value: Any, in_place: bool) -> None:
-    handed = HandedOut()
-    carried = CarriedByBatches(handed, in_place=in_place)
-    assert carried.asked(lambda: value) == ()
-    kept = copy.deepcopy(carried.state_dict())
-    carried.load_state_dict(kept)
-    handed.draws += 1
-    assert carried.asked(lambda: value) == (), "the script has it"
+    progress = ScriptProgress()
+    restored = BatchVariable(progress, in_place=in_place)
+    assert restored.restored_value(lambda: value) == ()
+    kept = copy.deepcopy(restored.state_dict())
+    restored.load_state_dict(kept)
+    progress.draws += 1
+    assert restored.restored_value(lambda: value) == (), "the script has it"
     present: Any = copy.deepcopy(value)
     match present:
         case list() | deque():
@@ -144,9 +150,9 @@ def test_a_value_comes_back_as_it_was(value: Any, in_place: bool) -> None:
             present += 1
         case _:
             present = "another"
-    carried.load_state_dict(kept)
-    handed.draws += 1
-    given = carried.asked(lambda: present)
+    restored.load_state_dict(kept)
+    progress.draws += 1
+    given = restored.restored_value(lambda: present)
     filled = in_place and isinstance(value, (list, deque, dict, set, torch.Tensor, np.ndarray))
     found = present if filled else given[0]
     assert bool(given) is not filled, "the script may have such an object elsewhere, too"
@@ -156,12 +162,12 @@ def test_a_value_comes_back_as_it_was(value: Any, in_place: bool) -> None:
 
 def test_two_variables_that_have_one_object_now_are_two_again() -> None:
     """`best = last`: each is set, and the object is filled for none of them."""
-    handed, shared = HandedOut(), {"loss": 9.0}
+    progress, shared = ScriptProgress(), {"loss": 9.0}
     for content in ({"loss": 1.0}, {"loss": 2.0}):
-        carried = CarriedByBatches(handed)
-        carried.load_state_dict({"value": content})
-        handed.draws += 1
-        assert carried.asked(lambda: shared) == (content,)
+        restored = BatchVariable(progress)
+        restored.load_state_dict({"value": content})
+        progress.draws += 1
+        assert restored.restored_value(lambda: shared) == (content,)
     assert shared == {"loss": 9.0}
 
 
@@ -196,7 +202,7 @@ class Rates(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("value", "steers", "told"),
+    ("value", "affects_training", "told"),
     [
         (torch.zeros(2000), True, True),
         ([torch.zeros(600), torch.zeros(600)], True, True),
@@ -217,31 +223,33 @@ class Rates(NamedTuple):
         (3, True, False),
     ],
 )
-def test_of_what_cannot_be_kept_that_is_told_which_the_script_needs(value: Any, steers: bool, told: bool) -> None:
+def test_of_what_cannot_be_kept_that_is_told_which_the_script_needs(
+    value: Any, affects_training: bool, told: bool
+) -> None:
     found: list[str] = []
-    handed = HandedOut(guard=SimpleNamespace())  # type: ignore[arg-type]
+    progress = ScriptProgress(guard=SimpleNamespace())  # type: ignore[arg-type]
     epochs: Any = {("script.py", 1): SimpleNamespace(place=1)}
-    variables = CarriedVariables(handed, epochs, lambda variable, *_: found.append(variable.name), print)
-    variables.add("a", "script.py", LedVariable("a", 1, steers, steers, False, loop=None))  # type: ignore[arg-type]
+    variables = ScriptVariables(progress, epochs, lambda variable, *_: found.append(variable.name), print)
+    variables.add("a", "script.py", LoopVariable("a", 1, affects_training, affects_training, False, loop=None))  # type: ignore[arg-type]
     for _ in range(2):
-        ask = variables.by_batch if steers else partial(variables.by_epoch, line=1)
+        ask = variables.by_batch if affects_training else partial(variables.by_epoch, line=1)
         assert ask(lambda: value, "a", "script.py") == ()
     assert found == ["a"] * told, "once"
 
 
 def test_what_is_filled_in_place_keeps_its_parts() -> None:
     """`stats["mean"]` may be a buffer of the model, and `parts[0]` a list that the script has elsewhere."""
-    handed, mean, inner = HandedOut(), torch.zeros(2), [1.0]
+    progress, mean, inner = ScriptProgress(), torch.zeros(2), [1.0]
     value = {"mean": mean, "parts": [inner, 3]}
-    carried = CarriedByBatches(handed, in_place=True)
-    carried.asked(lambda: value)
-    kept = copy.deepcopy(carried.state_dict())
+    restored = BatchVariable(progress, in_place=True)
+    restored.restored_value(lambda: value)
+    kept = copy.deepcopy(restored.state_dict())
     mean += 1
     inner.append(2.0)
     value["more"] = 5
-    carried.load_state_dict(kept)
-    handed.draws += 1
-    assert carried.asked(lambda: value) == ()
+    restored.load_state_dict(kept)
+    progress.draws += 1
+    assert restored.restored_value(lambda: value) == ()
     assert value == {"mean": mean, "parts": [inner, 3]}
     assert value["mean"] is mean
     assert mean.tolist() == [0, 0]
@@ -251,12 +259,12 @@ def test_what_is_filled_in_place_keeps_its_parts() -> None:
 
 def test_an_attribute_of_an_object_that_is_not_there_is_missed_and_one_that_an_object_lacks_is_set() -> None:
     for thing, given in ((None, ()), (SimpleNamespace(), (3,))):
-        handed = HandedOut()
-        carried = CarriedByBatches(handed, attribute="total")
-        carried.load_state_dict({"value": 3})
-        handed.draws += 1
-        assert carried.asked(lambda of=thing: of.total) == given
-        assert carried.missed is not bool(given)
+        progress = ScriptProgress()
+        restored = BatchVariable(progress, attribute="total")
+        restored.load_state_dict({"value": 3})
+        progress.draws += 1
+        assert restored.restored_value(lambda of=thing: of.total) == given
+        assert restored.missed is not bool(given)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -264,30 +272,30 @@ def test_a_tensor_of_the_model_is_kept_by_the_guard_and_not_lost(keeps: bool) ->
     found: list[str] = []
     model = torch.nn.Module()
     model.register_buffer("queue", torch.zeros(2000))
-    handed = HandedOut(guard=SimpleNamespace())  # type: ignore[arg-type]
-    variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name), print)
-    variables.add("a", "script.py", LedVariable("m.queue", 1, True, True, True, loop=None))  # type: ignore[arg-type]
+    progress = ScriptProgress(guard=SimpleNamespace())  # type: ignore[arg-type]
+    variables = ScriptVariables(progress, {}, lambda variable, *_: found.append(variable.name), print)
+    variables.add("a", "script.py", LoopVariable("m.queue", 1, True, True, True, loop=None))  # type: ignore[arg-type]
     variables.keep(cast(Any, SimpleNamespace(keep=lambda **_: None)), model if keeps else torch.nn.Module(), [])
     variables.by_batch(lambda: model.queue, "a", "script.py")
     assert found == ["m.queue"] * (not keeps)
 
 
 def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -> None:
-    handed = HandedOut()
-    carried = CarriedBeside(handed)
-    carried.load_state_dict({"value": 3.0})
-    assert carried.asked(lambda: 1.0, behind=True) == (), "of an evaluation"
-    assert carried.state_dict() == {"value": 3.0}
-    handed.draws += 1
-    assert carried.asked(lambda: 1.0, behind=True) == (), "a body may have run for its names alone"
-    assert carried.asked(lambda: 2.0) == ()
-    carried.load_state_dict({"value": 3.0})
-    carried.begin_anew()
-    handed.draws += 1
-    assert carried.asked(lambda: 1.0) == ()
-    carried.load_state_dict({"value": 3.0})
-    handed.draws += 1
-    assert carried.asked(lambda: 1.0) == (3.0,)
+    progress = ScriptProgress()
+    restored = LoggedVariable(progress)
+    restored.load_state_dict({"value": 3.0})
+    assert restored.restored_value(lambda: 1.0, behind=True) == (), "of an evaluation"
+    assert restored.state_dict() == {"value": 3.0}
+    progress.draws += 1
+    assert restored.restored_value(lambda: 1.0, behind=True) == (), "a body may have run for its names alone"
+    assert restored.restored_value(lambda: 2.0) == ()
+    restored.load_state_dict({"value": 3.0})
+    restored.begin_anew()
+    progress.draws += 1
+    assert restored.restored_value(lambda: 1.0) == ()
+    restored.load_state_dict({"value": 3.0})
+    progress.draws += 1
+    assert restored.restored_value(lambda: 1.0) == (3.0,)
 
 
 @pytest.mark.parametrize(
@@ -298,25 +306,25 @@ def test_a_sum_is_the_scripts_behind_its_loop_and_where_no_checkpoint_has_it() -
 )  # fmt: skip
 def test_a_sum_that_was_too_much_is_told_where_it_is_missed(value: Any, missed: bool) -> None:
     found: list[str] = []
-    handed, kept = HandedOut(), dict[str, Any]()
-    variables = CarriedVariables(handed, {}, print, lambda variable, _: found.append(variable.name))
-    variables.add("a", "script.py", LedVariable("a", 1, False, True, True, loop=None))  # type: ignore[arg-type]
+    progress, kept = ScriptProgress(), dict[str, Any]()
+    variables = ScriptVariables(progress, {}, print, lambda variable, _: found.append(variable.name))
+    variables.add("a", "script.py", LoopVariable("a", 1, False, True, True, loop=None))  # type: ignore[arg-type]
     guard = cast(Any, SimpleNamespace(keep=lambda **named: kept.update(named)))
     variables.keep(guard, torch.nn.Linear(1, 1), [])
-    (carried,) = kept.values()
-    assert isinstance(carried, ToldAtEnd)
+    (restored,) = kept.values()
+    assert isinstance(restored, ToldAtEnd)
     variables.by_batch(lambda: value, "a", "script.py")
-    carried.load_state_dict(carried.state_dict())
+    restored.load_state_dict(restored.state_dict())
     for _ in range(2):
-        handed.draws += 1
+        progress.draws += 1
         variables.by_batch(lambda: value, "a", "script.py")
     assert found == ["a"] * missed
 
 
 def test_they_are_kept_by_their_names_and_files() -> None:
-    variables, kept = CarriedVariables(HandedOut(), {}, print, print), dict[str, Carried]()
+    variables, kept = ScriptVariables(ScriptProgress(), {}, print, print), dict[str, RestoredVariable]()
     for file in ("/at/script.py", "/another/script.py"):
-        variables.add("a of loop 1", file, LedVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
+        variables.add("a of loop 1", file, LoopVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
     guard: Any = SimpleNamespace(keep=lambda **named: kept.update(named))
     assert variables.count_of("turns of loop 1", "/at/script.py") is None
     variables.keep(guard, torch.nn.Linear(1, 1), [("/at/script.py", "turns of loop 1")])
@@ -325,24 +333,24 @@ def test_they_are_kept_by_their_names_and_files() -> None:
 
 
 def test_what_is_not_there_stays_so() -> None:
-    carried = CarriedByBatches(HandedOut())
+    restored = BatchVariable(ScriptProgress())
 
     def read() -> Any:
         raise NameError("beta")
 
-    assert carried.asked(read) == ()
-    assert carried.state_dict() == {}
-    carried.load_state_dict({})
+    assert restored.restored_value(read) == ()
+    assert restored.state_dict() == {}
+    restored.load_state_dict({})
 
 
 def test_a_sum_of_losses_is_not_told_in_the_midst_of_an_update() -> None:
     found: list[str] = []
-    handed = HandedOut(guard=SimpleNamespace(), batches=2)  # type: ignore[arg-type]
-    variables = CarriedVariables(handed, {}, lambda variable, *_: found.append(variable.name), print)
-    variables.add("a", "script.py", LedVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
+    progress = ScriptProgress(guard=SimpleNamespace(), batches=2)  # type: ignore[arg-type]
+    variables = ScriptVariables(progress, {}, lambda variable, *_: found.append(variable.name), print)
+    variables.add("a", "script.py", LoopVariable("a", 1, True, True, False, loop=None))  # type: ignore[arg-type]
     total = torch.zeros(3, requires_grad=True)
     variables.by_batch(lambda: total, "a", "script.py")
     assert not found
-    handed.note_update()
+    progress.note_update()
     variables.by_batch(lambda: total, "a", "script.py")
     assert found == ["a"]

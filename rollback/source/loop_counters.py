@@ -1,4 +1,4 @@
-"""What a training loop counts beside the guard, and which of these counts can be led: put back with the training.
+"""What a training loop counts beside the guard, and which of these counts can be restored with the training.
 
 A rollback and a resume leave the variables of a script as they are. A count that decides when the loop is left ends the
 training too early behind a rollback, and too late behind a resume.
@@ -8,66 +8,66 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rollback.source.carried import has_part_in, names_in
-from rollback.source.led_variables import Dependence, carried_by_loops, innermost, led_variables
+from rollback.source.loop_carried import has_part_in, names_in
+from rollback.source.loop_variables import Dependence, carried_by_loops, innermost, loop_variables
 from rollback.source.loops import ScriptLoops
-from rollback.source.nodes import Loop, has_range, is_call_of, last_name, limits_or_counts
+from rollback.source.syntax import Loop, has_range, is_call_of, last_name, limits_or_counts
 
 
 @dataclass(frozen=True)
-class OwnCounter:
+class LoopCounter:
     """What counts the script's batches or updates beside the guard, a variable that it adds 1 to, a `range`; or what it
-    carries from turn to turn, and trains by.
+    carries from iteration to iteration, and trains by.
 
-    ends: it decides when the loop is left. led: it is what it was, where `steered` has changed this file. counts:
-    whether it counts. loop: whose turns.
+    ends: it decides when the loop is left. restored: it is what it was, where `instrumented` has changed this file.
+    counts: whether it counts. loop: whose iterations.
     """
 
     name: str
     line: int
     ends: bool
-    led: bool = False
+    restored: bool = False
     counts: bool = True
     loop: Loop | None = field(default=None, compare=False, repr=False)
 
 
-def own_counters(loops: ScriptLoops) -> list[OwnCounter]:
-    """Of the training loops: what their turns carry, and what limits them from outside."""
-    found: dict[tuple[str, bool], OwnCounter] = {}
+def loop_counters(loops: ScriptLoops) -> list[LoopCounter]:
+    """Of the training loops: what their iterations carry, and what limits them from outside."""
+    found: dict[tuple[str, bool], LoopCounter] = {}
     for counter in (*_limiting(loops), *_numbered(loops), *_carried(loops), *_stopping(loops)):
-        found.setdefault((counter.name, counter.led), counter)
+        found.setdefault((counter.name, counter.restored), counter)
     return list(found.values())
 
 
-def _carried(loops: ScriptLoops) -> Iterator[OwnCounter]:
-    """What outlives a turn of a loop, and steers or counts. In what it calls, counts that are attributes alone: a
-    patience, which the variables of a method do not outlive."""
+def _carried(loops: ScriptLoops) -> Iterator[LoopCounter]:
+    """What outlives an iteration of a loop, and affects the training or counts. In what it calls, counts that are
+    attributes alone: a patience, which the variables of a method do not outlive."""
     carried_by = carried_by_loops(loops)
-    led = led_variables(loops)
-    for loop in (*innermost(loops), *loops.steerable):
+    variables = loop_variables(loops)
+    for loop in (*innermost(loops), *loops.epoch_loops):
         deciding, carried = _deciding(loops, loop), carried_by[loop]
-        own = {variable.name for variable in led if variable.loop is loop}
+        own = {variable.name for variable in variables if variable.loop is loop}
         takes = [node for node in ast.walk(loop) if is_call_of(node, "next")]
         taken = {name for call in takes for of in call.args[:1] for name in names_in(of)}
         for name, line in carried.lines.items():
-            trains = loop in loops.training and (name in carried.counts or carried.steers(name))
+            trains = loop in loops.training_loops and (name in carried.counts or carried.affects_training(name))
             ends = has_part_in(name, deciding)
             if name not in taken and (trains or ends):
-                yield OwnCounter(name, line, ends, name in own, name in carried.counts, loop)
+                yield LoopCounter(name, line, ends, name in own, name in carried.counts, loop)
         known, attributes = {id(node) for node in ast.walk(loop)}, {name.rpartition(".")[2] for name in carried.lines}
-        for node in loops.reached(loop) if loop in loops.training else ():
+        for node in loops.reached(loop) if loop in loops.training_loops else ():
             match node:
                 case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1), target=ast.Attribute() as target):
                     if id(node) not in known and target.attr not in attributes:
                         name = ast.unparse(target)
-                        yield OwnCounter(name, node.lineno, name in deciding, loop=loop)
+                        yield LoopCounter(name, node.lineno, name in deciding, loop=loop)
 
 
-def _stopping(loops: ScriptLoops) -> Iterator[OwnCounter]:
+def _stopping(loops: ScriptLoops) -> Iterator[LoopCounter]:
     """Objects by which loops over epochs are left, `if stopper.stop: break`, that these loops do not make: if their
     class is another file's, and stops early by its name."""
     own = {node.name for node in ast.walk(loops.tree) if isinstance(node, ast.ClassDef)}
-    for epochs in loops.steerable:
+    for epochs in loops.epoch_loops:
         asked = {name for test in _ending(loops, epochs) for name in names_in(test)}
         anew = {id(node) for node in ast.walk(epochs)}
         for made in ast.walk(loops.tree):
@@ -75,14 +75,14 @@ def _stopping(loops: ScriptLoops) -> Iterator[OwnCounter]:
                 continue
             named, kind = {*map(ast.unparse, made.targets)} & asked, last_name(made.value)
             if named and kind not in own and "stop" in kind.lower():
-                yield OwnCounter(named.pop(), made.lineno, ends=True, loop=epochs)
+                yield LoopCounter(named.pop(), made.lineno, ends=True, loop=epochs)
 
 
-def _numbered(loops: ScriptLoops) -> Iterator[OwnCounter]:
-    for loop in loops.batches:
+def _numbered(loops: ScriptLoops) -> Iterator[LoopCounter]:
+    for loop in loops.batch_loops:
         if (counted := loops.enumerated(loop)) is not None:
             ends = counted[0] in _deciding(loops, loop)
-            yield OwnCounter(counted[0], loop.lineno, ends, not loops.carries_on(loop), loop=loop)
+            yield LoopCounter(counted[0], loop.lineno, ends, not loops.carries_on(loop), loop=loop)
 
 
 def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
@@ -93,8 +93,8 @@ def _deciding(loops: ScriptLoops, loop: Loop) -> set[str]:
 def _ending(loops: ScriptLoops, loop: Loop) -> list[ast.expr]:
     leaving = set(_leaving(loop.body))
     ends = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and not leaving.isdisjoint(ast.walk(node))]
-    turning = (node for node in ast.walk(loops.tree) if isinstance(node, ast.While))
-    ends += [node.test for node in turning if node is loop or any(item is loop for item in loops.reached(node))]
+    while_loops = (node for node in ast.walk(loops.tree) if isinstance(node, ast.While))
+    ends += [node.test for node in while_loops if node is loop or any(item is loop for item in loops.reached(node))]
     return ends
 
 
@@ -111,25 +111,25 @@ def _leaving(nodes: Iterable[ast.AST], *, inner: bool = False) -> Iterator[ast.A
 
 
 def _begins_iterator(loops: ScriptLoops, loop: Loop) -> bool:
-    """Whether each turn of a loop begins an iterator, from which a loop in it takes: it goes over epochs."""
-    inner = [each for each in loops.training if each is not loop and each in loops.reached(loop)]
+    """Whether each iteration of a loop begins an iterator, from which a loop in it takes: it goes over epochs."""
+    inner = [each for each in loops.training_loops if each is not loop and each in loops.reached(loop)]
     taken = {node for each in inner for node in loops.reached(each)}
     caught = (node for node in loops.reached(loop) if isinstance(node, ast.ExceptHandler))
     within = {item for handler in caught for item in ast.walk(handler)}
     return any(is_call_of(node, "iter") and node not in taken | within for node in loops.reached(loop))
 
 
-def _limiting(loops: ScriptLoops) -> Iterator[OwnCounter]:
+def _limiting(loops: ScriptLoops) -> Iterator[LoopCounter]:
     """What else limits a loop over batches from outside, or counts; the `range` of one that goes by `next`."""
-    for batches in loops.batches:
+    for batches in loops.batch_loops:
         ours = loops.limits(batches)
         for call in ast.walk(batches.iter):
             if isinstance(call, ast.Call) and limits_or_counts(call):
                 ends = not is_call_of(call, "zip") or has_range(call)
-                yield OwnCounter(ast.unparse(call), call.lineno, ends, call in ours, loop=batches)
-    led = [*loops.steerable, *(each.loop for each in loops.by_turns)]
-    epochs = [loop for loop in loops.drawing if loop in loops.steerable or _begins_iterator(loops, loop)]
-    for loop in loops.drawing:
-        parts = any(each in loops.training and each not in epochs for each in loops.around(loop))
+                yield LoopCounter(ast.unparse(call), call.lineno, ends, call in ours, loop=batches)
+    led = [*loops.epoch_loops, *(each.loop for each in loops.step_loops)]
+    epochs = [loop for loop in loops.drawing_loops if loop in loops.epoch_loops or _begins_iterator(loops, loop)]
+    for loop in loops.drawing_loops:
+        parts = any(each in loops.training_loops and each not in epochs for each in loops.around(loop))
         if not parts and (loop in led or loop not in epochs):  # parts of an update are begun anew for each
-            yield OwnCounter(ast.unparse(loop.target), loop.lineno, True, loop in led, loop=loop)
+            yield LoopCounter(ast.unparse(loop.target), loop.lineno, True, loop in led, loop=loop)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-Read = Callable[[], Any]
+ReadVariable = Callable[[], Any]
 """Reads a variable of a script."""
 
 _SINGLE, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
@@ -33,10 +33,10 @@ _TELLS = frozenset(("avg", "average", "global_avg", "compute", "log_every"))
 """Names under which meters have their mean, or write it."""
 
 
-def is_lost(value: Any, *, steers: bool) -> bool:
+def is_lost(value: Any, *, affects_training: bool) -> bool:
     """Whether a value is one that the script needs as it was, and that cannot be kept: weights that it has put
     aside, and what it trains by."""
-    if type(value) in _SINGLE or not (steers or (isinstance(value, dict) and _has_tensors(value))):
+    if type(value) in _SINGLE or not (affects_training or (isinstance(value, dict) and _has_tensors(value))):
         return False
     try:
         _encoded(value, _Budget())
@@ -49,7 +49,7 @@ def _has_tensors(value: dict[Any, Any]) -> bool:
     return any(isinstance(item, Tensor) or (isinstance(item, dict) and _has_tensors(item)) for item in value.values())
 
 
-def value_of(read: Read) -> Any:
+def value_of(read: ReadVariable) -> Any:
     """None also where it is not there."""
     try:
         return read()
@@ -57,7 +57,7 @@ def value_of(read: Read) -> Any:
         return None
 
 
-def state_of(read: Read) -> dict[str, Any]:
+def state_of(read: ReadVariable) -> dict[str, Any]:
     """A value as a checkpoint has it; empty where it cannot be kept, or is not there."""
     try:
         return {"value": _encoded(read(), _Budget())}

@@ -10,7 +10,7 @@ from textwrap import dedent
 import pytest
 
 from rollback.errors import UsageError
-from rollback.source.explicit import diff_of
+from rollback.source.guard_diff import guard_diff
 
 HEAD = """\
     import torch
@@ -45,7 +45,7 @@ for i in range(5):
 
 def added(body: str) -> list[str]:
     source = dedent(HEAD) + dedent(body)
-    return [line[1:].strip() for line in diff_of(source, "train.py").splitlines()[2:] if line.startswith("+")]
+    return [line[1:].strip() for line in guard_diff(source, "train.py").splitlines()[2:] if line.startswith("+")]
 
 
 def test_a_plain_loop_gets_a_guard_and_tells_its_loss() -> None:
@@ -161,7 +161,7 @@ def test_what_accelerate_has_prepared_is_handed_over_but_for_loaders_that_are_no
 def test_it_is_handed_over_behind_what_is_registered_for_accelerates_checkpoints() -> None:
     registering = "    if average:\n        accelerator.register_for_checkpointing(average)\n    print()\n"
     source = PREPARED.replace("    for epoch", f"{registering}    for epoch")
-    lines = diff_of(source, "train.py").splitlines()
+    lines = guard_diff(source, "train.py").splitlines()
     place = next(number for number, line in enumerate(lines) if "rollback.protect" in line)
     assert lines[place - 1 : place + 2] == [
         "         accelerator.register_for_checkpointing(average)",
@@ -176,7 +176,7 @@ def test_it_is_handed_over_behind_what_is_registered_for_accelerates_checkpoints
 def test_of_an_optimizer_of_parts_the_whole_model_is_kept(given: str) -> None:
     """Else buffers of the other parts would not go back with a rollback."""
     source = dedent(HEAD).replace("model.parameters()", given) + SIMPLE
-    assert "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)" in diff_of(source, "train.py")
+    assert "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)" in guard_diff(source, "train.py")
 
 
 @pytest.mark.parametrize(
@@ -195,18 +195,18 @@ def test_an_average_of_the_model_is_kept(made: str) -> None:
 def test_an_optimizer_of_several_modules_is_refused_with_what_to_do() -> None:
     source = dedent(HEAD).replace("model.parameters()", "[*a.parameters(), *b.parameters()]") + SIMPLE
     with pytest.raises(UsageError, match="this loop has an optimizer of a and b") as refused:
-        diff_of(source, "train.py")
+        guard_diff(source, "train.py")
     assert "ModuleDict" in str(refused.value.hint)
 
 
 def test_it_is_indented_as_the_script_is() -> None:
     body = "for x in loader:\n\tfor y in x: pass\n\ta = 1; loss = f(x); loss.backward(); optimizer.step()\n"
-    lines = diff_of(dedent(HEAD) + body, "train.py").splitlines()
+    lines = guard_diff(dedent(HEAD) + body, "train.py").splitlines()
     assert lines[-2:] == [" \ta = 1; loss = f(x); loss.backward(); optimizer.step()", "+\tguard.observe(loss)"]
 
 
 def test_the_import_goes_behind_what_a_file_has_to_begin_with() -> None:
-    lines = diff_of(
+    lines = guard_diff(
         "#!/usr/bin/env python\n# -*- coding: utf-8 -*-\nn = 3\n" + dedent(HEAD) + SIMPLE, "train.py"
     ).splitlines()
     assert lines[3:6] == [" #!/usr/bin/env python", " # -*- coding: utf-8 -*-", "+import rollback"]
@@ -308,14 +308,14 @@ def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() ->
 )
 def test_what_it_cannot_do_is_refused_with_what_to_do_by_hand(body: str, said: str) -> None:
     with pytest.raises(UsageError) as refused:
-        diff_of(dedent(HEAD) + body + "\n", "train.py")
+        guard_diff(dedent(HEAD) + body + "\n", "train.py")
     assert said in f"{refused.value.message}; {refused.value.hint}"
     assert refused.value.hint
 
 
 def test_a_file_that_is_no_python_is_refused() -> None:
     with pytest.raises(UsageError, match="is not Python that this interpreter reads: line 1"):
-        diff_of("for:", "train.py")
+        guard_diff("for:", "train.py")
 
 
 @pytest.mark.parametrize(

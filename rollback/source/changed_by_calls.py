@@ -6,15 +6,15 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollback.source.carried import Turn
-from rollback.source.nodes import Function, Loop, dotted, parameters_of
+from rollback.source.loop_carried import LoopIteration
 from rollback.source.script_file import ScriptFile
+from rollback.source.syntax import Function, Loop, dotted, parameters_of
 
 
 @dataclass(frozen=True)
 class _Body:
-    """Statements that run in a turn. function: whose they are. given: its parameters, as the loop's function calls
-    what they are given; those that are given nothing with a name are left out."""
+    """Statements that run in an iteration. function: whose they are. given: its parameters, as the loop's function
+    calls what they are given; those that are given nothing with a name are left out."""
 
     statements: Sequence[ast.stmt]
     function: Function | None
@@ -62,13 +62,15 @@ class ChangedByCalls:
         return given
 
     def _note(self, body: _Body) -> None:
-        turn = Turn()
-        turn.run(body.statements, set())
-        for name, line in turn.carried.items():
-            anew = name in body.given and name in turn.rebound  # another object has its name, and is the function's own
+        iteration = LoopIteration()
+        iteration.run(body.statements, set())
+        for name, line in iteration.carried.items():
+            anew = (
+                name in body.given and name in iteration.rebound
+            )  # another object has its name, and is the function's own
             if not anew and (called := self._as_called(name, body)) is not None:
                 self.found.setdefault(called, line)
-                self.rebound |= {called} if name in turn.rebound else set()
+                self.rebound |= {called} if name in iteration.rebound else set()
 
     def _called(self, call: ast.Call, body: _Body) -> Iterator[tuple[Function, str | None]]:
         """What of this file a call may run; of a method, what it is of, as the loop's function calls that."""
