@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-import rollback
 from rollback.checkpoints.tiers import base_of
 from rollback.config import Settings
 from rollback.errors import UsageError, reporting
-from rollback.instructions import ADOPTING
+from rollback.instructions import ADOPTING, path_of
 from rollback.source.rank_spawning import line_of_spawn
 
 # Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
@@ -128,7 +127,7 @@ def adopting_runner(adopt: str | None, flags: Mapping[str, str | bool]) -> list[
             f"--adopt takes a Python script, and --{taken[0]} says that this is none",
             hint="for a module, a script will do with: runpy.run_module('NAME', run_name='__main__')",
         )
-    return [str(Path(rollback.__file__).parents[1] / ADOPTING), adopt]
+    return [path_of(ADOPTING), adopt]
 
 
 def require_replicas(given: int | None, settings: Settings) -> int:

@@ -23,7 +23,7 @@ from rollback.checkpoints.tiers import base_of, fast_tier_of
 from rollback.environment import ENV_NO_RUN
 from rollback.errors import ExitCode, RollbackError, RunInUse, UsageError, message_of
 from rollback.facts.history import in_durable_ring
-from rollback.instructions import ADOPTING
+from rollback.facts.supervisor import AttemptStarted
 from rollback.ring.url.fetch import fetch, unfetch
 from rollback.ring.url.store import Store
 from rollback.rundir.elsewhere import forget_elsewhere, read_elsewhere
@@ -246,10 +246,16 @@ class HostLaunch:
             yield Leader(self.order.paths, self.place, self.say, meeting, own_journal.note, self.buddy, ring)
 
 
+def _was_adopted(started: AttemptStarted) -> bool:
+    if started.flags is not None:
+        return "adopt" in started.flags
+    return any(Path(word).match("rollback/trainers/adopt/script.py") for word in started.command)  # in older runs
+
+
 def _require_adopted_again(past: EarlierAttempts, order: LaunchOrder) -> None:
     """Raise UsageError where `--adopt` was forgotten: the script would begin anew, without protection."""
     started, script = past.last_guarded_start, order.job.script
-    if started is None or order.job.runner or not any(Path(word).match(ADOPTING) for word in started.command):
+    if started is None or order.job.runner or not _was_adopted(started):
         return
     try:
         mentions = b"rollback" in Path(script).read_bytes()
