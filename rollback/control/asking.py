@@ -18,11 +18,11 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from rollback.errors import ExitCode, NoUsableCheckpoint, RunDirectoryError, UsageError
-from rollback.facts.training import Answered, Order, Window
+from rollback.facts.training import Answered, RequestKind, Window
 from rollback.inspect.document import Document
 from rollback.inspect.record.reading import require_run_directory
 from rollback.inspect.ring.checkpoints import has_memory_elsewhere, read_held
-from rollback.inspect.status.status import Status, read_status
+from rollback.inspect.status.status import RunStatus, read_status
 from rollback.rundir import requests
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.lock import launch_of
@@ -38,7 +38,7 @@ class Reply(Document):
     """Schema of `rollback rewind|skip|stop --json`, version 1."""
 
     request: str = Field(description="its name in the run's journal")
-    order: Order
+    order: RequestKind
     state: Literal["carried_out", "refused", "open"] = Field(
         description="open: handed in, and not answered when this was printed"
     )
@@ -194,7 +194,7 @@ def _reply(asked: Asked, state: Literal["carried_out", "refused", "open"], text:
     return Reply(request=asked.name, order=asked.request.order, state=state, text=text, waited=waited)
 
 
-def _standing(run: Path) -> tuple[RunPaths, Status]:
+def _standing(run: Path) -> tuple[RunPaths, RunStatus]:
     """Raises UsageError where there is nothing to ask, or nobody will ever look."""
     paths = require_run_directory(run)
     status = read_status(run)
@@ -222,7 +222,7 @@ def _standing(run: Path) -> tuple[RunPaths, Status]:
     return paths, status
 
 
-def _submit(paths: RunPaths, status: Status, notice: str | None, *, who: str, why: str, **order: object) -> Asked:
+def _submit(paths: RunPaths, status: RunStatus, notice: str | None, *, who: str, why: str, **order: object) -> Asked:
     try:
         request = Request.model_validate({**order, "who": who, "why": why, "at": requests.now()})
     except ValidationError as error:

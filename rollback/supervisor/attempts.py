@@ -25,7 +25,7 @@ from rollback.supervisor.diagnosis.evidence import (
 )
 from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
 from rollback.supervisor.diagnosis.hang import HangLimits
-from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, ending, reason_of
+from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEnding, AttemptEvidence, ending, reason_of
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
@@ -331,7 +331,7 @@ class Attempts:
             self._end(error.exit_code, error.message)
         raise error
 
-    def _finish(self, end: Ending, evidence: AttemptEvidence, first: FirstCause | None) -> RunResult:
+    def _finish(self, end: AttemptEnding, evidence: AttemptEvidence, first: FirstCause | None) -> RunResult:
         """End a run whose last attempt did not fail, or failed behind its training."""
         why, lacking = cause(evidence, first), None
         if end == "failed":

@@ -23,7 +23,7 @@ from rollback.errors import CheckpointLeft, CheckpointUnusable, RingUnavailable
 from rollback.facts.training import Drained, Fact
 from rollback.ring import helper as helping
 from rollback.ring import hosts as module
-from rollback.ring.drainer import Phase, drainer_for
+from rollback.ring.drainer import DrainPhase, drainer_for
 from rollback.ring.helper import Helper
 from rollback.ring.hosts import HostPart, Others, Wanted, unclaimed, under_way
 from rollback.ring.in_run import RingInRun
@@ -354,9 +354,9 @@ def test_good_checkpoints_of_two_hosts_are_drained_and_their_memory_is_given_bac
             wait_for(lambda name=name: name in drained(facts))
         run.record.commit(100.0, run.into_slots(6, 60), 60, good=False)
         drainer.finish()
-        assert drainer.wait(Phase.FINISHED, 60)
+        assert drainer.wait(DrainPhase.FINISHED, 60)
         drainer.close()
-        assert drainer.wait(Phase.CLOSED, 60)
+        assert drainer.wait(DrainPhase.CLOSED, 60)
         helper.linger(60)
         helper.close(over=True)
     assert ring.names(run.paths) == [manifest_of(seq, 10 * seq).name for seq in (3, 5, 6)]

@@ -205,7 +205,7 @@ def _checkpoints(records: Sequence[facts.JournalEntry], history: History) -> lis
     for record in of_kinds(records, _FATES):
         match record.fact:
             case facts.Committed() as fact:
-                status: report.CheckpointStatus = "good" if fact.checkpoint in history.good else "candidate"
+                status: report.CheckpointOutcome = "good" if fact.checkpoint in history.good else "candidate"
                 status = "discarded" if fact.checkpoint in history.discarded else status
                 entries[fact.checkpoint] = report.CheckpointEntry(
                     fact.checkpoint, fact.step, fact.batch, record.at, status, None, fact.bytes, fact.seconds, fact.tier

@@ -27,7 +27,7 @@ from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.terminal.quantities import seconds_since_epoch
 
-Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
+CheckpointStanding = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
 _OF_A_MANIFEST = {"step", "batch", "epoch", "timeline", "attempt", "created"}
 PLACES: dict[Tier, str] = {"fast": "memory", "durable": "the ring"}
@@ -52,7 +52,7 @@ class Checkpoint(ReportItem):
     )
     bytes: int | None = Field(description="of all its shards")
     ranks: int | None = Field(description="that wrote it, a shard each")
-    status: Status = Field(
+    status: CheckpointStanding = Field(
         description="damaged: its manifest cannot be believed; quarantined: put aside by the run as it could not be "
         "used; unknown: the journal cannot be read"
     )
@@ -231,7 +231,7 @@ def _read_history(paths: RunPaths, notices: list[str]) -> History | None:
         return None
 
 
-def _status(manifest: Manifest, history: History | None, present: set[str]) -> Status:
+def _status(manifest: Manifest, history: History | None, present: set[str]) -> CheckpointStanding:
     if history is None:
         return "unknown"
     if manifest.name not in present:
@@ -265,7 +265,7 @@ def _quarantined(paths: RunPaths) -> list[Checkpoint]:
 def _entry(
     name: str,
     manifest: Manifest | None,
-    status: Status,
+    status: CheckpointStanding,
     *,
     tiers: Sequence[Tier] = (),
     pinned: bool = False,

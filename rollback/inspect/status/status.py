@@ -24,7 +24,7 @@ from rollback.facts.history import History
 from rollback.facts.training import TOLD, Attached, JournalEntry, Restored, Tier
 from rollback.inspect.document import Document, Point, ReportItem, fields_of
 from rollback.inspect.record.cost import Death, deaths
-from rollback.inspect.record.ending import Ending, confirmed
+from rollback.inspect.record.ending import RunEnding, confirmed
 from rollback.inspect.record.last_judged import LINES, LastJudged, last_judged
 from rollback.inspect.record.reading import lost_lines, read_progress, require_run_directory, torn_notice
 from rollback.inspect.status.record import RunRecord
@@ -42,7 +42,7 @@ from rollback.system.processes import Alive, is_alive
 from rollback.terminal.quantities import seconds_since_epoch
 
 _REQUESTS = 8  # shown
-State = Literal["running", "starting", "ended", "died", "unknown"]
+RunState = Literal["running", "starting", "ended", "died", "unknown"]
 
 
 class RankStatus(ReportItem):
@@ -93,13 +93,13 @@ class Work(ReportItem):
     unit: Literal["bytes", "seconds", "steps"]
 
 
-class Status(Document):
+class RunStatus(Document):
     """Schema of `rollback status --json`, version 1; conventions as in the audit."""
 
     directory: str
     run_id: str | None
     world_size: int | None
-    state: State = Field(
+    state: RunState = Field(
         description="running: ranks are alive; starting: only the holder is; ended: it said so; died: without a word; "
         "unknown: it may be running on another host"
     )
@@ -137,7 +137,7 @@ class Status(Document):
         None, description="the nodes that wait for the place of another one, in words; null: there never were any"
     )
     advice: dict[str, str] = Field(description="likely mistakes in the script: text by code")
-    ending: Ending | None
+    ending: RunEnding | None
     notices: list[str]
 
 
@@ -150,7 +150,7 @@ class Now:
     host: str
 
 
-def read_status(root: Path) -> Status:
+def read_status(root: Path) -> RunStatus:
     """The status of a run. Raises UsageError, RunDirectoryError, JournalDamaged or RunDoesNotFit."""
     return StatusReader(root).read()
 
@@ -174,7 +174,7 @@ class StatusReader:
         only the `TOLD`."""
 
     @no_collection()
-    def read(self) -> Status:
+    def read(self) -> RunStatus:
         """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
         paths = require_run_directory(self._root)
         self.news = self._past.take_in(*(tail.new() for tail in self._tails)) if self._tails else self._begin(paths)
@@ -190,7 +190,7 @@ class StatusReader:
         self._look_for_deaths(paths, status)
         return status.model_copy(update={"death": self.deaths[max(self.deaths)] if self.deaths else None})
 
-    def _look_for_deaths(self, paths: RunPaths, status: Status) -> None:
+    def _look_for_deaths(self, paths: RunPaths, status: RunStatus) -> None:
         is_over = status.state in ("ended", "died")
         if (known := (len(self._past.told), is_over)) == self._deaths_of:
             return  # the metrics are long
@@ -235,7 +235,7 @@ def _ring(places: Sequence[Located], history: History) -> list[HeldCheckpoint]:
 
 def _status(
     root: Path, paths: RunPaths, past: RunRecord, holder: Holder | None, ring: list[HeldCheckpoint], notices: list[str]
-) -> Status:
+) -> RunStatus:
     history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())
@@ -253,7 +253,7 @@ def _status(
         orphaned=abandoned and past.lacks_its_end,
     )  # fmt: skip
     state = _state(holder, ranks, ending)
-    return Status(
+    return RunStatus(
         directory=str(root),
         run_id=identity.run_id if identity else None,
         world_size=identity.job.world_size if identity else None,
@@ -302,7 +302,7 @@ def _durable(paths: RunPaths, past: RunRecord) -> Durable | None:
     )
 
 
-def _work(paths: RunPaths, past: RunRecord, state: State, point: Point | None, now: Now) -> Work | None:
+def _work(paths: RunPaths, past: RunRecord, state: RunState, point: Point | None, now: Now) -> Work | None:
     """The present work that takes time: waiting for an attempt, writing a checkpoint, repeating lost steps."""
     if state == "starting" and past.waiting is not None:
         since, total = seconds_since_epoch(past.waiting[0]), past.waiting[1].delay
@@ -349,7 +349,7 @@ def _rank(rank: int, heartbeat: Heartbeat, now: Now) -> RankStatus:
     return RankStatus.of(heartbeat, rank=rank, alive=alive, age=age)
 
 
-def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | None) -> State:
+def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: RunEnding | None) -> RunState:
     if any(entry.alive == "yes" for entry in ranks):
         return "running"
     if ending is not None:

@@ -35,13 +35,13 @@ from typing import Literal
 from pydantic import BaseModel
 
 from rollback.checkpoints.fast_tier.last_account import LastAccount
-from rollback.errors import EARLY, ExitCode, Refused, RollbackError, ScriptRefused
+from rollback.errors import EARLY, ExitCode, RefusalKind, RollbackError, ScriptRefused
 from rollback.facts.ending import GivingUp
 from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, Stopped
 
-Ending = Literal["refused", "ended", "resumable", "unsaved", "unkept", "done", "left", "failed"] | GivingUp
+AttemptEnding = Literal["refused", "ended", "resumable", "unsaved", "unkept", "done", "left", "failed"] | GivingUp
 
-EXIT_CODES: dict[Ending, ExitCode] = {
+EXIT_CODES: dict[AttemptEnding, ExitCode] = {
     "ended": ExitCode.FAILED,
     "structural": ExitCode.STRUCTURAL,
     "no_checkpoint": ExitCode.NO_CHECKPOINT,
@@ -60,7 +60,7 @@ class Refusal(BaseModel, frozen=True):
     exit_code: int
     message: str
     hint: str | None = None
-    refuses: Refused = "job"
+    refuses: RefusalKind = "job"
 
     def as_error(self, reached: int) -> RollbackError:
         """What ranks are told wrongly, the script says. reached: the run's furthest step. A script that is refused
@@ -178,7 +178,7 @@ class AttemptEvidence:
         return -signal.SIGKILL in codes or -first in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
-def ending(evidence: AttemptEvidence) -> Ending:
+def ending(evidence: AttemptEvidence) -> AttemptEnding:
     """The row of the table above that holds."""
     if evidence.left.refusal is not None:
         return "refused"
@@ -202,7 +202,7 @@ def ending(evidence: AttemptEvidence) -> Ending:
     return "resumable" if evidence.kept is not None or nothing_lost else "ended"
 
 
-def reason_of(end: Ending, evidence: AttemptEvidence, lacking: str | None, cause: str) -> str:
+def reason_of(end: AttemptEnding, evidence: AttemptEvidence, lacking: str | None, cause: str) -> str:
     """Why the run ends, in words.
 
     end: `failed` is a failure behind the training. lacking: see `Draining.lacks`. cause: how the last attempt ended.

@@ -35,14 +35,14 @@ from typing import Literal
 from pydantic import BaseModel, model_validator
 
 from rollback.checkpoints.fast_tier.last_account import LastAccount, merged_accounts
-from rollback.errors import ExitCode, Refused, RollbackError, ScriptRefused
+from rollback.errors import ExitCode, RefusalKind, RollbackError, ScriptRefused
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.heartbeats import Heartbeat
 from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.diagnosis.outcome import Failures, Left
 
-Phase = Literal["gather", "run", "stop", "end", "over"]
-State = Literal["ready", "running", "ended"]
+LeaderPhase = Literal["gather", "run", "stop", "end", "over"]
+NodeState = Literal["ready", "running", "ended"]
 FollowersMove = Literal["wait", "get ready", "start", "pass", "tell", "end", "quit"]
 LeadersMove = Literal["wait", "end", "settled"]
 
@@ -64,7 +64,7 @@ class RunResult(BaseModel, frozen=True):
     reason: str
     hint: str | None = None
     """What to do next, where it is not that the same command goes on."""
-    refuses: Refused | None = None
+    refuses: RefusalKind | None = None
     """Where it was refused, what: with --adopt, all nodes start a script that is refused without protection."""
     protected: bool = True
     """False: the job was done, and no rank made a guard."""
@@ -89,7 +89,7 @@ class Orders(BaseModel, frozen=True):
     """The launch that leads."""
     host: str
     pid: int
-    phase: Phase = "gather"
+    phase: LeaderPhase = "gather"
     attempt: int = 0
     members: tuple[str, ...] = ()
     """The launches that take part in the attempt, the leader's among them, in the order of their ranks (`seats`)."""
@@ -130,7 +130,7 @@ class NodeReport(BaseModel, frozen=True):
     leader: str = ""
     """The launch that it follows."""
     attempt: int = 0
-    state: State = "ready"
+    state: NodeState = "ready"
     master: str = ""
     """HOST:PORT at which the ranks of an attempt could meet on this node."""
     command: dict[str, str] = {}
@@ -168,7 +168,7 @@ class NodeReport(BaseModel, frozen=True):
         return {*self.beats, *(failure.rank for failure in failed)}
 
 
-def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> FollowersMove:
+def followers_move(state: NodeState, attempt: int, orders: Orders, launch: str) -> FollowersMove:
     """The first table. attempt: the last one that the follower took part in or got ready for."""
     if orders.phase == "over":
         return "quit"

@@ -10,7 +10,7 @@ from rollback.config import Settings
 from rollback.environment import ENV_SETTINGS, text_in
 from rollback.errors import CheckpointDamaged, RollbackError, message_of
 from rollback.facts.history import History, in_durable_ring
-from rollback.ring.drainer import Drainer, Phase, drainer_for
+from rollback.ring.drainer import Drainer, DrainPhase, drainer_for
 from rollback.ring.helper import Helper
 from rollback.ring.url.fetch import read_manifest_at
 from rollback.ring.url.store import Store
@@ -98,11 +98,11 @@ def end_draining(drainer: Drainer | Helper | None) -> None:
         drainer.close(over=True)
         return
     drainer.finish()
-    if not drainer.wait(Phase.FINISHED, _PATIENCE_AT_THE_END):
+    if not drainer.wait(DrainPhase.FINISHED, _PATIENCE_AT_THE_END):
         say("there is no time left to copy the newest checkpoint to the durable ring")
         drainer.give_up()
     drainer.close()
-    drainer.wait(Phase.CLOSED, _PATIENCE_AT_THE_END)
+    drainer.wait(DrainPhase.CLOSED, _PATIENCE_AT_THE_END)
 
 
 def _is_the_operators() -> bool:

@@ -12,7 +12,7 @@ from rollback.checkpoints.fast_tier.end_marks import RANK_ENDS, RANK_ENDS_ELSEWH
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.training import Tier
-from rollback.train.last_snapshot.device import NoAnswer, Read
+from rollback.train.last_snapshot.device import NoAnswer, TensorReader
 from rollback.train.last_snapshot.exchange import Exchange, keep_together
 from rollback.train.last_snapshot.hosts import Hosts
 from rollback.train.last_snapshot.membership import Membership
@@ -94,7 +94,7 @@ class HeldEnds:
         if not self.is_still(held) or held.versions != self._versions():
             raise NotProved(f"the state of step {held.end.step} was changed while it was read")
 
-    def as_they_were(self, ends: Sequence[CommonEnd], read: Read) -> Sequence[CommonEnd]:
+    def as_they_were(self, ends: Sequence[CommonEnd], read: TensorReader) -> Sequence[CommonEnd]:
         """Those of these ends whose weights and optimizer this rank still has. Raises NotProved: it has none."""
         if all(held.digest is None for held, _ in ends):
             return ends

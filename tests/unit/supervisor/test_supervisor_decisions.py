@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, JournalDamaged, Refused, ScriptRefused
+from rollback.errors import ExitCode, JournalDamaged, RefusalKind, ScriptRefused
 from rollback.facts.training import (
     Attached,
     Committed,
@@ -39,8 +39,8 @@ from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, a
 from rollback.supervisor.diagnosis.evidence import TrainJournal, got_further
 from rollback.supervisor.diagnosis.first_cause import FirstCause
 from rollback.supervisor.diagnosis.outcome import (
+    AttemptEnding,
     AttemptEvidence,
-    Ending,
     Failures,
     Left,
     RankFailure,
@@ -240,7 +240,7 @@ class TestEnding:
         [("script", 0, True), ("command", 99, True), ("script", 100, False), ("data", 0, False)],
     )
     def test_a_script_may_be_started_without_protection_while_there_is_not_much_to_lose(
-        self, refuses: Refused, reached: int, of_script: bool
+        self, refuses: RefusalKind, reached: int, of_script: bool
     ) -> None:
         error = Refusal(exit_code=2, message="two loaders", hint="one", refuses=refuses).as_error(reached)
         assert isinstance(error, ScriptRefused) == of_script
@@ -268,7 +268,7 @@ class TestEnding:
     ],
 )
 def test_the_reason_of_an_end_is_what_the_ranks_said_or_how_the_attempt_ended(
-    end: Ending, given: AttemptEvidence, lacking: str | None, reason: str
+    end: AttemptEnding, given: AttemptEvidence, lacking: str | None, reason: str
 ) -> None:
     assert re.fullmatch(reason, reason_of(end, given, lacking, "X"))
 
