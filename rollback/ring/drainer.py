@@ -36,7 +36,7 @@ from rollback.ring.in_run import RingInRun
 from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain, to_evict
 from rollback.ring.url.ring import RingAtUrl, RunFromUrl
 from rollback.ring.url.store import Store
-from rollback.rundir.beacon import Transport
+from rollback.rundir.host_records import Transport
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths

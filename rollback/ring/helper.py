@@ -22,7 +22,7 @@ from rollback.ring.hosts import HostPart, Wanted, tidy
 from rollback.ring.in_run import copy_shard
 from rollback.ring.url.ring import own_files, put_checkpoint_file
 from rollback.ring.url.store import Store
-from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
+from rollback.rundir.host_records import RecordPublisher, RecordWatcher, SharedDirectory, Transport
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import RunPaths
@@ -54,8 +54,8 @@ class Helper:
     ) -> None:
         self._paths, self._host, self._say, self._ring, self._waits = paths, host, say, ring, waits
         self._transport: Transport = transport or SharedDirectory(paths.nodes)
-        self._tower = Watchtower(self._transport, paths.wanted.name, Wanted)
-        self._beacon: Beacon[HostPart] | None = None
+        self._watcher = RecordWatcher(self._transport, paths.wanted.name, Wanted)
+        self._publisher: RecordPublisher[HostPart] | None = None
         self._store: Store | None = None
         self._served = ""
         self._met = False
@@ -113,21 +113,21 @@ class Helper:
                     self._say(f"copying this host's part of a checkpoint: {message_of(error)}")
                     self._ended.wait(5.0)
         finally:
-            self._put_out()
+            self._stop_publishing()
 
     def _turn(self) -> None:
         wanted = self._wanted()
         if wanted is None or not wanted.order:
-            self._put_out()
+            self._stop_publishing()
         elif wanted.order != self._served:
-            if self._beacon is None:
+            if self._publisher is None:
                 name = self._paths.part(self._host).name
-                self._beacon = Beacon(self._transport, name, HostPart(order=wanted.order), self._say)
+                self._publisher = RecordPublisher(self._transport, name, HostPart(order=wanted.order), self._say)
             self._served = wanted.order
-            self._beacon.show(order=wanted.order, shards=(), done=(), fault=None, final=False, left=False)
-            self._serve(wanted, self._beacon)
+            self._publisher.show(order=wanted.order, shards=(), done=(), fault=None, final=False, left=False)
+            self._serve(wanted, self._publisher)
 
-    def _serve(self, wanted: Wanted, beacon: Beacon[HostPart]) -> None:
+    def _serve(self, wanted: Wanted, publisher: RecordPublisher[HostPart]) -> None:
         try:
             if tiers.fast_tier_of(self._paths) is None:
                 raise RingUnavailable(f"there is no fast tier on {self._host}")  # its ranks may be about to make it
@@ -140,16 +140,16 @@ class Helper:
             with tiers.held(place) as let_go:
                 shards = place.manifest.shards
                 own = tuple(rank for rank in wanted.shards if (place.directory / shards[rank].file).exists())
-                beacon.show(shards=own)
+                publisher.show(shards=own)
                 for file in self._files(wanted, place.manifest, own):
                     if self._ended.is_set() or (now := self._wanted()) is None or now.order != wanted.order:
                         return
                     self._copy(wanted, file, place, let_go)
-                    beacon.show(done=(*beacon.record.done, *file.shards))
+                    publisher.show(done=(*publisher.record.done, *file.shards))
         except (RollbackError, OSError, IndexError) as error:
             text = message_of(error)
             final, left = isinstance(error, CheckpointUnusable | IndexError), isinstance(error, CheckpointLeft)
-            beacon.show(fault=f"{self._host}: {text}", final=final, left=left)
+            publisher.show(fault=f"{self._host}: {text}", final=final, left=left)
 
     @staticmethod
     def _files(wanted: Wanted, manifest: Manifest, own: tuple[int, ...]) -> list[CheckpointFile]:
@@ -181,11 +181,11 @@ class Helper:
         files.rename(temporary, arriving / file.name)
 
     def _wanted(self) -> Wanted | None:
-        wanted = self._tower.look().get(self._paths.wanted.name) if not self._waits() else None
+        wanted = self._watcher.look().get(self._paths.wanted.name) if not self._waits() else None
         self._met |= wanted is not None
         return wanted
 
-    def _put_out(self) -> None:
-        beacon, self._beacon = self._beacon, None
-        if beacon is not None:
-            beacon.put_out()
+    def _stop_publishing(self) -> None:
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.stop()

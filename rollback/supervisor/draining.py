@@ -9,7 +9,7 @@ from rollback.errors import RingUnavailable, RollbackError
 from rollback.facts.history import History, in_durable_ring
 from rollback.ring.drainer import Drainer, DrainPhase, drainer_for
 from rollback.ring.url.store import Store
-from rollback.rundir.beacon import Transport
+from rollback.rundir.host_records import Transport
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.journal import SupervisorJournal

@@ -31,7 +31,7 @@ from rollback.ring.url import store as storing
 from rollback.ring.url.index import checkpoint_key
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
-from rollback.rundir import beacon
+from rollback.rundir import host_records
 from rollback.rundir import paths as names
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths, pack_name, shard_name
@@ -258,19 +258,19 @@ def test_which_host_has_which_shards_is_known_unless_two_have_the_same(
     shards = tuple(ShardRecord(file=shard_name(rank), size=8, hash="0" * 32) for rank in range(4))
     manifest = manifest_of(1, 10, 4).model_copy(update={"shards": shards})
     (tmp_path / shard_name(0)).touch()
-    meeting = beacon.SharedDirectory(run.paths.nodes)
-    others, tower = Others(run.paths, URL), beacon.Watchtower(meeting, "wanted.json", Wanted)
-    parts: list[beacon.Beacon[HostPart]] = []
+    meeting = host_records.SharedDirectory(run.paths.nodes)
+    others, watcher = Others(run.paths, URL), host_records.RecordWatcher(meeting, "wanted.json", Wanted)
+    parts: list[host_records.RecordPublisher[HostPart]] = []
     with pytest.raises(RingUnavailable, match="two hosts say") if shares is None else contextlib.nullcontext():
         with others.copying(manifest, tmp_path, into_run=into_run) as found:
-            (wanted,) = tower.look().values()
+            (wanted,) = watcher.look().values()
             assert (found.own, wanted.shards) == ((0,), (1, 2, 3))
             for number, claim in enumerate(claims):
                 part = HostPart(order=wanted.order, shards=claim, done=claim)
-                parts.append(beacon.Beacon(meeting, f"part-{number}.json", part, print))
+                parts.append(host_records.RecordPublisher(meeting, f"part-{number}.json", part, print))
         assert found.others == shares
     for shown in parts:
-        shown.put_out()
+        shown.stop()
     others.close()
 
 
@@ -287,8 +287,8 @@ def test_the_part_of_a_host_that_is_lost_is_with_nobody() -> None:
 @pytest.mark.parametrize("lost", ["nothing", "contents", "names"])
 def test_whoever_fills_the_ring_may_die_at_any_moment(run: Run, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     """The other host goes on, and helps the successor. lost: with the power, of what was not synced."""
-    monkeypatch.setattr(beacon, "_SIGNS", 0.001)  # one host shows signs of life every 1,000 s
-    monkeypatch.setattr(beacon, "_SELDOM", 1000.0)
+    monkeypatch.setattr(host_records, "_SIGNS", 0.001)  # one host shows signs of life every 1,000 s
+    monkeypatch.setattr(host_records, "_SELDOM", 1000.0)
     old, new = run.into_slots(0, 0), run.into_slots(1, 10)
     mortal = Mortal(monkeypatch)
     seen = set()
@@ -302,7 +302,7 @@ def test_whoever_fills_the_ring_may_die_at_any_moment(run: Run, monkeypatch: pyt
                 ring.evict(run.paths, new)
             dying = run.ring_in_run()
             mortal.die(number, lambda dying=dying: run.put(dying, new))
-            put_out(dying)
+            stop_publishing(dying)
             if lost == "contents":
                 mortal.lose_power(run.paths.root)
             elif lost == "names":
@@ -373,11 +373,11 @@ def test_a_host_keeps_its_memory_where_the_newest_in_it_is_nowhere_else(run: Run
     assert tiers.fast_tier_of(run.hosts[1]) is not None
 
 
-def put_out(at_run: RingInRun) -> None:
+def stop_publishing(at_run: RingInRun) -> None:
     """What a process that is gone shows stays, and is not rewritten any more."""
-    shown = at_run._others._beacon
+    shown = at_run._others._publisher
     if shown is not None:
-        shown.put_out(remove=False)
+        shown.stop(remove=False)
 
 
 def drained(facts: list[Fact]) -> list[str]:

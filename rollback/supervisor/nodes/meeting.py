@@ -19,7 +19,7 @@ from collections.abc import Callable
 import filelock
 
 from rollback.errors import ExitCode, NodesMissing, reporting
-from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
+from rollback.rundir.host_records import RecordPublisher, RecordWatcher, SharedDirectory, Transport
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.nodes.membership import NodePlace
@@ -66,7 +66,7 @@ class SharedMeeting:
 
         It has taken the lock while this one held it: this host was cut off from the directory for a while, or its file
         system does not lock between hosts. What a leader says late that has lost its place is passed over."""
-        found = Watchtower(self.transport, ORDERS, Orders).look().get(ORDERS, own)
+        found = RecordWatcher(self.transport, ORDERS, Orders).look().get(ORDERS, own)
         return None if found.leader == own.leader or self.is_led_by(own) else found
 
     def keep_up(self) -> str | None:
@@ -208,13 +208,13 @@ def find_meeting(
     with reporting(NodesMissing, f"starting the process that reaches the store at {place.endpoint.host}", hint):
         store = StoreTransport(place.endpoint)
     own = first_orders(paths, place, ring)
-    beacon, other = Beacon(shared.transport, ORDERS, own, say), None
+    publisher, other = RecordPublisher(shared.transport, ORDERS, own, say), None
     chosen: tuple[Meeting, bool] | None = None
     patience, unreached = Patience(place.timeout, say, nothing_left, again=again), ""
     try:
         while chosen is None:
             if store.role == "host" and other is None:
-                other = Beacon(store, ORDERS, own, say)
+                other = RecordPublisher(store, ORDERS, own, say)
             if store.gone is not None and store.role is None and place.endpoint.is_host:
                 raise NodesMissing(
                     f"the store of the rendezvous cannot be had at {store.place}: {store.gone}",
@@ -232,9 +232,9 @@ def find_meeting(
                 time.sleep(_POLL)
     finally:
         # Who follows already must not take its leader for lost.
-        beacon.put_out(remove=chosen is None or chosen[0].apart)
+        publisher.stop(remove=chosen is None or chosen[0].apart)
         if other is not None:
-            other.put_out(remove=False)
+            other.stop(remove=False)
         if chosen is None or not chosen[0].apart:
             store.close()
         with contextlib.suppress(OSError):  # others use it
@@ -246,7 +246,7 @@ def _choose(
     shared: SharedMeeting, store: StoreTransport, place: NodePlace, waited: float
 ) -> tuple[Meeting, bool] | None:
     """Who has come in which way; None: nobody yet."""
-    reports = Watchtower(shared.transport, REPORTS, NodeReport).look().values()
+    reports = RecordWatcher(shared.transport, REPORTS, NodeReport).look().values()
     if any(report.leader == place.launch for report in reports):
         return shared, True
     if store.role == "guest" and store.read(ORDERS):

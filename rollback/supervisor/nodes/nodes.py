@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from rollback.checkpoints.fast_tier.last_account import LastAccount
-from rollback.rundir.beacon import Transport
 from rollback.rundir.heartbeats import Heartbeat
+from rollback.rundir.host_records import Transport
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes.protocol import LeadersMove, RunResult
 from rollback.supervisor.torchrun.command import NodeGroup

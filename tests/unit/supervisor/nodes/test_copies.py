@@ -17,7 +17,7 @@ from rollback.checkpoints.fast_tier import end_marks, last_account, slots
 from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.checkpoints.format.manifest import ShardRecord
 from rollback.facts.training import Committed, Fact, NoBuddyCopy, NoLastSnapshot, PartBroughtBack
-from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
+from rollback.rundir.host_records import RecordPublisher, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
@@ -162,11 +162,11 @@ def test_nodes_know_the_secret_before_any_of_them_starts_and_nobody_does_behind_
         assert leader.gather(1, look)
         assert seen[0] is not None
         assert seen[0].addresses == ()
-        assert leader._beacon.record.buddies == seen[0].model_copy(update={"addresses": (buddy.address, "h1:7")})
+        assert leader._publisher.record.buddies == seen[0].model_copy(update={"addresses": (buddy.address, "h1:7")})
         leader.left(Left(status=1))
         assert buddy._server.secret == ""
     finally:
-        leader._beacon.put_out()
+        leader._publisher.stop()
 
 
 class RankThatEnds:
@@ -181,7 +181,7 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
     paths: RunPaths, buddy: Buddy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buddies = Buddies(secret="5" * 64)
-    leads = Beacon(
+    leads = RecordPublisher(
         SharedDirectory(paths.nodes), "orders.json",
         Orders(leader="a:1", host="a", pid=1, attempt=1, buddies=buddies), lambda line: None,
     )  # fmt: skip
@@ -236,7 +236,7 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
     finally:
         leads.show(phase="over", result=RunResult(exit_code=0, reason="done"))
         thread.join(SOON)
-        leads.put_out()
+        leads.stop()
     assert not thread.is_alive()
 
 

@@ -17,7 +17,14 @@ from rollback.checkpoints.fast_tier.last_account import LastAccount
 from rollback.config import Settings
 from rollback.errors import RunInUse, UsageError
 from rollback.facts.training import LastSnapshotMade
-from rollback.rundir.beacon import SILENT_AFTER, Beacon, SharedDirectory, Watchtower, read_in_place, write_in_place
+from rollback.rundir.host_records import (
+    SILENT_AFTER,
+    RecordPublisher,
+    RecordWatcher,
+    SharedDirectory,
+    read_in_place,
+    write_in_place,
+)
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal, Unrecorded
 from rollback.supervisor.nodes.lead import Leader
@@ -177,85 +184,86 @@ def test_what_the_hosts_made_of_the_last_snapshot_is_one_fact() -> None:
 
 def test_a_record_that_does_not_change_is_silent_by_the_reader_s_own_clock(tmp_path: Path) -> None:
     now = [1000.0]
-    tower = Watchtower(SharedDirectory(tmp_path), "node-*.json", NodeReport, clock=lambda: now[0])
+    watcher = RecordWatcher(SharedDirectory(tmp_path), "node-*.json", NodeReport, clock=lambda: now[0])
     path, said = RunPaths(tmp_path).node("node-1"), report("ready")
     path = tmp_path / path.name
     write_in_place(path, said.model_dump_json().encode())
     (tmp_path / "node-2.json").write_text("{")
-    assert tower.look() == {"node-1.json": said}
+    assert watcher.look() == {"node-1.json": said}
     now[0] += SILENT_AFTER - 1
-    assert tower.look()
+    assert watcher.look()
     now[0] += 2
-    assert tower.look() == {}
+    assert watcher.look() == {}
     write_in_place(path, said.model_copy(update={"beat": 1}).model_dump_json().encode())
-    assert tower.look()
+    assert watcher.look()
 
 
 def test_who_is_read_in_the_middle_of_a_write_is_not_lost_for_a_moment(tmp_path: Path) -> None:
-    tower, path, said = (
-        Watchtower(SharedDirectory(tmp_path), "node-*.json", NodeReport),
+    watcher, path, said = (
+        RecordWatcher(SharedDirectory(tmp_path), "node-*.json", NodeReport),
         tmp_path / "node-1.json",
         report("ready"),
     )
     write_in_place(path, said.model_dump_json().encode())
-    assert tower.look() == {"node-1.json": said}
+    assert watcher.look() == {"node-1.json": said}
     with path.open("r+b") as file:
         file.write(b'{"node":"half of a new one')
-    assert tower.look() == {"node-1.json": said}
+    assert watcher.look() == {"node-1.json": said}
     path.unlink()
-    assert tower.look() == {}
+    assert watcher.look() == {}
 
 
 def test_nobody_is_lost_while_a_host_cannot_open_files_for_a_moment(tmp_path: Path) -> None:
-    beacons = [
-        Beacon(SharedDirectory(tmp_path), name, report("ready"), print) for name in ("node-b.json", "orders.json")
+    publishers = [
+        RecordPublisher(SharedDirectory(tmp_path), name, report("ready"), print)
+        for name in ("node-b.json", "orders.json")
     ]
-    towers = [Watchtower(SharedDirectory(tmp_path), name, NodeReport) for name in ("node-*.json", "orders.json")]
-    assert all(tower.look() for tower in towers)
+    watchers = [RecordWatcher(SharedDirectory(tmp_path), name, NodeReport) for name in ("node-*.json", "orders.json")]
+    assert all(watcher.look() for watcher in watchers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
-        found = [tower.look() for tower in towers]
+        found = [watcher.look() for watcher in watchers]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert all(found)
-    for beacon in beacons:
-        beacon.put_out()
-    assert not any(tower.look() for tower in towers)
+    for publisher in publishers:
+        publisher.stop()
+    assert not any(watcher.look() for watcher in watchers)
 
 
 def test_who_cannot_write_takes_nobody_for_silent(tmp_path: Path) -> None:
-    now, blind = [1000.0], [True]
-    tower = Watchtower(
-        SharedDirectory(tmp_path), "node-*.json", NodeReport, clock=lambda: now[0], blind=lambda: blind[0]
+    now, writes_fail = [1000.0], [True]
+    watcher = RecordWatcher(
+        SharedDirectory(tmp_path), "node-*.json", NodeReport, clock=lambda: now[0], writes_fail=lambda: writes_fail[0]
     )
     write_in_place(tmp_path / "node-1.json", report("ready").model_dump_json().encode())
     for _ in range(5):
         now[0] += SILENT_AFTER
-        assert tower.look(), "whether it is silent cannot be told"
-    blind[0] = False
+        assert watcher.look(), "whether it is silent cannot be told"
+    writes_fail[0] = False
     now[0] += SILENT_AFTER - 1
-    assert tower.look(), "counted from when it could be told again"
+    assert watcher.look(), "counted from when it could be told again"
     now[0] += 2
-    assert tower.look() == {}
+    assert watcher.look() == {}
 
 
 @pytest.mark.skipif(not may_mount(), reason="only root may mount, and not everywhere")
-def test_a_full_disk_holds_no_beacon_back(tmp_path: Path) -> None:
+def test_a_full_disk_holds_no_host_record_back(tmp_path: Path) -> None:
     with disk_of("1m", tmp_path / "disk") as disk:
         path, said = disk / "node-1.json", []
-        beacon = Beacon(SharedDirectory(path.parent), path.name, report("ready"), said.append)
+        publisher = RecordPublisher(SharedDirectory(path.parent), path.name, report("ready"), said.append)
         subprocess.run(["sh", "-c", fill(disk)], check=True)
-        beacon.show(state="running", signals=("SIGTERM",) * 100)
+        publisher.show(state="running", signals=("SIGTERM",) * 100)
         assert NodeReport.model_validate_json(read_in_place(path)).signals
         assert not said
-        assert not beacon.failing
-        beacon.put_out()
+        assert not publisher.failing
+        publisher.stop()
 
 
-def test_a_beacon_goes_on_until_it_is_put_out(tmp_path: Path) -> None:
+def test_a_publisher_goes_on_until_it_is_stopped(tmp_path: Path) -> None:
     path = tmp_path / "nodes" / "node-1.json"
-    beacon = Beacon(SharedDirectory(path.parent), path.name, report("ready"), print)
+    publisher = RecordPublisher(SharedDirectory(path.parent), path.name, report("ready"), print)
     beats = set()
     enough = threading.Event()
     for _ in range(500):
@@ -263,9 +271,9 @@ def test_a_beacon_goes_on_until_it_is_put_out(tmp_path: Path) -> None:
         if len(beats) > 1 or enough.wait(0.02):
             break
     assert len(beats) > 1
-    beacon.show(state="running")
+    publisher.show(state="running")
     assert NodeReport.model_validate_json(read_in_place(path)).state == "running"
-    beacon.put_out()
+    publisher.stop()
     assert not path.exists()
 
 
@@ -273,9 +281,9 @@ def test_a_record_that_the_disk_does_not_remove_ends_no_run(tmp_path: Path, monk
     def refuse(*_: object) -> None:
         raise OSError("read-only file system")
 
-    beacon = Beacon(SharedDirectory(tmp_path), "node-1.json", report("ready"), lambda line: None)
+    publisher = RecordPublisher(SharedDirectory(tmp_path), "node-1.json", report("ready"), lambda line: None)
     monkeypatch.setattr(SharedDirectory, "remove", refuse)
-    beacon.put_out()
+    publisher.stop()
     assert (tmp_path / "node-1.json").exists()
 
 
@@ -294,11 +302,11 @@ def test_a_verdict_that_refuses_reaches_the_other_nodes_as_the_same_error() -> N
 )
 def test_orders_that_no_leader_gives_are_not_believed(tmp_path: Path, changes: dict[str, object]) -> None:
     sound = orders("run").model_dump(mode="json")
-    tower = Watchtower(SharedDirectory(tmp_path), "orders.json", Orders)
+    watcher = RecordWatcher(SharedDirectory(tmp_path), "orders.json", Orders)
     write_in_place(tmp_path / "orders.json", json.dumps({**sound, **changes}).encode())
-    assert tower.look() == {}
+    assert watcher.look() == {}
     write_in_place(tmp_path / "orders.json", json.dumps(sound).encode())
-    assert tower.look() == {"orders.json": orders("run")}
+    assert watcher.look() == {"orders.json": orders("run")}
 
 
 def test_places() -> None:

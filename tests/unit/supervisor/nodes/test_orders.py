@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rollback.errors import ExitCode, NodesMissing, RunDirectoryError, UsageError
-from rollback.rundir.beacon import Beacon, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.heartbeats import Heartbeat
+from rollback.rundir.host_records import RecordPublisher, SharedDirectory, read_in_place, write_in_place
 from rollback.rundir.lock import RunLock, read_holder
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor import hang_watch
@@ -130,7 +130,7 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
         order, print, SimpleNamespace(), SupervisorJournal(paths, print), StopSignals(), leader, lambda: None
     )  # type: ignore[arg-type]
     status, hung = attempts._watch(running)  # type: ignore[arg-type]
-    assert (status, hung and hung.kind, leader._beacon.record.phase) == (0, "hung", "end")
+    assert (status, hung and hung.kind, leader._publisher.record.phase) == (0, "hung", "end")
     left = leader.left(Left(status=0))
     assert left.status == -9, "the attempt has failed"
     paths.node("node-1").unlink()
@@ -138,13 +138,13 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
 
 
 class Following:
-    """A follower in a thread, of a leader that is the beacon of its orders."""
+    """A follower in a thread, of a leader that is the publisher of its orders."""
 
     def __init__(self, paths: RunPaths, ring: str | None = None, spares: int = 0) -> None:
         self.paths, self.place, self.asked, self.looks = paths, place(spares), list[str](), 0
         self.told: list[str] = []
         own = Orders(leader="a:1:1.0", host="a", pid=1, attempt=1)
-        self.leads = Beacon(SharedDirectory(paths.nodes), "orders.json", own, lambda line: None)
+        self.leads = RecordPublisher(SharedDirectory(paths.nodes), "orders.json", own, lambda line: None)
         hold_as(own, paths)
         meeting, asked = SharedMeeting(paths, 2), self.asked
 
@@ -186,7 +186,7 @@ class Following:
         """Returns how the run ended, as the follower knows it."""
         self.leads.show(phase="over", result=RunResult(exit_code=0, reason="done"))
         self.thread.join(60)
-        self.leads.put_out()
+        self.leads.stop()
         return [result and result.reason for result in self.found]
 
 
@@ -229,10 +229,10 @@ def test_a_host_of_another_job_at_the_same_endpoint_says_nothing_to_its_leader(p
     try:
         with pytest.raises(UsageError, match="the store at h:1, and its job has --ring s3://b/run where this one has"):
             other.follow()
-        same._require_same_ring(leader._beacon.record)
+        same._require_same_ring(leader._publisher.record)
         assert not paths.node(place().name).exists()
     finally:
-        leader._beacon.put_out()
+        leader._publisher.stop()
 
 
 @pytest.mark.parametrize("phase", ["end", "stop"])
