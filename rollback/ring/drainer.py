@@ -31,7 +31,7 @@ from rollback.errors import (
 )
 from rollback.facts.history import History, fold
 from rollback.facts.training import Drained, DrainFailed, Fact, LeftDurableRing
-from rollback.ring.hosts import Others
+from rollback.ring.copy_requests import CopyingHosts
 from rollback.ring.in_run import RingInRun
 from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain, to_evict
 from rollback.ring.url.ring import RingAtUrl, RunFromUrl
@@ -84,7 +84,7 @@ def drainer_for(
     """
     if settings.ring is None and tiers.fast_tier_of(paths) is None:
         return None
-    others = Others(paths, settings.ring, say, transport)
+    others = CopyingHosts(paths, settings.ring, say, transport)
     in_run: SecondTarget | None = None
     ring: DurableRing = RingInRun(paths, others)
     if settings.ring is not None:

@@ -27,7 +27,7 @@ from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_c
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEnding, AttemptEvidence, ending, reason_of
 from rollback.supervisor.draining import Draining
-from rollback.supervisor.hang_watch import Lookout
+from rollback.supervisor.hang_watch import HangWatcher
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.last_snapshot import kept_on_host, note_kept
 from rollback.supervisor.nodes.nodes import Nodes
@@ -223,7 +223,7 @@ class Attempts:
         deadline: float | None = None
         attached = False
         ended: facts.Hung | facts.StuckAtExit | None = None
-        lookout = Lookout(self._paths, self._order.hang, running, self._nodes)
+        hang_watcher = HangWatcher(self._paths, self._order.hang, running, self._nodes)
         while (move := self._nodes.move(running.poll())) != "settled":
             attached = self._look_at_journal(running.attempt, attached)
             for name in self._hear_signals():
@@ -241,11 +241,11 @@ class Attempts:
                 insistent = self._signals.insistent or self._nodes.insistent
                 if not told or insistent or time.monotonic() > deadline:
                     self._end_everywhere(running, None if insistent else end_marks.GRACE_IS_OVER)
-            elif ended is None and (ended := lookout.look()) is not None:  # also of other nodes' ranks alone
+            elif ended is None and (ended := hang_watcher.look()) is not None:  # also of other nodes' ranks alone
                 self._own_journal.note(ended)
                 self._say(ended.in_words())
                 self._end_everywhere(running, end_marks.RANKS_HANG, hopeless=True)
-            elif runs and lookout.trains and self._order.restart_budget:  # else none would ever be started
+            elif runs and hang_watcher.trains and self._order.restart_budget:  # else none would ever be started
                 self._host.keep_standby(running.attempt)
             if running.poll() is None or self._nodes.names:
                 time.sleep(_POLL)

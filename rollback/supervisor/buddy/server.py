@@ -11,7 +11,7 @@ from typing import Any
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.fast_tier import buddy_copies
-from rollback.checkpoints.fast_tier.mark_copies import FedMarks
+from rollback.checkpoints.fast_tier.mark_copies import LiveMarkCopies
 from rollback.checkpoints.fast_tier.sizing import free_memory
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.errors import RollbackError
@@ -134,7 +134,7 @@ class _Conversation(socketserver.BaseRequestHandler):
     def _follow(self, connection: BuddyConnection, tier: SlotPaths, seat: int, here: MarksHere) -> None:
         if seal.present() is not None:
             raise BuddyRefused("end marks have no seal, and this run has one")
-        with closing(FedMarks(tier, seat, here.ranks, here.hosts.encode())) as marks:
+        with closing(LiveMarkCopies(tier, seat, here.ranks, here.hosts.encode())) as marks:
             connection.say(Answer())
             connection.silence = MARKS_SILENCE
             while True:

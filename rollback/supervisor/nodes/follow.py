@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.errors import ExitCode, NodesMissing, RollbackError, RunInUse, UsageError
-from rollback.ring.helper import Helper
+from rollback.ring.shard_copier import ShardCopier
 from rollback.rundir.elsewhere import write_elsewhere
 from rollback.rundir.host_records import SILENT_AFTER, RecordPublisher, RecordWatcher
 from rollback.rundir.paths import RunPaths
@@ -86,10 +86,10 @@ class Follower:
             leader=orders.leader, attempt=-1, state="ended", command=dict(self._place.command),
             buddy=self._buddy.address if self._buddy is not None else "",
         )  # fmt: skip
-        helper = Helper(
+        copier = ShardCopier(
             self._paths, self._place.name, self._say, self._meeting.transport, self._ring, lambda: self._waits
         )
-        helper.start()  # before the leader sees this node, and waits for it
+        copier.start()  # before the leader sees this node, and waits for it
         publisher = self._publisher = RecordPublisher(
             self._meeting.transport, self._paths.node(self._place.name).name, report, self._say
         )
@@ -103,7 +103,7 @@ class Follower:
         finally:
             self._end_waiting(over=result is not None)
             over = result is not None and not self._leaves_alone(self._last)  # else the others need what is in memory
-            helper.close(over=over, durable=result.durable if result else ())
+            copier.close(over=over, durable=result.durable if result else ())
             publisher.stop()
             self._publisher = None
 

@@ -13,7 +13,7 @@ from rollback.rundir.host_records import RecordPublisher, RecordWatcher, Transpo
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.nodes.copies import Copies
+from rollback.supervisor.nodes.buddy_assignments import BuddyAssignments
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting, first_orders
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.nodes import Nodes
@@ -47,7 +47,7 @@ class Leader(Nodes):
         ring: str | None = None,
     ) -> None:
         self._paths, self._place, self._say, self._meeting, self._note = paths, place, say, meeting, note
-        self._copies = Copies(paths, place, buddy, note, say)
+        self._assignments = BuddyAssignments(paths, place, buddy, note, say)
         self._least, self._most = place.least, place.most
         self._seats: tuple[str, ...] = ()
         self._fitting: tuple[str, ...] = ()  # the seats with which the job has trained last
@@ -101,7 +101,7 @@ class Leader(Nodes):
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         self._roster.seat({})
         self._told_to_end = None
-        buddies = self._copies.get_ready()
+        buddies = self._assignments.get_ready()
         self._publisher.show(
             phase="gather", attempt=attempt, members=(), master="", buddies=buddies, attached=False, stacks=False
         )
@@ -127,7 +127,7 @@ class Leader(Nodes):
                 said = unfit
             time.sleep(_POLL)
         self._seat(there)
-        self._copies.begin(self._seats.index(self._place.name), self._publisher.record.buddies, interrupted)
+        self._assignments.begin(self._seats.index(self._place.name), self._publisher.record.buddies, interrupted)
         return True
 
     def _awaited(self, there: Mapping[str, NodeReport], waited: float) -> list[str]:
@@ -163,7 +163,7 @@ class Leader(Nodes):
         self._look_at_spares()
         first = launches[self._seats[0]]
         master = "" if not (apart or own.seated) else there[first].master if first in there else self._new_master()
-        buddies = self._copies.arrange(self._publisher.record.buddies, self._seats, there.values())
+        buddies = self._assignments.arrange(self._publisher.record.buddies, self._seats, there.values())
         members = tuple(launches[node] for node in self._seats)
         self._publisher.show(phase="run", members=members, master=master, buddies=buddies)
 
@@ -186,7 +186,7 @@ class Leader(Nodes):
         self._look_at_spares()
         members = self._members()
         self._keep_files(members.values())
-        self._copies.look(self._publisher.record.attempt, members.values())
+        self._assignments.look(self._publisher.record.attempt, members.values())
         if must_end(own, members):
             self.end()
         return leaders_move(own, members)
@@ -222,7 +222,7 @@ class Leader(Nodes):
         return self._roster.new_signals()
 
     def left(self, own: Left) -> Left:
-        self._copies.rest()
+        self._assignments.rest()
         reports = self._members()
         self._roster.lose((node for node, report in reports.items() if report is None), self._publisher.record.attempt)
         self._keep_files(reports.values())

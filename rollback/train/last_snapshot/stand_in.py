@@ -119,7 +119,7 @@ def _speak(hosts: Hosts, copied: CopiedMarks, deadline: float, over: threading.E
         while silent is None or time.monotonic() < silent + _HEARD:
             if over.wait(_LOOK):
                 return
-            silent = None if copied.is_fed() else silent or time.monotonic()
+            silent = None if copied.is_live() else silent or time.monotonic()
         job = _job_of(copied.marks)
         if job is not None and _is_lost(job, hosts, copied):
             stand_in(copied.marks, silent, deadline, copied.last_alive())

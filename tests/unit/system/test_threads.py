@@ -11,8 +11,8 @@ import pytest
 from rollback.config import Settings
 from rollback.errors import RollbackError
 from rollback.instructions import MeetingPoint
-from rollback.ring.helper import Helper
-from rollback.ring.hosts import HostPart
+from rollback.ring.copy_requests import CopyReport
+from rollback.ring.shard_copier import ShardCopier
 from rollback.rundir.host_records import RecordPublisher, SharedDirectory
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
@@ -36,18 +36,18 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def publisher(folder: Path) -> None:
-    RecordPublisher(SharedDirectory(folder / "nodes"), "part-host.json", HostPart(order="one"), print)
+    RecordPublisher(SharedDirectory(folder / "nodes"), "part-host.json", CopyReport(order="one"), print)
 
 
 @pytest.mark.parametrize(
     "begin",
     [
         publisher,
-        lambda folder: Helper(RunPaths(folder), "host", print).start(),
+        lambda folder: ShardCopier(RunPaths(folder), "host", print).start(),
         lambda folder: FetchAhead(RunPaths(folder), f"file://{folder}/ring", print),
         lambda folder: Buddy(RunPaths(folder), folder, "node-0", "127.0.0.1", print),
     ],
-    ids=["publisher", "helper", "fetch-ahead", "buddy"],
+    ids=["publisher", "copier", "fetch-ahead", "buddy"],
 )
 @pytest.mark.usefixtures("crowded")
 def test_the_error_is_for_the_reader_and_nothing_is_left(begin: Callable[[Path], object], tmp_path: Path) -> None:

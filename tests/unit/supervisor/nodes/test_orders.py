@@ -302,13 +302,13 @@ def test_a_node_without_a_seat_that_is_told_to_stop_goes_and_the_others_do_not_h
     """As where a scheduler takes the host of a spare back. A stop signal that it tells would stop the whole job, also
     between two attempts: the next one begins without it."""
     shown_at_last: list[NodeReport | None] = []
-    close = follow.Helper.close
+    close = follow.ShardCopier.close
 
-    def closes(helper: follow.Helper, **how: Any) -> None:
+    def closes(copier: follow.ShardCopier, **how: Any) -> None:
         shown_at_last.append(following.report)
-        close(helper, **how)
+        close(copier, **how)
 
-    monkeypatch.setattr(follow.Helper, "close", closes)
+    monkeypatch.setattr(follow.ShardCopier, "close", closes)
     following = Following(paths, spares=1)
     members = ("a:1:1.0", "somebody else")
     following.leads.show(phase="run" if phase == "gather" else phase, members=members)

@@ -26,7 +26,7 @@ from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.last_snapshot import forget_last_snapshot, kept_on_host
-from rollback.supervisor.nodes.copies import Copies, addresses
+from rollback.supervisor.nodes.buddy_assignments import BuddyAssignments, addresses
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
@@ -79,12 +79,12 @@ def test_nodes_that_share_a_host_keep_no_copies(members: dict[str, tuple[str, st
 def test_the_secret_is_new_at_each_gathering_and_a_record_says_what_may_be_brought_back(
     paths: RunPaths, buddy: Buddy
 ) -> None:
-    copies = Copies(paths, place(), buddy, lambda fact: None, lambda line: None)
-    first, second = copies.get_ready(), copies.get_ready()
+    assignments = BuddyAssignments(paths, place(), buddy, lambda fact: None, lambda line: None)
+    first, second = assignments.get_ready(), assignments.get_ready()
     assert first is not None
     assert second is not None
     assert first.secret != second.secret
-    arranged = copies.arrange(second, ("node-0", "node-1"), [report(), report(2)])
+    arranged = assignments.arrange(second, ("node-0", "node-1"), [report(), report(2)])
     assert arranged == second.model_copy(update={"addresses": (buddy.address, "h1:7")}), "the run begins"
     write_identity(paths, IDENTITY)
     paths.train_journal.parent.mkdir()
@@ -93,7 +93,7 @@ def test_the_secret_is_new_at_each_gathering_and_a_record_says_what_may_be_broug
         name = f"c{seq:06d}-s{20 * seq:08d}"
         journal.append(Committed(checkpoint=name, step=20 * seq, batch=40, timeline=0, bytes=1, seconds=0.1))
     journal.close()
-    arranged = copies.arrange(second, ("node-1", "node-0"), [report()])
+    arranged = assignments.arrange(second, ("node-1", "node-0"), [report()])
     assert arranged is not None
     assert arranged.run == IDENTITY.run_id
     assert arranged.wanted == ("c000002-s00000040", "c000001-s00000020")
@@ -102,20 +102,20 @@ def test_the_secret_is_new_at_each_gathering_and_a_record_says_what_may_be_broug
 
 def test_without_replicas_there_is_nothing(paths: RunPaths) -> None:
     noted: list[Fact] = []
-    copies = Copies(paths, place(), None, noted.append, lambda line: None)
-    assert copies.get_ready() is None
-    assert copies.arrange(None, ("node-0", "node-1"), [report()]) is None
-    copies.begin(0, None, lambda: False)
-    copies.look(1, [report(attempt=1)])
-    copies.rest()
+    assignments = BuddyAssignments(paths, place(), None, noted.append, lambda line: None)
+    assert assignments.get_ready() is None
+    assert assignments.arrange(None, ("node-0", "node-1"), [report()]) is None
+    assignments.begin(0, None, lambda: False)
+    assignments.look(1, [report(attempt=1)])
+    assignments.rest()
     assert noted == []
 
 
 def test_a_reason_is_journalled_when_it_comes_and_when_it_goes(paths: RunPaths, buddy: Buddy) -> None:
     noted: list[Fact] = []
-    copies = Copies(paths, place(), buddy, noted.append, lambda line: None)
+    assignments = BuddyAssignments(paths, place(), buddy, noted.append, lambda line: None)
     for reason in (None, "no room", "no room", None, None):
-        copies.look(
+        assignments.look(
             3, [report(attempt=3, uncopied=reason), report(2, attempt=2, uncopied="of an earlier attempt"), None]
         )
     assert noted == [NoBuddyCopy(node="node-1", reason="no room"), NoBuddyCopy(node="node-1", reason=None)]
@@ -131,14 +131,14 @@ def test_a_part_is_journalled_once_and_in_the_attempt_that_it_came_for(
     noted: list[Fact] = []
     own = BROUGHT.model_copy(update={"node": "node-0"})
     monkeypatch.setattr(buddy, "begin", lambda seat, buddies, given_up: own)
-    copies = Copies(paths, place(), buddy, noted.append, lambda line: None)
-    copies.begin(0, None, lambda: False)
+    assignments = BuddyAssignments(paths, place(), buddy, noted.append, lambda line: None)
+    assignments.begin(0, None, lambda: False)
     assert noted == [], "the attempt has not begun on the record"
     for _ in range(2):
-        copies.look(2, [report(attempt=2, brought_back=BROUGHT)])
+        assignments.look(2, [report(attempt=2, brought_back=BROUGHT)])
     assert noted == [BROUGHT, own]
-    copies.rest()
-    copies.look(3, [])
+    assignments.rest()
+    assignments.look(3, [])
     assert noted == [BROUGHT, own]
 
 
@@ -308,8 +308,8 @@ def test_what_the_ranks_have_kept_at_the_end_may_be_brought_back_though_no_journ
     journal = Journal(paths.train_journal, 1)
     journal.append(NoLastSnapshot(reason="a test"))
     journal.close()
-    copies = Copies(paths, place(), buddy, lambda fact: None, lambda line: None)
-    arranged = copies.arrange(copies.get_ready(), ("node-0", "node-1"), [report()])
+    assignments = BuddyAssignments(paths, place(), buddy, lambda fact: None, lambda line: None)
+    arranged = assignments.arrange(assignments.get_ready(), ("node-0", "node-1"), [report()])
     assert arranged is not None
     assert arranged.wanted == (kept.name,)
     slots.discard(tier, 90)
@@ -334,11 +334,11 @@ def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_
     journal = Journal(paths.train_journal, 3)
     journal.append(NoLastSnapshot(reason="a test"))
     journal.close()
-    copies = Copies(paths, place(), buddy, lambda fact: None, lambda line: None)
+    assignments = BuddyAssignments(paths, place(), buddy, lambda fact: None, lambda line: None)
 
     def wanted(*kept: LastAccount | None) -> tuple[str, ...]:
         reports = [report(kept=each) for each in kept]
-        arranged = copies.arrange(copies.get_ready(), ("node-0", "node-1"), reports)
+        arranged = assignments.arrange(assignments.get_ready(), ("node-0", "node-1"), reports)
         assert arranged is not None
         return arranged.wanted
 

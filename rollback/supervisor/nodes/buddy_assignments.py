@@ -19,7 +19,7 @@ from rollback.supervisor.nodes.protocol import NodeReport
 _WANTED = 16  # checkpoints: a buddy has the newest, the one before, or behind a rollback an older one
 
 
-class Copies:
+class BuddyAssignments:
     """buddy: of the leader's own host; None: no copies are wanted, and nothing happens here."""
 
     def __init__(
