@@ -29,7 +29,7 @@ from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEnding, Att
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import HangWatcher
 from rollback.supervisor.journal import SupervisorJournal
-from rollback.supervisor.last_snapshot import kept_on_host, note_kept
+from rollback.supervisor.last_snapshot import last_snapshot_on_host, note_last_snapshot
 from rollback.supervisor.nodes.nodes import Nodes
 from rollback.supervisor.nodes.protocol import RecordPlace, RunResult
 from rollback.supervisor.signals import StopRequests, StopSignals
@@ -165,11 +165,11 @@ class Attempts:
         told = (entry.fact for entry in past.supervisor if entry.attempt == attempt)
         if any(isinstance(fact, facts.AttemptEnded | facts.LastSnapshotMade) for fact in told):
             return
-        if (kept := self._nodes.kept(kept_on_host(self._paths, attempt), attempt)) is not None:
+        if (kept := self._nodes.last_snapshot(last_snapshot_on_host(self._paths, attempt), attempt)) is not None:
             newest, reached = newest_there(self._paths, past.train.history), furthest_step(self._paths, None, attempt)
             others = len(past.seats) > 1  # which may have been lost with that supervisor
             last = kept.as_fact(newest, reached, host_lost=others)
-            note_kept(last, newest, past.train.history.finished, self._own_journal, self._say)
+            note_last_snapshot(last, newest, past.train.history.finished, self._own_journal, self._say)
 
     def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
         """Run torchrun once. Returns the evidence when all its processes are gone, and the first cause."""
@@ -188,8 +188,8 @@ class Attempts:
         first = first_cause(evidence, rank_ends(self._paths, attempt, left))
         record = first.record if first else None
         if left.kept is not None:
-            last = left.kept.as_fact(evidence.kept, evidence.step, host_lost=bool(left.lost_nodes))
-            note_kept(last, evidence.kept, evidence.finished, self._own_journal, self._say)
+            last = left.kept.as_fact(evidence.checkpoint_step, evidence.step, host_lost=bool(left.lost_nodes))
+            note_last_snapshot(last, evidence.checkpoint_step, evidence.finished, self._own_journal, self._say)
         account = facts.AttemptEnded(
             status=left.status, cause=cause(evidence, first), step=evidence.step, seconds=time.monotonic() - began,
             why=first.why if first else None, rank=first.rank if first else None, host=first.host if first else None,

@@ -213,7 +213,7 @@ class StatusReader:
     def _begin(self, paths: RunPaths) -> list[JournalEntry]:
         """Read what is there, and from the ranks' journal only what a kept history lacks."""
         past = fold_journal(paths.train_journal)
-        told = [*read_entries(paths.train_journal, TOLD, past.kept), *past.reading.records]
+        told = [*read_entries(paths.train_journal, TOLD, past.folded_blocks), *past.reading.records]
         tails = [JournalTail(paths.train_journal, past.reading), JournalTail(paths.supervisor_journal)]
         self._past, supervisor = RunRecord(past.history), tails[1].new()
         self._tails = tails

@@ -66,7 +66,7 @@ class Blame(ReportItem):
     answer: str = Field(description="what is done about it, in words")
 
 
-class AttemptAccount(Document):
+class AttemptReport(Document):
     """Schema of `rollback why --json`, version 1; conventions as in the audit."""
 
     directory: str
@@ -99,7 +99,7 @@ class AttemptAccount(Document):
     notices: list[str]
 
 
-def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
+def read_attempt_report(root: Path, attempt: int | None = None) -> AttemptReport:
     """Why `attempt` ended (default: the last one that failed).
 
     Raises UsageError for an attempt that there was not, and as `StatusReader.read`.
@@ -128,7 +128,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     first = fact.rank if fact else None
     last = last_fact(own, facts.LastSnapshotMade)
     failures = read_failures(paths.failures(number)) if number is not None else {}
-    return AttemptAccount(
+    return AttemptReport(
         directory=str(root),
         state=status.state,
         attempt=number,

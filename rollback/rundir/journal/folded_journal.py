@@ -21,12 +21,12 @@ _FORMAT = 9
 
 @dataclass
 class FoldedJournal:
-    """What a journal amounts to. reading: its state as a file, and the entries that were read one by one. kept: number
-    of blocks before these, of which there was a history."""
+    """What a journal amounts to. reading: its state as a file, and the entries that were read one by one.
+    folded_blocks: number of blocks before these, of which there was a history."""
 
     history: History
     reading: JournalContent
-    kept: int
+    folded_blocks: int
     _path: Path
     _beginning: bytes | None = None
 

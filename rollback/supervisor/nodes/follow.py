@@ -13,8 +13,8 @@ from rollback.rundir.host_records import SILENT_AFTER, RecordPublisher, RecordWa
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.hang import TELLING
-from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.last_snapshot import kept_on_host
+from rollback.supervisor.diagnosis.outcome import HostOutcome
+from rollback.supervisor.last_snapshot import last_snapshot_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RecordPlace, RunResult, followers_move, leaves_alone
@@ -160,7 +160,7 @@ class Follower:
                         self._buddy.get_ready(orders.buddies)
                     publisher.show(
                         state="ready", attempt=orders.attempt, states=(), beats={}, stacks=None, left=None,
-                        kept=kept_on_host(self._paths), brought_back=None, master=self._place.new_master(),
+                        kept=last_snapshot_on_host(self._paths), brought_back=None, master=self._place.new_master(),
                     )  # fmt: skip
                 case "start":
                     self._end_waiting(over=False)
@@ -171,7 +171,7 @@ class Follower:
                     files = self._files.all() if self._files is not None else {}
                     publisher.show(state="ended", left=left, files=files)
                 case "pass":
-                    publisher.show(state="ended", left=Left(status=0, guarded=False))
+                    publisher.show(state="ended", left=HostOutcome(status=0, guarded=False))
                 case _:
                     if orders.phase == "run" and self._waits:
                         self._wait_as_spare(orders)
@@ -196,7 +196,7 @@ class Follower:
                 with contextlib.suppress(OSError):
                     forget_fetched(self._paths)
 
-    def _attempt(self, orders: Orders, publisher: RecordPublisher[NodeReport]) -> Left:
+    def _attempt(self, orders: Orders, publisher: RecordPublisher[NodeReport]) -> HostOutcome:
         """Run torchrun on this node until it ends or must be ended."""
         group = None
         if orders.master:

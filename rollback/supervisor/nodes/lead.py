@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from rollback.checkpoints.fast_tier.last_account import LastAccount, merged_accounts
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult, merged_results
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
 from rollback.facts.training import Fact, NodeReplaced, SpareNodes
 from rollback.rundir.heartbeats import Heartbeat
 from rollback.rundir.host_records import RecordPublisher, RecordWatcher, Transport
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.buddy.buddy import Buddy
-from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.nodes.buddy_assignments import BuddyAssignments
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting, first_orders
 from rollback.supervisor.nodes.membership import NodePlace
@@ -221,7 +221,7 @@ class Leader(Nodes):
     def signals(self) -> list[tuple[str, str]]:
         return self._roster.new_signals()
 
-    def left(self, own: Left) -> Left:
+    def left(self, own: HostOutcome) -> HostOutcome:
         self._assignments.rest()
         reports = self._members()
         self._roster.lose((node for node, report in reports.items() if report is None), self._publisher.record.attempt)
@@ -234,9 +234,9 @@ class Leader(Nodes):
             if report is not None:
                 self._keeper.keep(report.launch, f"{report.node} ({report.host})", report.files)
 
-    def kept(self, own: LastAccount | None, attempt: int) -> LastAccount | None:
+    def last_snapshot(self, own: LastSnapshotResult | None, attempt: int) -> LastSnapshotResult | None:
         others = (report.kept for report in self._roster.reports.values())
-        return merged_accounts([own, *(kept for kept in others if kept is not None and kept.attempt == attempt)])
+        return merged_results([own, *(kept for kept in others if kept is not None and kept.attempt == attempt)])
 
     def farewell(self, result: RunResult) -> None:
         if self._overtaken:  # the record is another leader's

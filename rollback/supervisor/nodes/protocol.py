@@ -34,12 +34,12 @@ from typing import Literal
 
 from pydantic import BaseModel, model_validator
 
-from rollback.checkpoints.fast_tier.last_account import LastAccount, merged_accounts
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult, merged_results
 from rollback.errors import ExitCode, RefusalKind, RollbackError, ScriptRefused
 from rollback.facts.training import PartBroughtBack
 from rollback.rundir.heartbeats import Heartbeat
 from rollback.supervisor.buddy.wire import Buddies
-from rollback.supervisor.diagnosis.outcome import Failures, Left
+from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome
 
 LeaderPhase = Literal["gather", "run", "stop", "end", "over"]
 NodeState = Literal["ready", "running", "ended"]
@@ -146,9 +146,9 @@ class NodeReport(BaseModel, frozen=True):
     """The heartbeats of the ranks of this node, by rank, from memory."""
     stacks: tuple[int, ...] | None = None
     """The ranks that have written their stacks, once the leader has ordered it."""
-    left: Left | None = None
+    left: HostOutcome | None = None
     """What the attempt left on this node, once it has ended there."""
-    kept: LastAccount | None = None
+    kept: LastSnapshotResult | None = None
     """What its ranks have kept at the end of the last attempt that they took part in: told when it gets ready."""
     buddy: str = ""
     """HOST:PORT at which this node keeps a copy of another node's snapshots; empty: it keeps none."""
@@ -214,7 +214,7 @@ def ready(reports: Iterable[NodeReport], leader: str, attempt: int) -> dict[str,
     }
 
 
-def merged(own: Left, others: Mapping[str, Left | None]) -> Left:
+def merged(own: HostOutcome, others: Mapping[str, HostOutcome | None]) -> HostOutcome:
     """What an attempt left on all nodes, as one account. others: by node; None: the node was lost.
 
     Ranks that a signal ended come before ranks that exited: peers of a dead rank raise at the same moment, and hosts
@@ -235,7 +235,7 @@ def merged(own: Left, others: Mapping[str, Left | None]) -> Left:
             "refusal": next((left.refusal for left in lefts if left.refusal), None),
             "failures": Failures(error=errors[0], failures=tuple(failures)) if errors else None,
             "lost_nodes": lost,
-            "kept": merged_accounts(left.kept for left in lefts),
+            "kept": merged_results(left.kept for left in lefts),
             "unrecorded": next((left.unrecorded for left in lefts if left.unrecorded), None),
         }
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from rollback.checkpoints import ring, tiers
-from rollback.checkpoints.fast_tier import end_marks, last_account
+from rollback.checkpoints.fast_tier import end_marks, last_snapshot_result
 from rollback.checkpoints.fast_tier.slots import forget
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import beyond_the_record, healthy_before, is_on_record
@@ -117,7 +117,7 @@ def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest 
     tier = tiers.fast_tier_of(paths)
     if chosen is None or tier is None or chosen.name in history.committed:
         return
-    for account in last_account.read_accounts(end_marks.marks_of(tier), chosen.attempt):
+    for account in last_snapshot_result.read_results(end_marks.marks_of(tier), chosen.attempt):
         if account.checkpoint != chosen.name:
             continue
         at: Tier = "fast" if account.tier == "fast" else "durable"

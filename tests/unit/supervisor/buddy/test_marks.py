@@ -15,9 +15,9 @@ from test_buddy import IDENTITY, HostHere, Make, begin, make, of
 from waiting import wait_for
 
 from checkpoints import manifest_of
-from rollback.checkpoints.fast_tier import buddy_copies, end_marks, last_account, last_locks, mark_copies, slots
+from rollback.checkpoints.fast_tier import buddy_copies, end_marks, last_locks, last_snapshot_result, mark_copies, slots
 from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths, Hold, StepEnd
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, LiveMarkCopies, MarkPiece, NewsOfMarks
 from rollback.rundir import seal
 from rollback.rundir.paths import shard_name
@@ -343,7 +343,9 @@ def test_copies_of_marks_go_with_the_others(both: tuple[HostHere, HostHere], how
     Ranks(first, 0).end(1)
     begin(first, second)
     wait_for(lambda: ends(second, 0) == [1])
-    last_account.write_account(copied(second).marks, LastAccount(attempt=1, rank=0, reason="a rank is gone"))
+    last_snapshot_result.write_result(
+        copied(second).marks, LastSnapshotResult(attempt=1, rank=0, reason="a rank is gone")
+    )
     keep_part(second, 3)
     first.buddy.rest()
     second.buddy.rest()

@@ -13,8 +13,8 @@ from waiting import wait_for
 
 from checkpoints import manifest_of
 from rollback.checkpoints import tiers
-from rollback.checkpoints.fast_tier import end_marks, last_account, slots
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier import end_marks, last_snapshot_result, slots
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.checkpoints.format.manifest import ShardRecord
 from rollback.facts.training import Committed, Fact, NoBuddyCopy, NoLastSnapshot, PartBroughtBack
 from rollback.rundir.host_records import RecordPublisher, SharedDirectory, read_in_place, write_in_place
@@ -24,8 +24,8 @@ from rollback.rundir.paths import RunPaths, shard_name
 from rollback.supervisor import supervise
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.buddy.wire import Buddies
-from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.last_snapshot import forget_last_snapshot, kept_on_host
+from rollback.supervisor.diagnosis.outcome import HostOutcome
+from rollback.supervisor.last_snapshot import forget_last_snapshot, last_snapshot_on_host
 from rollback.supervisor.nodes.buddy_assignments import BuddyAssignments, addresses
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
@@ -163,7 +163,7 @@ def test_nodes_know_the_secret_before_any_of_them_starts_and_nobody_does_behind_
         assert seen[0] is not None
         assert seen[0].addresses == ()
         assert leader._publisher.record.buddies == seen[0].model_copy(update={"addresses": (buddy.address, "h1:7")})
-        leader.left(Left(status=1))
+        leader.left(HostOutcome(status=1))
         assert buddy._server.secret == ""
     finally:
         leader._publisher.stop()
@@ -214,7 +214,7 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
     monkeypatch.setattr(buddy, "get_ready", get_ready)
     monkeypatch.setattr(buddy, "begin", begin)
     host = SimpleNamespace(
-        end_leftovers=lambda say: None, attempt=attempt, left=lambda status, running: Left(status=status),
+        end_leftovers=lambda say: None, attempt=attempt, left=lambda status, running: HostOutcome(status=status),
         output=SimpleNamespace(release=lambda: None),
     )  # fmt: skip
     meeting = SimpleNamespace(
@@ -298,13 +298,15 @@ def test_what_the_ranks_have_kept_at_the_end_may_be_brought_back_though_no_journ
     tier.slot(90).mkdir(0o700)
     slots.commit(tier, 90, kept)
     assert [place.name for place in tiers.in_slots(paths)] == [kept.name]
-    assert kept_on_host(paths) is None, "nobody has told of it"
+    assert last_snapshot_on_host(paths) is None, "nobody has told of it"
     for rank, checkpoint in enumerate((kept.name, lost.name, None)):
-        last_account.write_account(marks, LastAccount(attempt=1, rank=rank, reason="a rank", checkpoint=checkpoint))
-    here = kept_on_host(paths)
+        last_snapshot_result.write_result(
+            marks, LastSnapshotResult(attempt=1, rank=rank, reason="a rank", checkpoint=checkpoint)
+        )
+    here = last_snapshot_on_host(paths)
     assert here is not None
     assert (here.attempt, here.checkpoint) == (1, kept.name), "the other one was taken back"
-    assert kept_on_host(paths, 2) is None, "a later attempt has begun elsewhere"
+    assert last_snapshot_on_host(paths, 2) is None, "a later attempt has begun elsewhere"
     journal = Journal(paths.train_journal, 1)
     journal.append(NoLastSnapshot(reason="a test"))
     journal.close()
@@ -313,17 +315,19 @@ def test_what_the_ranks_have_kept_at_the_end_may_be_brought_back_though_no_journ
     assert arranged is not None
     assert arranged.wanted == (kept.name,)
     slots.discard(tier, 90)
-    gone = kept_on_host(paths)
+    gone = last_snapshot_on_host(paths)
     assert gone is not None
     assert (gone.checkpoint, gone.step) == (None, None)
     forget_last_snapshot(paths, 2)
-    assert kept_on_host(paths) == gone
+    assert last_snapshot_on_host(paths) == gone
     forget_last_snapshot(paths, 1)
-    assert kept_on_host(paths) is None, "another attempt of that number begins, as after a leader that was lost"
+    assert last_snapshot_on_host(paths) is None, (
+        "another attempt of that number begins, as after a leader that was lost"
+    )
     end_marks.prepare(marks)
-    last_account.write_account(marks, LastAccount(attempt=1, rank=0, reason="a rank"))
+    last_snapshot_result.write_result(marks, LastSnapshotResult(attempt=1, rank=0, reason="a rank"))
     end_marks.prepare(marks)
-    assert kept_on_host(paths) is None, "another attempt has begun"
+    assert last_snapshot_on_host(paths) is None, "another attempt has begun"
 
 
 def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_have_kept(
@@ -336,7 +340,7 @@ def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_
     journal.close()
     assignments = BuddyAssignments(paths, place(), buddy, lambda fact: None, lambda line: None)
 
-    def wanted(*kept: LastAccount | None) -> tuple[str, ...]:
+    def wanted(*kept: LastSnapshotResult | None) -> tuple[str, ...]:
         reports = [report(kept=each) for each in kept]
         arranged = assignments.arrange(assignments.get_ready(), ("node-0", "node-1"), reports)
         assert arranged is not None
@@ -346,8 +350,8 @@ def test_a_leader_whose_host_has_nothing_hears_from_the_others_what_their_ranks_
     assert wanted(kept_by(2, "c000007-s00000007")) == (), "another attempt has begun since"
 
 
-def kept_by(attempt: int, checkpoint: str | None) -> LastAccount:
-    return LastAccount(
+def kept_by(attempt: int, checkpoint: str | None) -> LastSnapshotResult:
+    return LastSnapshotResult(
         attempt=attempt, reason="a rank is gone", checkpoint=checkpoint, step=7 if checkpoint else None, rank=0,
         seconds=0.1, why_not=None, furthest=7,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from rollback.rundir.host_records import LIMIT, SILENT_AFTER, RecordPublisher, R
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.skip_records import SkippedBatch
-from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.nodes import meeting, record_files
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
@@ -153,9 +153,9 @@ def test_a_stop_signal_that_a_lost_node_tells_late_stops_no_later_attempt(sides:
     cut_off = RecordPublisher(sides.follower, "node-72.json", report("node-72", leader="a:1:1", attempt=14), print)
     assert leader.gather(14, lambda: False)
     cut_off.stop()
-    one.show(state="ended", left=Left(status=1, guarded=False))
+    one.show(state="ended", left=HostOutcome(status=1, guarded=False))
     wait_for(lambda: leader.move(1) == "settled" and leader._members()["node-72"] is None)
-    assert leader.left(Left(status=1, guarded=False)).lost_nodes == ("node-72",)
+    assert leader.left(HostOutcome(status=1, guarded=False)).lost_nodes == ("node-72",)
     late = cut_off.record.model_copy(update={"state": "running", "signals": ("SIGTERM",)})
     sides.follower.write("node-72.json", late.model_dump_json().encode())
     wait_for(lambda: "node-72.json" in leader._watcher.look())
@@ -189,7 +189,7 @@ def test_a_node_whose_supervisor_lost_the_leader_for_a_moment_has_left_the_attem
     node.show(state="ended", attempt=-1)
     wait_for(lambda: leader.move(None) == "end")
     assert leader._publisher.record.phase == "end"
-    assert leader.left(Left(status=-9)).lost_nodes == ("node-81",)
+    assert leader.left(HostOutcome(status=-9)).lost_nodes == ("node-81",)
     node.show(state="ready", attempt=25)
     assert leader.gather(25, lambda: False)
     node.stop()
@@ -510,7 +510,7 @@ def test_what_a_host_hands_over_that_was_taken_for_lost_is_kept_when_it_is_ready
     assert leader.gather(44, lambda: False)
     node.show(state="ended", attempt=-1)  # for a moment it saw no leader
     wait_for(lambda: leader.move(1) == "settled")
-    assert leader.left(Left(status=1)).lost_nodes == ("node-92",)
+    assert leader.left(HostOutcome(status=1)).lost_nodes == ("node-92",)
     node.show(state="ready", attempt=45, files={"skips/rank-00003.jsonl": skips(1)})
     assert leader.gather(45, lambda: False)
     assert paths.skip_record(3).read_text() == skips(1)

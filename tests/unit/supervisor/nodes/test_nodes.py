@@ -13,7 +13,7 @@ from disks import disk_of, fill, may_mount
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.checkpoints.fast_tier.last_account import LastAccount
+from rollback.checkpoints.fast_tier.last_snapshot_result import LastSnapshotResult
 from rollback.config import Settings
 from rollback.errors import RunInUse, UsageError
 from rollback.facts.training import LastSnapshotMade
@@ -26,7 +26,7 @@ from rollback.rundir.host_records import (
     write_in_place,
 )
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal, Unrecorded
+from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure, Refusal, Unrecorded
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import command_of, differences, membership, place_among_nodes
@@ -52,7 +52,7 @@ def orders(phase: str, attempt: int = 3, *, member: bool = True) -> Orders:
 
 
 def report(state: str, status: int | None = None, attempt: int = 3) -> NodeReport:
-    left = Left(status=status) if status is not None else None
+    left = HostOutcome(status=status) if status is not None else None
     return NodeReport(
         node="node-1", launch=LAUNCH, host="b", pid=1, leader="a:1:1.0", attempt=attempt, state=state, left=left
     )
@@ -136,9 +136,9 @@ def test_only_those_count_as_ready_who_follow_this_leader_for_this_attempt() -> 
 
 
 def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
-    def failed(rank: int, exitcode: int) -> Left:
+    def failed(rank: int, exitcode: int) -> HostOutcome:
         failure = RankFailure(rank=rank, pid=1, exitcode=exitcode, message=None)
-        return Left(status=1, failures=Failures(error="ChildFailedError", failures=(failure,)))
+        return HostOutcome(status=1, failures=Failures(error="ChildFailedError", failures=(failure,)))
 
     whole = merged(failed(0, 1), {"node-1": failed(1, -9), "node-2": failed(2, -15)})
     assert whole.status == 1
@@ -148,25 +148,29 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
     silent = killed.model_copy(update={"failures": killed.failures.with_ended({1, 2})})
     assert [failure.rank for failure in merged(silent, {"node-1": raised}).failures.failures] == [0, 1], "by its end"
     assert raised.failures.with_ended({0}) == raised.failures, "it had ended before"
-    lost = merged(Left(status=-9), {"node-1": None, "node-2": Left(status=0)})
+    lost = merged(HostOutcome(status=-9), {"node-1": None, "node-2": HostOutcome(status=0)})
     assert (lost.status, lost.lost_nodes) == (-9, ("node-1",))
     refusal = Refusal(exit_code=78, message="another model")
-    assert merged(Left(status=0), {"node-1": Left(status=0, refusal=refusal)}).refusal == refusal
+    assert merged(HostOutcome(status=0), {"node-1": HostOutcome(status=0, refusal=refusal)}).refusal == refusal
     unrecorded = Unrecorded(step=9, why="no space left")
-    assert merged(Left(status=0), {"node-1": Left(status=0, unrecorded=unrecorded)}).unrecorded == unrecorded
+    assert (
+        merged(HostOutcome(status=0), {"node-1": HostOutcome(status=0, unrecorded=unrecorded)}).unrecorded == unrecorded
+    )
 
 
 def test_what_the_hosts_made_of_the_last_snapshot_is_one_fact() -> None:
     """A host that tells of a checkpoint knows that all have it; the furthest step may be known on another one."""
 
-    def left(rank: int, step: int | None, furthest: int | None) -> Left:
-        kept = LastAccount(
+    def left(rank: int, step: int | None, furthest: int | None) -> HostOutcome:
+        kept = LastSnapshotResult(
             attempt=1, reason="rank 3 is gone", checkpoint=None if step is None else "c", step=step, rank=rank,
             seconds=0.5, why_not="it was in its update" if step is None else None, furthest=furthest,
         )  # fmt: skip
-        return Left(status=1, kept=kept)
+        return HostOutcome(status=1, kept=kept)
 
-    whole = merged(left(0, None, 21), {"node-1": left(2, 21, None), "node-2": Left(status=0), "node-3": None}).kept
+    whole = merged(
+        left(0, None, 21), {"node-1": left(2, 21, None), "node-2": HostOutcome(status=0), "node-3": None}
+    ).kept
     assert whole is not None
     assert whole.as_fact(21, None) == LastSnapshotMade(
         reason="rank 3 is gone", checkpoint="c", step=21, rank=2, seconds=0.5, steps_lost=0
@@ -179,7 +183,7 @@ def test_what_the_hosts_made_of_the_last_snapshot_is_one_fact() -> None:
     assert none.as_fact(None, None).steps_lost is None
     assert none.as_fact(10, None, host_lost=True).steps_lost is None, "it may lack the part of that host"
     assert whole.as_fact(21, None, host_lost=True).steps_lost == 0, "all have it"
-    assert merged(Left(status=1), {"node-1": None}).kept is None
+    assert merged(HostOutcome(status=1), {"node-1": None}).kept is None
 
 
 def test_a_record_that_does_not_change_is_silent_by_the_reader_s_own_clock(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor import hang_watch
 from rollback.supervisor.attempts import Attempts
 from rollback.supervisor.diagnosis.hang import HangLimits
-from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes import follow
 from rollback.supervisor.nodes.follow import Follower
@@ -111,7 +111,7 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
 
     def end() -> None:
         Leader.end(leader)
-        say(state="ended", left=Left(status=-9))
+        say(state="ended", left=HostOutcome(status=-9))
 
     def poll() -> int:
         assert time.monotonic() < until, "nobody ends it"
@@ -131,7 +131,7 @@ def test_a_hang_of_another_node_s_ranks_is_seen_where_the_leader_s_own_have_ende
     )  # type: ignore[arg-type]
     status, hung = attempts._watch(running)  # type: ignore[arg-type]
     assert (status, hung and hung.kind, leader._publisher.record.phase) == (0, "hung", "end")
-    left = leader.left(Left(status=0))
+    left = leader.left(HostOutcome(status=0))
     assert left.status == -9, "the attempt has failed"
     paths.node("node-1").unlink()
     leader.farewell(RunResult(exit_code=1, reason="hung"))
@@ -249,7 +249,7 @@ def test_who_hears_of_an_attempt_when_it_is_to_end_begins_nothing_and_holds_nobo
         ),
     )
     assert leaders_move(1, {following.place.launch: ended[0]}) == "settled"
-    left = merged(Left(status=1, guarded=False), {"node-0": ended[0].left})
+    left = merged(HostOutcome(status=1, guarded=False), {"node-0": ended[0].left})
     assert (left.status, left.guarded, left.lost_nodes) == (1, False, ()), "nothing ran here, and it is not lost"
 
 
@@ -275,7 +275,7 @@ def test_what_is_handed_over_is_shown_until_the_leader_orders_to_begin(paths: Ru
         files_of_running.append(following.report and following.report.files)
         yield SimpleNamespace(attempt=number, poll=lambda: 1, beats=dict)
 
-    following.host.attempt, following.host.left = attempt, lambda status, running: Left(status=status)
+    following.host.attempt, following.host.left = attempt, lambda status, running: HostOutcome(status=status)
     following.host.output = SimpleNamespace(release=lambda: None)
 
     def handed_over(state: str, number: int) -> bool:

@@ -16,7 +16,7 @@ from rollback.facts.training import Fact, NodeReplaced, SpareNodes
 from rollback.rundir.host_records import read_in_place, write_in_place
 from rollback.rundir.identity import JobIdentity, require_same_job
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal
+from rollback.supervisor.diagnosis.outcome import Failures, HostOutcome, RankFailure, Refusal
 from rollback.supervisor.nodes import lead
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
@@ -150,10 +150,10 @@ def test_a_lost_node_that_is_back_when_the_run_ends_is_told_so(crew: Crew, monke
         crew.tell(rank, 1)
     assert crew.gather(1)
     crew.lose(1)
-    crew.tell(2, 1, state="ended", left=Left(status=1))
+    crew.tell(2, 1, state="ended", left=HostOutcome(status=1))
     assert crew.leader.move(1) == "settled"
-    assert crew.leader.left(Left(status=1)).lost_nodes == ("node-1",)
-    crew.tell(1, 1, state="ended", left=Left(status=1))
+    assert crew.leader.left(HostOutcome(status=1)).lost_nodes == ("node-1",)
+    crew.tell(1, 1, state="ended", left=HostOutcome(status=1))
     for rank in (2, 3):
         crew.lose(rank)
     monkeypatch.setattr(lead, "_FAREWELL", 0.3)
@@ -187,11 +187,11 @@ def test_a_node_that_lives_and_never_ends_its_ranks_holds_the_end_of_an_attempt_
     for rank in (1, 2):
         crew.tell(rank, 1, state="running")
     assert crew.leader.move(1) == "end"
-    crew.tell(2, 1, state="ended", left=Left(status=-9))
+    crew.tell(2, 1, state="ended", left=HostOutcome(status=-9))
     assert crew.leader.move(1) == "end"
     monkeypatch.setattr(lead, "_ENDS", 0.0)
     assert crew.leader.move(1) == "settled"
-    assert crew.leader.left(Left(status=1)).lost_nodes == ("node-1",)
+    assert crew.leader.left(HostOutcome(status=1)).lost_nodes == ("node-1",)
 
 
 def fail_twice(crew: Crew) -> None:
@@ -200,7 +200,7 @@ def fail_twice(crew: Crew) -> None:
             crew.tell(rank, attempt)
         assert crew.gather(attempt) == ("node-0", "node-1", "node-2")
         failure = RankFailure(rank=1, pid=1, exitcode=1, message=None)
-        left = Left(status=1, failures=Failures(error="ChildFailedError", failures=(failure,)))
+        left = HostOutcome(status=1, failures=Failures(error="ChildFailedError", failures=(failure,)))
         crew.tell(1, attempt, state="ended", left=left)
         crew.leader.move(1)
         crew.leader.failed(1, progressed=attempt == 1)

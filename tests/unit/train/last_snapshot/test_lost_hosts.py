@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_exchange import LIMIT, store
 
-from rollback.checkpoints.fast_tier import last_account
+from rollback.checkpoints.fast_tier import last_snapshot_result
 from rollback.checkpoints.fast_tier.mark_copies import CopiedMarks, LiveMarkCopies, MarkPiece
 from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.train.last_snapshot import stand_in
@@ -128,4 +128,4 @@ def test_where_nothing_is_copied_there_is_nobody_to_speak_for(
     with speaking_for_lost_hosts(hosts, tier, LIMIT):
         wait_for_threads()
     assert spoken == []
-    assert not last_account.read_accounts(CopiedMarks(tier, 1).marks)
+    assert not last_snapshot_result.read_results(CopiedMarks(tier, 1).marks)
