@@ -134,5 +134,5 @@ def next_seq(history: History, on_disk: Iterable[str]) -> int:
 
     The newest may have left the ring. Its number must not come back: the record says of its name that it was discarded.
     """
-    names = {*on_disk, *history.committed, *history.discarded, *history.gone}
+    names = {*on_disk, *history.committed, *history.discarded, *history.left_run_directory}
     return max((parsed.seq for name in names if (parsed := CheckpointName.parse(name))), default=-1) + 1

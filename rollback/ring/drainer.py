@@ -261,7 +261,7 @@ class Drainer:
         place = next((found for found in tiers.in_slots(self._paths) if found.name == final), None)
         if place is not None:
             self._in_run.open()
-            with tiers.held(place):
+            with tiers.hold_slot(place):
                 self._in_run.put(place.manifest, place.directory)
 
     def _situation(self, ending: bool) -> Situation:
@@ -275,7 +275,7 @@ class Drainer:
             return
         began = time.monotonic()
         try:
-            with tiers.held(place) as let_go, self._ring.if_stuck(let_go):
+            with tiers.hold_slot(place) as let_go, self._ring.if_stuck(let_go):
                 self._ring.put(place.manifest, place.directory)
         except CheckpointUnusable as error:
             if tiers.has_left(place):  # meanwhile, and nothing is wrong: it may lie in another place

@@ -137,7 +137,7 @@ class ShardCopier:
                 raise CheckpointDamaged(f"{wanted.name} has another manifest in the slots of {self._host}")
             if place is None:
                 raise CheckpointLeft(f"{wanted.name} is not, or no longer, in the slots of {self._host}")
-            with tiers.held(place) as let_go:
+            with tiers.hold_slot(place) as let_go:
                 shards = place.manifest.shards
                 own = tuple(rank for rank in wanted.shards if (place.directory / shards[rank].file).exists())
                 publisher.show(shards=own)

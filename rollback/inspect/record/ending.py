@@ -100,14 +100,14 @@ def _said(record: facts.JournalEntry, how: Ended, step: int, account: str) -> Ru
     return RunEnding(how=how, at=record.at, step=step, exit_code=None, by_supervisor=False, account=account)
 
 
-def confirmed(ending: RunEnding | None, *, held: bool, reached: int | None, orphaned: bool) -> RunEnding | None:
+def confirmed(ending: RunEnding | None, *, locked: bool, reached: int | None, orphaned: bool) -> RunEnding | None:
     """The ending; None: it was only the end of one pass over the data.
 
-    held: somebody holds the run directory, or was killed while holding it. reached: the furthest step of the attempt.
+    locked: somebody holds the run directory, or was killed while holding it. reached: the furthest step of the attempt.
     orphaned: the attempt's end lacks (`lacks_its_end`), and neither who holds the run directory nor a rank is alive.
     """
     if ending is not None and ending.how == "preempted" and orphaned:
         return ending.model_copy(update={"orphaned": True, "account": f"{ending.account}; {NO_END}"})
     if ending is None or ending.how != "finished" or ending.by_supervisor:
         return ending
-    return None if held or (reached or 0) > (ending.step or 0) else ending
+    return None if locked or (reached or 0) > (ending.step or 0) else ending

@@ -243,7 +243,7 @@ def _elsewhere(paths: RunPaths, history: History | None, here: Collection[str]) 
     """A notice, if the run goes on from a checkpoint that this host cannot see."""
     if history is None or not has_memory_elsewhere(paths):
         return []
-    if not (held := history.held) or held[-1] in here:
+    if not (held := history.restorable) or held[-1] in here:
         return []
     return [f"{held[-1]}, the newest, cannot be seen from here: in memory of another host, at the ring's URL, or lost"]
 

@@ -249,7 +249,7 @@ def _status(
     good = history.committed[newest_good] if newest_good else None
     abandoned = holder is not None and {holder.alive, *(entry.alive for entry in ranks)} == {"no"}
     ending = confirmed(
-        past.ending, held=holder is not None, reached=point.step if point else None,
+        past.ending, locked=holder is not None, reached=point.step if point else None,
         orphaned=abandoned and past.lacks_its_end,
     )  # fmt: skip
     state = _state(holder, ranks, ending)
@@ -295,7 +295,7 @@ def _durable(paths: RunPaths, past: RunRecord) -> Durable | None:
     at, fact = past.drained or (None, None)
     place = paths.place_of_ring(fact.place) if fact else None
     history = past.history
-    put_aside = fact is not None and fact.checkpoint in history.discarded | history.gone  # on purpose
+    put_aside = fact is not None and fact.checkpoint in history.discarded | history.left_run_directory  # on purpose
     is_there = fact is None or put_aside or "://" in fact.place or paths.checkpoint(fact.checkpoint).exists()
     return Durable(
         place=place, **fields_of(fact, "checkpoint", "step"), at=at, trouble=past.undrained, is_there=is_there

@@ -258,7 +258,7 @@ def _fault_of(place: tiers.Located) -> CheckpointUnusable | None:
     fault: CheckpointUnusable | None = None
     for _ in range(_TRIES):
         try:
-            with tiers.held(place):
+            with tiers.hold_slot(place):
                 for shard in place.manifest.shards:
                     _require_sound(place.directory / shard.file, shard.written, shard.start)
             return None

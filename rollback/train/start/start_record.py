@@ -240,7 +240,7 @@ def where_it_goes_on(history: History, chosen: Manifest, found: Collection[str])
     """Where the run goes on, in words. found: the names of all checkpoints that there are, damaged ones too."""
     end = history.finished
     if end is None or chosen.name != end.checkpoint:
-        missing = (CheckpointName(name) for name in history.held if name not in found)
+        missing = (CheckpointName(name) for name in history.restorable if name not in found)
         newest = max(missing, key=lambda name: name.order, default=None)
         # A plan goes back by intent, and discards what is newer.
         missed = newest is not None and history.pending is None and newest.order > CheckpointName(chosen.name).order
