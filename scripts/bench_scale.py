@@ -74,7 +74,7 @@ def shared_operations(ranks: int) -> dict[str, float]:
     from rollback.rundir import host_records
     from rollback.rundir.paths import RunPaths
     from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, SharedMeeting
-    from rollback.supervisor.nodes.protocol import NodeReport, Orders
+    from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport
     from rollback.train.process.heartbeat import seconds_between_files
 
     hosts = max(1, ranks // PER_HOST)
@@ -97,7 +97,7 @@ def shared_operations(ranks: int) -> dict[str, float]:
         for number in range(hosts):
             told = NodeReport(node=f"node-{number}", launch=f"h{number}:1", host=f"h{number}", pid=1)
             _show(paths.node(f"node-{number}"), told.model_dump_json().encode())
-        _show(paths.orders, Orders(leader="h0:1", host="h0", pid=1).model_dump_json().encode())
+        _show(paths.orders, LeaderOrders(leader="h0:1", host="h0", pid=1).model_dump_json().encode())
         host_records.read_in_place, host_records.time = read, Clock  # type: ignore[assignment,attr-defined]
         try:
             counts = []

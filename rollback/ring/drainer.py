@@ -301,7 +301,7 @@ class Drainer:
 
     def _was_lost_before(self) -> bool:
         """Whether a checkpoint could not be copied since the ring took one."""
-        newest = max((*self._ring.held(), *self._lost), key=lambda name: CheckpointName(name).order, default=None)
+        newest = max((*self._ring.held(), *self._lost), key=lambda name: CheckpointName(name).sort_key, default=None)
         return newest in self._lost
 
     def _evict_surplus(self) -> None:

@@ -36,13 +36,13 @@ from rollback.supervisor.signals import StopRequests, StopSignals
 from rollback.supervisor.torchrun.command import LaunchedJob
 from rollback.supervisor.torchrun.host import Host, Running
 from rollback.supervisor.torchrun.redaction import new_salt, redacted
-from rollback.supervisor.torchrun.start_conditions import differences, fingerprint
+from rollback.supervisor.torchrun.start_conditions import differences, job_digest
 
 _POLL = 0.1
 
 
 @dataclass(frozen=True)
-class LaunchOrder:
+class LaunchOptions:
     paths: RunPaths
     job: LaunchedJob
     settings: Settings
@@ -61,7 +61,7 @@ class LaunchOrder:
     preload: bool
     """Whether ranks are forked from a process that has imported torch (`rollback.agent.fork_server`)."""
     expects_guard: bool
-    """Whether the order is about a guard, so that the script must have one."""
+    """Whether the launch is about a guard, so that the script must have one."""
     fetches: bool = True
     """Whether the run goes on from the ring's URL, where that has it."""
 
@@ -71,7 +71,7 @@ class Attempts:
 
     def __init__(
         self,
-        order: LaunchOrder,
+        options: LaunchOptions,
         say: Callable[[str], None],
         host: Host,
         own_journal: SupervisorJournal,
@@ -79,18 +79,18 @@ class Attempts:
         nodes: Nodes,
         keep_lock: Callable[[], None],
     ) -> None:
-        self._order = order
-        self._paths = order.paths
+        self._options = options
+        self._paths = options.paths
         self._say = say
         self._host = host
         self._own_journal = own_journal
         self._signals = signals
         self._nodes, self._keep_lock = nodes, keep_lock
-        self._requests = StopRequests(order.paths)
+        self._requests = StopRequests(options.paths)
         self._stop_signals: list[signal.Signals] = []
         self._last_start: facts.AttemptStarted | None = None
-        self._journal = TrainJournal(order.paths.train_journal)
-        self._draining = Draining(order.paths, own_journal, say, nodes.transport)
+        self._journal = TrainJournal(options.paths.train_journal)
+        self._draining = Draining(options.paths, own_journal, say, nodes.transport)
         self._salt = new_salt()
 
     def run(self, past: EarlierAttempts) -> RunResult:
@@ -100,7 +100,7 @@ class Attempts:
         self._host.end_leftovers(self._say)
         self._journal = TrainJournal(self._paths.train_journal, past.train)
         best = furthest_step(self._paths, past.train.history.furthest)
-        budget = Budget.full(self._order.restart_budget)
+        budget = Budget.full(self._options.restart_budget)
         attempt = earlier = past.last_attempt  # which goes on with the journal
         self._own_journal.attempt = max(earlier, 1)  # of what happens before the first attempt of this launch
         while True:
@@ -134,7 +134,7 @@ class Attempts:
                     mistake=first.mistake if first is not None else "",
                 )  # fmt: skip
             else:
-                decision = after_unguarded(attempt - earlier - 1, self._order.job.max_restarts)
+                decision = after_unguarded(attempt - earlier - 1, self._options.job.max_restarts)
             why = cause(evidence, first)
             if isinstance(decision, GiveUp):
                 self._tell_failure(first, why)
@@ -202,10 +202,10 @@ class Attempts:
 
     def _note_start(self, running: Running) -> None:
         """Journal the attempt, and say what differs from the last start."""
-        job = self._order.job
+        job = self._options.job
         started = facts.AttemptStarted(
             command=redacted(running.command, job.secret_args), host=socket.gethostname(), pid=running.pid,
-            nodes=self._nodes.names, job=fingerprint(job, self._order.settings, self._salt),
+            nodes=self._nodes.names, job=job_digest(job, self._options.settings, self._salt),
             **self._host.conditions(self._salt),
         )  # fmt: skip
         started = started.model_copy(update={"changed": differences(self._last_start, started)})
@@ -223,12 +223,12 @@ class Attempts:
         deadline: float | None = None
         attached = False
         ended: facts.Hung | facts.StuckAtExit | None = None
-        hang_watcher = HangWatcher(self._paths, self._order.hang, running, self._nodes)
+        hang_watcher = HangWatcher(self._paths, self._options.hang, running, self._nodes)
         while (move := self._nodes.move(running.poll())) != "settled":
             attached = self._look_at_journal(running.attempt, attached)
             for name in self._hear_signals():
                 if deadline is None:
-                    deadline = time.monotonic() + self._order.grace
+                    deadline = time.monotonic() + self._options.grace
                     self._nodes.stop()
                     order = "stop and save" if self._host.guarded else "stop"  # without a guard nobody saves
                     self._say(f"{name}: telling the ranks to {order} (again to end now)")
@@ -245,7 +245,7 @@ class Attempts:
                 self._own_journal.note(ended)
                 self._say(ended.in_words())
                 self._end_everywhere(running, end_marks.RANKS_HANG, hopeless=True)
-            elif runs and hang_watcher.trains and self._order.restart_budget:  # else none would ever be started
+            elif runs and hang_watcher.trains and self._options.restart_budget:  # else none would ever be started
                 self._host.keep_standby(running.attempt)
             if running.poll() is None or self._nodes.names:
                 time.sleep(_POLL)
@@ -363,4 +363,4 @@ class Attempts:
     def _out_of_time(self) -> bool:
         """Whether the grace is over; what is left of it is for the durable ring."""
         since = self._signals.since
-        return self._signals.insistent or (since is not None and time.monotonic() > since + self._order.grace)
+        return self._signals.insistent or (since is not None and time.monotonic() > since + self._options.grace)

@@ -125,7 +125,7 @@ def read_listing(root: Path) -> Listing:
         manifest, pinned_, fault = sound.get(name), name in pins, faults.get(name)
         status = _status(manifest, history, present) if manifest else "damaged"
         entries.append(_entry(name, manifest, status, tiers=tiers, pinned=pinned_, fault=fault))
-    entries.sort(key=lambda entry: CheckpointName(entry.checkpoint).order)
+    entries.sort(key=lambda entry: CheckpointName(entry.checkpoint).sort_key)
     shared = Counter(manifest.frozen for manifest in sound.values() if manifest.frozen)
     finished = history.finished if history else None
     final = finished.checkpoint if finished and finished.checkpoint in present else None
@@ -156,7 +156,7 @@ def read_held(root: Path) -> list[Checkpoint]:
             away = _entry(point.name, None, "good")
             entries[point.name] = away.model_copy(update={"batch": point.batch})
     held = [entry for entry in entries.values() if entry.status in ("good", "candidate", "unknown")]
-    return sorted(held, key=lambda entry: CheckpointName(entry.checkpoint).order)
+    return sorted(held, key=lambda entry: CheckpointName(entry.checkpoint).sort_key)
 
 
 def has_memory_elsewhere(paths: RunPaths) -> bool:

@@ -102,7 +102,7 @@ def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Sa
             _complete_record(store, index, paths, say)
         except CheckpointDamaged as error:
             if last:
-                raise record.in_words(store.url, error) from error
+                raise record.record_unreadable(store.url, error) from error
             say(f"the newest record at the ring cannot be used ({error.message}); trying the one before it")
         else:
             return index
@@ -216,7 +216,7 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
             say(f"checkpoint {name} at the ring cannot be used: {error.message}")
     history = fold_journal(paths.train_journal).history
     here = {place.name: place.manifest for place in tiers.locate(paths)}
-    ranked = candidates(history, sorted({**there, **here}.values(), key=lambda manifest: manifest.order))
+    ranked = candidates(history, sorted({**there, **here}.values(), key=lambda manifest: manifest.sort_key))
     settled: dict[str, bool] = {}
     needed: dict[FrozenRecord, None] = {}
     for wanted, count in ((ranked, 1), ([manifest for manifest in ranked if manifest.name in history.good], _GOOD)):

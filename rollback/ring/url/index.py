@@ -78,7 +78,7 @@ class Index(BaseModel, frozen=True, extra="forbid"):
         for name in names:
             if CheckpointName.parse(name) is None:
                 raise ValueError(f"{name!r} is no name of a checkpoint")
-        return tuple(sorted(set(names), key=lambda name: CheckpointName(name).order))
+        return tuple(sorted(set(names), key=lambda name: CheckpointName(name).sort_key))
 
     @property
     def keys(self) -> set[str]:

@@ -144,10 +144,10 @@ def explained(url: str) -> Iterator[None]:
     try:
         yield
     except CheckpointDamaged as error:
-        raise in_words(url, error) from error
+        raise record_unreadable(url, error) from error
 
 
-def in_words(url: str, error: CheckpointDamaged) -> RingUnavailable:
+def record_unreadable(url: str, error: CheckpointDamaged) -> RingUnavailable:
     return RingUnavailable(
         f"reading the run's record at {url}: {error.message}",
         hint="restore the object from a copy or an older version of it, or name another URL; nothing was changed",

@@ -296,7 +296,7 @@ def _objects(manifest: Manifest) -> list[tuple[str, int]]:
 
 
 def _order(name: str) -> tuple[int, int]:
-    return CheckpointName(name).order
+    return CheckpointName(name).sort_key
 
 
 def _another_goes_on(url: str) -> RunDoesNotFit:

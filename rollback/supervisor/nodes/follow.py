@@ -17,7 +17,14 @@ from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.last_snapshot import last_snapshot_on_host
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RecordPlace, RunResult, followers_move, leaves_alone
+from rollback.supervisor.nodes.protocol import (
+    LeaderOrders,
+    NodeReport,
+    RecordPlace,
+    RunResult,
+    followers_move,
+    leaves_alone,
+)
 from rollback.supervisor.nodes.record_files import RecordFiles, handing_over
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 from rollback.supervisor.signals import StopSignals
@@ -55,13 +62,13 @@ class Follower:
         self._watcher = RecordWatcher(
             meeting.transport,
             ORDERS,
-            Orders,
+            LeaderOrders,
             writes_fail=lambda: self._publisher is not None and self._publisher.failing,
         )
         self._files = RecordFiles(paths, say) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
         self._ahead: FetchAhead | None = None
-        self._last: Orders | None = None  # of who leads, or led before
+        self._last: LeaderOrders | None = None  # of who leads, or led before
         self._waits = False  # the last attempt that was ordered has no part for this node
 
     @property
@@ -107,7 +114,7 @@ class Follower:
             publisher.stop()
             self._publisher = None
 
-    def _introduce(self, in_use: RunInUse | None) -> Orders | None:
+    def _introduce(self, in_use: RunInUse | None) -> LeaderOrders | None:
         """The orders of who leads; None: nobody leads by now."""
         patience = self._place.timeout if self._last is not None else _INTRODUCTION
         deadline = time.monotonic() + patience
@@ -128,7 +135,7 @@ class Follower:
             hint="see to its host; the same command on all nodes goes on where the run was",
         ) from in_use
 
-    def _require_same_ring(self, orders: Orders) -> None:
+    def _require_same_ring(self, orders: LeaderOrders) -> None:
         """Before anything is said to who leads: in a job that trains this host would take the place of its namesake."""
         other = (orders.ring or "").rstrip("/") != (self._ring or "").rstrip("/")
         if self._meeting.apart and orders.ring is not None and other:
@@ -177,7 +184,7 @@ class Follower:
                         self._wait_as_spare(orders)
                     time.sleep(_POLL)
 
-    def _wait_as_spare(self, orders: Orders) -> None:
+    def _wait_as_spare(self, orders: LeaderOrders) -> None:
         """An attempt runs without this node: have at hand what its ranks will need if it takes another one's place."""
         self._host.keep_standby(orders.attempt)
         if self._ahead is None and self._ring is not None:
@@ -196,7 +203,7 @@ class Follower:
                 with contextlib.suppress(OSError):
                     forget_fetched(self._paths)
 
-    def _attempt(self, orders: Orders, publisher: RecordPublisher[NodeReport]) -> HostOutcome:
+    def _attempt(self, orders: LeaderOrders, publisher: RecordPublisher[NodeReport]) -> HostOutcome:
         """Run torchrun on this node until it ends or must be ended."""
         group = None
         if orders.master:
@@ -249,7 +256,9 @@ class Follower:
             time.sleep(_POLL)
         return status
 
-    def _look_at_ranks(self, running: Running, publisher: RecordPublisher[NodeReport], orders: Orders | None) -> None:
+    def _look_at_ranks(
+        self, running: Running, publisher: RecordPublisher[NodeReport], orders: LeaderOrders | None
+    ) -> None:
         """Report what the leader cannot see from its host, and take the stacks once the leader orders it."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_EVERY
@@ -271,7 +280,7 @@ class Follower:
             names = tuple(signum.name for signum in self._signals.received)
             publisher.show(signals=names, insistent=self._signals.insistent)
 
-    def _orders(self) -> Orders | None:
+    def _orders(self) -> LeaderOrders | None:
         """The leader's orders; None: it is gone (it is silent, another one leads, or nobody does)."""
         orders, last = self._watcher.look().get(ORDERS), self._last
         assert last is not None
@@ -284,7 +293,7 @@ class Follower:
             self._waits = self._place.launch not in orders.members
         return orders if orders.phase == "over" or not self._meeting.is_leaderless() else None
 
-    def _leaves_alone(self, orders: Orders) -> bool:
+    def _leaves_alone(self, orders: LeaderOrders) -> bool:
         return leaves_alone(orders, waits=self._waits, seated=self._place.seated)
 
     def _without_leader(self) -> RunResult | None:

@@ -82,7 +82,7 @@ class RunResult(BaseModel, frozen=True):
         return kind(self.reason, hint=self.hint, exit_code=self.exit_code)
 
 
-class Orders(BaseModel, frozen=True):
+class LeaderOrders(BaseModel, frozen=True):
     """The record `orders.json`: what the leader tells its followers."""
 
     leader: str
@@ -113,7 +113,7 @@ class Orders(BaseModel, frozen=True):
     """Counts the writes."""
 
     @model_validator(mode="after")
-    def _an_address_for_each_seat(self) -> "Orders":
+    def _an_address_for_each_seat(self) -> "LeaderOrders":
         if self.buddies is not None and len(self.buddies.addresses) != len(self.members):
             raise ValueError(f"{len(self.buddies.addresses)} addresses of buddies for {len(self.members)} members")
         return self
@@ -168,7 +168,7 @@ class NodeReport(BaseModel, frozen=True):
         return {*self.beats, *(failure.rank for failure in failed)}
 
 
-def followers_move(state: NodeState, attempt: int, orders: Orders, launch: str) -> FollowersMove:
+def followers_move(state: NodeState, attempt: int, orders: LeaderOrders, launch: str) -> FollowersMove:
     """The first table. attempt: the last one that the follower took part in or got ready for."""
     if orders.phase == "over":
         return "quit"
@@ -184,7 +184,7 @@ def followers_move(state: NodeState, attempt: int, orders: Orders, launch: str) 
     return "wait"  # also where an order to start is read again, after the attempt has ended
 
 
-def leaves_alone(orders: Orders, *, waits: bool, seated: bool) -> bool:
+def leaves_alone(orders: LeaderOrders, *, waits: bool, seated: bool) -> bool:
     """Whether a follower that is told to stop goes, and the others go on. waits: the attempt that is under way, or the
     last one while nodes are gathered for the next, has no part for it. seated: the next one can do without it."""
     return waits and (seated if orders.phase == "gather" else orders.phase != "over")

@@ -241,9 +241,11 @@ def where_it_goes_on(history: History, chosen: Manifest, found: Collection[str])
     end = history.finished
     if end is None or chosen.name != end.checkpoint:
         missing = (CheckpointName(name) for name in history.restorable if name not in found)
-        newest = max(missing, key=lambda name: name.order, default=None)
+        newest = max(missing, key=lambda name: name.sort_key, default=None)
         # A plan goes back by intent, and discards what is newer.
-        missed = newest is not None and history.pending is None and newest.order > CheckpointName(chosen.name).order
+        missed = (
+            newest is not None and history.pending is None and newest.sort_key > CheckpointName(chosen.name).sort_key
+        )
         lost = f"; the newest checkpoint on record, {newest}, is missing" if missed else ""
         return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name}){lost}"
     by = f", by {end.by}" if end.by else ""

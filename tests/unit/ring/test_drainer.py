@@ -151,7 +151,7 @@ def at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunPath
     journal.append(Finished(step=10, batch=10, checkpoint=name))
     journal.close()
     monkeypatch.setattr(tiers, "in_slots", lambda paths: [place])
-    monkeypatch.setattr(tiers, "held", lambda place: contextlib.nullcontext())
+    monkeypatch.setattr(tiers, "hold_slot", lambda place: contextlib.nullcontext())
     monkeypatch.setattr(tiers, "release", lambda paths, durable, final: released.append(final))
     return paths, name, released
 

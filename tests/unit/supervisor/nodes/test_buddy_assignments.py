@@ -31,7 +31,7 @@ from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
+from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult
 
 SOON = 20.0
 IDENTITY = new_identity(JobIdentity(world_size=2, model=[], optimizer={}, objects=[], data={}))
@@ -151,7 +151,7 @@ def test_nodes_know_the_secret_before_any_of_them_starts_and_nobody_does_behind_
 
     def look() -> bool:
         """Called while nodes are waited for: the other one comes once it knows the secret."""
-        orders = Orders.model_validate_json(paths.nodes.joinpath("orders.json").read_bytes().split(b"\n")[0])
+        orders = LeaderOrders.model_validate_json(paths.nodes.joinpath("orders.json").read_bytes().split(b"\n")[0])
         seen.append(orders.buddies)
         if orders.buddies is not None and orders.buddies.secret == buddy._server.secret:
             other = report(leader=orders.leader, attempt=1)
@@ -183,7 +183,7 @@ def test_a_follower_knows_the_secret_before_it_is_ready_and_not_behind_its_ranks
     buddies = Buddies(secret="5" * 64)
     leads = RecordPublisher(
         SharedDirectory(paths.nodes), "orders.json",
-        Orders(leader="a:1", host="a", pid=1, attempt=1, buddies=buddies), lambda line: None,
+        LeaderOrders(leader="a:1", host="a", pid=1, attempt=1, buddies=buddies), lambda line: None,
     )  # fmt: skip
     own, told = place(), paths.node("node-0")
     seen: list[object] = []

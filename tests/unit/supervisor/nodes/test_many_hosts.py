@@ -11,7 +11,7 @@ from rollback.rundir.heartbeats import Heartbeat, write_heartbeat
 from rollback.rundir.host_records import SILENT_AFTER, RecordWatcher, SharedDirectory, write_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, SharedMeeting
-from rollback.supervisor.nodes.protocol import NodeReport, Orders
+from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport
 from rollback.supervisor.torchrun.host import Running
 from rollback.supervisor.torchrun.processes import THIS_HOST
 from rollback.train.process.heartbeat import seconds_between_files
@@ -57,8 +57,8 @@ def report(number: int) -> NodeReport:
 
 def looks(directory: Path, pattern: str, hosts: int, clock: Clock, visits: list[Path]) -> float:
     """Files that one supervisor reads in a second. It looks more often than it may read."""
-    model = Orders if pattern == ORDERS else NodeReport
-    watcher: RecordWatcher[Orders | NodeReport] = RecordWatcher(
+    model = LeaderOrders if pattern == ORDERS else NodeReport
+    watcher: RecordWatcher[LeaderOrders | NodeReport] = RecordWatcher(
         SharedDirectory(directory, hosts), pattern, model, clock=clock.monotonic
     )
     visits.clear()
@@ -74,7 +74,7 @@ def test_sixteen_thousand_ranks_on_two_thousand_hosts_visit_less_than_a_thousand
     monkeypatch.setattr(host_records, "SILENT_AFTER", 10.0 * SECONDS)  # the records do not change in this test
     paths = RunPaths(tmp_path)
     paths.nodes.mkdir()
-    write_in_place(paths.orders, Orders(leader="a", host="a", pid=1).model_dump_json().encode())
+    write_in_place(paths.orders, LeaderOrders(leader="a", host="a", pid=1).model_dump_json().encode())
     for number in range(HOSTS):
         body = report(number).model_dump_json().encode()
         paths.node(f"node-{number}").write_bytes(body + b"\n" + _hash(body) + b"\n")

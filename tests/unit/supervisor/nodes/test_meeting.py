@@ -30,7 +30,7 @@ from rollback.supervisor.nodes import meeting, record_files
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
+from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult
 from rollback.supervisor.nodes.record_files import RecordFiles, RecordKeeper
 from rollback.supervisor.nodes.seats import rank_by_name
 from rollback.supervisor.nodes.store import StoreTransport
@@ -81,10 +81,10 @@ def report(node: str, **more: object) -> NodeReport:
 
 
 def test_news_of_each_side_reaches_the_other_at_once(sides: Sides) -> None:
-    orders = RecordPublisher(sides.leader, "orders.json", Orders(leader="a", host="a", pid=1, attempt=7), print)
+    orders = RecordPublisher(sides.leader, "orders.json", LeaderOrders(leader="a", host="a", pid=1, attempt=7), print)
     told = RecordPublisher(sides.follower, "node-1.json", report("node-1", leader="a", attempt=7), print)
     down, up = (
-        RecordWatcher(sides.follower, "orders.json", Orders),
+        RecordWatcher(sides.follower, "orders.json", LeaderOrders),
         RecordWatcher(sides.leader, "node-*.json", NodeReport),
     )
     wait_for(lambda: down.look() and up.look())

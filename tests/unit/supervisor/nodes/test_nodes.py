@@ -31,8 +31,8 @@ from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import command_of, differences, membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import (
+    LeaderOrders,
     NodeReport,
-    Orders,
     RunResult,
     followers_move,
     leaders_move,
@@ -46,9 +46,9 @@ from rollback.supervisor.torchrun.command import LaunchedJob
 LAUNCH = "b:1:1.0"
 
 
-def orders(phase: str, attempt: int = 3, *, member: bool = True) -> Orders:
+def orders(phase: str, attempt: int = 3, *, member: bool = True) -> LeaderOrders:
     members = (LAUNCH,) if member else ()
-    return Orders(leader="a:1:1.0", host="a", pid=1, phase=phase, attempt=attempt, members=members)
+    return LeaderOrders(leader="a:1:1.0", host="a", pid=1, phase=phase, attempt=attempt, members=members)
 
 
 def report(state: str, status: int | None = None, attempt: int = 3) -> NodeReport:
@@ -306,7 +306,7 @@ def test_a_verdict_that_refuses_reaches_the_other_nodes_as_the_same_error() -> N
 )
 def test_orders_that_no_leader_gives_are_not_believed(tmp_path: Path, changes: dict[str, object]) -> None:
     sound = orders("run").model_dump(mode="json")
-    watcher = RecordWatcher(SharedDirectory(tmp_path), "orders.json", Orders)
+    watcher = RecordWatcher(SharedDirectory(tmp_path), "orders.json", LeaderOrders)
     write_in_place(tmp_path / "orders.json", json.dumps({**sound, **changes}).encode())
     assert watcher.look() == {}
     write_in_place(tmp_path / "orders.json", json.dumps(sound).encode())

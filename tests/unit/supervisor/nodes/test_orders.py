@@ -27,10 +27,10 @@ from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, leaders_move, merged
+from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult, leaders_move, merged
 from rollback.supervisor.signals import StopSignals
 
-OTHER = Orders(leader="b:2:1.0", host="b", pid=2, phase="run", attempt=2)
+OTHER = LeaderOrders(leader="b:2:1.0", host="b", pid=2, phase="run", attempt=2)
 
 
 @pytest.fixture
@@ -44,11 +44,11 @@ def place(spares: int = 0) -> NodePlace:
     return found
 
 
-def say_as(orders: Orders, paths: RunPaths) -> None:
+def say_as(orders: LeaderOrders, paths: RunPaths) -> None:
     write_in_place(paths.orders, orders.model_dump_json().encode())
 
 
-def hold_as(orders: Orders, paths: RunPaths) -> None:
+def hold_as(orders: LeaderOrders, paths: RunPaths) -> None:
     host, pid, start = orders.leader.split(":")
     paths.holder.write_text(json.dumps({"host": host, "pid": int(pid), "start": start}))
 
@@ -68,7 +68,7 @@ def test_who_holds_the_lock_leads_on_and_who_has_lost_it_leaves_all_to_the_other
     with pytest.raises(RunDirectoryError, match=r"b \(pid 2\) leads this run now"):
         look()
     leader.farewell(RunResult(exit_code=74, reason="overtaken"))
-    assert Orders.model_validate_json(read_in_place(paths.orders)).phase != "over"
+    assert LeaderOrders.model_validate_json(read_in_place(paths.orders)).phase != "over"
     lock.release()
     assert read_holder(paths) == {"host": "b", "pid": 2, "start": "1.0"}
 
@@ -77,10 +77,10 @@ def test_what_an_earlier_launch_of_the_same_host_and_pid_said_is_not_taken_for_t
     """In containers pids repeat. Its last word was that the run is over."""
     lock = RunLock(paths, "rollback launch")
     own = place()
-    before = Orders(leader=f"{own.host}:{own.pid}:0@of-another-boot", host=own.host, pid=own.pid, phase="over")
+    before = LeaderOrders(leader=f"{own.host}:{own.pid}:0@of-another-boot", host=own.host, pid=own.pid, phase="over")
     meeting = SharedMeeting(paths, 2)
     assert not meeting.is_led_by(before)
-    assert meeting.is_led_by(Orders(leader=own.launch, host=own.host, pid=own.pid))
+    assert meeting.is_led_by(LeaderOrders(leader=own.launch, host=own.host, pid=own.pid))
     lock.release()
 
 
@@ -143,7 +143,7 @@ class Following:
     def __init__(self, paths: RunPaths, ring: str | None = None, spares: int = 0) -> None:
         self.paths, self.place, self.asked, self.looks = paths, place(spares), list[str](), 0
         self.told: list[str] = []
-        own = Orders(leader="a:1:1.0", host="a", pid=1, attempt=1)
+        own = LeaderOrders(leader="a:1:1.0", host="a", pid=1, attempt=1)
         self.leads = RecordPublisher(SharedDirectory(paths.nodes), "orders.json", own, lambda line: None)
         hold_as(own, paths)
         meeting, asked = SharedMeeting(paths, 2), self.asked
@@ -153,7 +153,7 @@ class Following:
             is_leaderless = staticmethod(self._is_leaderless)
 
             @staticmethod
-            def is_led_by(orders: Orders) -> bool:
+            def is_led_by(orders: LeaderOrders) -> bool:
                 asked.append(orders.leader)
                 return meeting.is_led_by(orders)
 

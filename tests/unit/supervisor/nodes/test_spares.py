@@ -21,7 +21,7 @@ from rollback.supervisor.nodes import lead
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, own_address, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult
+from rollback.supervisor.nodes.protocol import LeaderOrders, NodeReport, RunResult
 from rollback.supervisor.nodes.seats import awaited, replacements, seats
 from rollback.train.data.cursor.description import description_of
 
@@ -158,7 +158,7 @@ def test_a_lost_node_that_is_back_when_the_run_ends_is_told_so(crew: Crew, monke
         crew.lose(rank)
     monkeypatch.setattr(lead, "_FAREWELL", 0.3)
     crew.leader.farewell(RunResult(exit_code=75, reason="told to stop"))
-    assert Orders.model_validate_json(read_in_place(crew.paths.orders)).phase == "over"
+    assert LeaderOrders.model_validate_json(read_in_place(crew.paths.orders)).phase == "over"
 
 
 def test_a_node_that_is_only_slow_to_end_its_ranks_keeps_its_seat(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
