@@ -382,7 +382,7 @@ AnyFact = Annotated[
 
 
 KINDS: frozenset[type[Fact]] = frozenset(get_args(get_args(AnyFact)[0]))
-TOLD: frozenset[type[Fact]] = KINDS - {Committed, BecameGood, Evicted}
+RARE_KINDS: frozenset[type[Fact]] = KINDS - {Committed, BecameGood, Evicted}
 """All but those that come with each checkpoint, which are most facts of a long run."""
 
 

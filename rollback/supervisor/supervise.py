@@ -26,9 +26,9 @@ from rollback.facts.history import in_durable_ring
 from rollback.instructions import ADOPTING
 from rollback.ring.url.fetch import fetch, unfetch
 from rollback.ring.url.store import Store
-from rollback.rundir.elsewhere import forget_elsewhere, read_elsewhere
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.record_location import forget_record_location, read_record_location
 from rollback.supervisor.attempts import Attempts, LaunchOptions
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.claim import Claim, EarlierAttempts, claim_or_private, read_past
@@ -181,7 +181,7 @@ class HostLaunch:
     def _record(self) -> RecordPlace:
         """Where the record is, for a node that nobody has told how the run ended."""
         paths = self.options.paths
-        if (told := read_elsewhere(paths)) is not None:
+        if (told := read_record_location(paths)) is not None:
             return RecordPlace(host=told[0], directory=told[1])
         return RecordPlace(url="" if paths.train_journal.exists() else self.options.settings.ring or "")
 
@@ -217,7 +217,7 @@ class HostLaunch:
         brought = self._fetch()
         try:
             past = read_past(options.paths, claim.before)
-            forget_elsewhere(options.paths)
+            forget_record_location(options.paths)
             if (told := nothing_left(options.paths, past, options.job, options.settings, self.say)) is not None:
                 return RunResult(exit_code=ExitCode.DONE, reason=told)
             _require_adopted_again(past, options)

@@ -28,7 +28,7 @@ from rollback.system.collector import no_collection
 @no_collection()
 def compile_audit(contents: RunContents) -> report.AuditReport:
     """The report of a run."""
-    records, told = contents.records, of_kinds(contents.records, facts.TOLD)
+    records, told = contents.records, of_kinds(contents.records, facts.RARE_KINDS)
     history = contents.history
     costs = reckon(records, history.reached, contents.progress)
     notices = [*contents.notices, *costs.notices]

@@ -60,7 +60,7 @@ class RunRecord:
     def begin(
         self, train: Sequence[facts.JournalEntry], supervisor: Sequence[facts.JournalEntry]
     ) -> list[facts.JournalEntry]:
-        """As `take_in`, where the history has the ranks' facts already. Of these, only the entries of `TOLD` are
+        """As `take_in`, where the history has the ranks' facts already. Of these, only the entries of `RARE_KINDS` are
         needed."""
         news = merge(train, supervisor)
         for record in of_kinds(news, _SHOWN):

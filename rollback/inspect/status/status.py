@@ -21,7 +21,7 @@ from rollback.checkpoints.tiers import Located, locate
 from rollback.errors import RunDirectoryError, message_of
 from rollback.facts.fact import InitialState
 from rollback.facts.history import History
-from rollback.facts.training import TOLD, Attached, JournalEntry, Restored, Tier
+from rollback.facts.training import RARE_KINDS, Attached, JournalEntry, Restored, Tier
 from rollback.inspect.document import Document, Point, ReportItem, fields_of
 from rollback.inspect.record.cost import Death, deaths
 from rollback.inspect.record.ending import RunEnding, confirmed
@@ -171,7 +171,7 @@ class StatusReader:
         self._unseen: list[str] = []
         self.news: list[JournalEntry] = []
         """The journal entries that the last call read; at the first one, of the ranks' that a kept history covers
-        only the `TOLD`."""
+        only the `RARE_KINDS`."""
 
     @no_collection()
     def read(self) -> RunStatus:
@@ -213,7 +213,7 @@ class StatusReader:
     def _begin(self, paths: RunPaths) -> list[JournalEntry]:
         """Read what is there, and from the ranks' journal only what a kept history lacks."""
         past = fold_journal(paths.train_journal)
-        told = [*read_entries(paths.train_journal, TOLD, past.folded_blocks), *past.reading.records]
+        told = [*read_entries(paths.train_journal, RARE_KINDS, past.folded_blocks), *past.reading.records]
         tails = [JournalTail(paths.train_journal, past.reading), JournalTail(paths.supervisor_journal)]
         self._past, supervisor = RunRecord(past.history), tails[1].new()
         self._tails = tails

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.errors import ExitCode, NodesMissing, RollbackError, RunInUse, UsageError
 from rollback.ring.shard_copier import ShardCopier
-from rollback.rundir.elsewhere import write_elsewhere
 from rollback.rundir.host_records import SILENT_AFTER, RecordPublisher, RecordWatcher
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.record_location import write_record_location
 from rollback.supervisor.buddy.buddy import Buddy
 from rollback.supervisor.diagnosis.hang import TELLING
 from rollback.supervisor.diagnosis.outcome import HostOutcome
@@ -240,7 +240,7 @@ class Follower:
                 if self._files is not None:
                     until_over.enter_context(handing_over(self._files, publisher, self._meeting.transport.every))
                     has = self._files.handed_over
-                    write_elsewhere(self._paths, orders.host, orders.directory, self._say, has=has)
+                    write_record_location(self._paths, orders.host, orders.directory, self._say, has=has)
             self._look_at_ranks(running, publisher, orders)
             move = followers_move("running", running.attempt, orders, self._place.launch) if orders else "end"
             if self._signals.insistent:

@@ -19,10 +19,10 @@ from typing import NamedTuple
 from rollback.errors import RollbackError
 from rollback.facts.history import merge_windows
 from rollback.facts.training import Window
-from rollback.rundir.elsewhere import HandedOver, read_handed_over
 from rollback.rundir.host_records import RecordPublisher
 from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.record_location import HandedOver, read_handed_over
 from rollback.rundir.skip_records import SkippedBatch
 from rollback.supervisor.nodes.protocol import NodeReport
 from rollback.system import files

@@ -130,7 +130,7 @@ def test_how_to_go_on_at_another_url_is_said_only_of_an_end_that_is_about_the_ri
 
 def test_the_end_of_the_stderr_is_that_of_the_rank_with_which_it_began(tmp_path: Path) -> None:
     paths, said = RunPaths(tmp_path), list[str]()
-    output = SimpleNamespace(last_words="the end of rank {}".format, tell_consequence=lambda: None)
+    output = SimpleNamespace(stderr_tail="the end of rank {}".format, tell_consequence=lambda: None)
     order, own_journal = SimpleNamespace(paths=paths), SupervisorJournal(paths, print)
     host: Any = SimpleNamespace(output=output)
     attempts = Attempts(order, said.append, host, own_journal, StopSignals(), Nodes(), lambda: None)  # type: ignore[arg-type]

@@ -20,10 +20,10 @@ from rollback.errors import ExitCode, NodesMissing, RunDirectoryError
 from rollback.facts.training import SkipAdded, Window
 from rollback.inspect.record.reading import require_run_directory
 from rollback.instructions import MeetingPoint
-from rollback.rundir.elsewhere import HandedOver, write_elsewhere
 from rollback.rundir.host_records import LIMIT, SILENT_AFTER, RecordPublisher, RecordWatcher, SharedDirectory, Transport
 from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.record_location import HandedOver, write_record_location
 from rollback.rundir.skip_records import SkippedBatch
 from rollback.supervisor.diagnosis.outcome import HostOutcome
 from rollback.supervisor.nodes import meeting, record_files
@@ -647,7 +647,7 @@ def test_lines_that_no_record_had_room_for_are_handed_over_by_the_next_superviso
     assert [*files.all()] == ["skips/rank-00004.jsonl"]
     assert said == [f"1 files of the record stay on this host, or lines of them, as {paths.skip_record(3)}"]
     files.arrived()
-    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over)
+    write_record_location(paths, "head", "/data/run", said.append, has=files.handed_over)
     os.utime(paths.skip_record(4), (2, 2))
     assert [*RecordFiles(paths, said.append).all()] == ["skips/rank-00003.jsonl"]
 
@@ -677,7 +677,7 @@ def test_lines_that_have_arrived_are_not_said_to_stay_by_another_supervisor(tmp_
     files = RecordFiles(paths, said.append)
     assert files.all()
     files.arrived()
-    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over if arrived else HandedOver())
+    write_record_location(paths, "head", "/data/run", said.append, has=files.handed_over if arrived else HandedOver())
     with paths.skip_record(3).open("a") as file:
         file.write(skips(*range(300, 600), size=64))
     assert said == []
@@ -700,7 +700,7 @@ def test_what_has_not_arrived_is_handed_over_again_also_by_another_supervisor(tm
     so_long_ago(paths.skip_record(3), 2 * minute)
     files = RecordFiles(paths, said.append)
     assert [*files.new()] == ["skips/rank-00003.jsonl"]
-    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over)
+    write_record_location(paths, "head", "/data/run", said.append, has=files.handed_over)
     files = RecordFiles(paths, said.append)
     assert [*files.new()] == ["skips/rank-00003.jsonl"], "nobody has said that it has arrived"
     paths.stacks(2).mkdir(parents=True)
@@ -708,7 +708,7 @@ def test_what_has_not_arrived_is_handed_over_again_also_by_another_supervisor(tm
     assert [*files.new()] == ["stacks/attempt-0002/rank-00003.txt"]
     files.arrived()
     assert files.all() == {}
-    write_elsewhere(paths, "head", "/data/run", said.append, has=files.handed_over)
+    write_record_location(paths, "head", "/data/run", said.append, has=files.handed_over)
     files = RecordFiles(paths, said.append)
     assert [*files.new()] == ["stacks/attempt-0002/rank-00003.txt"], "it may be lost with that leader"
     with paths.skip_record(3).open("a") as file:
@@ -720,7 +720,7 @@ def test_what_has_not_arrived_is_handed_over_again_also_by_another_supervisor(tm
 def test_a_directory_without_the_record_says_where_the_record_is(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.identity.write_text("{}")
-    write_elsewhere(paths, "head", "/data/run", print)
+    write_record_location(paths, "head", "/data/run", print)
     with pytest.raises(RunDirectoryError, match="its record is on head, in /data/run"):
         require_run_directory(tmp_path)
 
@@ -731,7 +731,7 @@ def test_an_old_record_of_a_host_that_follows_by_now_is_not_taken_for_the_record
     paths.train_journal.parent.mkdir()
     paths.train_journal.write_text("")
     os.utime(paths.train_journal, (1, 1))
-    write_elsewhere(paths, "head", "/data/run", print)
+    write_record_location(paths, "head", "/data/run", print)
     with pytest.raises(RunDirectoryError, match="its record is on head, in /data/run"):
         require_run_directory(tmp_path)
     os.utime(paths.record_elsewhere, (0, 0))  # it was trained there later, as by torchrun
