@@ -89,7 +89,8 @@ class LastSnapshot:
             return
         self._members, self._paths, self._mark, self._device = joined, joined.paths, joined.mark, joined.device
         before_update(state.optimizer, self._before_update)
-        state.optimizer.register_step_post_hook(weak_hook(self._after_update))
+        if self._device is not NO_DEVICE:
+            state.optimizer.register_step_post_hook(weak_hook(self._after_update))
         if run.ranks.world_size > 1:
             self._early = EarlyMarks(self._mark, self._device, telltale, self._small_state, self._coming)
         self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)

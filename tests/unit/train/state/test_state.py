@@ -265,10 +265,10 @@ def test_a_learning_rate_of_a_device_is_read_where_it_was_written_to_alone(monke
     for write in (None, None, lambda: rate.add_(1), None):
         if write is not None:
             write()
-        state.note_learning_rate(epoch_began=False)
+        state.note_learning_rate()
         seen.append(state.counters.learning_rate)
     state.optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
-    state.note_learning_rate(epoch_began=False)
+    state.note_learning_rate()
     assert [*seen, state.counters.learning_rate] == [1e-3, 1e-3, 2e-3, 2e-3, 3e-3]
 
 
