@@ -30,7 +30,7 @@ from rollback.trainers.adopt.carried_values import (
     state_of,
     value_of,
 )
-from rollback.trainers.adopt.counts import TurnCount
+from rollback.trainers.adopt.counts import StepCount
 from rollback.trainers.adopt.enumeration import HandedOut
 from rollback.trainers.adopt.epochs import EpochLoop
 
@@ -171,7 +171,7 @@ class CarriedVariables:
         self._handed, self._loops, self._unkept, self._missed = handed, loops, unkept, missed
         self._model: nn.Module | None = None
         self._lost: set[tuple[str, str]] = set()
-        self._counts: dict[tuple[str, str], TurnCount] = {}
+        self._counts: dict[tuple[str, str], StepCount] = {}
         self._known: dict[tuple[str, str], tuple[LedVariable, Carried]] = {}
 
     def add(self, name: str, filename: str, variable: LedVariable) -> None:
@@ -185,18 +185,18 @@ class CarriedVariables:
         """The guard of a model is made: it keeps them from now on, and gives them what they were. turns: file and name
         of each count."""
         self._model = model
-        self._counts = {place: TurnCount() for place in turns}
-        kept: dict[tuple[str, str], TurnCount | Carried] = {
+        self._counts = {place: StepCount() for place in turns}
+        kept: dict[tuple[str, str], StepCount | Carried] = {
             place: carried for place, (_, carried) in self._known.items()
         }
         kept |= self._counts
-        named: dict[str, TurnCount | Carried] = {}
+        named: dict[str, StepCount | Carried] = {}
         for (filename, name), value in kept.items():
             text = f"{name} of {os.path.basename(filename)}"
             named[text if text not in named else f"{text} {len(named)}"] = value
         guard.keep(**named)
 
-    def count_of(self, name: str, filename: str) -> TurnCount | None:
+    def count_of(self, name: str, filename: str) -> StepCount | None:
         """None: there is no guard yet."""
         return self._counts.get((filename, name))
 

@@ -16,7 +16,7 @@ from rollback.trainers.adopt.enumeration import HandedOut
 from rollback.trainers.adopt.epochs import in_place_of
 
 
-class TurnCount:
+class StepCount:
     """The number of a turn that has begun, on one rank, from 0."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class CountedTurns(Turns):
     count: the number of the turn that has begun, as the guard keeps it; None: there is no guard yet."""
 
     def __init__(
-        self, numbers: range, first: int | None, handed: HandedOut, count: Callable[[], TurnCount | None]
+        self, numbers: range, first: int | None, handed: HandedOut, count: Callable[[], StepCount | None]
     ) -> None:
         super().__init__(numbers, first, handed)
         self._count = count
@@ -156,7 +156,7 @@ class TurningLoops:
     demands: whether the script is not prepared for the end of what it takes from."""
 
     def __init__(
-        self, handed: HandedOut, count_of: Callable[[str, str], TurnCount | None], demands: Callable[[], bool]
+        self, handed: HandedOut, count_of: Callable[[str, str], StepCount | None], demands: Callable[[], bool]
     ) -> None:
         self._handed, self._count_of, self._demands = handed, count_of, demands
         self._turns: dict[tuple[str, int], Turns | None] = {}

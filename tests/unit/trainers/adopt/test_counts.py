@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollback.errors import RollbackError
-from rollback.trainers.adopt.counts import TurnCount, Turned, TurningLoops
+from rollback.trainers.adopt.counts import StepCount, Turned, TurningLoops
 from rollback.trainers.adopt.enumeration import HandedOut
 
 
@@ -76,7 +76,7 @@ class Updates(Script):
         self, *, loads: dict[int, int] | None = None, owed: int | None = None, in_epochs: bool = False, end: int = 99
     ) -> None:
         super().__init__(in_epochs=in_epochs, end=end)
-        self.loads, self.count = dict(loads or {}), TurnCount()
+        self.loads, self.count = dict(loads or {}), StepCount()
         self.loops = TurningLoops(self.handed, lambda *place: self.count, lambda: True)
         if owed is not None:
             self.count.load_state_dict({"value": owed})
